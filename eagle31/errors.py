@@ -1,0 +1,17 @@
+"""The one exception for what a user can put right."""
+
+
+class UserError(ValueError):
+    """Bad input: names the field, the value it has, and the remedy.
+
+    Args:
+        field: where the value comes from, as the user writes it (`data.train`, or `file.jsonl:12`).
+        value: what was found there.
+        remedy: what is wrong with it and what to do, as a full sentence.
+    """
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+        super().__init__(f"{field}={value!s}: {remedy}")

@@ -1,0 +1,89 @@
+"""JSON and text files that are either whole or absent, and append-only JSON lines."""
+
+import json
+import os
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from eagle31.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes the file beside its place and renames it there: a reader sees the old one or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` atomically. Paths become strings, enums their values; other types raise TypeError."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=_encode) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Raises UserError, naming file and line, for what is not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise _broken(path, error.lineno, error) from error
+
+
+def append_jsonl(path: Path, record: dict[str, Any]) -> None:
+    """Appends one line in a single write, so that lines of a killed process are whole or cut at the end."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = _line(record).encode()
+    with open(path, "ab", buffering=0) as file:
+        file.write(line)
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes all records atomically, one a line."""
+    write_text(path, "".join(_line(record) for record in records))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON lines file, without a last line that its writer did not live to finish.
+
+    Raises UserError, naming the line, for any other line that is not JSON.
+    """
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(
+        lines[:-1], start=1
+    ):  # behind the last newline: nothing, or an unfinished line
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise _broken(path, number, error) from error
+    return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, default=_encode) + "\n"
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+
+
+def _broken(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
+    return UserError(
+        "file",
+        f"{path}:{line}",
+        f"This is not JSON ({error.msg}); mend it, or delete it to have it made again.",
+    )

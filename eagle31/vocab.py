@@ -1,0 +1,54 @@
+"""The draft vocabulary: which of the target's tokens the drafter can propose."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle31.errors import UserError
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """A selection of the target's tokens, in ascending order of their ids."""
+
+    d2t: Tensor  # int64 [Vd], target_id = draft_id + d2t[draft_id]
+    t2d: Tensor  # bool [V], true for tokens in the draft vocabulary
+    coverage: float  # share of the counted tokens that lie in it
+
+    @property
+    def target_ids(self) -> Tensor:
+        """int64 [Vd], the target's id of each draft id."""
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+
+def build_draft_vocab(
+    token_counts: Tensor, draft_vocab_size: int | None, special_token_ids: Iterable[int]
+) -> DraftVocab:
+    """Keeps the special tokens and the most frequent others; ties go to the lower id.
+
+    Args:
+        token_counts: int64 [V], occurrences among the counted tokens.
+        draft_vocab_size: None keeps the whole vocabulary.
+
+    Raises:
+        UserError: the size leaves no room for the special tokens, or exceeds the target's vocabulary.
+    """
+    vocab_size = token_counts.shape[0]
+    size = vocab_size if draft_vocab_size is None else draft_vocab_size
+    special = sorted({i for i in special_token_ids if 0 <= i < vocab_size})
+    if not len(special) < size <= vocab_size:
+        raise UserError(
+            "drafter.draft_vocab_size",
+            draft_vocab_size,
+            f"It must be more than the {len(special)} special tokens and at most the target's {vocab_size}.",
+        )
+    ranked = token_counts.clone()
+    ranked[special] = torch.iinfo(torch.int64).max
+    chosen = torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[chosen] = True
+    total = int(token_counts.sum())
+    coverage = int(token_counts[chosen].sum()) / total if total else 1.0
+    return DraftVocab(chosen - torch.arange(size), t2d, coverage)

@@ -1,0 +1,118 @@
+"""The training step as the definition reads: every row at every step, one attention mask, all logits."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle31.batch import PackedBatch
+from eagle31.config import DrafterConfig
+from eagle31.drafter import Drafter
+from eagle31.frozen import FrozenParts
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x: [T, heads, D]; complex rotation of the pairs (i, i + D/2)."""
+    half = x.shape[-1] // 2
+    # transformers computes the frequencies in float32.
+    frequencies = (1.0 / theta ** (torch.arange(0, 2 * half, 2).float() / (2 * half))).float()
+    angles = (positions[:, None].float() * frequencies).to(x.dtype)[:, None]
+    cos, sin = angles.float().cos().to(x.dtype), angles.float().sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def is_counted(batch: PackedBatch, row: int, step: int) -> bool:
+    last = row + 2 + step
+    if last >= len(batch.input_ids) or batch.document_ids[row] != batch.document_ids[last]:
+        return False
+    return bool(batch.loss_mask[row + 1 : last + 1].all())
+
+
+def shift(x: Tensor, by: int) -> Tensor:
+    """x[t + by] at t, the last entry beyond the end."""
+    index = (torch.arange(len(x)) + by).clamp(max=len(x) - 1)
+    return x[index]
+
+
+def naive_states(
+    drafter: Drafter, config: DrafterConfig, frozen: FrozenParts, batch: PackedBatch, num_steps: int
+) -> list[Tensor]:
+    """Post-norm states of every row, a tensor [T, H] per step."""
+    weights = dict(drafter.named_parameters())
+    eps, theta = config.rms_norm_eps, config.rope_theta
+    length, num_heads, num_kv = len(batch.input_ids), config.num_attention_heads, config.num_key_value_heads
+    aux = list(batch.aux_hidden_states.unbind(1))
+    if config.fc_norm:
+        aux = [rms(x, weights[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(aux)]
+    state = torch.cat(aux, -1) @ weights["fc.weight"].T
+
+    index = torch.arange(length)
+    same = batch.document_ids[:, None] == batch.document_ids[None]
+    causal = same & (index[:, None] >= index[None])
+    diagonal = torch.eye(length, dtype=torch.bool)
+    cached: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(config.num_hidden_layers)]
+    outputs = []
+    for step in range(num_steps):
+        next_ids = batch.input_ids.roll(-1) if step == 0 else shift(batch.input_ids, 1 + step)
+        embeds = F.embedding(next_ids, frozen.embed_tokens)
+        positions = batch.position_ids + step
+        mask = torch.cat([causal] + [diagonal] * step, dim=1)
+        for layer in range(config.num_hidden_layers):
+
+            def weight(name: str, layer: int = layer) -> Tensor:
+                return weights[f"layers.{layer}.{name}.weight"]
+
+            residual = state
+            if layer == 0:
+                normed = rms(state, weight("hidden_norm"), eps)
+                if config.norm_before_residual:
+                    residual = normed
+                inputs = torch.cat((rms(embeds, weight("input_layernorm"), eps), normed), -1)
+            else:
+                inputs = rms(state, weight("input_layernorm"), eps)
+            q, k, v = (
+                (inputs @ weight(f"self_attn.{name}_proj").T).view(length, -1, config.head_dim)
+                for name in "qkv"
+            )
+            keys, values = cached[layer]
+            keys.append(rope(k, positions, theta))
+            values.append(v)
+            repeat = num_heads // num_kv
+            all_keys = torch.cat(keys).repeat_interleave(repeat, dim=1)
+            all_values = torch.cat(values).repeat_interleave(repeat, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", rope(q, positions, theta), all_keys) * config.head_dim**-0.5
+            probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+            attended = torch.einsum("hqk,khd->qhd", probs, all_values).flatten(1)
+            hidden = residual + attended @ weight("self_attn.o_proj").T
+            normed = rms(hidden, weight("post_attention_layernorm"), eps)
+            gated = F.silu(normed @ weight("mlp.gate_proj").T) * (normed @ weight("mlp.up_proj").T)
+            state = hidden + gated @ weight("mlp.down_proj").T
+        normed = rms(state, weights["norm.weight"], eps)
+        outputs.append(normed)
+        state = normed if config.norm_output else state
+    return outputs
+
+
+def naive_loss(
+    drafter: Drafter,
+    config: DrafterConfig,
+    frozen: FrozenParts,
+    batch: PackedBatch,
+    num_steps: int,
+    decay: float,
+) -> Tensor:
+    total = torch.zeros((), dtype=batch.aux_hidden_states.dtype)
+    teacher_logits = frozen.target_head(batch.last_hidden_states)
+    if frozen.draft_target_ids is not None:
+        teacher_logits = teacher_logits[:, frozen.draft_target_ids]
+    teacher = teacher_logits.softmax(-1)
+    for step, normed in enumerate(naive_states(drafter, config, frozen, batch, num_steps)):
+        log_q = (normed @ drafter.lm_head.weight.T).log_softmax(-1)
+        for row in range(len(batch.input_ids)):
+            if is_counted(batch, row, step):
+                total = total - decay**step * (teacher[row + 1 + step] * log_q[row]).sum()
+    return total

@@ -1,0 +1,74 @@
+"""A tiny drafter and random packed rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle31.batch import PackedBatch
+from eagle31.config import DrafterConfig
+from eagle31.drafter import Drafter
+from eagle31.frozen import FrozenParts
+
+VOCAB = 61
+
+
+def tiny_config(**changes: Any) -> DrafterConfig:
+    config = DrafterConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        vocab_size=VOCAB,
+        draft_vocab_size=29,
+        target_hidden_size=20,
+        aux_layer_ids=(0, 2, 5),
+    )
+    return replace(config, **changes)
+
+
+def tiny_drafter(
+    config: DrafterConfig, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Drafter, FrozenParts]:
+    torch.manual_seed(seed)
+    drafter = Drafter(config)
+    for parameter in drafter.parameters():
+        # Norm weights too, so that a norm left out or applied twice shows.
+        nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.3)
+    head = nn.Linear(config.target_hidden_size, config.vocab_size, bias=False).to(dtype).requires_grad_(False)
+    ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
+    frozen = FrozenParts(
+        embed_tokens=torch.randn(config.vocab_size, config.hidden_size, dtype=dtype),
+        target_head=head,
+        draft_target_ids=ids if config.pruned else None,
+        lm_head=None,
+    )
+    return drafter.to(dtype), frozen
+
+
+def random_batch(
+    lengths: tuple[int, ...],
+    config: DrafterConfig,
+    seed: int = 0,
+    padding: int = 0,
+    dtype: Any = torch.float64,
+) -> PackedBatch:
+    """Documents of the given lengths; the mask comes in random runs, as turns do."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths) + padding
+    flips = torch.rand(total, generator=generator) < 0.2
+    mask = (flips.long().cumsum(0) % 2).bool()
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])
+    positions = torch.cat([torch.arange(n) for n in (*lengths, padding)])
+    aux_shape = (total, len(config.aux_layer_ids), config.target_hidden_size)
+    scales = torch.tensor([1.0, 4.0, 20.0, 3.0])[: aux_shape[1], None]
+    return PackedBatch(
+        input_ids=torch.randint(config.vocab_size, (total,), generator=generator),
+        loss_mask=mask & (documents >= 0),
+        document_ids=documents,
+        position_ids=positions,
+        aux_hidden_states=torch.randn(aux_shape, generator=generator, dtype=dtype) * scales,
+        last_hidden_states=torch.randn(total, config.target_hidden_size, generator=generator, dtype=dtype),
+    )
