@@ -1,0 +1,1 @@
+"""Sources of the frozen target's hidden states."""

@@ -1,0 +1,185 @@
+"""Single tensors out of a safetensors checkpoint, local or on the hub, and what identifies its weights."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+from eagle31.errors import UserError
+
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 8, 1 << 16
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's directory or hub id; of a hub checkpoint only the files that are asked for are downloaded."""
+
+    model: str
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        looks_local = self.model.startswith(("/", ".", "~")) or self.model.count("/") > 1
+        if looks_local and not os.path.isdir(self.path):
+            raise UserError("target.model", self.model, "No such directory; give a directory or a hub id.")
+
+    @property
+    def path(self) -> str:
+        return os.path.expanduser(self.model)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Turns what transformers raises for a model that cannot be had into a UserError.
+
+        These are a missing repository or file, no network, and an unknown architecture.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError("target.model", self.model, f"Cannot be loaded: {reason}") from error
+
+    def find_file(self, name: str) -> Path | None:
+        """Where the file is on this machine, downloaded if need be; None when the checkpoint has none."""
+        with self.loading():
+            found = cached_file(
+                self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False
+            )
+        return None if found is None else Path(found)
+
+    def tensor_files(self) -> Mapping[str, str]:
+        """Tensor name -> file name.
+
+        Raises:
+            UserError: the checkpoint is not in safetensors.
+        """
+        index = self.find_file(_INDEX_FILE)
+        if index is not None:
+            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        single = self.find_file(_SINGLE_FILE)
+        if single is None:
+            remedy = f"Has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert its weights to safetensors."
+            raise UserError("target.model", self.model, remedy)
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), _SINGLE_FILE)
+
+    def read_tensor(self, file_name: str, name: str) -> Tensor:
+        """One tensor, as stored.
+
+        Raises:
+            UserError: it is quantised, so that its values are not the weights.
+        """
+        path = self.find_file(file_name)
+        if path is None:
+            raise UserError("target.model", self.model, f"{file_name}, which holds {name}, is missing.")
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if tensor.dtype not in _PLAIN_DTYPES:
+            remedy = f"{name} is {tensor.dtype}: a quantised embedding, norm or lm_head is not supported."
+            raise UserError("target.model", self.model, remedy)
+        return tensor
+
+    def fingerprint(self) -> str:
+        """The commit of a hub model, a sha256 of a local directory.
+
+        Of local weights only sizes, headers and a few blocks spread over each file are read, so that a
+        terabyte takes seconds.
+        """
+        if not os.path.isdir(self.path):
+            config = self.find_file("config.json")
+            commit = extract_commit_hash(None if config is None else str(config), None)
+            if commit is None:
+                raise UserError("target.model", self.model, "The hub repository has no config.json.")
+            return commit
+        digest = hashlib.sha256()
+        directory = Path(self.path)
+        for name in ("config.json", "generation_config.json"):
+            if (directory / name).exists():
+                digest.update(name.encode() + (directory / name).read_bytes())
+        for file in sorted(directory.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+            for block in _sample_blocks(file):
+                digest.update(block)
+        return digest.hexdigest()
+
+
+def read_modules(
+    checkpoint: Checkpoint, model: PreTrainedModel, modules: Iterable[nn.Module]
+) -> list[dict[str, Tensor]]:
+    """The checkpoint's tensors of some of a model's modules, each a state dict; tied embeddings are followed.
+
+    Args:
+        model: gives the names; may be on the meta device.
+
+    Raises:
+        UserError: the checkpoint does not have one of the tensors, or has it quantised.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    files = checkpoint.tensor_files()
+    names = _StoredNames(model, files)
+    states = []
+    for module in modules:
+        stored = {key: names.find(f"{paths[module]}.{key}") for key in module.state_dict()}
+        for key, name in stored.items():
+            if name is None:
+                remedy = f"The checkpoint has no tensor {paths[module]}.{key}; is it quantised?"
+                raise UserError("target.model", checkpoint.model, remedy)
+        states.append({k: checkpoint.read_tensor(files[name], name) for k, name in stored.items() if name})
+    return states
+
+
+class _StoredNames:
+    """What the checkpoint calls a model's parameters."""
+
+    def __init__(self, model: PreTrainedModel, stored: Iterable[str]) -> None:
+        self.model = model
+        self.stored = frozenset(stored)
+        self.tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        self._renamed: dict[str, str] | None = None
+
+    def find(self, name: str) -> str | None:
+        options = [name, self.tied[name]] if name in self.tied else [name]
+        for option in options:
+            if option in self.stored:
+                return option
+        # Asked last: it walks over every tensor of the checkpoint.
+        self._renamed = self._renamed if self._renamed is not None else self._renames()
+        return next((self._renamed[option] for option in options if option in self._renamed), None)
+
+    def _renames(self) -> dict[str, str]:
+        """Parameter -> stored name, translated from older layouts as transformers does on loading."""
+        conversions = get_model_conversion_mapping(self.model)
+        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        prefix, state = self.model.base_model_prefix, self.model.state_dict()
+        return {
+            rename_source_key(name, renamings, converters, prefix, state)[0]: name
+            for name in sorted(self.stored)
+        }
+
+
+def _sample_blocks(file: Path) -> Iterator[bytes]:
+    """The safetensors header, and blocks spread evenly over the rest up to its last byte."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        yield stream.read(header_bytes)
+        start = stream.tell()
+        last = max(start, size - _BLOCK_BYTES)
+        for i in range(_SAMPLED_BLOCKS):
+            stream.seek(start + (last - start) * i // (_SAMPLED_BLOCKS - 1))
+            yield stream.read(_BLOCK_BYTES)

@@ -1,0 +1,56 @@
+"""Which samples share a row."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eagle31.errors import UserError
+
+
+def pack_epoch(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Packs every sample once into rows of at most `row_tokens` tokens: shuffled best-fit decreasing.
+
+    Longest first wastes the least, and makes the number of rows the same in every epoch, so that a step's
+    place in the data is known without packing the epochs before it. Samples of equal length change places
+    from epoch to epoch, and the rows are shuffled.
+
+    Args:
+        lengths: tokens of each sample, each at least 1.
+
+    Returns:
+        Sample indices of each row.
+
+    Raises:
+        UserError: a sample is longer than a row.
+    """
+    if len(lengths) and max(lengths) > row_tokens:
+        longest = int(np.argmax(lengths))
+        remedy = f"Sample {longest} has {lengths[longest]} tokens; raise it, or cut the data to fewer tokens."
+        raise UserError("train.row_tokens", row_tokens, remedy)
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    shuffled = generator.permutation(len(lengths))
+    order = shuffled[np.argsort(-np.asarray(lengths)[shuffled], kind="stable")]
+    rows = _best_fit([int(i) for i in order], lengths, row_tokens)
+    return [rows[i] for i in generator.permutation(len(rows))]
+
+
+def _best_fit(order: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Puts each sample, in order, into the row that it leaves the least room in."""
+    rows: list[list[int]] = []
+    rows_by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]
+    rooms = 0  # bit r is set iff some row has room for exactly r tokens
+    for sample in order:
+        length = int(lengths[sample])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = row_tokens, len(rows)
+            rows.append([])
+        rows[row].append(sample)
+        rows_by_room[room - length].append(row)
+        rooms |= 1 << (room - length)
+    return rows
