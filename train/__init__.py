@@ -1,0 +1,1 @@
+"""The run: recipes, stages, training loop, evaluation, report."""

@@ -1,0 +1,114 @@
+"""Checkpoints of a training run: written beside and renamed, the newest few kept, the best by acceptance."""
+
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import deepspeed
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle31.json_files import read_json, write_json
+from train.distributed import World, on_main_first
+
+STATE = "state.json"
+ENGINE_TAG = "engine"
+
+
+@dataclass
+class TrainState:
+    """What the loop knows beside the engine: rows of a step follow from its number alone."""
+
+    step: int = 0  # optimizer steps done
+    best_step: int | None = None
+    best_acceptance_length: float = 0.0
+    counted_rows: int = 0  # trained on, over all ranks
+
+
+class CheckpointDirectory:
+    """`step-00000100/` directories under one root, and `best/`."""
+
+    def __init__(self, root: Path, keep: int, world: World) -> None:
+        self.root = root
+        self.keep = keep
+        self.world = world
+
+    def steps(self) -> list[int]:
+        """Finished checkpoints, ascending."""
+        found = self.root.glob(f"step-*/{STATE}")
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+    def save(self, engine: deepspeed.DeepSpeedEngine, state: TrainState) -> None:
+        """Every rank calls. A kill at any moment leaves the checkpoints before untouched."""
+        final = self._path(state.step)
+        if final.exists():
+            return
+        beside = self.root / f".step-{state.step:08d}.partial"
+        on_main_first(self.world.is_main, lambda: _empty(beside))
+        engine.save_checkpoint(str(beside), tag=ENGINE_TAG)
+        # Each rank's files are its own: they must reach the disk before the rename makes them count.
+        _sync_files(beside)
+        if dist.is_initialized():
+            dist.barrier()
+
+        def publish() -> None:
+            write_json(beside / STATE, asdict(state) | {"world_size": self.world.size})
+            os.replace(beside, final)
+            for step in self.steps()[: -self.keep]:
+                shutil.rmtree(self._path(step))
+
+        on_main_first(self.world.is_main, publish)
+
+    def resume(self, engine: deepspeed.DeepSpeedEngine) -> TrainState:
+        """Loads the newest checkpoint into the engine; a fresh state when there is none. Every rank calls."""
+        steps = self.steps()
+        if not steps:
+            return TrainState()
+        path = self._path(steps[-1])
+        saved = read_json(path / STATE)
+        saved.pop("world_size")
+        loaded, _ = engine.load_checkpoint(str(path), tag=ENGINE_TAG)
+        assert loaded is not None, path
+        return TrainState(**saved)
+
+    def saved_world_size(self) -> int | None:
+        """Of the newest checkpoint."""
+        steps = self.steps()
+        return read_json(self._path(steps[-1]) / STATE)["world_size"] if steps else None
+
+    def save_best(self, weights: dict[str, Tensor], state: TrainState) -> None:
+        """Rank 0 calls, with the float32 weights."""
+        best = self.root / "best"
+        best.mkdir(parents=True, exist_ok=True)
+        name = f"drafter-{state.step:08d}.safetensors"
+        partial = best / f".{name}.partial"
+        save_file(weights, partial)
+        os.replace(partial, best / name)
+        record = {"step": state.step, "acceptance_length": state.best_acceptance_length, "file": name}
+        write_json(best / "best.json", record)
+        for other in best.glob("drafter-*.safetensors"):
+            if other.name != name:
+                other.unlink()
+
+    def best_weights(self) -> tuple[dict[str, Tensor], dict]:
+        """The best weights and their record: step, acceptance_length."""
+        record = read_json(self.root / "best" / "best.json")
+        return load_file(self.root / "best" / record["file"]), record
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+
+def _empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _sync_files(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)

@@ -1,0 +1,259 @@
+"""The recipe's schema. Hydra checks every key and type against it; `check` checks the values."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from data.template import Turns
+from data.tokenize import Overlong
+from eagle31.errors import UserError
+from train.tracking import TrackingMode
+
+
+class Stage(Enum):
+    """The pipeline's stages, in the order in which they run."""
+
+    data = "data"  # read, hold out, [regenerate,] render, tokenize
+    vocab = "vocab"  # the draft vocabulary
+    answers = "answers"  # the target answers the held-out prompts
+    capture = "capture"  # the target's hidden states
+    train = "train"
+    export = "export"
+    evaluate = "evaluate"
+    report = "report"
+
+
+class CaptureMode(Enum):
+    offline = "offline"
+    online = "online"
+
+
+class Schedule(Enum):
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class ExportDtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class TargetConfig:
+    """The frozen model that will be served."""
+
+    model: str = MISSING  # path, hub id, or "embedded"
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    device_map: str | None = None  # "auto": accelerate spreads it over this node's devices
+    layers_path: str | None = None  # where a wrapper hides the decoder layers
+    norm_path: str | None = None
+    chat_template: str | None = None  # a Jinja file in place of the tokenizer's own
+
+
+@dataclass
+class DrafterShape:
+    """null takes the target's value."""
+
+    num_hidden_layers: int = 1
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float | None = None
+    rope_parameters: dict[str, Any] | None = None  # rope_type, rope_theta and the scaling's own keys
+    max_position_embeddings: int | None = None
+    aux_layer_ids: list[int] | None = None  # decoder layers already applied; null: 2, n // 2, n - 3
+    draft_vocab_size: int | None = None  # null: the target's whole vocabulary
+    fc_norm: bool = True
+    norm_output: bool = True
+    norm_before_residual: bool = False
+    train_lm_head: bool = True
+
+
+@dataclass
+class RegenerateConfig:
+    """The target writes the assistant turns itself."""
+
+    enabled: bool = False
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    batch_size: int = 16
+
+
+@dataclass
+class DataConfig:
+    train: str = MISSING  # file, hub id, or "embedded"
+    eval: str | None = None  # prompts kept apart; null holds some of `train` out
+    split: str = "train"
+    eval_split: str = "test"
+    prompt_column: str | None = None
+    response_column: str | None = None
+    turns: Turns = Turns.all
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int = 2048
+    overlong: Overlong = Overlong.cut
+    max_malformed_fraction: float = 0.01
+    num_workers: int | None = None  # null: the cores of this node
+    num_validation: int = 32  # held-out prompts that choose the checkpoint
+    num_test: int = 32  # held-out prompts that the final figures come from
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+
+
+@dataclass
+class CaptureConfig:
+    mode: CaptureMode = CaptureMode.offline
+    max_samples: int | None = None
+    shard_tokens: int = 65536
+    batch_tokens: int = 8192
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: Schedule = Schedule.cosine
+    warmup_fraction: float = 0.015
+    min_lr_fraction: float = 0.0
+    max_grad_norm: float = 0.5
+
+
+@dataclass
+class DeepSpeedConfig:
+    zero_stage: int = 0
+    precision: Precision = Precision.bf16
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+
+
+@dataclass
+class TrainConfig:
+    ttt_steps: int = 7
+    step_decay: float = 0.8
+    row_tokens: int = 2048
+    rows_per_step: int = 8  # packed rows of one optimizer step, over all ranks
+    max_steps: int | None = None  # null: num_epochs
+    num_epochs: int = 1
+    log_every: int = 10
+    validate_every: int = 200
+    save_every: int = 200
+    keep_checkpoints: int = 3
+
+
+@dataclass
+class ExportConfig:
+    dtype: ExportDtype = ExportDtype.bfloat16
+
+
+@dataclass
+class EvaluateConfig:
+    draft_tokens: int = 4  # k, draft length
+    max_new_tokens: int = 256
+    temperature: float = 1.0  # of the sampling run
+    sampling: bool = True
+    untrained: bool = True  # also measures a drafter that was never trained
+
+
+@dataclass
+class TrackingConfig:
+    mode: TrackingMode = TrackingMode.auto
+    project: str = "eagle31"
+    name: str | None = None
+
+
+@dataclass
+class RunConfig:
+    """One run: `torchrun train/main.py recipe=NAME [key=value ...]`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterShape = field(default_factory=DrafterShape)
+    data: DataConfig = field(default_factory=DataConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    recipe_name: str = MISSING
+    stages: list[Stage] = field(default_factory=lambda: list(Stage))
+    output_dir: str = MISSING
+    cache_dir: str = MISSING
+    seed: int = 0
+
+
+def register() -> None:
+    """Puts the schema where `recipes/train.yaml` finds it."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def check(config: RunConfig) -> None:
+    """Refuses values that no stage could use, before any work.
+
+    Raises:
+        UserError: names the key, the value and the remedy.
+    """
+    positive = {
+        "data.max_tokens": config.data.max_tokens,
+        "data.num_validation": config.data.num_validation,
+        "data.num_test": config.data.num_test,
+        "capture.shard_tokens": config.capture.shard_tokens,
+        "capture.batch_tokens": config.capture.batch_tokens,
+        "train.ttt_steps": config.train.ttt_steps,
+        "train.row_tokens": config.train.row_tokens,
+        "train.rows_per_step": config.train.rows_per_step,
+        "train.num_epochs": config.train.num_epochs,
+        "train.log_every": config.train.log_every,
+        "train.validate_every": config.train.validate_every,
+        "train.save_every": config.train.save_every,
+        "train.keep_checkpoints": config.train.keep_checkpoints,
+        "evaluate.draft_tokens": config.evaluate.draft_tokens,
+        "evaluate.max_new_tokens": config.evaluate.max_new_tokens,
+        "optim.lr": config.optim.lr,
+        "optim.max_grad_norm": config.optim.max_grad_norm,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise UserError(name, value, "It must be greater than 0.")
+    if config.train.max_steps is not None and config.train.max_steps < 1:
+        raise UserError("train.max_steps", config.train.max_steps, "Give at least 1, or null for num_epochs.")
+    if config.capture.max_samples is not None and config.capture.max_samples < 1:
+        raise UserError(
+            "capture.max_samples", config.capture.max_samples, "Give at least 1, or null for all."
+        )
+    if not 0 < config.train.step_decay <= 1:
+        raise UserError("train.step_decay", config.train.step_decay, "It must lie in (0, 1].")
+    if config.data.max_tokens > config.train.row_tokens:
+        raise UserError(
+            "data.max_tokens",
+            config.data.max_tokens,
+            f"A sample must fit a row: lower it, or raise train.row_tokens ({config.train.row_tokens}).",
+        )
+    if config.deepspeed.zero_stage not in (0, 1, 2, 3):
+        raise UserError("deepspeed.zero_stage", config.deepspeed.zero_stage, "Choose 0, 1, 2 or 3.")
+    if config.deepspeed.offload_optimizer and config.deepspeed.zero_stage == 0:
+        raise UserError("deepspeed.offload_optimizer", True, "It needs deepspeed.zero_stage of 1, 2 or 3.")
+    if config.deepspeed.offload_parameters and config.deepspeed.zero_stage != 3:
+        raise UserError("deepspeed.offload_parameters", True, "It needs deepspeed.zero_stage=3.")
+    if not 0 <= config.optim.warmup_fraction < 1:
+        raise UserError("optim.warmup_fraction", config.optim.warmup_fraction, "It must lie in [0, 1).")
+    if len(config.optim.betas) != 2:
+        raise UserError("optim.betas", config.optim.betas, "Give two values, such as [0.9,0.95].")
+    if config.evaluate.temperature <= 0:
+        raise UserError("evaluate.temperature", config.evaluate.temperature, "Use evaluate.sampling=false.")
+    if not config.stages:
+        raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")

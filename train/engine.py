@@ -1,0 +1,108 @@
+"""DeepSpeed around the drafter."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from eagle31.batch import PackedBatch
+from eagle31.drafter import Drafter
+from eagle31.frozen import FrozenParts
+from eagle31.loss import DepthSums, greedy_hits, rollout_loss
+
+
+class TrainedModule(nn.Module):
+    """The drafter with the step that trains it; holds no parameter but the drafter's."""
+
+    def __init__(self, drafter: Drafter, frozen: FrozenParts, num_steps: int, step_decay: float) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.frozen = frozen
+        self.num_steps = num_steps
+        self.step_decay = step_decay
+
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, DepthSums]:
+        """The unnormalised loss of one micro-batch, and the sums per depth."""
+        return rollout_loss(
+            self.drafter, self.frozen, batch, num_steps=self.num_steps, step_decay=self.step_decay
+        )
+
+    def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
+        """For replay; see `greedy_hits`."""
+        return greedy_hits(self.drafter, self.frozen, batch, num_steps)
+
+
+def deepspeed_config(
+    *,
+    zero_stage: int,
+    bf16: bool,
+    micro_batches: int,
+    world_size: int,
+    max_grad_norm: float,
+    offload_optimizer: bool,
+    offload_parameters: bool,
+) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets; a micro-batch is one packed row."""
+    zero: dict[str, Any] = {"stage": zero_stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_batch_size": micro_batches * world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+    }
+
+
+def initialize_engine(
+    module: TrainedModule,
+    config: dict[str, Any],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> deepspeed.DeepSpeedEngine:
+    """The process group must exist."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+def partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether an optimizer of DeepSpeed's own holds the float32 weights: ZeRO, or master weights of bf16."""
+    return engine.zero_optimization() or engine.bfloat16_enabled()
+
+
+def full_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    """The drafter's weights by name, float32 on the CPU. Every rank calls; every rank gets them.
+
+    The master weights, except at ZeRO 0 in bf16, where DeepSpeed does not hand them out: there the bf16
+    weights that the forward pass uses.
+    """
+    state = {}
+    for name, parameter in engine.module.drafter.named_parameters():
+        value = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else parameter.data
+        assert value is not None, name
+        state[name] = value.detach().float().cpu().clone()
+    return state
+
+
+def ensure_process_group() -> None:
+    """DeepSpeed's, on nccl or gloo; one process needs no torchrun."""
+    if not torch.cuda.is_available():
+        # For inference only, and DeepSpeed would compile it for over a minute at its first start.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        deepspeed.init_distributed(
+            dist_backend="nccl" if torch.cuda.is_available() else "gloo", auto_mpi_discovery=False
+        )

@@ -1,0 +1,193 @@
+"""The train stage: builds the drafter, the engine and the loader, and runs the loop."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.loader import RowLoader
+from data.store import HiddenStateStore
+from eagle31.drafter import Drafter
+from eagle31.errors import UserError
+from eagle31.frozen import FrozenParts, project_width
+from eagle31.vocab import DraftVocab
+from train.capture_stage import open_source
+from train.checkpoint import CheckpointDirectory
+from train.config import Stage
+from train.context import RunContext
+from train.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine
+from train.loop import LoopSettings, train
+from train.text_stages import load_vocab
+from train.tracking import open_tracker
+from train.validation import ReplayValidation
+
+
+def train_inputs(context: RunContext) -> dict[str, Any]:
+    config = context.config
+    training = asdict(config.train)
+    # How often something is written or measured does not change the weights, but for the choice of the best.
+    for name in ("log_every", "save_every", "keep_checkpoints"):
+        training.pop(name)
+    vocab = context.artifacts[Stage.vocab]
+    return {
+        "capture": context.artifacts[Stage.capture].key,
+        "max_samples": config.capture.max_samples,
+        "vocab": vocab.key,
+        "drafter": asdict(config.drafter),
+        "optim": _plain(asdict(config.optim)),
+        "deepspeed": _plain(asdict(config.deepspeed)),
+        "train": training,
+        "draft_tokens": config.evaluate.draft_tokens,
+        "seed": config.seed,
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: getattr(value, "value", value) for key, value in values.items()}
+
+
+def draft_rows(rows: Tensor, vocab: DraftVocab) -> Tensor:
+    """The target's rows of the draft vocabulary. [V, Ht] -> [Vd, Ht]."""
+    return rows[vocab.target_ids]
+
+
+def build_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:
+    """A fresh drafter, and what stays frozen beside it; weights depend on the seed alone."""
+    config = context.drafter_config(len(vocab.d2t))
+    trained_head = context.config.drafter.train_lm_head
+    torch.manual_seed(context.config.seed)
+    drafter = Drafter(config, with_head=trained_head)
+    initialize(drafter)
+    head_rows = project_width(draft_rows(context.parts.head.weight, vocab).float(), config.hidden_size)
+    lm_head = (
+        drafter.lm_head
+        if trained_head
+        else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+    )
+    with torch.no_grad():
+        lm_head.weight.copy_(head_rows)
+    lm_head.requires_grad_(trained_head)
+    embed_tokens = project_width(context.parts.embed_tokens, config.hidden_size)
+    device, dtype = context.world.device, context.dtype
+    head = context.parts.head
+    if dtype is torch.float32:
+        head = head.float()
+    frozen = FrozenParts(
+        embed_tokens=embed_tokens.to(device, dtype),
+        target_head=head.to(device),
+        draft_target_ids=vocab.target_ids.to(device) if config.pruned else None,
+        lm_head=None if trained_head else lm_head.to(device, dtype),
+    )
+    return drafter, frozen
+
+
+def initialize(drafter: Drafter, std: float = 0.02) -> None:
+    """Normal weights as in Llama; norms are one."""
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+
+
+def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Trains: `checkpoints/` with the newest states and `best/`, and `metrics.jsonl`."""
+    config, world = context.config, context.world
+    ensure_process_group()
+    vocab = load_vocab(context.artifacts[Stage.vocab])
+    drafter, frozen = build_drafter(context, vocab)
+    num_parameters = sum(p.numel() for p in drafter.parameters())
+    module = TrainedModule(drafter, frozen, config.train.ttt_steps, config.train.step_decay)
+    loader = RowLoader(
+        open_source(context),
+        row_tokens=config.train.row_tokens,
+        rows_per_step=config.train.rows_per_step,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.seed,
+    )
+    settings = loop_settings(context, loader.steps_per_epoch)
+    engine = initialize_engine(
+        module,
+        deepspeed_config(
+            zero_stage=config.deepspeed.zero_stage,
+            bf16=context.dtype is torch.bfloat16,
+            micro_batches=config.train.rows_per_step // world.size,
+            world_size=world.size,
+            max_grad_norm=config.optim.max_grad_norm,
+            offload_optimizer=config.deepspeed.offload_optimizer,
+            offload_parameters=config.deepspeed.offload_parameters,
+        ),
+        lr=config.optim.lr,
+        betas=(config.optim.betas[0], config.optim.betas[1]),
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+    )
+    checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
+    check_world_size(checkpoints, world.size)
+    state = checkpoints.resume(engine)
+    if state.step and world.is_main:
+        print(f"train: resuming behind step {state.step} of {settings.max_steps}")
+    held_out = HiddenStateStore(context.artifacts[Stage.capture].directory / "validation")
+    validation = ReplayValidation(
+        held_out.get_many(range(len(held_out))), config.train.row_tokens, config.evaluate.draft_tokens, world
+    )
+    tracker = open_tracker(
+        config.tracking.mode,
+        project=config.tracking.project,
+        name=config.tracking.name or config.recipe_name,
+        config=_tracked_config(context),
+        directory=directory,
+        metrics_path=directory / "metrics.jsonl",
+        resume_step=state.step,
+        is_main=world.is_main,
+    )
+    try:
+        state = train(engine, loader, validation, checkpoints, tracker, settings, state, world, context.dtype)
+    finally:
+        tracker.close()
+        loader.close()
+    return {
+        "steps": state.step,
+        "best_step": state.best_step,
+        "best_validation_acceptance_length": state.best_acceptance_length,
+        "counted_rows": state.counted_rows,
+        "drafter_parameters": num_parameters,
+        "world_size": dist.get_world_size(),
+    }
+
+
+def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:
+    """Lengths in steps from the recipe's epochs and fractions."""
+    config = context.config
+    max_steps = config.train.max_steps or max(1, math.floor(steps_per_epoch * config.train.num_epochs))
+    return LoopSettings(
+        max_steps=max_steps,
+        warmup_steps=math.ceil(config.optim.warmup_fraction * max_steps),
+        peak_lr=config.optim.lr,
+        min_lr_fraction=config.optim.min_lr_fraction,
+        schedule=config.optim.schedule.value,
+        num_depths=config.train.ttt_steps,
+        log_every=config.train.log_every,
+        validate_every=config.train.validate_every,
+        save_every=config.train.save_every,
+        draft_tokens=config.evaluate.draft_tokens,
+    )
+
+
+def check_world_size(checkpoints: CheckpointDirectory, world_size: int) -> None:
+    """Raises UserError when the run to resume had another number of processes."""
+    saved = checkpoints.saved_world_size()
+    if saved is not None and saved != world_size:
+        raise UserError(
+            "nproc",
+            world_size,
+            f"The interrupted run in {checkpoints.root} had {saved} processes and its optimizer state is "
+            f"split among them; resume with {saved}, or delete that directory to start over.",
+        )
+
+
+def _tracked_config(context: RunContext) -> dict[str, Any]:
+    return asdict(context.config)

@@ -1,0 +1,221 @@
+"""The training loop."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data.loader import RowLoader
+from eagle31.batch import PackedBatch
+from eagle31.loss import DepthSums
+from eagle31.rollout import counted_drafts
+from train.checkpoint import CheckpointDirectory, TrainState
+from train.distributed import World, sum_over_ranks
+from train.engine import full_state, partitioned
+from train.schedule import learning_rate
+from train.tracking import Tracker
+from train.validation import ReplayValidation
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long and how often."""
+
+    max_steps: int
+    warmup_steps: int
+    peak_lr: float
+    min_lr_fraction: float
+    schedule: str
+    num_depths: int
+    log_every: int
+    validate_every: int
+    save_every: int
+    draft_tokens: int  # k of the acceptance length that chooses the checkpoint
+
+
+class Preempted(SystemExit):
+    """SIGTERM arrived; the state is saved and the same command goes on from there."""
+
+
+@contextmanager
+def preemption_flag() -> Iterator[list[bool]]:
+    """A list whose one entry turns true at SIGTERM."""
+    flag = [False]
+
+    def raise_flag(*_: object) -> None:
+        flag[0] = True
+
+    before = signal.signal(signal.SIGTERM, raise_flag)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class WindowSums:
+    """What is logged every few steps: sums of sums, divided once after the all-reduce."""
+
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self.sums = torch.zeros(len(fields(DepthSums)), num_depths, dtype=torch.float64, device=device)
+        self.started = time.perf_counter()
+        self.num_tokens = 0
+        self.waited_seconds = 0.0
+
+    def record(self, world: World, step_decay: float) -> dict:
+        """Every rank calls."""
+        tokens = torch.tensor([float(self.num_tokens)], dtype=torch.float64, device=self.sums.device)
+        num_rows, *totals = sum_over_ranks(self.sums.clone())
+        total_tokens = float(sum_over_ranks(tokens))
+        seconds = time.perf_counter() - self.started
+        means = [(total / num_rows.clamp(min=1)).tolist() for total in totals]
+        names = [f.name for f in fields(DepthSums)][1:]
+        depth = [
+            dict(zip(names, values, strict=True)) | {"num_rows": int(rows)}
+            for rows, *values in zip(num_rows.tolist(), *means, strict=True)
+        ]
+        weighted = sum(step_decay**k * float(total) for k, total in enumerate(totals[0]))
+        return {
+            "loss": weighted / max(float(num_rows[0]), 1.0),
+            "depth": depth,
+            "counted_tokens": int(num_rows[0]),
+            "tokens_per_second": total_tokens / seconds,
+            "seconds": seconds,
+            "data_wait_seconds": self.waited_seconds,
+        }
+
+
+def train(
+    engine: deepspeed.DeepSpeedEngine,
+    loader: RowLoader,
+    validation: ReplayValidation,
+    checkpoints: CheckpointDirectory,
+    tracker: Tracker,
+    settings: LoopSettings,
+    state: TrainState,
+    world: World,
+    dtype: torch.dtype,
+) -> TrainState:
+    """Runs from `state.step` to `settings.max_steps`; leaves the best weights in `checkpoints`.
+
+    Raises:
+        Preempted: SIGTERM arrived; a checkpoint is saved.
+    """
+    module, device = engine.module, world.device
+    bar = tqdm(
+        total=settings.max_steps,
+        initial=state.step,
+        desc="train",
+        unit="step",
+        disable=not (world.is_main and sys.stderr.isatty()),
+    )
+    window = WindowSums(settings.num_depths, device)
+    with preemption_flag() as preempted, bar:
+        if state.step == 0:
+            validate(engine, validation, checkpoints, tracker, settings, state, world, dtype)
+        while state.step < settings.max_steps:
+            waiting = time.perf_counter()
+            batches = loader.batches(state.step)
+            window.waited_seconds += time.perf_counter() - waiting
+            lr = learning_rate(
+                state.step,
+                peak=settings.peak_lr,
+                schedule=settings.schedule,
+                warmup_steps=settings.warmup_steps,
+                max_steps=settings.max_steps,
+                min_fraction=settings.min_lr_fraction,
+            )
+            num_counted, grad_norm = optimizer_step(engine, batches, lr, window, world, dtype)
+            state.step += 1
+            state.counted_rows += num_counted
+            bar.update()
+            if state.step % settings.log_every == 0 or state.step == settings.max_steps:
+                record = window.record(world, module.step_decay)
+                record |= {"learning_rate": lr, "grad_norm": float(grad_norm)}
+                tracker.log({"kind": "train", "step": state.step} | record)
+                bar.set_postfix(loss=f"{record['loss']:.3f}", hit=f"{record['depth'][0]['agreement']:.3f}")
+                window = WindowSums(settings.num_depths, device)
+            if state.step % settings.validate_every == 0 or state.step == settings.max_steps:
+                validate(engine, validation, checkpoints, tracker, settings, state, world, dtype)
+            stop = any_rank(preempted[0], device)
+            if stop or state.step % settings.save_every == 0 or state.step == settings.max_steps:
+                checkpoints.save(engine, state)
+            if stop and state.step < settings.max_steps:
+                if world.is_main:
+                    print(f"stopped at step {state.step} and saved; the same command goes on from there")
+                raise Preempted(143)
+    return state
+
+
+def optimizer_step(
+    engine: deepspeed.DeepSpeedEngine,
+    batches: list[PackedBatch],
+    lr: float,
+    window: WindowSums,
+    world: World,
+    dtype: torch.dtype,
+) -> tuple[int, Tensor | float]:
+    """Forward, backward and update over this rank's micro-batches.
+
+    Returns:
+        The counted rows of all ranks, and the gradient's norm before clipping.
+    """
+    device = world.device
+    local = sum(int(counted_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
+    num_counted = int(sum_over_ranks(torch.tensor(local, device=device)))
+    # DeepSpeed averages over micro-batches and ranks; the loss is a sum over all of them, divided once.
+    scale = len(batches) * world.size / num_counted
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    grad_norm: Tensor | float = 0.0
+    for batch in batches:
+        loss, sums = engine(batch.to(device, dtype))
+        engine.backward(loss * scale)
+        if engine.is_gradient_accumulation_boundary() and not partitioned(engine):
+            # DeepSpeed's plain path clips and does not tell the norm.
+            grad_norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters()])
+        engine.step()
+        window.sums += sums.stacked()
+        window.num_tokens += batch.input_ids.shape[0]
+    return num_counted, engine.get_global_grad_norm() if partitioned(engine) else grad_norm
+
+
+def validate(
+    engine: deepspeed.DeepSpeedEngine,
+    validation: ReplayValidation,
+    checkpoints: CheckpointDirectory,
+    tracker: Tracker,
+    settings: LoopSettings,
+    state: TrainState,
+    world: World,
+    dtype: torch.dtype,
+) -> None:
+    """Measures by replay, and keeps the weights when they are the best so far. Every rank calls."""
+    stats = validation.run(engine.module, world.device, dtype)
+    chosen = stats[settings.draft_tokens]
+    tracker.log(
+        {
+            "kind": "validation",
+            "step": state.step,
+            "acceptance_length": {str(k): one.acceptance_length for k, one in stats.items()},
+            "num_drafts": chosen.num_drafts,
+            "conditional_acceptance": list(chosen.conditional_acceptance),
+        }
+    )
+    if state.best_step is None or chosen.acceptance_length > state.best_acceptance_length:
+        state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
+        weights = full_state(engine)
+        if world.is_main:
+            checkpoints.save_best(weights, state)
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """True on every rank when it is true on one. Every rank calls."""
+    raised: Tensor = sum_over_ranks(torch.tensor(int(flag), device=device))
+    return bool(raised)

@@ -1,0 +1,144 @@
+"""The stages in their order: what is finished is reused, what is missing runs."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from omegaconf import OmegaConf
+
+from eagle31.errors import UserError
+from eagle31.json_files import write_json, write_text
+from train.artifact import Artifact
+from train.capture_stage import capture_inputs, run_capture
+from train.config import RunConfig, Stage
+from train.context import RunContext
+from train.distributed import World, wait_for
+from train.fit_stage import run_train, train_inputs
+from train.result_stages import (
+    evaluate_inputs,
+    export_inputs,
+    link_export,
+    run_evaluate,
+    run_export,
+    run_report,
+)
+from train.text_stages import (
+    answers_inputs,
+    data_inputs,
+    run_answers,
+    run_data,
+    run_vocab,
+    vocab_inputs,
+)
+from train.versions import git_revision, package_versions
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """How a stage is fingerprinted and run. `run` fills a directory and returns the facts to record."""
+
+    inputs: Callable[[RunContext], dict[str, Any]]
+    run: Callable[[RunContext, Path], dict[str, Any]]
+    every_rank: bool = False
+
+
+STAGES = {
+    Stage.data: StageRun(data_inputs, run_data),
+    Stage.vocab: StageRun(vocab_inputs, run_vocab),
+    Stage.answers: StageRun(answers_inputs, run_answers),
+    Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
+    Stage.train: StageRun(train_inputs, run_train, every_rank=True),
+    Stage.export: StageRun(export_inputs, run_export),
+    Stage.evaluate: StageRun(evaluate_inputs, run_evaluate),
+}
+
+
+def run_pipeline(config: RunConfig, world: World) -> None:
+    """Runs the selected stages; every rank calls.
+
+    Raises:
+        UserError: bad input, or a selected stage needs one that is neither selected nor finished.
+    """
+    context = RunContext(config, world)
+    quiet_libraries(world)
+    if world.is_main:
+        write_run_record(config)
+    selected = set(config.stages)
+    order = list(Stage)
+    last = max(order.index(stage) for stage in selected)
+    for stage in order[: last + 1]:
+        if stage is Stage.report:
+            if world.is_main:
+                print(run_report(context))
+            continue
+        run_stage(context, stage, stage in selected)
+        if stage is Stage.export and world.is_main:
+            link_export(context)
+
+
+def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
+    """Finds the stage's finished result, or makes it."""
+    definition, world = STAGES[stage], context.world
+    artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, definition.inputs(context))
+    context.artifacts[stage] = artifact
+    if artifact.finished:
+        context.reused.add(stage.value)
+        _say(context, f"{stage.value}: reused, {artifact.directory}")
+        return
+    if not selected:
+        raise UserError(
+            "stages",
+            [one.value for one in context.config.stages],
+            f"They need the result of '{stage.value}', which is not there for this configuration; add it.",
+        )
+    if not world.is_main and not definition.every_rank:
+        wait_for(artifact.record_path)
+        return
+    artifact.directory.mkdir(parents=True, exist_ok=True)
+    _say(context, f"{stage.value}: {artifact.directory}")
+    started = time.perf_counter()
+    facts = definition.run(context, artifact.directory)
+    if world.is_main:
+        artifact.finish(time.perf_counter() - started, facts)
+        _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_summary(facts)}")
+    wait_for(artifact.record_path)
+
+
+def quiet_libraries(world: World) -> None:
+    """Other libraries' progress bars follow the rule of ours: rank 0, on a terminal."""
+    if not (world.is_main and sys.stderr.isatty()):
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+
+
+def write_run_record(config: RunConfig) -> None:
+    """The resolved configuration, git revision and package versions, beside the results."""
+    directory = Path(config.output_dir)
+    write_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    write_json(
+        directory / "run.json",
+        {
+            "git_revision": git_revision(),
+            "versions": package_versions(),
+            "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        },
+    )
+
+
+def _say(context: RunContext, line: str) -> None:
+    if context.world.is_main:
+        print(line, flush=True)
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    shown = [f"{key}={_short(value)}" for key, value in facts.items() if isinstance(value, int | float)]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _short(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

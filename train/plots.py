@@ -1,0 +1,300 @@
+"""The pictures of a run: panels that draw on one pair of axes, and their composition into PNG and SVG."""
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+# Each colour on a light and on a dark page. Blue, orange and grey stay apart for every kind of colour vision.
+COLOURS = {
+    "ink": ("#1c2127", "#e6e9ed"),
+    "muted": ("#5c6570", "#9aa5b1"),
+    "rule": ("#dfe3e8", "#2d343d"),
+    "accent": ("#0f62a8", "#6cb4ee"),
+    "pale": ("#a9c4dd", "#3f607f"),
+    "warning": ("#b4490a", "#f0a04b"),
+    "surface": ("#ffffff", "#15191e"),
+    "sunken": ("#f5f6f8", "#1c2228"),
+}
+INK, MUTED, RULE, ACCENT, PALE, _, _, _ = (light for light, _ in COLOURS.values())
+# Depth is ordered, and so are its colours: the first draft token stands out most on either page.
+LIGHT_RAMP = LinearSegmentedColormap.from_list("light", ["#14284f", "#20739f", "#62b492"])
+DARK_RAMP = LinearSegmentedColormap.from_list("dark", ["#e9f5d3", "#5fc0b4", "#3b7db5"])
+FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
+NUM_BINS = 80  # points of a training curve: enough for its shape, few enough to be calm
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot."""
+
+    name: str
+    title: str
+    note: str  # under what conditions the numbers hold
+    draw: Callable[[Axes], None]
+
+
+def build_panels(
+    metrics: Sequence[dict[str, Any]], evaluation: dict[str, Any], best_step: int | None = None
+) -> dict[str, Panel]:
+    """The panels that there are numbers for, by name.
+
+    Args:
+        metrics: the records of metrics.jsonl.
+        evaluation: what the evaluation measured; may be empty.
+        best_step: the step whose weights were exported.
+    """
+    train = [record for record in metrics if record["kind"] == "train" and record.get("depth")]
+    validation = [record for record in metrics if record["kind"] == "validation"]
+    found: list[Panel] = []
+    if train:
+        found += [
+            Panel(
+                "loss",
+                "Training loss",
+                "cross-entropy by token of the draft",
+                lambda axes: _draw_depths(axes, train, "loss"),
+            ),
+            Panel(
+                "agreement",
+                "Greedy agreement",
+                "draft tokens that are the target's first choice, training batches",
+                lambda axes: _draw_depths(axes, train, "agreement"),
+            ),
+            Panel(
+                "expected_acceptance",
+                "Expected acceptance at temperature 1",
+                "Σ min(p, q) per draft token, training batches",
+                lambda axes: _draw_depths(axes, train, "expected_acceptance"),
+            ),
+        ]
+    if validation:
+        found.append(
+            Panel(
+                "replay",
+                "Acceptance length over training",
+                "temperature 0, by replay of held-out prompts",
+                lambda axes: _draw_replay(axes, validation, best_step),
+            )
+        )
+    if evaluation.get("by_draft_length"):
+        rows = sorted(evaluation["by_draft_length"], key=lambda row: row["k"])
+        note = "temperature 0, by replay of held-out prompts"
+        draw = lambda axes: _draw_draft_length(axes, rows)  # noqa: E731
+        found.append(Panel("draft_length", "Acceptance length by draft length", note, draw))
+    if evaluation.get("greedy"):
+        greedy = evaluation["greedy"]
+        note = f"k = {greedy['k']}, temperature 0, {evaluation['engine']}"
+        draw = lambda axes: _draw_positions(axes, greedy)  # noqa: E731
+        found.append(Panel("positions", "Acceptance by position in the draft", note, draw))
+    return {panel.name: panel for panel in found}
+
+
+def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inches: float = 4.6) -> None:
+    """Draws panels side by side with their titles and conditions, under a headline if there is one."""
+    with matplotlib.rc_context(_style()):
+        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.04)
+        size = (panel_inches * len(panels), 3.7 + 0.3 * bool(headline))
+        figure = Figure(figsize=size, layout=layout)
+        if headline:
+            figure.suptitle(headline, x=0.012, ha="left", fontsize=13.5, fontweight="bold")
+        notes = [textwrap.wrap(panel.note, int(panel_inches * 14.5)) for panel in panels]
+        num_lines = max(map(len, notes))
+        axes_row = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, panel, note in zip(axes_row, panels, notes, strict=True):
+            panel.draw(axes)
+            lines = note + [""] * (num_lines - len(note))  # titles of one row stand on one line
+            axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED, pad=9)
+            above = (0, 11.5 * num_lines + 11)
+            _label(axes, panel.title, (0, 1), above, INK, fontsize=11.5, fontweight="bold", fraction=True)
+        figure.savefig(path, dpi=180, facecolor="white")
+
+
+def to_svg(panel: Panel) -> str:
+    """The panel without its title as an `<svg>` element that follows the page's font and colour scheme."""
+    buffer = io.StringIO()
+    # The reader's browser brings its own font: room is measured for the widest of the usual ones.
+    svg_style = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": panel.name}
+    with matplotlib.rc_context(_style() | svg_style):
+        figure = Figure(figsize=(4.9, 3.1), layout="constrained")
+        panel.draw(figure.subplots())
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' width="\S+pt" height="\S+pt"', f' role="img" aria-label="{panel.title}"', svg, count=1)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # every figure has the same ones; a page must not
+    svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
+    dark = dict(COLOURS.values())
+    for num in range(1, 33):
+        dark.update(zip(_ramp(num, LIGHT_RAMP), _ramp(num, DARK_RAMP), strict=True))
+    return re.sub(
+        r"(?<=: )#[0-9a-f]{6}\b",
+        lambda hit: f"light-dark({hit[0]}, {dark[hit[0]]})" if hit[0] in dark else hit[0],
+        svg,
+    )
+
+
+def _draw_depths(axes: Axes, train: Sequence[dict[str, Any]], key: str) -> None:
+    num_depths = max(len(record["depth"]) for record in train)
+    labels = []
+    for depth, colour in enumerate(_ramp(num_depths, LIGHT_RAMP)):
+        records = [record for record in train if depth < len(record["depth"])]
+        x, y = _bin_means([r["step"] for r in records], [r["depth"][depth][key] for r in records])
+        axes.plot(x, y, color=colour, marker="o" if len(x) == 1 else "", markersize=4)
+        labels.append((f"token {depth + 1}", x[-1], y[-1], colour))
+    if key == "loss":
+        axes.set_ylabel("nats per token")
+    else:
+        highest = max((y for _, _, y, _ in labels if np.isfinite(y)), default=1.0)
+        _percent_axis(axes, "of draft tokens", top=min(1.0, 0.1 * np.ceil(10 * highest + 0.5)))
+    _step_axis(axes)
+    _label_ends(axes, labels)
+
+
+def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: int | None) -> None:
+    draft_lengths = sorted(
+        {int(k) for record in validation for k in record["acceptance_length"]}, reverse=True
+    )
+    labels = []
+    for k, colour in zip(draft_lengths, _ramp(len(draft_lengths), LIGHT_RAMP), strict=True):
+        records = [record for record in validation if str(k) in record["acceptance_length"]]
+        x = [record["step"] for record in records]
+        y = [record["acceptance_length"][str(k)] for record in records]
+        axes.plot(x, y, color=colour, marker="o", markersize=3.5)
+        labels.append((f"k = {k}", x[-1], y[-1], colour))
+    axes.set_ylabel("tokens per target forward")
+    axes.set_ylim(bottom=0.95)
+    if best_step is not None:
+        axes.axvline(best_step, color=MUTED, linewidth=1, linestyle=(0, (1, 2.5)), zorder=1)
+        _label(axes, f"best: {best_step:,}", (best_step, axes.get_ylim()[0]), (-4, 4), MUTED, ha="right")
+    _step_axis(axes)
+    _label_ends(axes, labels)
+
+
+def _draw_draft_length(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    k = [row["k"] for row in rows]
+    trained = [row["trained"] for row in rows]
+    axes.set(xlim=(k[0] - 0.3, k[-1] + 0.3), ylim=(0.75, k[-1] + 1.35), xticks=k)
+    axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
+    axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=(0, (1, 2.5)))
+    labels = [("perfect", k[-1], k[-1] + 1, MUTED), ("trained", k[-1], trained[-1], ACCENT)]
+    untrained = [(row["k"], row["untrained"]) for row in rows if row.get("untrained") is not None]
+    if untrained:
+        axes.plot(*zip(*untrained, strict=True), color=MUTED, marker="o", markersize=4)
+        labels.append(("untrained", k[-1], untrained[-1][1], MUTED))
+    axes.plot(k, trained, color=ACCENT, marker="o", markersize=5.5, linewidth=2.2)
+    for n, value in zip(k, trained, strict=True):
+        _label(axes, f"{value:.2f}", (n, value), (0, 7), ACCENT, ha="center", fontweight="bold")
+    _label_ends(axes, labels)
+
+
+def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
+    bars = (
+        ("of all drafts", stats["absolute_acceptance"], ACCENT, -0.205),
+        ("of those that got this far", stats["conditional_acceptance"], PALE, 0.205),
+    )
+    positions = np.arange(1, stats["k"] + 1)
+    for name, shares, colour, offset in bars:
+        axes.bar(positions + offset, shares, 0.39, color=colour, label=name)
+        for position, share in zip(positions, shares, strict=True):
+            _label(axes, f"{100 * share:.0f}", (position + offset, share), (0, 3), INK, ha="center")
+    axes.set(xticks=positions, xlabel="position in the draft")
+    _percent_axis(axes, "accepted", top=1.2)
+    axes.set_yticks(np.linspace(0, 1, 6))
+    axes.legend(loc="upper right", ncols=2, frameon=False, borderpad=0, handlelength=0.9, borderaxespad=0)
+
+
+def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Means over runs of neighbouring records, at most NUM_BINS of them. float64 [N] -> [M], [M]."""
+    size = -(-len(steps) // NUM_BINS)
+    starts = np.arange(0, len(steps), size)
+    counts = np.diff([*starts, len(steps)])
+    x, y = (np.add.reduceat(np.asarray(series, dtype=float), starts) / counts for series in (steps, values))
+    return x, y
+
+
+def _label_ends(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
+    """Names each (text, x, y, colour) curve right of its end, pushed apart where names would overlap."""
+    shown = sorted((label for label in labels if np.isfinite(label[2])), key=lambda label: label[2])
+    bottom, top = axes.get_ylim()
+    gap = 0.062 * (top - bottom)
+    heights: list[float] = []
+    for _, _, y, _ in shown:
+        heights.append(max(y, heights[-1] + gap) if heights else y)
+    # All go back down by the mean of what they were pushed up, so that they stay beside their curves.
+    pushed = [height - y for height, (_, _, y, _) in zip(heights, shown, strict=True)]
+    shift = sum(pushed) / max(len(pushed), 1)
+    right = axes.get_xlim()[1]
+    for height, (text, _, _, colour) in zip(heights, shown, strict=True):
+        _label(axes, text, (right, height - shift), (5, 0), colour, va="center")
+
+
+def _label(
+    axes: Axes,
+    text: str,
+    xy: tuple[float, float],
+    offset: tuple[float, float],
+    colour: str,
+    fraction: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Text at a data point (or a fraction of the axes), `offset` points away from it."""
+    where = "axes fraction" if fraction else "data"
+    axes.annotate(text, xy, offset, where, "offset points", color=colour, annotation_clip=False, **kwargs)
+
+
+def _step_axis(axes: Axes) -> None:
+    axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+
+
+def _percent_axis(axes: Axes, label: str, top: float) -> None:
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_ylabel(label)
+
+
+def _ramp(num: int, colours: LinearSegmentedColormap) -> list[str]:
+    return [to_hex(colours(i / max(num - 1, 1))) for i in range(num)]
+
+
+def _style() -> dict[Any, Any]:
+    installed = {font.name for font in fontManager.ttflist}
+    return {
+        "font.family": next(name for name in FONTS if name in installed),
+        "font.size": 9.5,
+        "text.color": INK,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": MUTED,
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "axes.xmargin": 0.015,
+        "grid.color": RULE,
+        "grid.linewidth": 0.8,
+        "lines.linewidth": 1.6,
+        "lines.solid_capstyle": "round",
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "ytick.left": False,
+        "legend.fontsize": 9.5,
+    }

@@ -1,0 +1,204 @@
+"""Stages after training: export, evaluate, report. Rank 0 runs them."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_from_disk
+
+from data.decode import TargetDecoder
+from data.store import HiddenStateStore
+from data.target import tokenizer_fingerprint
+from data.template import template_fingerprint
+from eagle31.drafter import Drafter
+from eagle31.export import load_export, write_export
+from eagle31.frozen import FrozenParts, project_width
+from eagle31.json_files import read_json, write_json
+from train.checkpoint import CheckpointDirectory
+from train.config import CaptureMode, Stage
+from train.context import RunContext
+from train.evaluation import greedy_report, plain_texts, replay_by_length, sampling_report
+from train.fit_stage import build_drafter, draft_rows
+from train.model_card import write_model_card
+from train.report import format_table, write_report
+from train.text_stages import load_vocab
+from train.versions import git_revision, package_versions
+
+
+def export_inputs(context: RunContext) -> dict[str, Any]:
+    return {"train": context.artifacts[Stage.train].key, "dtype": context.config.export.dtype.value}
+
+
+def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
+    """The best weights as a checkpoint for vLLM, in `checkpoint/`."""
+    trained = context.artifacts[Stage.train].directory
+    weights, best = CheckpointDirectory(trained / "checkpoints", 1, context.world).best_weights()
+    vocab = load_vocab(context.artifacts[Stage.vocab])
+    config = context.drafter_config(len(vocab.d2t))
+    if "lm_head.weight" not in weights:
+        rows = draft_rows(context.parts.head.weight, vocab)
+        weights["lm_head.weight"] = project_width(rows, config.hidden_size)
+    provenance = {
+        "target": context.config.target.model,
+        "target_revision": context.config.target.revision,
+        "target_fingerprint": context.parts.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(context.tokenizer),
+        "template_fingerprint": template_fingerprint(context.tokenizer, context.template_kwargs),
+        "step": best["step"],
+    }
+    write_export(
+        directory / "checkpoint",
+        config,
+        weights,
+        vocab,
+        project_width(context.parts.embed_tokens, config.hidden_size),
+        dtype=context.config.export.dtype.value,
+        provenance=provenance,
+    )
+    facts = run_facts(context) | {"export": context.output_dir / "export"}
+    exported = read_json(directory / "checkpoint" / "config.json")
+    write_model_card(directory / "checkpoint", facts, {}, exported)
+    return {"step": best["step"], "validation_acceptance_length": best["acceptance_length"]}
+
+
+def link_export(context: RunContext) -> Path:
+    """`export` in the output directory always points at the newest one."""
+    link = context.output_dir / "export"
+    partial = context.output_dir / ".export.partial"
+    partial.unlink(missing_ok=True)
+    target = context.artifacts[Stage.export].directory / "checkpoint"
+    partial.symlink_to(os.path.relpath(target, context.output_dir))
+    os.replace(partial, link)
+    return link
+
+
+def evaluate_inputs(context: RunContext) -> dict[str, Any]:
+    evaluate = context.config.evaluate
+    return {
+        "export": context.artifacts[Stage.export].key,
+        "answers": context.artifacts[Stage.answers].key,
+        "capture": context.artifacts[Stage.capture].key,
+        "draft_tokens": evaluate.draft_tokens,
+        "sampling": evaluate.sampling and evaluate.temperature,
+        "untrained": evaluate.untrained,
+        "seed": context.config.seed,
+    }
+
+
+def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Decodes the test prompts with the exported weights: `evaluation.json`."""
+    evaluate, device = context.config.evaluate, context.world.device
+    tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
+    prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
+    store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
+    model, modules = context.load_target()
+    target = TargetDecoder(model, modules, context.aux_layer_ids)
+    drafter, frozen = exported_drafter(context)
+    limits: dict[str, Any] = {
+        "max_new_tokens": evaluate.max_new_tokens,
+        "eos_token_ids": context.eos_token_ids,
+    }
+    plain = plain_texts(target, prompts, device=device, **limits)
+    chain: dict[str, Any] = {"draft_tokens": evaluate.draft_tokens, **limits}
+    greedy = greedy_report(target, drafter, frozen, prompts, plain, **chain, label="speculative decoding")
+    replayed = replay_by_length(drafter, frozen, store, evaluate.draft_tokens, device)
+    fresh, fresh_frozen = untrained_drafter(context) if evaluate.untrained else (None, None)
+    untrained = fresh_replayed = None
+    if fresh is not None and fresh_frozen is not None:
+        untrained = greedy_report(target, fresh, fresh_frozen, prompts, plain, **chain, label="untrained")
+        fresh_replayed = replay_by_length(fresh, fresh_frozen, store, evaluate.draft_tokens, device)
+    sampling = None
+    if evaluate.sampling:
+        sampling = sampling_report(
+            target,
+            drafter,
+            frozen,
+            prompts,
+            **chain,
+            temperature=evaluate.temperature,
+            seed=context.config.seed,
+            device=device,
+        )
+    evaluation = {
+        "k": evaluate.draft_tokens,
+        "engine": f"eagle31 (transformers, {str(model.dtype).removeprefix('torch.')}, {device.type})",
+        "num_prompts": len(prompts),
+        "max_new_tokens": evaluate.max_new_tokens,
+        "greedy": greedy,
+        "sampling": sampling,
+        "untrained": untrained,
+        "replay": replayed[evaluate.draft_tokens].to_json(),
+        "by_draft_length": [
+            {
+                "k": k,
+                "trained": stats.acceptance_length,
+                "untrained": fresh_replayed and fresh_replayed[k].acceptance_length,
+            }
+            for k, stats in replayed.items()
+        ],
+    }
+    write_json(directory / "evaluation.json", evaluation)
+    return {"acceptance_length": greedy["acceptance_length"], "k": evaluate.draft_tokens}
+
+
+def exported_drafter(context: RunContext) -> tuple[Drafter, FrozenParts]:
+    """What lies in the export, in float32 on the CPU and in its own dtype elsewhere."""
+    device = context.world.device
+    dtype = torch.float32 if device.type == "cpu" else context.dtype
+    loaded = load_export(context.artifacts[Stage.export].directory / "checkpoint", device, dtype)
+    frozen = FrozenParts(
+        loaded.embed_tokens, context.parts.head.to(device), loaded.draft_target_ids, lm_head=None
+    )
+    return loaded.drafter, frozen
+
+
+def untrained_drafter(context: RunContext) -> tuple[Drafter, FrozenParts]:
+    """The drafter as it was before the first step."""
+    drafter, frozen = build_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
+    drafter = drafter.to(device=context.world.device, dtype=frozen.embed_tokens.dtype)
+    return drafter.requires_grad_(False), frozen
+
+
+def run_report(context: RunContext) -> str:
+    """Writes `report/` and the export's model card with the measured numbers; returns the table to print."""
+    evaluation = read_json(context.artifacts[Stage.evaluate].directory / "evaluation.json")
+    facts = run_facts(context) | {"export": context.output_dir / "export"}
+    metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
+    facts["report"] = write_report(context.output_dir, metrics, evaluation, facts)
+    export = context.artifacts[Stage.export].directory / "checkpoint"
+    write_model_card(export, facts, evaluation, read_json(export / "config.json"))
+    return format_table(evaluation, facts)
+
+
+def run_facts(context: RunContext) -> dict[str, Any]:
+    """What the report and the model card say of the run."""
+    config = context.config
+    records = {
+        stage.value: artifact.record for stage, artifact in context.artifacts.items() if artifact.finished
+    }
+    data, vocab, training = (records[name]["facts"] for name in ("data", "vocab", "train"))
+    captured = records["capture"]["facts"] if config.capture.mode is CaptureMode.offline else {}
+    return {
+        "recipe": config.recipe_name,
+        "target": context.spec.model,
+        "train_data": config.data.train,
+        "drafter_parameters": training["drafter_parameters"],
+        "aux_layer_ids": list(context.aux_layer_ids),
+        "draft_vocab_size": vocab["draft_vocab_size"],
+        "vocab_coverage": vocab["coverage"],
+        "num_samples": captured.get("num_samples", {}).get("train", data["num_samples"]),
+        "num_tokens": captured.get("num_tokens", {}).get("train", data.get("num_tokens")),
+        "ttt_steps": config.train.ttt_steps,
+        "steps": training["steps"],
+        "best_step": training["best_step"],
+        "regenerated": config.data.regenerate.enabled,
+        "versions": package_versions(),
+        "python": platform.python_version(),
+        "git_revision": git_revision(),
+        "stages": [
+            {"name": name, "seconds": record["seconds"], "reused": name in context.reused}
+            for name, record in records.items()
+        ],
+    }

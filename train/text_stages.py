@@ -1,0 +1,251 @@
+"""Stages before hidden states: data, vocab, answers. Rank 0 runs them, before any process group exists."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, load_from_disk
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from data.conversations import Conversation, read_conversations, source_fingerprint
+from data.generate import answers_dataset, generate_answers
+from data.regenerate import regenerate
+from data.split import choose_prompts, drop_prompts, held_out_split
+from data.target import tokenizer_fingerprint
+from data.template import render_prompt, template_fingerprint
+from data.tokenize import tokenize
+from eagle31.errors import UserError
+from eagle31.json_files import read_json, write_json
+from eagle31.vocab import DraftVocab, build_draft_vocab
+from train.artifact import Artifact
+from train.config import Stage
+from train.context import RunContext
+
+HELD_OUT = ("validation", "test")
+
+
+def data_inputs(context: RunContext) -> dict[str, Any]:
+    """What the tokenised data depends on."""
+    data = context.config.data
+    inputs: dict[str, Any] = {
+        "train": source_fingerprint(context.train_source, split=data.split),
+        "eval": context.eval_source and source_fingerprint(context.eval_source, split=data.eval_split),
+        "columns": [data.prompt_column, data.response_column],
+        "tokenizer": tokenizer_fingerprint(context.tokenizer),
+        "template": template_fingerprint(context.tokenizer, context.template_kwargs),
+        "eos_token_ids": context.eos_token_ids,
+        "turns": data.turns.value,
+        "max_tokens": data.max_tokens,
+        "overlong": data.overlong.value,
+        "held_out": [data.num_validation, data.num_test, _prompt_room(context)],
+        "seed": context.config.seed,
+    }
+    if data.regenerate.enabled:
+        inputs["regenerate"] = asdict(data.regenerate) | {"target": context.parts.fingerprint}
+    return inputs
+
+
+def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Reads, holds prompts out, renders and tokenizes: `train/` (Arrow) and `held_out.json`."""
+    data = context.config.data
+    conversations, held_out, facts = _read(context)
+    prompts = _held_out_prompts(context, held_out)
+    write_json(directory / "held_out.json", prompts)
+    facts |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
+    if data.regenerate.enabled:
+        dataset = _regenerated(context, conversations, directory)
+        save_dataset(dataset, directory / "train")
+        facts["num_samples"] = len(dataset)
+    else:
+        report = tokenize(
+            conversations,
+            context.tokenizer,
+            turns=data.turns,
+            template_kwargs=context.template_kwargs,
+            max_tokens=data.max_tokens,
+            overlong=data.overlong,
+            num_workers=data.num_workers or os.cpu_count() or 1,
+            output_dir=directory / "train",
+            eos_token_ids=context.eos_token_ids,
+        )
+        facts |= asdict(report)
+    if not facts["num_samples"]:
+        raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
+    return facts
+
+
+def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
+    """Training conversations, those that are held out, and counts; no prompt is in both."""
+    data, seed = context.config.data, context.config.seed
+    columns: dict[str, Any] = {"prompt_column": data.prompt_column, "response_column": data.response_column}
+    limit: dict[str, Any] = {"max_malformed_fraction": data.max_malformed_fraction}
+    read = read_conversations(context.train_source, split=data.split, field="data.train", **columns, **limit)
+    facts = {"num_conversations_read": len(read.conversations), "num_malformed": len(read.malformed)}
+    num_held_out = data.num_validation + data.num_test
+    if context.eval_source is None:
+        train, held_out = held_out_split(read.conversations, num_held_out, seed)
+    else:
+        eval_read = read_conversations(
+            context.eval_source,
+            split=data.eval_split,
+            field="data.eval",
+            require_answer=False,
+            **columns,
+            **limit,
+        )
+        held_out = eval_read.conversations
+        train = drop_prompts(read.conversations, held_out)
+        facts["num_dropped_as_held_out"] = len(read.conversations) - len(train)
+    held_out = choose_prompts(held_out, num_held_out, seed)
+    if not train or len(held_out) < 2:
+        raise UserError(
+            "data.train",
+            data.train,
+            f"{len(train)} conversations are left to train on and {len(held_out)} prompts are held out; give "
+            "more data, or lower data.num_validation and data.num_test.",
+        )
+    return train, held_out, facts
+
+
+def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict[str, list[dict]]:
+    """Prompt token ids up to the last assistant turn, shared out between validation and test."""
+    data = context.config.data
+    rendered = []
+    for conversation in held_out:
+        messages = list(conversation.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        ids = render_prompt(context.tokenizer, messages, conversation.tools, context.template_kwargs)
+        if len(ids) <= _prompt_room(context):
+            rendered.append({"id": conversation.id, "input_ids": list(ids)})
+    num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
+    if not 0 < num_validation < len(rendered):
+        raise UserError(
+            "train.row_tokens",
+            context.config.train.row_tokens,
+            f"Only {len(rendered)} held-out prompts leave room for evaluate.max_new_tokens answers "
+            f"({context.config.evaluate.max_new_tokens}); raise the one or lower the other.",
+        )
+    return {"validation": rendered[:num_validation], "test": rendered[num_validation:]}
+
+
+def _prompt_room(context: RunContext) -> int:
+    return context.config.train.row_tokens - context.config.evaluate.max_new_tokens
+
+
+def _regenerated(context: RunContext, conversations: list[Conversation], directory: Path) -> Dataset:
+    settings = context.config.data.regenerate
+    model, _ = context.load_target()
+
+    def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
+        return generate_answers(
+            model,
+            prompts,
+            max_new_tokens=settings.max_new_tokens,
+            eos_token_ids=context.eos_token_ids,
+            temperature=settings.temperature,
+            seed=context.config.seed,
+            batch_size=settings.batch_size,
+            output=output,
+            model_fingerprint=context.parts.fingerprint,
+            progress=True,
+        )
+
+    dataset = regenerate(
+        conversations,
+        context.tokenizer,
+        answer,
+        max_tokens=context.config.data.max_tokens,
+        template_kwargs=context.template_kwargs,
+        directory=directory / "regenerated",
+    )
+    return dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
+
+
+def vocab_inputs(context: RunContext) -> dict[str, Any]:
+    return {
+        "data": context.artifacts[Stage.data].key,
+        "draft_vocab_size": context.config.drafter.draft_vocab_size,
+    }
+
+
+def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Counts the assistant's tokens and writes `vocab.safetensors`: d2t, t2d."""
+    dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
+    counts = np.zeros(context.parts.vocab_size, dtype=np.int64)
+    for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            counts += np.bincount(ids[mask], minlength=len(counts))
+    special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
+    size = context.config.drafter.draft_vocab_size
+    vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
+    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / "vocab.safetensors")
+    facts = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
+    write_json(directory / "vocab.json", facts)
+    return facts
+
+
+def load_vocab(artifact: Artifact) -> DraftVocab:
+    tensors = load_file(artifact.directory / "vocab.safetensors")
+    coverage = read_json(artifact.directory / "vocab.json")["coverage"]
+    return DraftVocab(tensors["d2t"], tensors["t2d"], coverage)
+
+
+def answers_inputs(context: RunContext) -> dict[str, Any]:
+    return {
+        "data": context.artifacts[Stage.data].key,
+        "target": context.parts.fingerprint,
+        "dtype": context.config.target.dtype,
+        "max_new_tokens": context.config.evaluate.max_new_tokens,
+    }
+
+
+def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
+    """The target answers the held-out prompts greedily, once: `validation/` and `test/` (Arrow)."""
+    prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
+    model, _ = context.load_target()
+    return {name: _answer_split(context, model, name, prompts[name], directory) for name in HELD_OUT}
+
+
+def _answer_split(
+    context: RunContext, model: PreTrainedModel, name: str, prompts: list[dict], directory: Path
+) -> dict[str, int]:
+    token_ids = [prompt["input_ids"] for prompt in prompts]
+    answers = generate_answers(
+        model,
+        token_ids,
+        max_new_tokens=context.config.evaluate.max_new_tokens,
+        eos_token_ids=context.eos_token_ids,
+        temperature=0.0,
+        seed=context.config.seed,
+        batch_size=context.config.data.regenerate.batch_size,
+        output=directory / f"{name}.jsonl",
+        model_fingerprint=context.parts.fingerprint,
+        progress=True,
+    )
+    dataset = answers_dataset(token_ids, answers, [prompt["id"] for prompt in prompts])
+    dataset = dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
+    if not len(dataset):
+        raise UserError("target.model", context.config.target.model, "It answers no held-out prompt.")
+    save_dataset(dataset, directory / name)
+    return {"num_prompts": len(dataset), "num_tokens": sum(len(answer) for answer in answers)}
+
+
+def save_dataset(dataset: Dataset, directory: Path) -> None:
+    """Writes beside and renames."""
+    write_beside(directory, lambda path: dataset.save_to_disk(str(path)))
+
+
+def write_beside(directory: Path, write: Callable[[Path], object]) -> None:
+    """`write` fills a directory beside, which then takes the place of `directory`."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
