@@ -15,3 +15,7 @@ class UserError(ValueError):
         self.value = value
         self.remedy = remedy
         super().__init__(f"{field}={value!s}: {remedy}")
+
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:
+        # Worker processes send it back: an exception is rebuilt from its message otherwise.
+        return type(self), (self.field, str(self.value), self.remedy)

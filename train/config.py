@@ -97,6 +97,7 @@ class RegenerateConfig:
 class DataConfig:
     train: str = MISSING  # file, hub id, or "embedded"
     eval: str | None = None  # prompts kept apart; null holds some of `train` out
+    subset: str | None = None  # of a hub data set that has several, such as gsm8k's "main"
     split: str = "train"
     eval_split: str = "test"
     prompt_column: str | None = None

@@ -7,37 +7,43 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from eagle31.errors import UserError
 from train.config import RunConfig, check, register
 from train.distributed import World, leave_process_group
-
-register()
+from train.overrides import checked
 
 
 @record
 def run(config: RunConfig) -> None:
     """Checks the recipe and runs its stages."""
-    # Not before the recipe is known to be well-formed: it takes seconds to import.
+    check(config)
+    # Not before the recipe is known to be sound: it takes seconds to import.
     from train.pipeline import run_pipeline
 
-    world = World.from_environment()
     try:
-        check(config)
-        run_pipeline(config, world)
-    except UserError as error:
-        # A traceback would bury what the user can put right.
-        sys.exit(f"error: {error}")
+        run_pipeline(config, World.from_environment())
     finally:
         leave_process_group()
 
 
 @hydra.main(version_base="1.3", config_path="../recipes", config_name="train")
 def main(config: DictConfig) -> None:
-    run(OmegaConf.to_object(config))  # type: ignore[arg-type]
+    try:
+        run(OmegaConf.to_object(config))  # type: ignore[arg-type]
+    except MissingMandatoryValue as error:
+        sys.exit(f"error: {error.full_key}=???: This recipe needs a value for it: {error.full_key}=...")
+    except UserError as error:
+        # A traceback would bury what the user can put right.
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
+    try:
+        sys.argv[1:] = checked(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    register()
     main()

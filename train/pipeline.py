@@ -1,8 +1,10 @@
 """The stages in their order: what is finished is reused, what is missing runs."""
 
+import fcntl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,15 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     """
     context = RunContext(config, world)
     quiet_libraries(world)
-    if world.is_main:
-        write_run_record(config)
+    with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
+        if world.is_main:
+            write_run_record(config)
+        run_stages(context)
+
+
+def run_stages(context: RunContext) -> None:
+    """The selected stages in their order."""
+    config, world = context.config, context.world
     selected = set(config.stages)
     order = list(Stage)
     last = max(order.index(stage) for stage in selected)
@@ -107,6 +116,26 @@ def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
         artifact.finish(time.perf_counter() - started, facts)
         _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_summary(facts)}")
     wait_for(artifact.record_path)
+
+
+@contextmanager
+def exclusive(output_dir: Path) -> Iterator[None]:
+    """Holds the output directory for this run; the kernel lets go of it when the process ends.
+
+    Raises:
+        UserError: another run holds it, such as the orphaned workers of one whose launcher was killed.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with open(output_dir / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "output_dir",
+                output_dir,
+                "Here another run is at work; wait for it or end it.",
+            ) from None
+        yield
 
 
 def quiet_libraries(world: World) -> None:

@@ -34,8 +34,11 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     """What the tokenised data depends on."""
     data = context.config.data
     inputs: dict[str, Any] = {
-        "train": source_fingerprint(context.train_source, split=data.split),
-        "eval": context.eval_source and source_fingerprint(context.eval_source, split=data.eval_split),
+        "train": source_fingerprint(context.train_source, split=data.split, subset=data.subset),
+        "eval": context.eval_source
+        and source_fingerprint(
+            context.eval_source, split=data.eval_split, subset=data.subset, field="data.eval"
+        ),
         "columns": [data.prompt_column, data.response_column],
         "tokenizer": tokenizer_fingerprint(context.tokenizer),
         "template": template_fingerprint(context.tokenizer, context.template_kwargs),
@@ -63,6 +66,8 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         save_dataset(dataset, directory / "train")
         facts["num_samples"] = len(dataset)
     else:
+        # Left behind by a run that was ended before it could record the stage.
+        shutil.rmtree(directory / "train", ignore_errors=True)
         report = tokenize(
             conversations,
             context.tokenizer,
@@ -73,6 +78,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             num_workers=data.num_workers or os.cpu_count() or 1,
             output_dir=directory / "train",
             eos_token_ids=context.eos_token_ids,
+            progress=True,
         )
         facts |= asdict(report)
     if not facts["num_samples"]:
@@ -83,9 +89,13 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
 def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
     """Training conversations, those that are held out, and counts; no prompt is in both."""
     data, seed = context.config.data, context.config.seed
-    columns: dict[str, Any] = {"prompt_column": data.prompt_column, "response_column": data.response_column}
-    limit: dict[str, Any] = {"max_malformed_fraction": data.max_malformed_fraction}
-    read = read_conversations(context.train_source, split=data.split, field="data.train", **columns, **limit)
+    shared: dict[str, Any] = {
+        "subset": data.subset,
+        "prompt_column": data.prompt_column,
+        "response_column": data.response_column,
+        "max_malformed_fraction": data.max_malformed_fraction,
+    }
+    read = read_conversations(context.train_source, split=data.split, field="data.train", **shared)
     facts = {"num_conversations_read": len(read.conversations), "num_malformed": len(read.malformed)}
     num_held_out = data.num_validation + data.num_test
     if context.eval_source is None:
@@ -96,8 +106,7 @@ def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], 
             split=data.eval_split,
             field="data.eval",
             require_answer=False,
-            **columns,
-            **limit,
+            **shared,
         )
         held_out = eval_read.conversations
         train = drop_prompts(read.conversations, held_out)

@@ -7,11 +7,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.launch import ROOT, environment, torchrun, torchrun_command
+from train.pipeline import exclusive
 
 MAIN = "train/main.py"
 STEPS = 24
@@ -87,7 +89,9 @@ def test_training_learns(finished: tuple[Path, str]) -> None:
     records = metrics_of(finished[0])
     losses = [record["loss"] for record in records if record["kind"] == "train"]
     assert len(losses) == STEPS
-    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
+    expected = [r["depth"][0]["expected_acceptance"] for r in records if r["kind"] == "train"]
+    assert sum(expected[-4:]) > 1.5 * sum(expected[:2])
     validations = [record for record in records if record["kind"] == "validation"]
     assert [record["step"] for record in validations] == [0, 8, 16, 24]
 
@@ -135,7 +139,6 @@ def start(target: EmbeddedTarget, directory: Path, num_processes: int = 1) -> su
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
 
 
@@ -154,7 +157,9 @@ def wait_for_step(directory: Path, step: int) -> None:
 
 def end_with(process: subprocess.Popen, number: int) -> None:
     if number == signal.SIGKILL:
-        subprocess.run(["pkill", "-KILL", "--session", str(process.pid)], check=True)
+        agent = psutil.Process(process.pid)
+        for one in [*agent.children(recursive=True), agent]:
+            one.kill()
     else:
         process.send_signal(number)
     process.wait(timeout=120)
@@ -180,6 +185,14 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(
     printed = torchrun(MAIN, *arguments(small_target, directory), "stages=[train]")
     assert "resuming" in printed
     assert metrics_of(directory) == metrics_of(finished[0])
+
+
+def test_two_runs_do_not_write_to_one_directory(
+    small_target: EmbeddedTarget, finished: tuple[Path, str]
+) -> None:
+    with exclusive(finished[0]):
+        printed = torchrun(MAIN, *arguments(small_target, finished[0]), check=False)
+    assert "another run" in printed
 
 
 def test_another_number_of_processes_is_refused_while_a_run_is_unfinished(

@@ -1,0 +1,205 @@
+"""From a row to a conversation: the schemas people keep them in, and what makes a row malformed."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from eagle31.errors import UserError
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
+
+Messages = list[dict[str, Any]]
+Schema = Callable[[dict[str, Any]], Messages]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a chat template takes them: `role`, `content` (str), and what else the row has."""
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+class MalformedRow(Exception):
+    """Why a row is no conversation."""
+
+
+def find_schema(
+    row: dict[str, Any],
+    source: str,
+    prompt_column: str | None,
+    response_column: str | None,
+    require_answer: bool,
+    field: str,
+) -> Schema:
+    """The schema of a source, from its first row.
+
+    Raises:
+        UserError: none fits, or more than one; lists the columns.
+    """
+    found = f"The columns are {', '.join(map(str, row))}."
+    if prompt_column is not None or response_column is not None:
+        if prompt_column is None or (response_column is None and require_answer):
+            raise UserError(field, source, f"Name both data.prompt_column and data.response_column. {found}")
+        missing = {prompt_column, response_column} - {None, *row}
+        if missing:
+            raise UserError(field, source, f"There is no column {', '.join(map(str, missing))}. {found}")
+        return partial(_from_pair, prompt_column, response_column)
+    for column in ("messages", "conversations"):
+        if column in row:
+            return partial(_from_list, column)
+    if not require_answer and "turns" in row:
+        return _from_turns
+    pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row and answer in row]
+    if not pairs and not require_answer:
+        pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row]
+    # Alpaca's `input` belongs to the prompt: leaving it out would change the question.
+    if len(pairs) == 1 and not (pairs[0][0] == "instruction" and "input" in row):
+        return partial(_from_pair, *pairs[0])
+    raise UserError(
+        field,
+        source,
+        f"{'Several schemas fit' if pairs else 'No known schema fits'}. {found} Known are messages (role, "
+        "content), conversations (from, value), and two columns of text: name them by data.prompt_column "
+        "and data.response_column.",
+    )
+
+
+def _from_pair(prompt: str, response: str | None, row: dict[str, Any]) -> Messages:
+    if prompt not in row:
+        raise MalformedRow(f"no {prompt}")
+    messages = [{"role": "user", "content": row[prompt]}]
+    if response is not None and row.get(response) is not None:
+        messages.append({"role": "assistant", "content": row[response]})
+    return messages
+
+
+def _from_turns(row: dict[str, Any]) -> Messages:
+    turns = row.get("turns")
+    if not isinstance(turns, list):
+        raise MalformedRow(f"turns is {_type_name(turns)}, not a list")
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+def _from_list(column: str, row: dict[str, Any]) -> Messages:
+    messages = row.get(column)
+    if not isinstance(messages, list):
+        raise MalformedRow(f"{column} is {_type_name(messages)}, not a list")
+    return [_role_and_content(message) for message in messages]
+
+
+def _role_and_content(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise MalformedRow(f"a message is {_type_name(message)}, not an object")
+    if "role" in message:
+        return message
+    if "from" not in message:
+        raise MalformedRow(f"a message has neither role nor from, but {', '.join(message)}")
+    role = message["from"]
+    if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
+        raise MalformedRow(f"unknown role {role!r}")
+    return {"role": _SHAREGPT_ROLES[role], "content": message.get("value")}
+
+
+def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -> Conversation:
+    """The row's conversation, as vLLM would hand it to the template.
+
+    Content given as text parts is joined by newlines, empty `tool_calls` are left out, and tool call
+    arguments given as a JSON string are parsed.
+
+    Raises:
+        MalformedRow: it is none.
+    """
+    messages = tuple(_checked(message) for message in schema(row))
+    roles = [message["role"] for message in messages]
+    if require_answer and "assistant" not in roles:
+        raise MalformedRow("no assistant turn")
+    if "user" not in roles or ("assistant" in roles and roles.index("assistant") < roles.index("user")):
+        raise MalformedRow("no user message before the first assistant turn")
+    tools = _tools(row.get("tools"))
+    identifier = row.get("id")
+    if identifier is None or identifier == "":
+        content = json.dumps([messages, tools], sort_keys=True, default=str)
+        identifier = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return Conversation(str(identifier), messages, tools)
+
+
+def _checked(message: dict[str, Any]) -> dict[str, Any]:
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise MalformedRow(f"unknown role {role!r}")
+    message["content"] = _text(message.get("content", ""))
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"])
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    says_more = any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning"))
+    if role in ("user", "assistant") and not message["content"].strip() and not says_more:
+        raise MalformedRow(f"empty content of a message of the {role}")
+    return message
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise MalformedRow(f"content is {_type_name(content)}, not text")
+    return "\n".join(_part(part) for part in content)
+
+
+def _part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise MalformedRow("a content part is not text")
+    return text
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise MalformedRow("tool_calls is not a list of objects")
+    return [_with_parsed_arguments(call) for call in calls]
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_parsed_arguments(call["function"])}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    return call | {"arguments": _parsed(call["arguments"] or "{}", "tool call arguments")}
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    if isinstance(tools, str) and tools:
+        tools = _parsed(tools, "tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise MalformedRow("tools is not a list of objects")
+    return tuple(tools)
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise MalformedRow(f"{what}: no JSON ({error})") from error
+
+
+def _type_name(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,128 @@
+"""Small tokenizers and hand-written templates like those of well-known models."""
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+CHATML_SPECIAL = ["<|im_start|>", "<|im_end|>"]
+HEADERS_SPECIAL = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TEXT = [
+    "the quick brown fox jumps over the lazy dog\n\n",
+    "system user assistant tool <think>\n\n</think>\n\n four six five three",
+    "what is two and two\n\nit is four\n\nand three and three\n\nthat makes six\n",
+] * 20
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+CHATML_MARKED = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{% generation %}{{- message.content + '<|im_end|>' + '\\n' }}{% endgeneration %}
+{%- else %}{{- message.content + '<|im_end|>' + '\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# The markers end before the end-of-turn token.
+CHATML_MARKED_CONTENT = CHATML_MARKED.replace(
+    "{{- message.content + '<|im_end|>' + '\\n' }}{% endgeneration %}",
+    "{{- message.content }}{% endgeneration %}{{- '<|im_end|>' + '\\n' }}",
+)
+
+# Thinking is written for the last turn only, and the generation prompt skips it on request.
+THINKING = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.last %}
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+{%- endif %}"""
+
+HEADERS = """\
+{{- '<|begin_of_text|>' }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{{- message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+# As templates that write the date, with one that changes from call to call.
+DATED = "{{- '<|im_start|>system\\nIt is ' + strftime_now('%H:%M:%S.%f') + '<|im_end|>\\n' }}" + CHATML
+
+INSTRUCTIONS = """\
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '<s>[INST] ' + message.content + ' [/INST]' }}
+{%- else %}{{- ' ' + message.content + ' </s>' }}{%- endif %}
+{%- endfor %}"""
+
+INSTRUCTIONS_MARKED = INSTRUCTIONS.replace("else %}", "else %}{% generation %}").replace(
+    "</s>' }}", "</s>' }}{% endgeneration %}"
+)
+
+# No special token beside the answers, so that merges can go across their edges.
+PLAIN = """\
+{%- for message in messages %}
+{{- message.role + '\\n' + message.content + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant\\n' }}{%- endif %}"""
+
+STRICT = (
+    "{%- for message in messages %}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{- raise_exception('roles must alternate') }}{%- endif %}{%- endfor %}" + CHATML
+)
+
+
+def byte_level_tokenizer(chat_template: str | None, eos_token: str = "<|im_end|>") -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few hundred merges, newlines among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=[*CHATML_SPECIAL, *HEADERS_SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token)
+    fast.chat_template = chat_template
+    return fast
+
+
+def sentencepiece_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
+    """BPE over text whose spaces are marks, with a mark in front of it all and bytes for what it lacks."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>", *in_bytes], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = chat_template
+    return fast
+
+
+def python_tokenizer(chat_template: str) -> ByT5Tokenizer:
+    """A token for each byte, without character offsets."""
+    tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=CHATML_SPECIAL, eos_token="<|im_end|>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
