@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,20 @@ def read_conversations(
     if num_rows == 0:
         raise UserError(field, source, "It holds no rows; give a source with conversations.")
     if not conversations or len(malformed) > max_malformed_fraction * num_rows:
-        shown = "".join(f"\n  {where}: {why}" for where, why in malformed[:_NUM_SHOWN])
         raise UserError(
             field,
             source,
             f"{len(malformed)} of {num_rows} rows are malformed, more than data.max_malformed_fraction="
-            f"{max_malformed_fraction} allows. Correct them or raise the limit. The first ones:{shown}",
+            f"{max_malformed_fraction} allows. Correct them or raise the limit. The first ones:"
+            f"{first_reasons(malformed)}",
         )
     return ReadResult(conversations, num_rows, malformed)
+
+
+def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
+    """Of (where, why) pairs the first few, each on a line of its own, behind a line break."""
+    shown = "".join(f"\n  {where}: {why}" for where, why in left_out[:_NUM_SHOWN])
+    return shown + ("\n  ..." if len(left_out) > _NUM_SHOWN else "")
 
 
 def source_fingerprint(

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation
 from data.generate import answers_dataset
-from data.template import render_prompt
+from data.template import TemplateRefused, render_prompt
+from data.tokenize import check_refused
 
 Answer = Callable[[list[list[int]], Path], list[list[int]]]
 
@@ -21,6 +22,7 @@ def regenerate(
     max_tokens: int,
     template_kwargs: dict,
     directory: Path,
+    on_refused: Callable[[list[tuple[str, str]]], None],
 ) -> Dataset:
     """Replaces the assistant turns one after the other, each behind the target's own earlier ones.
 
@@ -29,12 +31,18 @@ def regenerate(
         max_tokens: of prompt and answer together; prompts without room for two tokens are left out, longer
             answers are cut.
         directory: holds the answers of each turn, `turn-000.jsonl`.
+        on_refused: is called once with (id, why) of the conversations that the template does not take; from
+            there on they are left out.
+
+    Raises:
+        UserError: the template refuses too many conversations.
 
     Returns:
         One sample per assistant turn, in the columns of tokenised data; token ids are the target's own.
     """
     histories: list[list[dict]] = [[] for _ in conversations]
     position = [0] * len(conversations)
+    refusals: list[tuple[str, str]] = []
     parts = []
     turn = 0
     while True:
@@ -43,12 +51,18 @@ def regenerate(
             upcoming = _take_until_assistant(conversation, position, index, histories[index])
             if not upcoming:
                 continue
-            prompt = render_prompt(tokenizer, histories[index], conversation.tools, template_kwargs)
+            try:
+                prompt = render_prompt(tokenizer, histories[index], conversation.tools, template_kwargs)
+            except TemplateRefused as refused:
+                refusals.append((conversation.id, refused.remedy))
+                position[index] = len(conversation.messages)
+                continue
             if len(prompt) + 2 > max_tokens:
                 position[index] = len(conversation.messages)
                 continue
             prompts.append(prompt)
             owners.append(index)
+        check_refused(refusals, len(conversations))
         if not prompts:
             break
         answers = answer(prompts, directory / f"turn-{turn:03d}.jsonl")
@@ -60,6 +74,8 @@ def regenerate(
             histories[owner].append({"role": "assistant", "content": text})
             position[owner] += 1
         turn += 1
+    if refusals:
+        on_refused(refusals)
     return concatenate_datasets(parts) if parts else answers_dataset([], [], [])
 
 

@@ -19,6 +19,11 @@ from eagle31.json_files import read_json, write_json
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _READ_BYTES = 1 << 22
+_AGAIN = "run again with the capture stage: only it is captured anew."
+
+
+class DamagedShard(UserError):
+    """A shard of a finished store is missing or altered; it can be captured anew alone."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,8 @@ class HiddenStateStore:
     """Reads a finished store; shards are memory-mapped when first touched.
 
     Raises:
-        UserError: the store has no manifest, or a shard is missing or of another size than it had.
+        DamagedShard: one is missing or of another size than it had.
+        UserError: the store has no manifest.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -164,9 +170,12 @@ class HiddenStateStore:
         self.records = [_record(shard) for shard in manifest["shards"]]
         for record in self.records:
             path = self.directory / record.file
-            found = path.stat().st_size if path.exists() else 0
+            if not path.exists():
+                raise DamagedShard(str(path), None, f"The shard is gone; {_AGAIN}")
+            found = path.stat().st_size
             if found != record.num_bytes:
-                raise _damaged(path, f"{found} bytes", f"has {found} bytes instead of {record.num_bytes}")
+                what = f"The shard had {record.num_bytes} bytes"
+                raise DamagedShard(str(path), f"{found} bytes", f"{what}; {_AGAIN}")
         self.lengths = [length for record in self.records for length in record.lengths]
         self._places = [
             (shard, sum(record.lengths[:i]), length)
@@ -199,23 +208,20 @@ class HiddenStateStore:
         """Reads this rank's share of the shards and compares their checksums.
 
         Raises:
-            UserError: a shard was altered; names it.
+            DamagedShard: one was altered; names it.
         """
         for record in self.records[rank::world_size]:
             path = self.directory / record.file
             found = _sha256(path)
             if found != record.sha256:
-                raise _damaged(path, found, f"has sha256 {found} instead of {record.sha256}")
+                what = f"The shard's sha256 was {record.sha256}"
+                raise DamagedShard(str(path), found, f"{what}; delete it and {_AGAIN}")
 
     def _open(self, shard: int) -> Any:
         if shard not in self._files:
             path = self.directory / self.records[shard].file
             self._files[shard] = safe_open(path, framework="pt").__enter__()
         return self._files[shard]
-
-
-def _damaged(path: Path, value: str, what: str) -> UserError:
-    return UserError(str(path), value, f"Shard {what}; delete it and run again, only it is captured anew.")
 
 
 def _shard_path(directory: Path, index: int) -> Path:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data import template
-from data.conversations import Conversation
+from data.conversations import Conversation, first_reasons
 from data.target import TargetSpec, load_tokenizer, tokenizer_fingerprint
 from data.template import RenderedConversation, TemplateRefused, Turns, template_fingerprint
 from eagle31.errors import UserError
@@ -31,7 +31,6 @@ _FORMAT = 1
 _REPORT = "report.json"
 _CHUNK_CONVERSATIONS = 64
 _CHUNKS_PER_WORKER = 4
-_NUM_SHOWN = 5
 _SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -40,6 +39,7 @@ _SCHEMA = pa.schema(
         "num_prompt_tokens": pa.int64(),
     }
 )
+MAX_REFUSED_FRACTION = 0.01
 
 
 class Overlong(Enum):
@@ -101,8 +101,9 @@ def tokenize(
     num_workers: int,
     output_dir: Path,
     eos_token_ids: Collection[int] | None = None,
-    max_refused_fraction: float = 0.01,
+    max_refused_fraction: float = MAX_REFUSED_FRACTION,
     progress: bool = False,
+    on_refused: Callable[[list[tuple[str, str]]], None] = lambda _: None,
 ) -> TokenizeReport:
     """Writes the samples to `output_dir` as a dataset for `datasets.load_from_disk`, with report.json in it.
 
@@ -117,6 +118,7 @@ def tokenize(
         eos_token_ids: the tokens that end a turn; None takes the tokenizer's and the generation config's.
         max_refused_fraction: of the conversations, which the template may refuse.
         progress: shows a bar where stderr is a terminal.
+        on_refused: is called once with (id, why) of the conversations that were refused, if there are any.
 
     Raises:
         UserError: the template cannot be used, refuses too many conversations, or no sample is left.
@@ -146,6 +148,8 @@ def tokenize(
                 bar.update(chunk.counts["num_conversations"])
         report = _report(counts, len(refused), fingerprint)
         _check(report, refused, max_refused_fraction, max_tokens)
+        if refused:
+            on_refused(refused)
         with _datasets_bars(shown):
             datasets.Dataset.from_file(str(stream)).save_to_disk(str(directory))
         shutil.rmtree(stream.parent)
@@ -280,13 +284,7 @@ def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> Tokeniz
 def _check(
     report: TokenizeReport, refused: list[tuple[str, str]], max_refused_fraction: float, max_tokens: int
 ) -> None:
-    if report.num_refused > max_refused_fraction * report.num_conversations:
-        shown = "".join(f"\n  {id}: {why}" for id, why in refused[:_NUM_SHOWN])
-        raise UserError(
-            "target.chat_template",
-            f"{report.num_refused} of {report.num_conversations} conversations refused",
-            f"More than {max_refused_fraction:.1%} do not fit the target's template. The first ones:{shown}",
-        )
+    check_refused(refused, report.num_conversations, max_refused_fraction)
     if report.num_samples == 0:
         raise UserError(
             "data.max_tokens",
@@ -294,6 +292,19 @@ def _check(
             f"No sample is left of {report.num_conversations} conversations: {report.num_overlong} are "
             f"longer, {report.num_uncounted} have no two tokens of the assistant's in a row. Raise it, or "
             "see the data with scripts/inspect_data.",
+        )
+
+
+def check_refused(
+    refused: list[tuple[str, str]], num_conversations: int, max_fraction: float = MAX_REFUSED_FRACTION
+) -> None:
+    """Raises UserError when the template took too few; `refused` holds (id, why)."""
+    if len(refused) > max_fraction * num_conversations:
+        raise UserError(
+            "target.chat_template",
+            f"{len(refused)} of {num_conversations} conversations refused",
+            f"More than {max_fraction:.1%} do not fit the target's template. The first ones:"
+            f"{first_reasons(refused)}",
         )
 
 

@@ -1,6 +1,7 @@
 """Captured states to disk for many epochs, or straight into training."""
 
 import errno
+import hashlib
 import shutil
 import sys
 import time
@@ -100,14 +101,16 @@ def capture_to_store(
         dataset: columns input_ids and loss_mask.
         shard_tokens: about how many tokens a file holds; held in memory while it is captured.
         batch_tokens: the most tokens, padding included, in one forward pass.
-        manifest_fields: JSON values that say what the states are made with.
+        manifest_fields: JSON values that say what the states are made with; a fingerprint of the tokens is
+            added to them.
 
     Raises:
         UserError: the disk cannot hold the store, or the directory holds another one. Shards that are
             finished by then are kept.
     """
     source = OnlineSource(dataset, capture, batch_tokens)
-    _claim(output_dir, {**manifest_fields, "shard_tokens": shard_tokens}, rank)
+    fields = {**manifest_fields, "tokens_fingerprint": tokens_fingerprint(dataset)}
+    _claim(output_dir, {**fields, "shard_tokens": shard_tokens}, rank)
     plan = plan_shards(source.lengths, shard_tokens)
     missing = missing_shards(output_dir, source.lengths, shard_tokens)
     if rank == 0 and missing:
@@ -118,13 +121,24 @@ def capture_to_store(
     with tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown) as bar:
         for index in mine:
             _capture_shard(source, plan[index], output_dir, index, bar)
-    _finish(output_dir, source.lengths, shard_tokens, rank, manifest_fields)
+    _finish(output_dir, source.lengths, shard_tokens, rank, fields)
 
 
 def dataset_lengths(dataset: Dataset) -> list[int]:
     """Tokens of each sample, without making lists of them."""
     tables = dataset.with_format("arrow", columns=["input_ids"]).iter(batch_size=1000)
     return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
+
+
+def tokens_fingerprint(dataset: Dataset) -> str:
+    """sha256 of the samples: their lengths, ids and masks, however the dataset came to be."""
+    digest = hashlib.sha256()
+    for table in dataset.with_format("arrow", columns=["input_ids", "loss_mask"]).iter(batch_size=1000):
+        ids, mask = table["input_ids"], table["loss_mask"]
+        digest.update(pc.list_value_length(ids).to_numpy().astype("<i4").tobytes())
+        digest.update(pc.list_flatten(ids).to_numpy().astype("<i4").tobytes())
+        digest.update(pc.list_flatten(mask).to_numpy().astype("u1").tobytes())
+    return digest.hexdigest()
 
 
 def estimate_bytes(num_tokens: int, capture: Capture) -> int:

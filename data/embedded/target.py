@@ -19,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as transformers_logging
 
 from data.embedded.corpus import Conversation, Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
@@ -123,7 +124,8 @@ def _build(directory: Path, source: Path, settings: TargetSettings, progress: bo
         "held_out_documents": len(corpus.held_out),
         "held_out_loss": evaluate(model, encode(tokenizer, corpus.held_out, training.max_document_tokens)),
     }
-    model.save_pretrained(directory / "model")
+    with _bars_of_transformers(progress and sys.stderr.isatty()):
+        model.save_pretrained(directory / "model")
     (directory / "model" / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     checkpoint.unlink(missing_ok=True)
 
@@ -168,6 +170,18 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _bars_of_transformers(shown: bool) -> Iterator[None]:
+    were_shown = transformers_logging.is_progress_bar_enabled()
+    if not shown:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from data.embedded import target as target_module
 from data.embedded import training
@@ -247,6 +248,16 @@ def test_other_settings_or_modules_are_another_target(library: Path, tmp_path: P
     assert target_module.fingerprint(library, replace(TINY, num_layers=3)) != key
     (tmp_path / "m.py").write_text("x = 1\n")
     assert target_module.fingerprint(tmp_path, TINY) != key
+
+
+def test_a_build_draws_no_bar_where_stderr_is_no_terminal(
+    library: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    settings = replace(TINY, training=replace(TINY.training, steps=1))
+    shown = transformers_logging.is_progress_bar_enabled()
+    ensure_embedded_target(tmp_path, num_threads=1, progress=True, source=library, settings=settings)
+    assert "%|" not in capfd.readouterr().err
+    assert transformers_logging.is_progress_bar_enabled() == shown
 
 
 def test_resumed_training_gives_the_same_weights(

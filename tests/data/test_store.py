@@ -6,6 +6,7 @@ import torch
 
 from data.store import (
     CapturedSample,
+    DamagedShard,
     HiddenStateStore,
     finished_shards,
     missing_shards,
@@ -78,7 +79,7 @@ def test_flipped_byte_is_found_by_verify_and_named(tmp_path: Path) -> None:
     content[-5] ^= 1
     path.write_bytes(content)
     store = HiddenStateStore(tmp_path)
-    with pytest.raises(UserError, match=r"shard-00002\.safetensors.*sha256.*delete it and run again"):
+    with pytest.raises(DamagedShard, match=r"shard-00002\.safetensors.*sha256.*delete it and run again"):
         store.verify()
     store.verify(rank=1, world_size=2)  # shards 1 and 3
     with pytest.raises(UserError, match="shard-00002"):
@@ -90,7 +91,7 @@ def test_missing_or_cut_shard_is_found_at_open(tmp_path: Path, remove: bool) -> 
     _write_store(tmp_path)
     path = tmp_path / "shard-00001.safetensors"
     path.unlink() if remove else path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"shard-00001\.safetensors"):
+    with pytest.raises(DamagedShard, match=r"shard-00001\.safetensors=.*(gone|bytes); run again"):
         HiddenStateStore(tmp_path)
     assert missing_shards(tmp_path, LENGTHS, SHARD_TOKENS) == [1]
 

@@ -114,8 +114,19 @@ def test_conversations_that_the_template_refuses_are_counted_then_refused(tmp_pa
         "twice", ({"role": "user", "content": "and"}, *conversation("", "and", "six").messages)
     )
     data = [twice, *(conversation(str(i), "and", "six") for i in range(9))]
-    report = tokenize(data, tokenizer, output_dir=tmp_path / "out", max_refused_fraction=0.1, **options())
+    told = []
+    report = tokenize(
+        data,
+        tokenizer,
+        output_dir=tmp_path / "out",
+        max_refused_fraction=0.1,
+        on_refused=told.extend,
+        **options(),
+    )
     assert (report.num_refused, report.num_samples) == (1, 9)
+    [(id, why)] = told
+    assert id == "twice"
+    assert "roles must alternate" in why
     with pytest.raises(UserError, match=r"twice: .*roles must alternate"):
         tokenize(data, tokenizer, output_dir=tmp_path / "no", **options())
     assert not (tmp_path / "no").exists()

@@ -6,11 +6,18 @@ from threading import Thread
 
 import pytest
 import torch
+from datasets import Dataset, Features, List, Value, load_from_disk
 from safetensors import SafetensorError
 from torch import Tensor
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import OnlineSource, capture_to_store, dataset_lengths, estimate_bytes
+from data.capture.offline import (
+    OnlineSource,
+    capture_to_store,
+    dataset_lengths,
+    estimate_bytes,
+    tokens_fingerprint,
+)
 from data.store import HiddenStateStore, plan_shards
 from eagle31.errors import UserError
 from tests.data.tiny_target import make_capture, make_dataset, save_target
@@ -36,11 +43,10 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> CountingCapture:
 def _capture(
     capture: HiddenStateCapture, directory: Path, rank: int = 0, world_size: int = 1, **changes
 ) -> None:
-    options = {"shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | changes
+    options = {"dataset": make_dataset(), "shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | changes
     capture_to_store(
-        make_dataset(),
-        capture,
-        directory,
+        capture=capture,
+        output_dir=directory,
         batch_tokens=BATCH_TOKENS,
         rank=rank,
         world_size=world_size,
@@ -123,6 +129,43 @@ def test_another_capture_in_the_directory_is_refused(tmp_path: Path, capture: Co
         _capture(capture, tmp_path, manifest_fields=FIELDS | {"target": "other"})
     with pytest.raises(UserError, match=r"another shard_tokens"):
         _capture(capture, tmp_path, shard_tokens=SHARD_TOKENS + 1)
+
+
+def test_other_data_of_the_same_lengths_is_refused(tmp_path: Path, capture: CountingCapture) -> None:
+    _capture(capture, tmp_path)
+    (tmp_path / "shard-00001.safetensors").unlink()
+    ids = make_dataset()["input_ids"][:]
+    changed = [ids[0], [*ids[1][:-1], ids[1][-1] ^ 1], *ids[2:]]
+    other = make_dataset().remove_columns("input_ids").add_column("input_ids", changed)
+    assert dataset_lengths(other) == dataset_lengths(make_dataset())
+    with pytest.raises(UserError, match=r"another tokens_fingerprint"):
+        _capture(capture, tmp_path, dataset=other)
+    _capture(capture, tmp_path)
+    manifest = HiddenStateStore(tmp_path).manifest
+    assert manifest["tokens_fingerprint"] == tokens_fingerprint(make_dataset())
+
+
+def test_tokens_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    dataset = make_dataset()
+    own = tokens_fingerprint(dataset)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    assert tokens_fingerprint(load_from_disk(str(tmp_path / "saved"))) == own
+    as_written = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
+    assert tokens_fingerprint(dataset.cast(as_written)) == own
+    assert tokens_fingerprint(dataset.select(range(11, -1, -1)).select(range(11, -1, -1))) == own
+    rows = dataset.to_list()
+    masked = [{**rows[0], "loss_mask": [not one for one in rows[0]["loss_mask"]]}, *rows[1:]]
+    # The same tokens in a row, divided otherwise.
+    head, tail = rows[0]["input_ids"][:-1], [*rows[0]["input_ids"][-1:], *rows[1]["input_ids"]]
+    masks = rows[0]["loss_mask"][:-1], [*rows[0]["loss_mask"][-1:], *rows[1]["loss_mask"]]
+    divided = [
+        {"input_ids": head, "loss_mask": masks[0]},
+        {"input_ids": tail, "loss_mask": masks[1]},
+        *rows[2:],
+    ]
+    others = [dataset.select(range(11)), dataset.select([1, 0, *range(2, 12)])]
+    others += [Dataset.from_list(masked), Dataset.from_list(divided)]
+    assert len({own, *map(tokens_fingerprint, others)}) == 5
 
 
 def test_too_small_a_disk_is_refused_before_it_starts(
