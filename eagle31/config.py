@@ -1,11 +1,29 @@
 """What a drafter is: its shape, its norms, the target it reads."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from eagle31.errors import UserError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+# The scalings whose tables vLLM computes as transformers does, and the keys that both read. "dynamic" and
+# "longrope" are left out: there vLLM fixes for the whole server what transformers chooses by the length.
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,14 @@ class DrafterConfig:
                 list(self.aux_layer_ids),
                 "Give at least one id, ascending, each once: vLLM sorts and deduplicates them.",
             )
+        check_rope(self.rope_parameters)
+
+    @property
+    def served_rope(self) -> dict[str, Any]:
+        """`rope_parameters` without the keys that neither training nor vLLM's drafter reads."""
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        given = {k: self.rope_parameters[k] for k in ROPE_KEYS[rope_type] if k in self.rope_parameters}
+        return {"rope_type": rope_type, "rope_theta": self.rope_theta, **given}
 
     @property
     def rope_theta(self) -> float:
@@ -76,8 +102,9 @@ class DrafterConfig:
         Args:
             dtype: of the exported weights, such as "bfloat16".
         """
-        scaled = self.rope_parameters.get("rope_type", "default") != "default"
-        rope_scaling = {k: v for k, v in self.rope_parameters.items() if k != "rope_theta"}
+        # The older spelling: vLLM, transformers 4 and 5 and SGLang all read it.
+        rope_scaling = {k: v for k, v in self.served_rope.items() if k != "rope_theta"}
+        scaled = rope_scaling["rope_type"] != "default"
         ids = list(self.aux_layer_ids)
         return {
             "architectures": [ARCHITECTURE],
@@ -110,26 +137,23 @@ class DrafterConfig:
             "torch_dtype": dtype,
         }
 
-    @staticmethod
-    def from_json(config: dict[str, Any]) -> "DrafterConfig":
-        """Reads what `to_json` wrote.
 
-        Raises:
-            UserError: a key is missing, or it describes another architecture.
-        """
-        if config.get("architectures") != [ARCHITECTURE]:
-            raise UserError(
-                "config.json:architectures", config.get("architectures"), f"Expected [{ARCHITECTURE!r}]."
-            )
-        rope = dict(config.get("rope_scaling") or {"rope_type": "default"})
-        own: dict[str, Any] = {
-            "aux_layer_ids": tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
-            "rope_parameters": rope | {"rope_theta": config.get("rope_theta")},
-        }
-        names = {f.name for f in fields(DrafterConfig)} - set(own)
-        missing = sorted(names - set(config))
-        if missing or not own["aux_layer_ids"] or config.get("rope_theta") is None:
-            raise UserError(
-                "config.json", missing or "aux layer ids or rope_theta", "These keys are missing."
-            )
-        return DrafterConfig(**{name: config[name] for name in names}, **own)
+def check_rope(rope_parameters: dict[str, Any]) -> None:
+    """Refuses what training and vLLM would compute differently.
+
+    Raises:
+        UserError: the scaling is none of `ROPE_KEYS`, or a scaled RoPE turns a part of each head only.
+    """
+    remedy = "Set drafter.rope_parameters, such as {rope_type: default, rope_theta: 10000.0}."
+    rope_type = rope_parameters.get("rope_type", "default")
+    if rope_type not in ROPE_KEYS:
+        raise UserError(
+            "drafter.rope_parameters.rope_type",
+            rope_type,
+            f"vLLM's drafter would get other tables than training; known are {list(ROPE_KEYS)}. {remedy}",
+        )
+    partial = rope_parameters.get("partial_rotary_factor") or 1.0
+    if rope_type != "default" and partial != 1.0:
+        raise UserError(
+            "drafter.rope_parameters.partial_rotary_factor", partial, f"Drafters turn whole heads. {remedy}"
+        )

@@ -57,3 +57,7 @@ class Artifact:
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(self.record_path, record)
+
+    def reopen(self) -> None:
+        """Part of the result is lost: the next run makes what is missing of it."""
+        self.record_path.unlink(missing_ok=True)

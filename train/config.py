@@ -10,6 +10,7 @@ from omegaconf import MISSING
 from data.template import Turns
 from data.tokenize import Overlong
 from eagle31.errors import UserError
+from eagle31.layouts import Layout
 from train.tracking import TrackingMode
 
 
@@ -64,7 +65,10 @@ class TargetConfig:
 
 @dataclass
 class DrafterShape:
-    """null takes the target's value."""
+    """null takes the value of the checkpoint to start from, or the target's."""
+
+    init_from: str | None = None  # a published or exported drafter: directory or hub id
+    init_revision: str | None = None
 
     num_hidden_layers: int = 1
     hidden_size: int | None = None
@@ -77,6 +81,7 @@ class DrafterShape:
     max_position_embeddings: int | None = None
     aux_layer_ids: list[int] | None = None  # decoder layers already applied; null: 2, n // 2, n - 3
     draft_vocab_size: int | None = None  # null: the target's whole vocabulary
+    # They overrule the checkpoint to start from: EAGLE 3 goes on as 3.1 with fc_norm weights of one.
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
@@ -158,6 +163,7 @@ class TrainConfig:
 @dataclass
 class ExportConfig:
     dtype: ExportDtype = ExportDtype.bfloat16
+    layout: Layout = Layout.vllm  # speculators: a bare `vllm serve EXPORT` works
 
 
 @dataclass
@@ -226,10 +232,36 @@ def check(config: RunConfig) -> None:
         "evaluate.max_new_tokens": config.evaluate.max_new_tokens,
         "optim.lr": config.optim.lr,
         "optim.max_grad_norm": config.optim.max_grad_norm,
+        "optim.eps": config.optim.eps,
+        "data.regenerate.max_new_tokens": config.data.regenerate.max_new_tokens,
+        "data.regenerate.batch_size": config.data.regenerate.batch_size,
     }
     for name, value in positive.items():
         if not value > 0:
             raise UserError(name, value, "It must be greater than 0.")
+    fractions = {
+        "optim.min_lr_fraction": config.optim.min_lr_fraction,
+        "data.max_malformed_fraction": config.data.max_malformed_fraction,
+    }
+    for name, value in fractions.items():
+        if not 0 <= value <= 1:
+            raise UserError(name, value, "It must lie in [0, 1].")
+    not_negative = {
+        "optim.weight_decay": config.optim.weight_decay,
+        "data.regenerate.temperature": config.data.regenerate.temperature,
+    }
+    for name, value in not_negative.items():
+        if not value >= 0:
+            raise UserError(name, value, "It must not be negative.")
+    if config.data.num_workers is not None and config.data.num_workers < 1:
+        raise UserError("data.num_workers", config.data.num_workers, "Give at least 1; null takes all cores.")
+    if config.evaluate.max_new_tokens >= config.train.row_tokens:
+        raise UserError(
+            "evaluate.max_new_tokens",
+            config.evaluate.max_new_tokens,
+            f"Prompt and answer must fit a row: lower it, or raise train.row_tokens "
+            f"({config.train.row_tokens}).",
+        )
     if config.train.max_steps is not None and config.train.max_steps < 1:
         raise UserError("train.max_steps", config.train.max_steps, "Give at least 1, or null for num_epochs.")
     if config.capture.max_samples is not None and config.capture.max_samples < 1:
@@ -252,9 +284,11 @@ def check(config: RunConfig) -> None:
         raise UserError("deepspeed.offload_parameters", True, "It needs deepspeed.zero_stage=3.")
     if not 0 <= config.optim.warmup_fraction < 1:
         raise UserError("optim.warmup_fraction", config.optim.warmup_fraction, "It must lie in [0, 1).")
-    if len(config.optim.betas) != 2:
-        raise UserError("optim.betas", config.optim.betas, "Give two values, such as [0.9,0.95].")
+    if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise UserError("optim.betas", config.optim.betas, "Give two values in [0, 1), such as [0.9,0.95].")
     if config.evaluate.temperature <= 0:
         raise UserError("evaluate.temperature", config.evaluate.temperature, "Use evaluate.sampling=false.")
+    if config.drafter.init_revision is not None and config.drafter.init_from is None:
+        raise UserError("drafter.init_revision", config.drafter.init_revision, "Give drafter.init_from too.")
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")

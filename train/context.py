@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.capture.hf import HiddenStateCapture, check_head
+from data.checkpoint import Checkpoint
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
 from data.target import (
     TargetModules,
@@ -22,9 +23,17 @@ from data.target import (
 )
 from eagle31.config import DrafterConfig
 from eagle31.errors import UserError
+from eagle31.export import LoadedExport
 from train.artifact import Artifact
-from train.config import RunConfig, Stage
+from train.config import DrafterShape, RunConfig, Stage
 from train.distributed import World
+from train.published import (
+    fetch_checkpoint,
+    open_published,
+    starting_ids,
+    starting_notes,
+    starting_shape,
+)
 
 EMBEDDED = "embedded"
 
@@ -78,8 +87,44 @@ class RunContext:
         return tuple(sorted(ids))
 
     @cached_property
+    def initial(self) -> LoadedExport | None:
+        """The drafter to start from, in float32 on the CPU."""
+        if self.initial_directory is None:
+            return None
+        ids = starting_ids(self.initial_directory, self.config.drafter.aux_layer_ids)
+        return open_published(self.initial_directory, self.parts, ids, "drafter.init_from")
+
+    @cached_property
+    def initial_directory(self) -> Path | None:
+        shape = self.config.drafter
+        if shape.init_from is None:
+            return None
+        return fetch_checkpoint(shape.init_from, shape.init_revision, "drafter.init_from")
+
+    @cached_property
+    def initial_fingerprint(self) -> str | None:
+        """Of the weights to start from."""
+        directory = self.initial_directory
+        return None if directory is None else Checkpoint(str(directory.resolve())).fingerprint()
+
+    @cached_property
+    def shape(self) -> DrafterShape:
+        """The recipe's, completed by the checkpoint to start from.
+
+        Raises:
+            UserError: the two contradict each other, or the checkpoint is for another target.
+        """
+        if self.initial is None:
+            return self.config.drafter
+        shape = starting_shape(self.config.drafter, self.initial.drafter.config)
+        if self.world.is_main:
+            for note in starting_notes(shape, self.initial, self.parts):
+                print(f"init_from: {note}")
+        return shape
+
+    @cached_property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        ids = self.config.drafter.aux_layer_ids
+        ids = self.shape.aux_layer_ids
         if ids is None:
             return default_aux_layer_ids(self.parts.num_layers)
         return check_aux_layer_ids(ids, self.parts.num_layers)
@@ -107,7 +152,7 @@ class RunContext:
 
     def drafter_config(self, draft_vocab_size: int) -> DrafterConfig:
         """The drafter's shape: what the recipe sets, else the target's."""
-        shape = self.config.drafter
+        shape = self.shape
         target = self.parts.config.get_text_config()
         hidden_size = shape.hidden_size or self.parts.hidden_size
         heads = shape.num_attention_heads or target.num_attention_heads
@@ -132,6 +177,14 @@ class RunContext:
             bos_token_id=target.bos_token_id,
             eos_token_id=target.eos_token_id,
         )
+
+    def check_drafter(self) -> None:
+        """Refuses a shape, or a checkpoint to start from, that does not fit the target.
+
+        Raises:
+            UserError: names what does not fit; before any stage has run.
+        """
+        self.drafter_config(self.shape.draft_vocab_size or self.parts.vocab_size)
 
     def load_target(self) -> tuple[PreTrainedModel, TargetModules]:
         """The frozen target, loaded anew: stages that use it let it go when they are done."""

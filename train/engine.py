@@ -1,5 +1,6 @@
 """DeepSpeed around the drafter."""
 
+import os
 from typing import Any
 
 import deepspeed
@@ -102,7 +103,9 @@ def ensure_process_group() -> None:
     if not torch.cuda.is_available():
         # For inference only, and DeepSpeed would compile it for over a minute at its first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo", auto_mpi_discovery=False
-        )
+        if "RANK" not in os.environ:
+            os.environ["LOCAL_RANK"] = "0"  # DeepSpeed insists on it
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)

@@ -21,6 +21,7 @@ from train.config import Stage
 from train.context import RunContext
 from train.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine
 from train.loop import LoopSettings, train
+from train.published import start_from
 from train.text_stages import load_vocab
 from train.tracking import open_tracker
 from train.validation import ReplayValidation
@@ -33,11 +34,15 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
     for name in ("log_every", "save_every", "keep_checkpoints"):
         training.pop(name)
     vocab = context.artifacts[Stage.vocab]
+    drafter = asdict(config.drafter)
+    drafter.pop("init_revision")
+    if drafter.pop("init_from") is not None:
+        drafter["init_from"] = context.initial_fingerprint
     return {
         "capture": context.artifacts[Stage.capture].key,
         "max_samples": config.capture.max_samples,
         "vocab": vocab.key,
-        "drafter": asdict(config.drafter),
+        "drafter": drafter,
         "optim": _plain(asdict(config.optim)),
         "deepspeed": _plain(asdict(config.deepspeed)),
         "train": training,
@@ -56,13 +61,18 @@ def draft_rows(rows: Tensor, vocab: DraftVocab) -> Tensor:
 
 
 def build_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:
-    """A fresh drafter, and what stays frozen beside it; weights depend on the seed alone."""
+    """The drafter before its first step, and what stays frozen beside it.
+
+    Weights depend on the seed alone, or are those of the checkpoint to start from.
+    """
     config = context.drafter_config(len(vocab.d2t))
     trained_head = context.config.drafter.train_lm_head
     torch.manual_seed(context.config.seed)
     drafter = Drafter(config, with_head=trained_head)
     initialize(drafter)
-    head_rows = project_width(draft_rows(context.parts.head.weight, vocab).float(), config.hidden_size)
+    if context.initial is not None:
+        start_from(drafter, context.initial.drafter)
+    embed_tokens, head_rows = frozen_rows(context, vocab)
     lm_head = (
         drafter.lm_head
         if trained_head
@@ -71,7 +81,6 @@ def build_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Froz
     with torch.no_grad():
         lm_head.weight.copy_(head_rows)
     lm_head.requires_grad_(trained_head)
-    embed_tokens = project_width(context.parts.embed_tokens, config.hidden_size)
     device, dtype = context.world.device, context.dtype
     head = context.parts.head
     if dtype is torch.float32:
@@ -83,6 +92,21 @@ def build_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Froz
         lm_head=None if trained_head else lm_head.to(device, dtype),
     )
     return drafter, frozen
+
+
+def frozen_rows(context: RunContext, vocab: DraftVocab) -> tuple[Tensor, Tensor]:
+    """The embedding [V, H] in the target's dtype, and the draft head's first rows float32 [Vd, H].
+
+    They are the target's, in the drafter's width. A checkpoint to start from brings its own head, and its own
+    embedding where the widths differ, as another projection would not fit its weights.
+    """
+    parts, width = context.parts, context.drafter_config(len(vocab.d2t)).hidden_size
+    if context.initial is None:
+        head_rows = project_width(draft_rows(parts.head.weight, vocab).float(), width)
+        return project_width(parts.embed_tokens, width), head_rows
+    own_width = width != parts.hidden_size
+    embed_tokens = context.initial.embed_tokens if own_width else parts.embed_tokens
+    return embed_tokens, context.initial.drafter.lm_head.weight.detach()
 
 
 def initialize(drafter: Drafter, std: float = 0.02) -> None:
@@ -131,6 +155,7 @@ def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
     if state.step and world.is_main:
         print(f"train: resuming behind step {state.step} of {settings.max_steps}")
     held_out = HiddenStateStore(context.artifacts[Stage.capture].directory / "validation")
+    held_out.verify()
     validation = ReplayValidation(
         held_out.get_many(range(len(held_out))), config.train.row_tokens, config.evaluate.draft_tokens, world
     )

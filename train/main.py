@@ -19,25 +19,37 @@ from train.overrides import checked
 @record
 def run(config: RunConfig) -> None:
     """Checks the recipe and runs its stages."""
-    check(config)
-    # Not before the recipe is known to be sound: it takes seconds to import.
-    from train.pipeline import run_pipeline
-
     try:
+        check(config)
+        # Not before the recipe is known to be sound: it takes seconds to import.
+        from train.pipeline import run_pipeline
+
         run_pipeline(config, World.from_environment())
+    except UserError as error:
+        # A traceback would bury what the user can put right, and `record` keeps one of any other exception.
+        sys.exit(f"error: {error}")
     finally:
         leave_process_group()
+
+
+def typed(config: DictConfig) -> RunConfig:
+    """The recipe as its schema's dataclasses.
+
+    Raises:
+        MissingMandatoryValue: it leaves open what only the user can say.
+    """
+    recipe: RunConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
+    # Hydra sets no key below null: the recipes have an empty dictionary where the schema says null.
+    recipe.drafter.rope_parameters = recipe.drafter.rope_parameters or None
+    return recipe
 
 
 @hydra.main(version_base="1.3", config_path="../recipes", config_name="train")
 def main(config: DictConfig) -> None:
     try:
-        run(OmegaConf.to_object(config))  # type: ignore[arg-type]
+        run(typed(config))
     except MissingMandatoryValue as error:
         sys.exit(f"error: {error.full_key}=???: This recipe needs a value for it: {error.full_key}=...")
-    except UserError as error:
-        # A traceback would bury what the user can put right.
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

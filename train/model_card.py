@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from eagle31.json_files import write_text
+from eagle31.layouts import Layout, layout_of
 
 DRAFT_TOKENS = 3  # what to serve with where nothing was measured
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -40,7 +41,7 @@ def model_card(facts: dict[str, Any], evaluation: dict[str, Any], config: dict[s
         "It reads the target's hidden states and serves with no other model.",
         "## Measured\n\n" + _measured(evaluation),
         "## Serve\n\n```shell\n"
-        + serve_command(*_public_paths(facts), evaluation.get("k", DRAFT_TOKENS))
+        + serve_command(*_public_paths(facts), evaluation.get("k", DRAFT_TOKENS), layout_of(config).value)
         + "\n```",
         "## Training\n\n" + _table(("", ""), _training_rows(facts)),
         "## Limits\n\n" + _limits(facts, evaluation),
@@ -49,8 +50,10 @@ def model_card(facts: dict[str, Any], evaluation: dict[str, Any], config: dict[s
     return f"---\n{_front_matter(facts)}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def serve_command(target: str, drafter: str, draft_tokens: int) -> str:
-    """The shell command that serves the target with the drafter."""
+def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = Layout.vllm.value) -> str:
+    """The shell command that serves the target with the drafter; speculators' layout names its target."""
+    if layout == Layout.speculators.value:
+        return f"vllm serve {shlex.quote(drafter)}"
     speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 

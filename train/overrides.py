@@ -35,11 +35,13 @@ def checked(arguments: Iterable[str]) -> list[str]:
 
 def _checked(argument: str, known: set[str]) -> str:
     match = _OVERRIDE.match(argument)
-    if match is None or match[1].startswith("hydra.") or match[1] in known:
+    if match is None or match[1].startswith("hydra."):
         return argument
     key = match[1]
-    if any(key.startswith(f"{name}.") for name in FREE_FORM):
+    if any(key == name or key.startswith(f"{name}.") for name in FREE_FORM):
         return f"++{argument}"
+    if key in known:
+        return argument
     last = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
     near += [name for name in sorted(known) if name.rsplit(".", 1)[-1] == last and name not in near]

@@ -13,6 +13,7 @@ import datasets
 import transformers
 from omegaconf import OmegaConf
 
+from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact
@@ -20,15 +21,9 @@ from train.capture_stage import capture_inputs, run_capture
 from train.config import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World, wait_for
+from train.export_stage import export_inputs, link_export, run_export
 from train.fit_stage import run_train, train_inputs
-from train.result_stages import (
-    evaluate_inputs,
-    export_inputs,
-    link_export,
-    run_evaluate,
-    run_export,
-    run_report,
-)
+from train.result_stages import evaluate_inputs, run_evaluate, run_report
 from train.text_stages import (
     answers_inputs,
     data_inputs,
@@ -80,6 +75,7 @@ def run_stages(context: RunContext) -> None:
     selected = set(config.stages)
     order = list(Stage)
     last = max(order.index(stage) for stage in selected)
+    context.check_drafter()
     for stage in order[: last + 1]:
         if stage is Stage.report:
             if world.is_main:
@@ -111,7 +107,12 @@ def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
     artifact.directory.mkdir(parents=True, exist_ok=True)
     _say(context, f"{stage.value}: {artifact.directory}")
     started = time.perf_counter()
-    facts = definition.run(context, artifact.directory)
+    try:
+        facts = definition.run(context, artifact.directory)
+    except DamagedShard:
+        # On every rank: the launcher may end rank 0 before it comes here.
+        context.artifacts[Stage.capture].reopen()
+        raise
     if world.is_main:
         artifact.finish(time.perf_counter() - started, facts)
         _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_summary(facts)}")

@@ -6,7 +6,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eagle31.json_files import read_jsonl, write_json, write_text
+from eagle31.errors import UserError
+from eagle31.json_files import read_json, read_jsonl, write_json, write_text
+from eagle31.layouts import Layout
 from train.model_card import (
     DRAFT_TOKENS,
     decoding_runs,
@@ -53,8 +55,34 @@ def write_report(
     _save(directory / "summary.png", summary, _headline(evaluation), panel_inches=3.5)
 
     path = directory / "index.html"
-    write_text(path, _page(panels, evaluation, facts))
+    write_text(path, _page(panels, evaluation, facts, read_serving(directory, facts["export"])))
     return path
+
+
+def refresh_page(output_dir: Path) -> Path:
+    """Writes index.html anew from metrics.json and serving.json beside it.
+
+    Raises:
+        UserError: the run has no report yet.
+    """
+    directory = Path(output_dir) / "report"
+    if not (directory / "metrics.json").exists():
+        raise UserError("report", directory, "There is no report here; run the recipe's report stage.")
+    known = read_json(directory / "metrics.json")
+    evaluation, facts = known["evaluation"], known["facts"]
+    panels = build_panels(known["metrics"], evaluation, facts["best_step"])
+    path = directory / "index.html"
+    write_text(path, _page(panels, evaluation, facts, read_serving(directory, facts["export"])))
+    return path
+
+
+def read_serving(directory: Path, export: Path | str) -> dict[str, Any] | None:
+    """What was measured in vLLM, unless it was another export."""
+    path = directory / "serving.json"
+    if not path.exists():
+        return None
+    numbers = read_json(path)
+    return numbers if Path(numbers["export"]) == Path(export).resolve() else None
 
 
 def format_table(evaluation: dict[str, Any], facts: dict[str, Any]) -> str:
@@ -112,7 +140,12 @@ def _headline(evaluation: dict[str, Any]) -> str:
     return f"Acceptance length {length} at k = {greedy['k']}, temperature 0, {evaluation['engine']}"
 
 
-def _page(panels: dict[str, Panel], evaluation: dict[str, Any], facts: dict[str, Any]) -> str:
+def _page(
+    panels: dict[str, Panel],
+    evaluation: dict[str, Any],
+    facts: dict[str, Any],
+    serving: dict[str, Any] | None,
+) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -129,10 +162,16 @@ def _page(panels: dict[str, Panel], evaluation: dict[str, Any], facts: dict[str,
         decoding_rows=_decoding_rows(evaluation),
         runs=decoding_runs(evaluation),
         facts=facts,
+        serving=serving,
         title=public_name(str(facts["target"])),
         configuration=_configuration(facts),
         total_seconds=sum(stage["seconds"] for stage in facts["stages"] if not stage["reused"]),
-        serve=serve_command(str(facts["target"]), str(facts["export"]), evaluation.get("k", DRAFT_TOKENS)),
+        serve=serve_command(
+            str(facts["target"]),
+            str(facts["export"]),
+            evaluation.get("k", DRAFT_TOKENS),
+            facts.get("layout", Layout.vllm.value),
+        ),
     )
 
 

@@ -1,6 +1,5 @@
-"""Stages after training: export, evaluate, report. Rank 0 runs them."""
+"""Stages after the export: evaluate, report. Rank 0 runs them."""
 
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -10,68 +9,18 @@ from datasets import load_from_disk
 
 from data.decode import TargetDecoder
 from data.store import HiddenStateStore
-from data.target import tokenizer_fingerprint
-from data.template import template_fingerprint
 from eagle31.drafter import Drafter
-from eagle31.export import load_export, write_export
-from eagle31.frozen import FrozenParts, project_width
+from eagle31.export import load_export
+from eagle31.frozen import FrozenParts
 from eagle31.json_files import read_json, write_json
-from train.checkpoint import CheckpointDirectory
 from train.config import CaptureMode, Stage
 from train.context import RunContext
 from train.evaluation import greedy_report, plain_texts, replay_by_length, sampling_report
-from train.fit_stage import build_drafter, draft_rows
+from train.fit_stage import build_drafter
 from train.model_card import write_model_card
 from train.report import format_table, write_report
 from train.text_stages import load_vocab
 from train.versions import git_revision, package_versions
-
-
-def export_inputs(context: RunContext) -> dict[str, Any]:
-    return {"train": context.artifacts[Stage.train].key, "dtype": context.config.export.dtype.value}
-
-
-def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
-    """The best weights as a checkpoint for vLLM, in `checkpoint/`."""
-    trained = context.artifacts[Stage.train].directory
-    weights, best = CheckpointDirectory(trained / "checkpoints", 1, context.world).best_weights()
-    vocab = load_vocab(context.artifacts[Stage.vocab])
-    config = context.drafter_config(len(vocab.d2t))
-    if "lm_head.weight" not in weights:
-        rows = draft_rows(context.parts.head.weight, vocab)
-        weights["lm_head.weight"] = project_width(rows, config.hidden_size)
-    provenance = {
-        "target": context.config.target.model,
-        "target_revision": context.config.target.revision,
-        "target_fingerprint": context.parts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(context.tokenizer),
-        "template_fingerprint": template_fingerprint(context.tokenizer, context.template_kwargs),
-        "step": best["step"],
-    }
-    write_export(
-        directory / "checkpoint",
-        config,
-        weights,
-        vocab,
-        project_width(context.parts.embed_tokens, config.hidden_size),
-        dtype=context.config.export.dtype.value,
-        provenance=provenance,
-    )
-    facts = run_facts(context) | {"export": context.output_dir / "export"}
-    exported = read_json(directory / "checkpoint" / "config.json")
-    write_model_card(directory / "checkpoint", facts, {}, exported)
-    return {"step": best["step"], "validation_acceptance_length": best["acceptance_length"]}
-
-
-def link_export(context: RunContext) -> Path:
-    """`export` in the output directory always points at the newest one."""
-    link = context.output_dir / "export"
-    partial = context.output_dir / ".export.partial"
-    partial.unlink(missing_ok=True)
-    target = context.artifacts[Stage.export].directory / "checkpoint"
-    partial.symlink_to(os.path.relpath(target, context.output_dir))
-    os.replace(partial, link)
-    return link
 
 
 def evaluate_inputs(context: RunContext) -> dict[str, Any]:
@@ -93,6 +42,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
+    store.verify()
     model, modules = context.load_target()
     target = TargetDecoder(model, modules, context.aux_layer_ids)
     drafter, frozen = exported_drafter(context)
@@ -191,6 +141,7 @@ def run_facts(context: RunContext) -> dict[str, Any]:
         "num_samples": captured.get("num_samples", {}).get("train", data["num_samples"]),
         "num_tokens": captured.get("num_tokens", {}).get("train", data.get("num_tokens")),
         "ttt_steps": config.train.ttt_steps,
+        "layout": config.export.layout.value,
         "steps": training["steps"],
         "best_step": training["best_step"],
         "regenerated": config.data.regenerate.enabled,

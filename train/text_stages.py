@@ -1,24 +1,32 @@
 """Stages before hidden states: data, vocab, answers. Rank 0 runs them, before any process group exists."""
 
 import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from data.conversations import Conversation, read_conversations, source_fingerprint
+from data.conversations import (
+    Conversation,
+    ReadResult,
+    first_reasons,
+    read_conversations,
+    source_fingerprint,
+)
 from data.generate import answers_dataset, generate_answers
 from data.regenerate import regenerate
 from data.split import choose_prompts, drop_prompts, held_out_split
 from data.target import tokenizer_fingerprint
-from data.template import render_prompt, template_fingerprint
+from data.template import TemplateRefused, render_prompt, template_fingerprint
 from data.tokenize import tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
@@ -26,6 +34,7 @@ from eagle31.vocab import DraftVocab, build_draft_vocab
 from train.artifact import Artifact
 from train.config import Stage
 from train.context import RunContext
+from train.published import starting_vocab
 
 HELD_OUT = ("validation", "test")
 
@@ -51,6 +60,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     }
     if data.regenerate.enabled:
         inputs["regenerate"] = asdict(data.regenerate) | {"target": context.parts.fingerprint}
+        inputs["max_samples"] = context.config.capture.max_samples
     return inputs
 
 
@@ -64,7 +74,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if data.regenerate.enabled:
         dataset = _regenerated(context, conversations, directory)
         save_dataset(dataset, directory / "train")
-        facts["num_samples"] = len(dataset)
+        facts |= _sizes(dataset)
     else:
         # Left behind by a run that was ended before it could record the stage.
         shutil.rmtree(directory / "train", ignore_errors=True)
@@ -79,6 +89,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             output_dir=directory / "train",
             eos_token_ids=context.eos_token_ids,
             progress=True,
+            on_refused=_print_refused,
         )
         facts |= asdict(report)
     if not facts["num_samples"]:
@@ -96,6 +107,7 @@ def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], 
         "max_malformed_fraction": data.max_malformed_fraction,
     }
     read = read_conversations(context.train_source, split=data.split, field="data.train", **shared)
+    _print_malformed(context.train_source, read)
     facts = {"num_conversations_read": len(read.conversations), "num_malformed": len(read.malformed)}
     num_held_out = data.num_validation + data.num_test
     if context.eval_source is None:
@@ -108,6 +120,7 @@ def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], 
             require_answer=False,
             **shared,
         )
+        _print_malformed(context.eval_source, eval_read)
         held_out = eval_read.conversations
         train = drop_prompts(read.conversations, held_out)
         facts["num_dropped_as_held_out"] = len(read.conversations) - len(train)
@@ -122,17 +135,37 @@ def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], 
     return train, held_out, facts
 
 
+def _print_malformed(source: str, read: ReadResult) -> None:
+    if read.malformed:
+        _print_left_out(f"of {read.num_rows:,} rows of {source} are malformed", read.malformed)
+
+
+def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
+    _print_left_out("conversations are refused by the template", refused)
+
+
+def _print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
+    print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)
+
+
 def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict[str, list[dict]]:
     """Prompt token ids up to the last assistant turn, shared out between validation and test."""
     data = context.config.data
     rendered = []
+    refusals: list[tuple[str, str]] = []
     for conversation in held_out:
         messages = list(conversation.messages)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
-        ids = render_prompt(context.tokenizer, messages, conversation.tools, context.template_kwargs)
+        try:
+            ids = render_prompt(context.tokenizer, messages, conversation.tools, context.template_kwargs)
+        except TemplateRefused as refused:
+            refusals.append((conversation.id, refused.remedy))
+            continue
         if len(ids) <= _prompt_room(context):
             rendered.append({"id": conversation.id, "input_ids": list(ids)})
+    if refusals:
+        _print_refused(refusals)
     num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
     if not 0 < num_validation < len(rendered):
         raise UserError(
@@ -149,7 +182,10 @@ def _prompt_room(context: RunContext) -> int:
 
 
 def _regenerated(context: RunContext, conversations: list[Conversation], directory: Path) -> Dataset:
-    settings = context.config.data.regenerate
+    settings, limit = context.config.data.regenerate, context.config.capture.max_samples
+    if limit is not None and limit < len(conversations):
+        # What is never captured need not be written.
+        conversations = random.Random(context.config.seed).sample(conversations, limit)
     model, _ = context.load_target()
 
     def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
@@ -173,27 +209,47 @@ def _regenerated(context: RunContext, conversations: list[Conversation], directo
         max_tokens=context.config.data.max_tokens,
         template_kwargs=context.template_kwargs,
         directory=directory / "regenerated",
+        on_refused=_print_refused,
     )
     return dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
 
 
-def vocab_inputs(context: RunContext) -> dict[str, Any]:
+def _sizes(dataset: Dataset) -> dict[str, int]:
+    """As `TokenizeReport` has them."""
+    masks = dataset.with_format("arrow", columns=["loss_mask"])[:]["loss_mask"]
     return {
-        "data": context.artifacts[Stage.data].key,
-        "draft_vocab_size": context.config.drafter.draft_vocab_size,
+        "num_samples": len(dataset),
+        "num_tokens": pc.sum(pc.list_value_length(masks)).as_py() or 0,
+        "num_counted_tokens": pc.sum(pc.list_flatten(masks)).as_py() or 0,
     }
 
 
+def vocab_inputs(context: RunContext) -> dict[str, Any]:
+    inputs: dict[str, Any] = {
+        "data": context.artifacts[Stage.data].key,
+        "draft_vocab_size": context.config.drafter.draft_vocab_size,
+    }
+    if context.initial_fingerprint is not None:
+        inputs["init_from"] = context.initial_fingerprint
+    return inputs
+
+
 def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Counts the assistant's tokens and writes `vocab.safetensors`: d2t, t2d."""
+    """Counts the assistant's tokens and writes `vocab.safetensors`: d2t, t2d.
+
+    A drafter that starts from a checkpoint keeps that one's vocabulary, which its head was trained for.
+    """
     dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
     counts = np.zeros(context.parts.vocab_size, dtype=np.int64)
     for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
             counts += np.bincount(ids[mask], minlength=len(counts))
     special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
-    size = context.config.drafter.draft_vocab_size
-    vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
+    if context.initial is not None:
+        vocab = starting_vocab(context.initial, torch.from_numpy(counts))
+    else:
+        size = context.config.drafter.draft_vocab_size
+        vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
     save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / "vocab.safetensors")
     facts = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
     write_json(directory / "vocab.json", facts)

@@ -103,3 +103,20 @@ def test_damaged_exports_are_refused(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(UserError, match="read"):
         load_export(tmp_path / "e", CPU)
+
+
+def test_what_fails_before_the_end_leaves_the_older_export(tmp_path: Path) -> None:
+    export(tmp_path / "e")
+    before = (tmp_path / "e" / "config.json").read_bytes()
+    config = tiny_config(norm_output=False)
+    drafter, frozen = tiny_drafter(config, torch.float32)
+    state = {name: p.detach() for name, p in drafter.named_parameters()}
+
+    def refuse(beside: Path) -> None:
+        assert (beside / "model.safetensors").exists()
+        raise UserError("export", beside, "It is no good.")
+
+    common: dict = {"dtype": "float32", "provenance": {}, "complete": refuse}
+    with pytest.raises(UserError, match="no good"):
+        write_export(tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, **common)
+    assert (tmp_path / "e" / "config.json").read_bytes() == before

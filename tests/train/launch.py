@@ -1,9 +1,16 @@
-"""Starting real runs under torchrun."""
+"""Starting real runs, under torchrun and in this process."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from train.config import RunConfig, register
+from train.distributed import World
+from train.main import typed
+from train.overrides import checked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,3 +33,18 @@ def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool =
     )
     assert not check or done.returncode == 0, done.stdout
     return done.stdout
+
+
+def composed(recipe: str, *arguments: str) -> RunConfig:
+    """As `train/main.py` composes it, which knows the recipe's name from Hydra."""
+    register()
+    overrides = checked([f"recipe={recipe}", f"recipe_name={recipe}", *arguments])
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes")):
+        return typed(compose("train", overrides=overrides))
+
+
+def run_here(recipe: str, *arguments: str) -> None:
+    """The pipeline in this process: spares what a launch takes where no stage needs processes."""
+    from train.pipeline import run_pipeline
+
+    run_pipeline(composed(recipe, *arguments), World(rank=0, local_rank=0, size=1))

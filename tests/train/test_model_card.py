@@ -73,6 +73,12 @@ def test_serve_command_survives_the_shell() -> None:
     }
 
 
+def test_speculators_layout_is_served_by_itself() -> None:
+    assert shlex.split(serve_command("t", "/my export", 3, "speculators")) == ["vllm", "serve", "/my export"]
+    card = model_card(facts(), evaluation(), CONFIG | {"speculators_model_type": "eagle3"})
+    assert "\nvllm serve PATH_OF_THIS_DIRECTORY\n" in card
+
+
 def test_card_of_a_run_that_measured_nothing() -> None:
     known = facts() | {"best_step": None, "draft_vocab_size": None, "num_tokens": None, "git_revision": None}
     eagle3 = CONFIG | {"fc_norm": False, "norm_output": False}

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from data.embedded.target import EmbeddedTarget
+from eagle31.errors import UserError
+from eagle31.frozen import project_width
 from eagle31.json_files import read_json, read_jsonl
-from tests.train.launch import ROOT, environment, torchrun, torchrun_command
-from train.pipeline import exclusive
+from tests.train.launch import ROOT, environment, run_here, torchrun, torchrun_command
+from train.capture_stage import open_source
+from train.config import Stage
+from train.fit_stage import train_inputs
+from train.pipeline import STAGES, StageRun, exclusive
 
 MAIN = "train/main.py"
+RECIPE = "any_target"
 STEPS = 24
 TEXT_STAGES = "stages=[data,vocab,answers,capture]"
 
 
 def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
     return [
-        "recipe=any_target",
         f"target.model={target.model}",
         f"data.train={target.train}",
         f"output_dir={output_dir}",
@@ -42,6 +49,7 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
         "deepspeed.precision=fp32",
         "evaluate.max_new_tokens=32",
         "evaluate.sampling=false",
+        "tracking.mode=disabled",
     ]
 
 
@@ -49,7 +57,7 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
 def captured(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output directory with everything before training done."""
     directory = tmp_path_factory.mktemp("captured") / "run"
-    torchrun(MAIN, *arguments(small_target, directory), TEXT_STAGES)
+    run_here(RECIPE, *arguments(small_target, directory), TEXT_STAGES)
     return directory
 
 
@@ -60,7 +68,7 @@ def finished(
     """A whole run and what it printed."""
     directory = tmp_path_factory.mktemp("finished") / "run"
     shutil.copytree(captured, directory)
-    return directory, torchrun(MAIN, *arguments(small_target, directory))
+    return directory, torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory))
 
 
 def metrics_of(directory: Path) -> list[dict]:
@@ -77,6 +85,7 @@ def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> 
         "config.json",
         "model.safetensors",
         "README.md",
+        "verification",
     }
     assert (directory / "report" / "index.html").is_file()
     assert "max_steps: 24" in (directory / "config.yaml").read_text()
@@ -96,8 +105,9 @@ def test_training_learns(finished: tuple[Path, str]) -> None:
     assert [record["step"] for record in validations] == [0, 8, 16, 24]
 
 
-def test_decoding_is_faithful_and_equals_replay(finished: tuple[Path, str]) -> None:
-    [path] = (finished[0] / "artifacts").glob("evaluate-*/evaluation.json")
+def assert_faithful(directory: Path) -> None:
+    """Greedy text is the target's own, and replay counts what decoding accepted."""
+    [path] = directory.glob("artifacts/evaluate-*/evaluation.json")
     evaluation = read_json(path)
     greedy, replay = evaluation["greedy"], evaluation["replay"]
     assert greedy["num_identical"] + greedy["num_near_tie"] == evaluation["num_prompts"] == 6
@@ -106,18 +116,28 @@ def test_decoding_is_faithful_and_equals_replay(finished: tuple[Path, str]) -> N
         assert greedy["accepted_per_position"] == replay["accepted_per_position"]
 
 
-def test_a_second_run_reuses_everything(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:
-    directory, _ = finished
-    printed = torchrun(MAIN, *arguments(small_target, directory))
+def test_decoding_is_faithful_and_equals_replay(finished: tuple[Path, str]) -> None:
+    assert_faithful(finished[0])
+
+
+def test_a_second_run_reuses_everything(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], capsys: pytest.CaptureFixture
+) -> None:
+    run_here(RECIPE, *arguments(small_target, finished[0]))
+    printed = capsys.readouterr().out
     for stage in ("data", "vocab", "answers", "capture", "train", "export", "evaluate"):
         assert f"{stage}: reused" in printed
 
 
 def test_a_changed_setting_reruns_what_depends_on_it(
-    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
+    small_target: EmbeddedTarget,
+    finished: tuple[Path, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
-    printed = torchrun(MAIN, *arguments(small_target, tmp_path / "run"), "export.dtype=float32")
+    run_here(RECIPE, *arguments(small_target, tmp_path / "run"), "export.dtype=float32")
+    printed = capsys.readouterr().out
     assert "train: reused" in printed
     assert "export: done" in printed
     assert "evaluate: done" in printed
@@ -126,13 +146,72 @@ def test_a_changed_setting_reruns_what_depends_on_it(
 
 
 def test_a_missing_stage_is_named(small_target: EmbeddedTarget, tmp_path: Path) -> None:
-    printed = torchrun(MAIN, *arguments(small_target, tmp_path), "stages=[train]", check=False)
-    assert "error: stages=" in printed
-    assert "'data'" in printed
+    with pytest.raises(UserError, match="'data'") as caught:
+        run_here(RECIPE, *arguments(small_target, tmp_path), "stages=[train]")
+    assert caught.value.field == "stages"
 
 
-def start(target: EmbeddedTarget, directory: Path, num_processes: int = 1) -> subprocess.Popen:
-    command = torchrun_command(MAIN, *arguments(target, directory), num_processes=num_processes)
+def test_two_runs_do_not_write_to_one_directory(
+    small_target: EmbeddedTarget, finished: tuple[Path, str]
+) -> None:
+    with exclusive(finished[0]), pytest.raises(UserError, match="another run"):
+        run_here(RECIPE, *arguments(small_target, finished[0]))
+
+
+def test_malformed_rows_are_told_with_line_and_reason(
+    small_target: EmbeddedTarget, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    lines = small_target.train.read_text().splitlines()
+    lines[2:2] = ["{oops", '{"messages": 7}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    own = [f"data.train={tmp_path / 'rows.jsonl'}", "data.max_malformed_fraction=0.1", "stages=[data]"]
+    run_here(RECIPE, *arguments(small_target, tmp_path / "run"), *own)
+    printed = capsys.readouterr().out
+    assert f"data: 2 of {len(lines)} rows" in printed
+    assert "rows.jsonl:3: no JSON" in printed
+    assert "rows.jsonl:4: messages is a int" in printed
+    assert "num_malformed=2" in printed
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "altered"])
+def test_a_damaged_shard_is_named_and_captured_anew_alone(
+    small_target: EmbeddedTarget,
+    captured: Path,
+    tmp_path: Path,
+    damage: str,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(captured, directory)
+    command = [*arguments(small_target, directory), "stages=[data,vocab,answers,capture,train]"]
+    [shard] = directory.glob("artifacts/capture-*/train/shard-00000.safetensors")
+    whole = shard.read_bytes()
+    if damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(whole[:-1] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1]))
+    # The stage without what a process group needs: it opens its data, and no more.
+    opened = StageRun(train_inputs, lambda context, _: {"num_samples": len(open_source(context))})
+    monkeypatch.setitem(STAGES, Stage.train, opened)
+    with pytest.raises(UserError, match="captured anew") as caught:
+        run_here(RECIPE, *command)
+    assert caught.value.field == str(shard)
+    if damage == "altered":
+        assert "delete it and run again" in caught.value.remedy
+        shard.unlink()
+    capsys.readouterr()
+    run_here(RECIPE, *command)
+    printed = capsys.readouterr()
+    assert "answers: reused" in printed.out
+    assert "capture: done" in printed.out
+    assert "/train," in printed.err
+    assert "/validation," not in printed.err
+    assert shard.read_bytes() == whole
+
+
+def start(target: EmbeddedTarget, directory: Path) -> subprocess.Popen:
+    command = torchrun_command(MAIN, f"recipe={RECIPE}", *arguments(target, directory))
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -165,43 +244,102 @@ def end_with(process: subprocess.Popen, number: int) -> None:
     process.wait(timeout=120)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill -9", "SIGTERM"])
-def test_an_interrupted_run_goes_on_to_the_last_bit(
-    small_target: EmbeddedTarget,
-    captured: Path,
-    finished: tuple[Path, str],
-    tmp_path: Path,
-    number: int,
-) -> None:
-    directory = tmp_path / "run"
+@pytest.fixture(scope="module")
+def interrupted(
+    small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, int]:
+    """A run that was first told to stop and then killed, and the step at which it stopped."""
+    directory = tmp_path_factory.mktemp("interrupted") / "run"
     shutil.copytree(captured, directory)
     process = start(small_target, directory)
+    wait_for_step(directory, 3)
+    end_with(process, signal.SIGTERM)
+    stopped = metrics_of(directory)[-1]["step"]
+    # It saves where it stopped.
+    assert saved_steps(directory)[-1] == f"step-{stopped:08d}"
+    process = start(small_target, directory)
     wait_for_step(directory, 13)
-    end_with(process, number)
-    assert metrics_of(directory)[-1]["step"] < STEPS
-    saved = sorted(p.name for p in directory.glob("artifacts/train-*/checkpoints/step-*"))
-    # SIGTERM saves where it stopped; kill -9 leaves the last regular checkpoint.
-    assert (saved[-1] == "step-00000008") == (number == signal.SIGKILL)
-    printed = torchrun(MAIN, *arguments(small_target, directory), "stages=[train]")
-    assert "resuming" in printed
-    assert metrics_of(directory) == metrics_of(finished[0])
+    end_with(process, signal.SIGKILL)
+    return directory, stopped
 
 
-def test_two_runs_do_not_write_to_one_directory(
-    small_target: EmbeddedTarget, finished: tuple[Path, str]
-) -> None:
-    with exclusive(finished[0]):
-        printed = torchrun(MAIN, *arguments(small_target, finished[0]), check=False)
-    assert "another run" in printed
+def saved_steps(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.glob("artifacts/train-*/checkpoints/step-*"))
 
 
 def test_another_number_of_processes_is_refused_while_a_run_is_unfinished(
+    small_target: EmbeddedTarget, interrupted: tuple[Path, int]
+) -> None:
+    command = [f"recipe={RECIPE}", *arguments(small_target, interrupted[0])]
+    printed = torchrun(MAIN, *command, num_processes=2, check=False)
+    assert "error: nproc=2: " in printed
+    assert "had 1 processes" in printed
+    # What a person can put right comes without the traceback of where it was found.
+    assert "UserError" not in printed
+
+
+def test_an_interrupted_run_goes_on_to_the_last_bit(
+    small_target: EmbeddedTarget, interrupted: tuple[Path, int], finished: tuple[Path, str]
+) -> None:
+    directory, stopped = interrupted
+    assert 3 <= stopped < 13
+    assert 13 <= metrics_of(directory)[-1]["step"] < STEPS
+    # kill -9 leaves the last regular checkpoint.
+    assert saved_steps(directory)[-1] == "step-00000008"
+    command = [f"recipe={RECIPE}", *arguments(small_target, directory)]
+    printed = torchrun(MAIN, *command, "stages=[train]")
+    assert "resuming behind step 8" in printed
+    assert metrics_of(directory) == metrics_of(finished[0])
+
+
+def test_online_regenerated_frozen_head_and_another_width_together(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    own = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
+    own += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
+    own += ["data.regenerate.batch_size=64", "capture.mode=online", "tracking.mode=offline"]
+    own += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
+    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
+    assert "acceptance length" in printed
+    assert (directory / "report" / "index.html").is_file()
+    # Of the held-out answers only, and nothing of the training data.
+    stores = {path.parent.name for path in directory.glob("artifacts/*/*/shard-*.safetensors")}
+    assert stores == {"validation", "test"}
+    assert list(directory.glob("artifacts/train-*/wandb/offline-run-*/*.wandb"))
+    [answers] = directory.glob("artifacts/data-*/regenerated/turn-000.jsonl")
+    assert read_jsonl(answers)[0]["model"]
+    losses = [record["loss"] for record in metrics_of(directory) if record["kind"] == "train"]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    facts = read_json(directory / "report" / "metrics.json")["facts"]
+    assert facts["regenerated"]
+    assert facts["num_tokens"] > facts["num_samples"] > 100
+    config = read_json(directory / "export" / "config.json")
+    assert (config["hidden_size"], config["target_hidden_size"]) == (48, 64)
+    assert (config["fc_norm"], config["norm_output"]) == (False, False)
+    tensors = load_file(directory / "export" / "model.safetensors")
+    assert tensors["embed_tokens.weight"].shape == (512, 48)
+    # The head was not trained: still the target's rows, in another width.
+    model = load_file(small_target.model / "model.safetensors")
+    rows = project_width(model["lm_head.weight"][tensors["t2d"]], 48)
+    torch.testing.assert_close(tensors["lm_head.weight"], rows.to(tensors["lm_head.weight"].dtype))
+    assert_faithful(directory)
+
+
+def test_two_layers_in_bf16_under_zero_2_together(
     small_target: EmbeddedTarget, captured: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
     shutil.copytree(captured, directory)
-    process = start(small_target, directory, num_processes=2)
-    wait_for_step(directory, 9)
-    end_with(process, signal.SIGKILL)
-    printed = torchrun(MAIN, *arguments(small_target, directory), "stages=[train]", check=False)
-    assert "had 2 processes" in printed
+    own = ["drafter.num_hidden_layers=2", "deepspeed=zero2", "deepspeed.precision=bf16"]
+    own += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
+    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
+    assert "capture: reused" in printed
+    assert "acceptance length" in printed
+    assert (directory / "report" / "index.html").is_file()
+    losses = [record["loss"] for record in metrics_of(directory) if record["kind"] == "train"]
+    assert losses[-1] < losses[0]
+    config = read_json(directory / "export" / "config.json")
+    assert (config["num_hidden_layers"], config["torch_dtype"]) == (2, "bfloat16")
+    assert_faithful(directory)

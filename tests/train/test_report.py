@@ -11,10 +11,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from eagle31.json_files import read_json, write_jsonl
+from eagle31.json_files import read_json, write_json, write_jsonl
 from tests.train.run_records import evaluation, facts, run_records, train_records, validation_record
 from train.plots import COLOURS, build_panels, to_svg
-from train.report import format_table, write_report
+from train.report import format_table, refresh_page, write_report
 
 PICTURES = {
     "loss.png",
@@ -203,3 +203,25 @@ def test_table_columns_are_aligned() -> None:
     assert ends == {rows[0].index("acceptance length") + len("acceptance length")}
     assert "engine   eagle31 (transformers, float32, cpu)" in text
     assert text.endswith("report   /runs/report/index.html")
+
+
+def test_speed_in_vllm_is_shown_for_the_export_it_was_measured_with(tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    report(tmp_path, run_records(), evaluation(), export=export)
+    spread = {"median": 41.5, "lowest": 40.0, "highest": 43.0}
+    numbers = {
+        "engine": "vLLM 0.32.0",
+        "device": "a CPU",
+        "dtype": "float32",
+        "k": 4,
+        "temperature": 0,
+        "max_new_tokens": 64,
+        "acceptance_length": 2.5,
+        "rounds": 3,
+        "rows": [{"concurrency": 16, "plain": spread, "drafter": spread, "speedup": spread}],
+    }
+    for measured, shown in ((export, True), (tmp_path / "another", False)):
+        write_json(tmp_path / "report" / "serving.json", numbers | {"export": str(measured.resolve())})
+        page = Page(refresh_page(tmp_path).read_text(encoding="utf-8"))
+        assert ("per second per user" in page.text) == shown
+        assert ("41.5" in page.text) == shown

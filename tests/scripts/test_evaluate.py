@@ -1,0 +1,117 @@
+import json
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from data.target import TargetSpec
+from eagle31.errors import UserError
+from eagle31.layouts import Layout
+from tests.data import chat_templates as templates
+from tests.data.tiny_target import HIDDEN_SIZE, save_model
+from tests.train.tiny_export import write_tiny_export
+from train import measure as measurement
+from train.measure import Measurement, format_measurement, measure
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate"
+VOCAB_SIZE = 512  # room for the tokenizer
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
+    root = tmp_path_factory.mktemp("evaluate")
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        eos_token_id=VOCAB_SIZE - 1,
+    )
+    torch.manual_seed(0)
+    save_model(LlamaForCausalLM(config), root / "target")
+    templates.byte_level_tokenizer(templates.CHATML).save_pretrained(root / "target")
+    spec = TargetSpec(str(root / "target"))
+    write_tiny_export(root / "export", spec, vocab_size=VOCAB_SIZE, layout=Layout.speculators)
+    rows = [{"q": f"what is {n}", "a": "six"} for n in ("one", "two", "three", "four")]
+    (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return Measurement(
+        checkpoint=str(root / "export"),
+        target=spec.model,
+        data=str(root / "data.jsonl"),
+        num_prompts=3,
+        draft_tokens=2,
+        max_new_tokens=8,
+        prompt_column="q",
+        response_column="a",
+    )
+
+
+def test_measures_a_checkpoint(asked: Measurement, tmp_path: Path) -> None:
+    result = measure(replace(asked, json=tmp_path / "out.json", temperature=1.0))
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
+    greedy = result["greedy"]
+    assert greedy["num_drafts"] >= 3
+    assert greedy["num_identical"] + greedy["num_near_tie"] == result["num_prompts"] == 3
+    assert result["aux_layer_ids"] == [0, 2, 5]
+    printed = format_measurement(result)
+    head, first, second = printed.splitlines()[:3]
+    assert head.split()[:2] == ["k", "temperature"]
+    assert first.split()[:2] == ["2", "0"]
+    assert second.split()[:2] == ["2", "1"]
+    assert "engine: eagle31 (transformers, float32, cpu)" in printed
+
+
+def test_other_aux_layers_are_read_when_asked_for(asked: Measurement) -> None:
+    assert measure(replace(asked, num_prompts=1, aux_layer_ids=[1, 2, 3]))["aux_layer_ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"checkpoint": "./nothing/here"}, "checkpoint"),
+        ({"target": "./nothing/here"}, "target.model"),
+        ({"data": "./nothing.jsonl"}, "--data"),
+        ({"draft_tokens": 0}, "--draft-tokens"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"aux_layer_ids": [1, 2]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"aux_layer_ids": [1, 2, 9]}, "drafter.aux_layer_ids"),
+        ({"prompt_column": "missing"}, "--data"),
+    ],
+)
+def test_bad_input_is_refused_before_the_target_is_loaded(
+    asked: Measurement, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
+) -> None:
+    monkeypatch.setattr(measurement, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(UserError) as raised:
+        measure(replace(asked, **changes))
+    assert raised.value.field == field
+
+
+def test_script(asked: Measurement) -> None:
+    arguments = [asked.checkpoint, "--target", asked.target, "--data", asked.data, "-k", "2"]
+    arguments += ["--num-prompts", "1", "--max-new-tokens", "4"]
+    arguments += ["--prompt-column", "q", "--response-column", "a"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], **run)
+    assert done.returncode == 0, done.stderr
+    assert "acceptance length" in done.stdout
+    assert "Loading" not in done.stderr
+
+
+def test_script_says_what_is_wrong_in_one_line(asked: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["evaluate", asked.checkpoint, "--target", asked.target, "--data", asked.data, "-k", "0"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts the repository's root there
+    with pytest.raises(SystemExit, match=r"^evaluate: --draft-tokens=0: Give at least 1\.$"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -1,0 +1,92 @@
+"""A whole export of a tiny drafter for a tiny target, with its verification record."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.target import TargetSpec, load_target_parts, load_tokenizer, tokenizer_fingerprint
+from eagle31.config import DrafterConfig
+from eagle31.drafter import Drafter
+from eagle31.export import served_tensors, write_export
+from eagle31.frozen import project_width
+from eagle31.layouts import Layout, Verifier
+from eagle31.record import TrainingRecord, make_probe, probe_piece, tensor_hashes, write_verification
+from eagle31.vocab import build_draft_vocab
+from tests.data.chat_templates import byte_level_tokenizer
+from tests.data.tiny_target import AUX_LAYER_IDS, HIDDEN_SIZE, VOCAB_SIZE, save_target
+from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+
+STEPS = 3
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def save_target_with_tokenizer(directory: Path, template: str | None = None) -> TargetSpec:
+    spec = save_target(directory)
+    byte_level_tokenizer(template).save_pretrained(directory)
+    return spec
+
+
+def export_config(**changes: Any) -> DrafterConfig:
+    own = {
+        "hidden_size": HIDDEN_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "draft_vocab_size": 40,
+        "target_hidden_size": HIDDEN_SIZE,
+        "aux_layer_ids": AUX_LAYER_IDS,
+        "rope_parameters": LLAMA3,
+        "max_position_embeddings": 512,
+    }
+    return tiny_config(**own | changes)
+
+
+def write_tiny_export(
+    directory: Path,
+    spec: TargetSpec,
+    *,
+    layout: Layout = Layout.vllm,
+    dtype: str = "float32",
+    verified: bool = True,
+    **changes: Any,
+) -> Drafter:
+    """Returns the drafter whose weights it holds."""
+    parts, config = load_target_parts(spec), export_config(**changes)
+    drafter, _ = tiny_drafter(config, torch.float32)
+    rounded = {n: p.detach().to(getattr(torch, dtype)).float() for n, p in drafter.named_parameters()}
+    drafter.load_state_dict(rounded)
+    drafter.requires_grad_(False)
+    counts = torch.randint(0, 50, (config.vocab_size,), generator=torch.Generator().manual_seed(0))
+    vocab = build_draft_vocab(counts, config.draft_vocab_size, [0])
+    embed_tokens = project_width(parts.embed_tokens, config.hidden_size)
+    written: dict[str, Any] = {"dtype": dtype, "layout": layout}
+    target = {
+        "model": spec.model,
+        "revision": None,
+        "fingerprint": parts.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(load_tokenizer(spec)),
+        "template_fingerprint": "0",
+    }
+    served = served_tensors(config, rounded, vocab, embed_tokens, **written)
+    record = TrainingRecord(config, dtype, layout.value, 1, target, tensor_hashes(served))
+    piece = probe_piece(random_batch((40,), config, dtype=torch.float32), STEPS)
+    assert piece is not None
+    probe = make_probe(drafter, embed_tokens.float(), piece, STEPS)
+    write_export(
+        directory,
+        config,
+        rounded,
+        vocab,
+        embed_tokens,
+        provenance={} if not verified else {"target_fingerprint": parts.fingerprint},
+        verifier=Verifier(spec.model, ("LlamaForCausalLM",), 4),
+        complete=(lambda beside: write_verification(beside, record, probe)) if verified else None,
+        **written,
+    )
+    return drafter
