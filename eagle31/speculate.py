@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -36,12 +36,32 @@ class Decoded:
     accepted: list[int]  # tokens accepted of each draft; empty for plain decoding
     num_target_forwards: int
     seconds: float
-    margins: list[float]  # plain decoding only: top logit minus the second, for each token
+    margins: list[float]  # the target's top logit minus its second, for each token
+    drafts: list[list[int]] = field(default_factory=list)  # target ids; empty for plain decoding
+    # Of each drafted token, the drafter's top logit minus its second; greedy decoding only.
+    draft_margins: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """k drafted tokens."""
+
+    token_ids: list[int]
+    margins: list[float]  # top logit minus the second; empty when sampling
+    probs: Tensor | None  # [k, V], what the tokens were drawn from; None for greedy drafts
 
 
 def sampling_probs(logits: Tensor, temperature: float) -> Tensor:
     """float32 softmax(logits / temperature) over the last dimension."""
     return (logits.float() / temperature).softmax(dim=-1)
+
+
+def top_margin(logits: Tensor) -> Tensor:
+    """The largest logit minus the second: [..., V] -> float32 [...]."""
+    if logits.shape[-1] == 1:
+        return torch.full(logits.shape[:-1], torch.inf, device=logits.device)
+    best, second = logits.float().topk(2).values.unbind(-1)
+    return best - second
 
 
 def draw(probs: Tensor, generator: torch.Generator) -> int:
@@ -97,15 +117,12 @@ class ChainDrafter:
         num_tokens: int,
         temperature: float,
         generator: torch.Generator | None,
-    ) -> tuple[list[int], Tensor | None]:
+    ) -> Draft:
         """Takes the newly confirmed positions in and drafts behind the last of them.
 
         Args:
             aux_hidden_states: [n, A, Ht] of the new positions.
             next_token_ids: int64 [n], the token that follows each.
-
-        Returns:
-            The drafted target ids, and for sampling their distributions [k, V].
         """
         device = next_token_ids.device
         num_new = next_token_ids.shape[0]
@@ -125,6 +142,7 @@ class ChainDrafter:
         self.past = [LayerKeys(context.keys, context.values) for context in contexts]
         spans, state = self._spans(), output
         tokens: list[int] = []
+        margins: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(num_tokens):
             if step:
@@ -133,11 +151,18 @@ class ChainDrafter:
                 output = self.drafter.next_step(state, embeds, positions[-1:] + step, spans, contexts)
             normed = self.drafter.norm(output)
             state = self.drafter.feed_back(output, normed)
-            token_id, distribution = self._pick(self.lm_head(normed)[0], temperature, generator)
+            logits = self.lm_head(normed)[0]
+            token_id, distribution = self._pick(logits, temperature, generator)
             tokens.append(token_id)
-            if distribution is not None:
+            if distribution is None:
+                margins.append(top_margin(logits))
+            else:
                 probs.append(distribution)
-        return tokens, torch.stack(probs) if probs else None
+        return Draft(
+            tokens,
+            torch.stack(margins).tolist() if margins else [],
+            torch.stack(probs) if probs else None,
+        )
 
     def _spans(self) -> list[DocumentSpan]:
         visible = torch.ones(1, self.num_rows, dtype=torch.bool, device=self.frozen.embed_tokens.device)
@@ -182,26 +207,34 @@ def decode_speculatively(
     logits, aux = target.forward(torch.tensor(prompt, device=device))
     first = _choose(logits[-1], temperature, generator)
     text, accepted, num_forwards = [first], [], 1
+    margins = [float(top_margin(logits[-1]))]
+    drafts: list[list[int]] = []
+    draft_margins: list[list[float]] = []
     following = torch.tensor([*prompt[1:], first], device=device)
     while len(text) < max_new_tokens and text[-1] not in eos_token_ids:
-        drafts, draft_probs = chain.draft(aux, following, draft_tokens, temperature, generator)
-        logits, aux = target.forward(torch.tensor([text[-1], *drafts], device=device))
+        draft = chain.draft(aux, following, draft_tokens, temperature, generator)
+        logits, aux = target.forward(torch.tensor([text[-1], *draft.token_ids], device=device))
         num_forwards += 1
         if temperature == 0.0:
-            num_accepted, own = verify_greedy(drafts, logits)
+            num_accepted, own = verify_greedy(draft.token_ids, logits)
         else:
-            assert draft_probs is not None
+            assert draft.probs is not None
             assert generator is not None
             probs = sampling_probs(logits, temperature)
-            num_accepted, own = verify_sampled(drafts, draft_probs, probs, generator)
-        kept = _cut([*drafts[:num_accepted], own], max_new_tokens - len(text), eos_token_ids)
+            num_accepted, own = verify_sampled(draft.token_ids, draft.probs, probs, generator)
+        emitted = [*draft.token_ids[:num_accepted], own]
+        kept = _cut(emitted, max_new_tokens - len(text), eos_token_ids)
         accepted.append(min(num_accepted, len(kept)))
+        drafts.append(draft.token_ids)
+        draft_margins.append(draft.margins)
+        margins += top_margin(logits[: len(kept)]).tolist()
         text += kept
         # The target keeps the token before the drafts and the accepted ones.
         target.rollback(len(prompt) + len(text) - 1)
         aux = aux[: num_accepted + 1]
-        following = torch.tensor([*drafts[:num_accepted], own], device=device)
-    return Decoded(text, accepted, num_forwards, time.perf_counter() - started, [])
+        following = torch.tensor(emitted, device=device)
+    seconds = time.perf_counter() - started
+    return Decoded(text, accepted, num_forwards, seconds, margins, drafts, draft_margins)
 
 
 @torch.inference_mode()
@@ -223,8 +256,7 @@ def decode_plainly(
     inputs = torch.tensor(prompt, device=device)
     while len(text) < max_new_tokens and (not text or text[-1] not in eos_token_ids):
         logits, _ = target.forward(inputs)
-        best, second = logits[-1].float().topk(2).values.tolist()
-        margins.append(best - second)
+        margins.append(float(top_margin(logits[-1])))
         text.append(_choose(logits[-1], temperature, generator))
         inputs = torch.tensor(text[-1:], device=device)
     return Decoded(text, [], len(text), time.perf_counter() - started, margins)

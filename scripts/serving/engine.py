@@ -1,0 +1,257 @@
+"""vLLM from outside: writes jobs, runs `worker.py` with vLLM's own Python, reads the results."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle31.errors import UserError
+from eagle31.json_files import read_json, write_json
+from scripts.serving.compare import PlacedDraft, Served
+
+WORKER = Path(__file__).with_name("worker.py")
+SETUP = Path(__file__).parents[1] / "setup_vllm"
+_TAIL_LINES = 20
+# Python's own settings belong to our environment, not to vLLM's.
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
+
+
+class EngineFailure(RuntimeError):
+    """vLLM failed; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine: the target, alone or with a drafter."""
+
+    target: str
+    export: Path | None = None
+    k: int = 0  # tokens a draft
+    bare: bool = False  # `vllm serve EXPORT`: a speculators export names its target itself
+    dtype: str = "float32"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    max_model_len: int = 1024
+    max_num_seqs: int = 1
+    enforce_eager: bool = True
+    seed: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)  # further arguments of `vllm.LLM`
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `vllm.LLM`."""
+        arguments: dict[str, Any] = {
+            "model": str(self.export) if self.bare else self.target,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "enforce_eager": self.enforce_eager,
+            "seed": self.seed,
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "enable_prefix_caching": False,  # prompts come again, and each has to be computed
+            "disable_log_stats": False,
+        }
+        if self.revision is not None and not self.bare:
+            arguments["revision"] = self.revision
+        if self.export is not None and not self.bare:
+            arguments["speculative_config"] = {
+                "model": str(self.export),
+                "method": "eagle3",
+                "num_speculative_tokens": self.k,
+            }
+        return arguments | self.extra
+
+
+@dataclass(frozen=True)
+class DecodeJob:
+    """Greedy continuations of prompts by one engine."""
+
+    name: str
+    engine: EngineSpec
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    stop_token_ids: Sequence[int] = ()
+    record_drafts: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        # Without async scheduling the scheduler sees the drafted tokens and not their placeholders.
+        synchronous = {"async_scheduling": False} if self.record_drafts else {}
+        return {
+            "kind": "decode",
+            "name": self.name,
+            "engine": self.engine.arguments() | synchronous,
+            "prompts": [list(prompt) for prompt in self.prompts],
+            "max_tokens": self.max_new_tokens,
+            "stop_token_ids": list(self.stop_token_ids),
+            "record_drafts": self.record_drafts,
+        }
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's own, accepted tokens behind the end of a text included."""
+
+    num_drafts: int
+    num_accepted: int
+    accepted_per_position: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a `DecodeJob` gave; with an `error`, nothing else."""
+
+    name: str
+    served: Served
+    counters: Counters
+    seconds: float  # of decoding, without the engine's start
+    start_seconds: float
+    vllm_version: str
+    error: str | None = None
+    traceback: str = ""
+
+    @staticmethod
+    def from_json(name: str, raw: dict[str, Any]) -> "JobResult":
+        if "error" in raw:
+            nothing = Served([]), Counters(0, 0, ()), 0.0, 0.0, ""
+            return JobResult(name, *nothing, error=raw["error"], traceback=raw["traceback"])
+        drafts = [[PlacedDraft(**draft) for draft in drafts] for drafts in raw["drafts"]]
+        counts = raw["counters"]
+        per_position = tuple(counts["accepted_per_position"])
+        return JobResult(
+            name=name,
+            served=Served(raw["texts"], drafts),
+            counters=Counters(counts["num_drafts"], counts["num_accepted"], per_position),
+            seconds=raw["seconds"],
+            start_seconds=raw["start_seconds"],
+            vllm_version=raw["vllm_version"],
+        )
+
+
+def run_jobs(jobs: Sequence[DecodeJob], python: Path, log_path: Path) -> list[JobResult]:
+    """Runs all jobs in one process, one engine after the other.
+
+    A job whose engine fails has its `error` set, and the next ones run all the same.
+
+    Args:
+        python: of vLLM's environment, as `find_python` gives it.
+        log_path: takes all that vLLM prints.
+
+    Raises:
+        EngineFailure: the process died.
+    """
+    raw = run_worker([job.to_json() for job in jobs], python, log_path)
+    return [JobResult.from_json(job.name, one) for job, one in zip(jobs, raw, strict=True)]
+
+
+def require(result: JobResult, log_path: Path) -> JobResult:
+    """Raises EngineFailure for a failed job, with where in vLLM it failed."""
+    if result.error is not None:
+        raise failure(result.name, result.error, result.traceback, log_path)
+    return result
+
+
+def failure(name: str, error: str, traceback: str, log_path: Path) -> EngineFailure:
+    """Of one job; the log goes on with the jobs behind it."""
+    return EngineFailure(f"vLLM failed ({name}): {error}\n{_tail(traceback, log_path)}")
+
+
+def run_worker(jobs: Sequence[dict[str, Any]], python: Path, log_path: Path) -> list[dict[str, Any]]:
+    """Runs raw jobs; `run_jobs` and the benchmark build them.
+
+    Raises:
+        EngineFailure: the process died before it had finished all of them.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="eagle31-vllm-") as scratch, log_path.open("wb") as log:
+        directory = Path(scratch)
+        write_json(directory / "jobs.json", list(jobs))
+        # Isolated: neither our packages nor the files beside the worker are importable there.
+        command = [str(python), "-I", str(WORKER), str(directory / "jobs.json"), scratch]
+        done = subprocess.run(
+            command, cwd=scratch, env=_environment(python), stdout=log, stderr=subprocess.STDOUT
+        )
+        paths = [directory / f"{index}.json" for index in range(len(jobs))]
+        if done.returncode or not all(path.exists() for path in paths):
+            how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+            raise EngineFailure(f"vLLM ended with {how}.\n{log_tail(log_path)}")
+        return [read_json(path) for path in paths]
+
+
+def find_python() -> Path:
+    """Python of vLLM's environment: EAGLE31_VLLM_PYTHON, else what `scripts/setup_vllm` made.
+
+    Raises:
+        UserError: there is none.
+    """
+    remedy = (
+        "vLLM's environment is not there; run scripts/setup_vllm, or name the Python of your own with "
+        "EAGLE31_VLLM_PYTHON."
+    )
+    own = os.environ.get("EAGLE31_VLLM_PYTHON")
+    if own:
+        if not os.access(own, os.X_OK):
+            raise UserError("EAGLE31_VLLM_PYTHON", own, remedy)
+        return Path(own)
+    printed = subprocess.run([str(SETUP), "--print"], capture_output=True, text=True, check=True)
+    path = Path(printed.stdout.strip())
+    if not (path.parent.parent / ".eagle31-stamp").exists():
+        raise UserError("EAGLE31_VLLM_ENV", path.parent.parent, remedy)
+    return path
+
+
+def draft_room(k: int) -> int:
+    """Positions behind the end of a text that vLLM needs: for the draft that runs past it, and the next.
+
+    Where the longest sequence of a batch has less, vLLM drafts for none of them, and their next drafts miss
+    those positions (vllm/v1/worker/gpu_model_runner.py, `input_fits_in_drafter`).
+    """
+    return 2 * k + 2
+
+
+def log_tail(log_path: Path) -> str:
+    """The end of vLLM's log and where the rest is."""
+    return _tail(log_path.read_text(encoding="utf-8", errors="replace"), log_path)
+
+
+def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """`tensor_parallel_size=2 quantization=fp8`: JSON where it can be, else text.
+
+    Raises:
+        UserError: one has no `=`.
+    """
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UserError("--engine-args", pair, "Give arguments of vllm.LLM as name=value.")
+        try:
+            parsed[name] = json.loads(value)
+        except json.JSONDecodeError:
+            parsed[name] = value
+    return parsed
+
+
+def announce(message: str) -> None:
+    """Progress, apart from the results on stdout."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _tail(text: str, log_path: Path) -> str:
+    lines = text.splitlines()[-_TAIL_LINES:]
+    return "\n".join([*(f"  | {line}" for line in lines), f"The whole log: {log_path}"])
+
+
+def _environment(python: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _OURS}
+    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read on the CPU only
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM on the CPU asks for Intel's OpenMP, which lies in its environment; drafting is slow without.
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    if openmp.exists():
+        environment.setdefault("LD_PRELOAD", str(openmp))
+    return environment

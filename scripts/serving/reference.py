@@ -1,0 +1,117 @@
+"""The evaluator's side: what the drafter as it was trained does, through transformers."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from data.decode import TargetDecoder
+from data.target import TargetParts, TargetSpec, load_target, locate
+from eagle31.config import DrafterConfig
+from eagle31.drafter import Drafter
+from eagle31.errors import UserError
+from eagle31.export import TargetDefaults, draft_target_ids, load_export
+from eagle31.frozen import FrozenParts, project_width
+from eagle31.layouts import own_name, read_config, read_raw_config, read_tensors
+from eagle31.record import read_record, tensor_hash
+from eagle31.speculate import Decoded, decode_speculatively
+
+
+@dataclass(frozen=True)
+class ReferenceDrafter:
+    """A drafter for the evaluator."""
+
+    drafter: Drafter
+    frozen: FrozenParts
+    config: DrafterConfig
+    source: str  # what it was built from
+    notes: tuple[str, ...] = ()
+
+
+def drafter_config(export: Path, parts: TargetParts) -> DrafterConfig:
+    """As trained where the export has a record, else as its config.json says."""
+    record = read_record(export)
+    if record is not None:
+        return record.config
+    return read_config(read_raw_config(export), num_target_layers=parts.num_layers).config
+
+
+def reference_drafter(
+    export: Path, parts: TargetParts, device: torch.device, dtype: torch.dtype
+) -> ReferenceDrafter:
+    """The drafter that serving is held against.
+
+    Where the export has a record of its training, shape and flags are the record's, the draft vocabulary is
+    t2d's, and an embedding that was changed is made again from the target's: a mistake in config.json, d2t or
+    embed_tokens then shows as a difference, and does not repeat itself on both sides. A published checkpoint
+    is taken as it is.
+
+    Raises:
+        UserError: a file or a tensor is missing or damaged.
+    """
+    record = read_record(export)
+    if record is None:
+        defaults = TargetDefaults(parts.num_layers, parts.embed_tokens, parts.head.weight)
+        loaded = load_export(export, device, dtype, target=defaults)
+        frozen = FrozenParts(loaded.embed_tokens, parts.head, loaded.draft_target_ids, lm_head=None)
+        source = "the checkpoint's config.json (it has no record of its training)"
+        return ReferenceDrafter(loaded.drafter, frozen, loaded.drafter.config, source, loaded.notes)
+    config = record.config
+    tensors = {own_name(name): tensor for name, tensor in read_tensors(export).items()}
+    embed_tokens = tensors.pop("embed_tokens.weight", None)
+    if embed_tokens is None or tensor_hash(embed_tokens) != record.tensors["embed_tokens.weight"]:
+        embed_tokens = project_width(parts.embed_tokens, config.hidden_size)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    drafter = Drafter(config)
+    missing, unexpected = drafter.load_state_dict(tensors, strict=False)
+    if missing or unexpected:
+        remedy = "The drafter that was trained can not be rebuilt without or with them; export again."
+        raise UserError("export", ", ".join([*missing, *unexpected]), remedy)
+    drafter.to(device=device, dtype=dtype).requires_grad_(False)
+    ids = _trained_ids(config, d2t, t2d)
+    frozen = FrozenParts(
+        embed_tokens.to(device=device, dtype=dtype),
+        parts.head,
+        None if ids is None else ids.to(device),
+        lm_head=None,
+    )
+    return ReferenceDrafter(drafter, frozen, config, "the record of its training")
+
+
+def decode_reference(
+    reference: ReferenceDrafter,
+    spec: TargetSpec,
+    prompts: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    k: int,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+) -> list[Decoded]:
+    """Greedy speculative decoding of each prompt, its drafts and margins kept."""
+    model = load_target(spec, device)
+    target = TargetDecoder(model, locate(model, spec), reference.config.aux_layer_ids)
+    return [
+        decode_speculatively(
+            target,
+            reference.drafter,
+            reference.frozen,
+            prompt,
+            draft_tokens=k,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=stop_token_ids,
+        )
+        for prompt in tqdm(prompts, desc="evaluator", disable=not sys.stderr.isatty())
+    ]
+
+
+def _trained_ids(
+    config: DrafterConfig, d2t: torch.Tensor | None, t2d: torch.Tensor | None
+) -> torch.Tensor | None:
+    """int64 [Vd]; a mask can not be mistaken for something else, as offsets can."""
+    if config.pruned and t2d is not None and int(t2d.sum()) == config.draft_vocab_size:
+        return t2d.nonzero().squeeze(1)
+    return draft_target_ids(d2t, config)

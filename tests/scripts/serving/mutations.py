@@ -1,0 +1,77 @@
+"""The field's classic mistakes, applied to a good export."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def shift_layer_ids(config: Config, tensors: Tensors) -> None:
+    """Counted as 'output of layer i'."""
+    shifted = [layer_id + 1 for layer_id in config["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_aux_hidden_state_layer_ids"] = shifted
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = shifted
+
+
+def drop_layer_ids(config: Config, tensors: Tensors) -> None:
+    """vLLM then guesses."""
+    del config["eagle_aux_hidden_state_layer_ids"]
+    del config["eagle_config"]
+
+
+def feed_back_pre_norm(config: Config, tensors: Tensors) -> None:
+    config["norm_output"] = False
+
+
+def absolute_d2t(config: Config, tensors: Tensors) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def drop_fc_norm(config: Config, tensors: Tensors) -> None:
+    """The flag alone: vLLM refuses tensors it has no module for, so they go with it."""
+    del config["fc_norm"]
+    for name in [name for name in tensors if name.startswith("fc_norm.")]:
+        del tensors[name]
+
+
+def random_embedding(config: Config, tensors: Tensors) -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding = tensors["embed_tokens.weight"]
+    random = torch.randn(embedding.shape, generator=generator) * embedding.float().std()
+    tensors["embed_tokens.weight"] = random.to(embedding.dtype)
+
+
+def drop_rope_scaling(config: Config, tensors: Tensors) -> None:
+    config["rope_scaling"] = None
+    config.pop("rope_parameters", None)
+
+
+# Each with the word that a finding must contain.
+MUTATIONS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
+    "layer ids off by one": (shift_layer_ids, "eagle_aux_hidden_state_layer_ids"),
+    "layer ids left out": (drop_layer_ids, "eagle_aux_hidden_state_layer_ids"),
+    "pre-norm state fed back": (feed_back_pre_norm, "norm_output"),
+    "d2t as absolute ids": (absolute_d2t, "d2t"),
+    "fc_norm dropped": (drop_fc_norm, "fc_norm"),
+    "embedding random": (random_embedding, "embed_tokens"),
+    "RoPE scaling dropped": (drop_rope_scaling, "rope"),
+}
+
+
+def mutate(export: Path, directory: Path, mutation: Callable[[Config, Tensors], None]) -> Path:
+    """A copy of `export` in `directory` with one mistake."""
+    shutil.copytree(export, directory)
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    mutation(config, tensors)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

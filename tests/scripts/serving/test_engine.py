@@ -1,0 +1,138 @@
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle31.errors import UserError
+from scripts.serving.engine import (
+    SETUP,
+    WORKER,
+    DecodeJob,
+    EngineFailure,
+    EngineSpec,
+    JobResult,
+    find_python,
+    parse_engine_arguments,
+    require,
+    run_jobs,
+)
+
+FAKE = """#!{python}
+import json, os, sys
+from pathlib import Path
+isolated, worker, jobs, results = sys.argv[1:]
+print("engine says hello", os.environ.get("PYTHONPATH"))
+for index, job in enumerate(json.loads(Path(jobs).read_text())):
+    if job["name"] == "dies":
+        os._exit(3)
+    drafts = [[{{"position": 1, "token_ids": [4, 5], "num_accepted": 1}}] for _ in job["prompts"]]
+    counters = {{"num_drafts": 1, "num_accepted": 1, "accepted_per_position": [1, 0]}}
+    result = {{"texts": job["prompts"], "drafts": drafts, "counters": counters, "seconds": 2.0,
+              "start_seconds": 1.0, "vllm_version": "0"}}
+    if job["name"] == "fails":
+        result = {{"error": "ValueError: no such tensor", "traceback": "  File loader.py"}}
+    (Path(results) / f"{{index}}.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Takes the worker's arguments and answers as it does."""
+    path = tmp_path / "bin" / "python"
+    path.parent.mkdir()
+    path.write_text(FAKE.format(python=sys.executable))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def job(name: str, **options: object) -> DecodeJob:
+    return DecodeJob(name, EngineSpec("target"), [[1, 2]], 8, **options)  # type: ignore[arg-type]
+
+
+def test_results_come_back_typed_and_a_failed_engine_does_not_end_the_rest(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    log = tmp_path / "logs" / "vllm.log"
+    first, failed, last = run_jobs([job("a"), job("fails"), job("b")], python, log)
+    assert first.served.texts == [[1, 2]]
+    assert first.served.drafts[0][0].token_ids == [4, 5]
+    assert first.counters.accepted_per_position == (1, 0)
+    assert (last.name, last.error) == ("b", None)
+    assert require(first, log) is first
+    with pytest.raises(EngineFailure, match=r"fails.*no such tensor\n *\|   File loader.py") as raised:
+        require(failed, log)
+    assert str(log) in str(raised.value)
+    assert log.read_text() == "engine says hello None\n"
+
+
+def test_a_process_that_dies_is_an_error_with_the_end_of_its_log(tmp_path: Path, python: Path) -> None:
+    with pytest.raises(EngineFailure, match=r"status 3[^$]*\| engine says hello"):
+        run_jobs([job("a"), job("dies")], python, tmp_path / "log")
+
+
+def test_the_worker_needs_nothing_of_ours(tmp_path: Path) -> None:
+    """Run by a Python without vLLM it gets as far as importing it."""
+    with pytest.raises(EngineFailure, match="No module named 'vllm'"):
+        run_jobs([job("a")], Path(sys.executable), tmp_path / "log")
+    imported = [line.split()[1] for line in WORKER.read_text().splitlines() if line.startswith("from ")]
+    assert not {name.split(".")[0] for name in imported} & {"eagle31", "data", "train", "scripts"}
+
+
+def test_engines_are_described_as_a_user_would() -> None:
+    plain = EngineSpec("target").arguments()
+    assert plain["model"] == "target"
+    assert "speculative_config" not in plain
+    drafting = EngineSpec("target", Path("/e"), k=3, extra={"enforce_eager": False}).arguments()
+    assert drafting["speculative_config"] == {
+        "model": "/e",
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+    }
+    assert drafting["enforce_eager"] is False
+    bare = EngineSpec("target", Path("/e"), k=3, bare=True).arguments()
+    assert bare["model"] == "/e"
+    assert "speculative_config" not in bare
+    recorded = job("a", record_drafts=True).to_json()
+    assert recorded["engine"]["async_scheduling"] is False
+    json.dumps(recorded)
+
+
+def test_a_result_with_an_error_has_nothing_else() -> None:
+    result = JobResult.from_json("a", {"error": "ValueError: x", "traceback": ""})
+    assert (result.error, result.served.texts) == ("ValueError: x", [])
+
+
+def test_a_missing_environment_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EAGLE31_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("EAGLE31_VLLM_ENV", str(tmp_path / "vllm"))
+    with pytest.raises(UserError, match=r"EAGLE31_VLLM_ENV=.*run scripts/setup_vllm"):
+        find_python()
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / ".eagle31-stamp").touch()
+    assert find_python() == tmp_path / "vllm" / "bin" / "python"
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"EAGLE31_VLLM_PYTHON=.*not there"):
+        find_python()
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", sys.executable)
+    assert find_python() == Path(sys.executable)
+
+
+def test_setup_leaves_a_directory_of_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EAGLE31_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("EAGLE31_VLLM_ENV", str(tmp_path))
+    (tmp_path / "thesis.tex").touch()
+    done = subprocess.run([str(SETUP)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "holds something else" in done.stderr
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_engine_arguments_are_json_where_they_can_be() -> None:
+    parsed = parse_engine_arguments(["tensor_parallel_size=2", "quantization=fp8", "enforce_eager=false"])
+    assert parsed == {"tensor_parallel_size": 2, "quantization": "fp8", "enforce_eager": False}
+    with pytest.raises(UserError, match="--engine-args=fp8"):
+        parse_engine_arguments(["fp8"])
