@@ -197,7 +197,9 @@ def _draw_draft_length(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         labels.append(("untrained", k[-1], untrained[-1][1], MUTED))
     axes.plot(k, trained, color=ACCENT, marker="o", markersize=5.5, linewidth=2.2)
     for n, value in zip(k, trained, strict=True):
-        _label(axes, f"{value:.2f}", (n, value), (0, 7), ACCENT, ha="center", fontweight="bold")
+        # Near the perfect line there is room below only.
+        offset = (0, -17) if n + 1 - value < 0.45 else (0, 7)
+        _label(axes, f"{value:.2f}", (n, value), offset, ACCENT, ha="center", fontweight="bold")
     _label_ends(axes, labels)
 
 

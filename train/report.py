@@ -55,7 +55,7 @@ def write_report(
     _save(directory / "summary.png", summary, _headline(evaluation), panel_inches=3.5)
 
     path = directory / "index.html"
-    write_text(path, _page(panels, evaluation, facts, read_serving(directory, facts["export"])))
+    write_text(path, _page(panels, evaluation, facts, read_serving(Path(output_dir))))
     return path
 
 
@@ -72,17 +72,17 @@ def refresh_page(output_dir: Path) -> Path:
     evaluation, facts = known["evaluation"], known["facts"]
     panels = build_panels(known["metrics"], evaluation, facts["best_step"])
     path = directory / "index.html"
-    write_text(path, _page(panels, evaluation, facts, read_serving(directory, facts["export"])))
+    write_text(path, _page(panels, evaluation, facts, read_serving(Path(output_dir))))
     return path
 
 
-def read_serving(directory: Path, export: Path | str) -> dict[str, Any] | None:
-    """What was measured in vLLM, unless it was another export."""
-    path = directory / "serving.json"
+def read_serving(output_dir: Path) -> dict[str, Any] | None:
+    """What was measured in vLLM, unless it was another export than the run's present one."""
+    path = output_dir / "report" / "serving.json"
     if not path.exists():
         return None
     numbers = read_json(path)
-    return numbers if Path(numbers["export"]) == Path(export).resolve() else None
+    return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
 
 def format_table(evaluation: dict[str, Any], facts: dict[str, Any]) -> str:

@@ -56,6 +56,7 @@ def measure(
     rounds: int,
     num_requests: int,
     one_at_a_time: bool,
+    ignore_eos: bool,
 ) -> dict[str, Any]:
     """Runs both engines in one process and returns what the worker measured.
 
@@ -78,6 +79,7 @@ def measure(
         "rounds": rounds,
         "num_requests": num_requests,
         "max_tokens": inputs.max_new_tokens,
+        "stop_token_ids": [] if ignore_eos else inputs.stop_token_ids,
         "prompts": inputs.prompts,
     }
     (result,) = run_worker([job], python, log)
@@ -112,7 +114,7 @@ def summarize(measurements: Sequence[dict[str, Any]]) -> list[SpeedRow]:
     return rows
 
 
-def report(inputs: Inputs, result: dict[str, Any], rounds: int) -> dict[str, Any]:
+def report(inputs: Inputs, result: dict[str, Any], rounds: int, ignore_eos: bool) -> dict[str, Any]:
     """What goes into serving.json: the rows and under which conditions they were measured."""
     counts = result["acceptance"]
     return {
@@ -123,7 +125,7 @@ def report(inputs: Inputs, result: dict[str, Any], rounds: int) -> dict[str, Any
         "export": str(inputs.export.resolve()),
         "k": inputs.k,
         "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": ignore_eos,
         "max_new_tokens": inputs.max_new_tokens,
         "num_prompts": len(inputs.prompts),
         "prompts": inputs.prompts_source,
@@ -150,9 +152,11 @@ def speed_lines(numbers: dict[str, Any]) -> list[str]:
                 f"{spreads['drafter_total'].median:.1f}",
             ]
         )
+    length = f"{numbers['max_new_tokens']} tokens an answer"
     conditions = (
         f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; k = {numbers['k']}, temperature 0, "
-        f"{numbers['max_new_tokens']} tokens an answer, acceptance length {numbers['acceptance_length']:.2f}"
+        f"{'' if numbers['ignore_eos'] else 'at most '}{length}, "
+        f"acceptance length {numbers['acceptance_length']:.2f}"
     )
     return [
         f"Output tokens per second per user, median of {numbers['rounds']} rounds (lowest-highest)",

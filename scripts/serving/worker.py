@@ -135,7 +135,11 @@ def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Jso
     import vllm
 
     sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False
+        temperature=0.0,
+        max_tokens=job["max_tokens"],
+        ignore_eos=True,  # the stop tokens are given
+        stop_token_ids=job["stop_token_ids"],
+        detokenize=False,
     )
     engine, prompts = llm.llm_engine, job["prompts"]
     waiting = [prompts[index % len(prompts)] for index in reversed(range(num_requests))]

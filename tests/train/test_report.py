@@ -207,7 +207,7 @@ def test_table_columns_are_aligned() -> None:
 
 def test_speed_in_vllm_is_shown_for_the_export_it_was_measured_with(tmp_path: Path) -> None:
     export = tmp_path / "export"
-    report(tmp_path, run_records(), evaluation(), export=export)
+    report(tmp_path, run_records(), evaluation())
     spread = {"median": 41.5, "lowest": 40.0, "highest": 43.0}
     numbers = {
         "engine": "vLLM 0.32.0",
@@ -216,6 +216,7 @@ def test_speed_in_vllm_is_shown_for_the_export_it_was_measured_with(tmp_path: Pa
         "k": 4,
         "temperature": 0,
         "max_new_tokens": 64,
+        "ignore_eos": False,
         "acceptance_length": 2.5,
         "rounds": 3,
         "rows": [{"concurrency": 16, "plain": spread, "drafter": spread, "speedup": spread}],

@@ -45,6 +45,7 @@ def test_the_table_states_its_conditions() -> None:
         "dtype": "float32",
         "device": "x86_64 CPU, 2 cores",
         "k": 4,
+        "ignore_eos": False,
         "max_new_tokens": 64,
         "acceptance_length": 1.887,
         "rounds": 3,

@@ -13,14 +13,15 @@ from datasets import load_from_disk
 
 from data.target import TargetSpec, load_target_parts
 from eagle31.json_files import write_text
-from eagle31.record import read_record
+from eagle31.layouts import Layout, layout_of, read_raw_config
 from eagle31.speculate import Decoded
 from scripts.serving.compare import Comparison, check_case
 from scripts.serving.engine import DecodeJob, EngineSpec, JobResult, find_python, run_jobs
 from scripts.serving.inputs import draft_room
 from scripts.serving.reference import decode_reference, reference_drafter
 from tests.scripts.serving.mutations import MUTATIONS, mutate
-from tests.scripts.serving.parity_cases import CASES, CORE, export_path, target_path
+from tests.scripts.serving.parity_cases import CASES, CORE, PUBLISHED, export_path, target_path
+from tests.scripts.serving.published import as_published
 from train.export_checks import validate_export
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,6 +47,7 @@ class ServedCases:
 
     cases: dict[str, Held]
     mutations: dict[str, Comparison | str]  # a string is the engine's own refusal
+    published: dict[str, Comparison]
     vllm_version: str
 
 
@@ -98,9 +100,18 @@ def served(
     for name, (mutation, _) in MUTATIONS.items():
         mutated = mutate(export_path(MUTATED, trained).resolve(), scratch / name.replace(" ", "_"), mutation)
         jobs.append(decode_job(name, target_path(MUTATED, trained), mutated, prompts[MUTATED]))
+    published = {}
+    for name in PUBLISHED:
+        published[name] = as_published(export_path(name, trained).resolve(), scratch / f"published_{name}")
+        jobs.append(
+            decode_job(f"published {name}", target_path(name, trained), published[name], prompts[name])
+        )
     results = {result.name: result for result in run_jobs(jobs, vllm_python, scratch / "vllm.log")}
     cases = {}
-    references = {name: reference_of(name, trained, prompts[name]) for name in case_names}
+    references = {
+        name: reference_of(export_path(name, trained), target_path(name, trained), prompts[name])
+        for name in case_names
+    }
     for name in case_names:
         plain = succeeded(results[f"plain {CASES[name].target}"])
         comparison = check_case(references[name], succeeded(results[name]).served, plain.served, K)
@@ -108,6 +119,15 @@ def served(
     found = ServedCases(
         cases,
         {name: against(references[MUTATED], results[name]) for name in MUTATIONS},
+        {
+            name: check_case(
+                reference_of(published[name], target_path(name, trained), prompts[name]),
+                succeeded(results[f"published {name}"]).served,
+                succeeded(results[f"plain {CASES[name].target}"]).served,
+                K,
+            )
+            for name in PUBLISHED
+        },
         next(iter(results.values())).vllm_version,
     )
     if request.config.getoption("--full"):
@@ -133,22 +153,20 @@ def held_out_prompts(trained: Path, target: str) -> list[list[int]]:
 
 def decode_job(name: str, target: Path, export: Path | None, prompts: list[list[int]]) -> DecodeJob:
     """Without stop tokens: every prompt gives as many drafts as it can."""
-    record = read_record(export) if export else None
     engine = EngineSpec(
         target=str(target),
         export=export,
         k=K,
-        bare=record is not None and record.layout == "speculators",
+        bare=export is not None and layout_of(read_raw_config(export)) is Layout.speculators,
         max_model_len=max(map(len, prompts)) + MAX_NEW_TOKENS + draft_room(K),
         max_num_seqs=NUM_PROMPTS,
     )
     return DecodeJob(name, engine, prompts, MAX_NEW_TOKENS, record_drafts=export is not None)
 
 
-def reference_of(name: str, trained: Path, prompts: list[list[int]]) -> list[Decoded]:
-    spec = TargetSpec(str(target_path(name, trained)), dtype="float32")
-    parts = load_target_parts(spec)
-    reference = reference_drafter(export_path(name, trained), parts, CPU, torch.float32)
+def reference_of(export: Path, target: Path, prompts: list[list[int]]) -> list[Decoded]:
+    spec = TargetSpec(str(target), dtype="float32")
+    reference = reference_drafter(export, load_target_parts(spec), CPU, torch.float32)
     return decode_reference(
         reference, spec, prompts, CPU, k=K, max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=()
     )
@@ -211,6 +229,15 @@ def test_vllm_drafts_what_the_evaluator_drafts(
     assert comparison.num_compared >= MIN_DRAFTS
     # An untrained drafter is right by accident only, and agreeing on nothing shows nothing.
     assert comparison.vllm.acceptance_length > 1.1, "not trained"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_others_publish_is_read_as_vllm_reads_it(name: str, served: ServedCases) -> None:
+    comparison = served.published[name]
+    assert comparison.passed, comparison.failures
+    assert comparison.num_compared >= MIN_DRAFTS
+    # The same weights: whoever reads them, they draft as they were trained.
+    assert comparison.vllm == served.cases[name].comparison.vllm
 
 
 @pytest.mark.usefixtures("reload_here")
