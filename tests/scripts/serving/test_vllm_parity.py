@@ -263,8 +263,13 @@ def test_check_serving_passes_a_good_export(trained: Path, vllm_python: Path, tm
     assert "verdict: vLLM serves what was trained" in done.stdout
 
 
-def test_check_serving_refuses_a_mutated_export(trained: Path, vllm_python: Path, tmp_path: Path) -> None:
-    mutation, word = MUTATIONS["pre-norm state fed back"]
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_check_serving_names_the_mistake_and_starts_nothing(
+    name: str, trained: Path, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if name != "pre-norm state fed back" and not request.config.getoption("--full"):
+        pytest.skip("part of scripts/test --full")
+    mutation, word = MUTATIONS[name]
     export = mutate(export_path(MUTATED, trained).resolve(), tmp_path / "export", mutation)
     done = check_serving(export, target_path(MUTATED, trained), vllm_python, tmp_path / "out.json")
     assert done.returncode == 1
@@ -272,10 +277,23 @@ def test_check_serving_refuses_a_mutated_export(trained: Path, vllm_python: Path
     assert "vLLM was not started" in done.stdout
 
 
-def check_serving(export: Path, target: Path, python: Path, out: Path) -> subprocess.CompletedProcess[str]:
+def test_a_bfloat16_engine_accepts_as_much(
+    trained: Path, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--full"):
+        pytest.skip("part of scripts/test --full")
+    name = "eagle3_norm_before_full_vocab_two_aux_bf16"
+    export, target = export_path(name, trained), target_path(name, trained)
+    done = check_serving(export, target, vllm_python, tmp_path / "out.json", "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_serving(
+    export: Path, target: Path, python: Path, out: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/check_serving", str(export), "--target", str(target)]
     return subprocess.run(
-        [*command, "--num-prompts", "6", "--json", str(out)],
+        [*command, "--json", str(out), *arguments],
         cwd=ROOT,
         env=os.environ | {"EAGLE31_VLLM_PYTHON": str(python)},
         capture_output=True,
