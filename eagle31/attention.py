@@ -1,7 +1,8 @@
 """Attention of a rollout step: the causal block of step-0 keys, and the row's own later keys.
 
-`rollout_attention` is the plain reference: it builds the scores as they are defined. `attend_by_document`
-calls it document by document, so that a packed row costs what its documents cost.
+`rollout_attention` builds the scores as they are defined: for decoding, whose queries are few, and for the
+tests of the training step. `attend_by_document` calls it document by document, so that a packed row costs
+what its documents cost.
 """
 
 from collections.abc import Sequence
@@ -9,18 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, halves convention (Llama, Qwen).
-
-    Args:
-        x: [N, heads, D].
-        cos, sin: float32 [N, D], with the scaling's attention factor in them.
-    """
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(x.dtype)
 
 
 def visible_keys(query_rows: Tensor, document_ids: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle31.attention import DocumentSpan, attend_by_document, document_spans, rotate
+from eagle31.attention import DocumentSpan, attend_by_document, document_spans
 from eagle31.config import DrafterConfig
+from eagle31.elementwise import GatedLinear, RMSNorm, rotate
 
 
 @dataclass
@@ -53,10 +54,10 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = GatedLinear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gate_proj(x), self.up_proj(x))
 
 
 class DrafterLayer(nn.Module):
@@ -67,11 +68,11 @@ class DrafterLayer(nn.Module):
         self.reads_embedding = layer_index == 0
         self.norm_before_residual = config.norm_before_residual
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.input_layernorm = RMSNorm(width, eps=eps)
         if self.reads_embedding:
-            self.hidden_norm = nn.RMSNorm(width, eps=eps)
+            self.hidden_norm = RMSNorm(width, eps=eps)
         self.self_attn = Attention(config, 2 * width if self.reads_embedding else width)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = MLP(config)
 
     def attention_input(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,11 +99,11 @@ class Drafter(nn.Module):
         self.config = config
         num_aux, target_width = len(config.aux_layer_ids), config.target_hidden_size
         if config.fc_norm:
-            norms = [nn.RMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(num_aux)]
+            norms = [RMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(num_aux)]
             self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(num_aux * target_width, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(DrafterLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if with_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)

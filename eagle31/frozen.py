@@ -2,9 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+
+@runtime_checkable
+class RestrictableHead(Protocol):
+    """A target head that can be had for some of its tokens only."""
+
+    def rows(self, t2d: Tensor) -> Callable[[Tensor], Tensor]:
+        """t2d: bool [V], the tokens to keep."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +25,21 @@ class FrozenParts:
     target_head: Callable[[Tensor], Tensor]  # [N, Ht] before the final norm -> logits [N, V]
     draft_target_ids: Tensor | None  # int64 [Vd]; None for the full vocabulary
     lm_head: nn.Linear | None  # the draft head when it is not trained
+
+    @cached_property
+    def draft_logits(self) -> Callable[[Tensor], Tensor]:
+        """The target's logits over the draft vocabulary alone: [N, Ht] -> [N, Vd]."""
+        ids, head = self.draft_target_ids, self.target_head
+        if ids is None:
+            return head
+        if isinstance(head, nn.Linear):
+            rows, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
+            return lambda hidden: nn.functional.linear(hidden, rows, bias)
+        if isinstance(head, RestrictableHead):
+            t2d = torch.zeros(self.embed_tokens.shape[0], dtype=torch.bool, device=ids.device)
+            t2d[ids] = True
+            return head.rows(t2d)
+        return lambda hidden: head(hidden)[:, ids]
 
 
 def project_width(rows: Tensor, width: int) -> Tensor:

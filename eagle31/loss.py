@@ -1,22 +1,23 @@
-"""The training objective: cross entropy against the target's distribution over the draft vocabulary.
-
-This is the plain reference. The teacher is computed once per position, and the draft logits of a chunk of
-rows are recomputed in the backward pass where a step has more than one chunk.
-"""
+"""The training objective: the rollout's drafts held against the target's distribution."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from eagle31.batch import PackedBatch
 from eagle31.drafter import Drafter
+from eagle31.elementwise import widened
 from eagle31.frozen import FrozenParts
-from eagle31.rollout import counted_drafts, counted_rows, rollout
+from eagle31.fused_loss import one_pass_loss
+from eagle31.losses import Objective, Teacher
+from eagle31.plan import RolloutPlan, plan_rollout
+from eagle31.rollout import counted_drafts, planned_rollout
 
-CHUNK_ROWS = 4096
+# Rows of draft logits held at once: on the CPU few enough to stay off fresh pages, on a GPU enough to fill
+# it.
+CHUNK_ROWS = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(frozen=True)
@@ -38,47 +39,11 @@ class DepthSums:
         return DepthSums(*stacked.unbind(0))
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The target's distribution at some positions."""
-
-    draft_probs: Tensor  # float32 [J, Vd], over the draft vocabulary, summing to one
-    target_probs: Tensor  # float32 [J, Vd], the same entries of the full distribution
-    argmax: Tensor  # int64 [J], the target's greedy token, a target id
-
-
-@torch.no_grad()
-def teacher_distribution(logits: Tensor, draft_target_ids: Tensor | None) -> Teacher:
-    """From the target's logits [J, V]; `draft_target_ids` int64 [Vd], None for the full vocabulary."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    argmax = wide.argmax(dim=-1)
-    if draft_target_ids is None:
-        probs = wide.softmax(dim=-1)
-        return Teacher(probs, probs, argmax)
-    kept = wide[:, draft_target_ids]
-    log_total = wide.logsumexp(dim=-1, keepdim=True)
-    return Teacher(kept.softmax(dim=-1), (kept - log_total).exp(), argmax)
-
-
-def step_sums(
-    states: Tensor,
-    lm_head: Callable[[Tensor], Tensor],
-    draft_probs: Tensor,
-    target_probs: Tensor,
-    teacher_argmax: Tensor,
-    draft_target_ids: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, greedy agreement and expected acceptance summed over rows [N, H]; each a scalar."""
-    logits = lm_head(states)
-    log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-    loss = -(draft_probs * log_q).sum()
-    with torch.no_grad():
-        greedy = log_q.argmax(dim=-1)
-        if draft_target_ids is not None:
-            greedy = draft_target_ids[greedy]
-        agreement = (greedy == teacher_argmax).sum()
-        expected = torch.minimum(log_q.exp(), target_probs).sum()
-    return loss, agreement, expected
+def plan_batch(batch: PackedBatch, num_steps: int, device: torch.device | None = None) -> RolloutPlan:
+    """What the step computes of this row. From a batch that is still on the CPU it waits for no device."""
+    device = device or batch.input_ids.device
+    loss_mask, document_ids = batch.loss_mask.cpu(), batch.document_ids.cpu()
+    return plan_rollout(counted_drafts(loss_mask, document_ids, num_steps), document_ids, device)
 
 
 def rollout_loss(
@@ -88,63 +53,81 @@ def rollout_loss(
     *,
     num_steps: int,
     step_decay: float,
-    chunk_rows: int = CHUNK_ROWS,
+    objective: Objective | None = None,
+    measure: bool = True,
+    plan: RolloutPlan | None = None,
+    activation_checkpointing: bool = False,
+    chunk_rows: int | None = None,
 ) -> tuple[Tensor, DepthSums]:
-    """Unnormalised loss of one micro-batch, sum over steps of decay^k times the sum of cross entropies.
+    """Unnormalised loss of one micro-batch, sum over steps of decay^k times the sum of the rows' losses.
 
     Row t's step-k teacher is the target's distribution at index t+1+k. Divide by the number of counted rows
     of the whole optimizer step, over all ranks and micro-batches.
 
+    Args:
+        objective: cross entropy on the draft vocabulary by default.
+        measure: also sums agreement and expected acceptance, which take the target's distribution over its
+            whole vocabulary; they are zero without.
+        plan: `plan_batch` of the same batch and steps, when it was made ahead.
+        activation_checkpointing: keep only what passes between the steps, and compute the rest again in the
+            backward pass.
+        chunk_rows: rows of draft logits held at once; `CHUNK_ROWS` by default.
+
     Returns:
         A scalar, and the sums per step.
+
+    Raises:
+        UserError: the loss does not fit the draft vocabulary.
     """
-    counted = counted_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    rows = counted_rows(counted)
+    objective = objective or Objective()
+    objective.check(pruned=frozen.draft_target_ids is not None)
+    plan = plan or plan_batch(batch, num_steps)
     lm_head = frozen.lm_head or drafter.lm_head
-    needed, teacher = _teacher(batch, counted, frozen)
-    position = torch.zeros(batch.input_ids.shape[0], dtype=torch.long, device=rows.device)
-    position[needed] = torch.arange(needed.shape[0], device=rows.device)
-
-    total = frozen.embed_tokens.new_zeros(
-        (), dtype=torch.promote_types(frozen.embed_tokens.dtype, torch.float32)
+    states, norms = [], []
+    for normed, state in planned_rollout(drafter, frozen.embed_tokens, batch, plan, activation_checkpointing):
+        states.append(normed)
+        norms.append(state.detach().norm(dim=-1, dtype=widened(state.dtype)).sum())
+    weights = [step_decay**step for step in range(num_steps)]
+    total, (num_rows, loss, agreement, expected) = one_pass_loss(
+        states,
+        lm_head.weight,
+        teacher_of(frozen, batch, whole=measure or objective.compares_whole_target),
+        plan,
+        objective,
+        weights,
+        chunk_rows or CHUNK_ROWS[batch.input_ids.device.type],
     )
-    sums: list[list[Tensor]] = []
-    for step, (normed, state) in enumerate(rollout(drafter, frozen.embed_tokens, batch, rows, num_steps)):
-        alive = torch.nonzero(counted[rows, step]).squeeze(1)
-        chunks = alive.split(chunk_rows)
-        step_total = [total.new_zeros(()) for _ in range(3)]
-        for chunk in chunks:
-            at = position[rows[chunk] + 1 + step]
-            inputs = (
-                normed[chunk],
-                lm_head,
-                teacher.draft_probs[at],
-                teacher.target_probs[at],
-                teacher.argmax[at],
-                frozen.draft_target_ids,
-            )
-            if len(chunks) > 1:
-                parts = checkpoint(step_sums, *inputs, use_reentrant=False)
-            else:
-                parts = step_sums(*inputs)
-            step_total = [a + b for a, b in zip(step_total, parts, strict=True)]
-        norm = state.detach()[alive].float().norm(dim=-1).sum()
-        total = total + step_decay**step * step_total[0]
-        sums.append([alive.new_tensor(alive.shape[0]), step_total[0].detach(), *step_total[1:], norm])
-    columns = [torch.stack([row[i].double() for row in sums]) for i in range(5)]
-    return total, DepthSums(*columns)
+    return total, DepthSums(num_rows, loss, agreement, expected, torch.stack(norms))
 
 
-def _teacher(batch: PackedBatch, counted: Tensor, frozen: FrozenParts) -> tuple[Tensor, Teacher]:
-    """The target's distribution at every index that some counted pair reads, each computed once."""
-    num_rows, num_steps = counted.shape
-    needed = torch.zeros(num_rows, dtype=torch.bool, device=counted.device)
-    for step in range(num_steps):
-        needed[1 + step :] |= counted[: num_rows - 1 - step, step]
-    index = torch.nonzero(needed).squeeze(1)
-    with torch.no_grad():
-        logits = frozen.target_head(batch.last_hidden_states[index])
-    return index, teacher_distribution(logits, frozen.draft_target_ids)
+def teacher_of(frozen: FrozenParts, batch: PackedBatch, whole: bool) -> Callable[[Tensor], Teacher]:
+    """The target's distribution by row; `whole` compares it with that over the target's vocabulary too."""
+
+    @torch.no_grad()
+    def at(rows: Tensor) -> Teacher:
+        hidden = batch.last_hidden_states[rows]
+        if not whole:
+            return Teacher(_softmax(frozen.draft_logits(hidden)), None, None)
+        return whole_teacher(frozen.target_head(hidden), frozen.draft_target_ids)
+
+    return at
+
+
+def whole_teacher(logits: Tensor, draft_target_ids: Tensor | None) -> Teacher:
+    """From the target's logits [N, V]; `draft_target_ids` int64 [Vd], None for the full vocabulary."""
+    greedy = logits.argmax(dim=-1)
+    if draft_target_ids is None:
+        return Teacher(_softmax(logits), logits.new_ones(len(logits), dtype=widened(logits.dtype)), greedy)
+    kept = logits[:, draft_target_ids]
+    wide = widened(logits.dtype)
+    share = (kept.to(wide).logsumexp(-1) - logits.to(wide).logsumexp(-1)).exp()
+    draft_ids = torch.full((logits.shape[1],), -1, device=logits.device)
+    draft_ids[draft_target_ids] = torch.arange(len(draft_target_ids), device=logits.device)
+    return Teacher(_softmax(kept), share, draft_ids[greedy])
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1, dtype=widened(logits.dtype))
 
 
 @torch.no_grad()
@@ -153,7 +136,7 @@ def greedy_hits(
     frozen: FrozenParts,
     batch: PackedBatch,
     num_steps: int,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """Teacher-forced greedy predictions against the text, for replay.
 
@@ -161,13 +144,13 @@ def greedy_hits(
         hits bool [T, K], row t's step-k prediction equals x[t+2+k]; counted bool [T, K].
     """
     counted = counted_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    rows = counted_rows(counted)
+    plan = plan_batch(batch, num_steps)
     lm_head = frozen.lm_head or drafter.lm_head
     hits = torch.zeros_like(counted)
-    last = batch.input_ids.shape[0] - 1
-    for step, (normed, _) in enumerate(rollout(drafter, frozen.embed_tokens, batch, rows, num_steps)):
+    for step, (normed, _) in enumerate(planned_rollout(drafter, frozen.embed_tokens, batch, plan)):
+        rows = plan.steps[step].rows
         greedy = torch.cat([lm_head(part).argmax(dim=-1) for part in normed.split(chunk_rows)])
         if frozen.draft_target_ids is not None:
             greedy = frozen.draft_target_ids[greedy]
-        hits[rows, step] = greedy == batch.input_ids[(rows + 2 + step).clamp(max=last)]
-    return hits & counted, counted
+        hits[rows, step] = greedy == batch.input_ids[rows + 2 + step]
+    return hits, counted

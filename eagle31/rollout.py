@@ -1,14 +1,20 @@
 """Recursive rollouts: teacher-forced tokens, recursing hidden states."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from eagle31.attention import document_spans
 from eagle31.batch import PackedBatch
+from eagle31.causal_blocks import causal_blocks
 from eagle31.drafter import Drafter
+from eagle31.flash import CausalBlock, merged_attention
+from eagle31.plan import RolloutPlan, plan_rollout
 
 
 def counted_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:
@@ -38,49 +44,147 @@ def counted_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> T
     return counted
 
 
+def counted_rows(counted: Tensor) -> Tensor:
+    """Rows with a counted first step, the only ones to roll out. bool [T, K] -> int64 [R]."""
+    return torch.nonzero(counted[:, 0]).squeeze(1)
+
+
 def rollout(
     drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, rows: Tensor, num_steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rolls `rows` out over the speculation steps.
-
-    At step k row t has the embedding of x[t+1+k], RoPE position t+k, and predicts x[t+2+k].
+    """Rolls all of `rows` out over all the speculation steps, whatever counts.
 
     Args:
         embed_tokens: [V, H], the frozen embedding.
-        rows: int64 [R], the rows that some loss reads.
+        rows: int64 [R], ascending.
 
     Yields:
         For each step the post-norm state that the head reads [R, H], and the state fed back [R, H].
+    """
+    chosen = torch.zeros(len(batch.input_ids), num_steps, dtype=torch.bool)
+    chosen[rows.cpu()] = True
+    plan = plan_rollout(chosen, batch.document_ids.cpu(), rows.device)
+    yield from planned_rollout(drafter, embed_tokens, batch, plan)
+
+
+def planned_rollout(
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    plan: RolloutPlan,
+    activation_checkpointing: bool = False,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rolls the plan's rows out.
+
+    At step k row t has the embedding of x[t+1+k], RoPE position t+k, and predicts x[t+2+k]. Every step runs
+    every module, also on no rows: sharded weights are gathered by all ranks together.
+
+    Yields:
+        For each step the post-norm state that the head reads [R_k, H], and the state fed back [R_k, H].
 
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
-    last = batch.input_ids.shape[0] - 1
-    next_ids = batch.input_ids.roll(-1)
-    output, contexts = drafter.first_step(
-        drafter.fuse(batch.aux_hidden_states),
-        F.embedding(next_ids, embed_tokens),
-        batch.position_ids,
-        batch.document_ids,
-        rows,
-    )
+    keys_block, blocks = causal_blocks(plan, drafter.config.head_dim, embed_tokens)
+    run = partial(checkpoint, use_reentrant=False) if activation_checkpointing else _call
+    output, contexts = run(_first_step, drafter, embed_tokens, batch, plan, keys_block, blocks[0])
     state = output
-    spans = document_spans(rows, batch.document_ids)
-    for step in range(num_steps):
+    for step, (own, block) in enumerate(zip(plan.steps, blocks, strict=True)):
         if step:
-            # Beyond the document's end the token is arbitrary: such steps are never counted.
-            token_ids = batch.input_ids[(rows + 1 + step).clamp(max=last)]
-            output = drafter.next_step(
-                state,
-                F.embedding(token_ids, embed_tokens),
-                batch.position_ids[rows] + step,
-                spans,
-                contexts,
+            if own.kept is not None:
+                state = state[own.kept]
+                contexts = [context.narrowed(own.kept) for context in contexts]
+            output, own_keys = run(
+                _later_step, drafter, embed_tokens, batch, own.rows, step, state, block, contexts
             )
+            contexts = [a.extended(*b) for a, b in zip(contexts, own_keys, strict=True)]
         normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state
 
 
-def counted_rows(counted: Tensor) -> Tensor:
-    """Rows with a counted first step, the only ones to roll out. bool [T, K] -> int64 [R]."""
-    return torch.nonzero(counted[:, 0]).squeeze(1)
+@dataclass(frozen=True)
+class _Keys:
+    """One layer's rotated keys and values: step 0 of the key rows, later steps of the rows there were."""
+
+    keys: Tensor  # [S, Hkv, D]
+    values: Tensor  # [S, Hkv, D]
+    own_keys: tuple[Tensor, ...] = ()  # [R_i, Hkv, D] of steps 1..k
+    own_values: tuple[Tensor, ...] = ()
+    places: tuple[Tensor | None, ...] = ()  # of the present rows within each of these; None: the same rows
+
+    def narrowed(self, kept: Tensor) -> "_Keys":
+        """For some of the present rows."""
+        return replace(self, places=tuple(kept if at is None else at[kept] for at in self.places))
+
+    def extended(self, key: Tensor, value: Tensor) -> "_Keys":
+        """With the keys and values of one more step."""
+        return _Keys(
+            self.keys,
+            self.values,
+            (*self.own_keys, key),
+            (*self.own_values, value),
+            (*self.places, None),
+        )
+
+    def attend(self, block: CausalBlock, query: Tensor) -> Tensor:
+        return merged_attention(
+            block, query, self.keys, self.values, self.own_keys, self.own_values, self.places
+        )
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _first_step(
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    plan: RolloutPlan,
+    keys_block: CausalBlock,
+    block: CausalBlock,
+) -> tuple[Tensor, list[_Keys]]:
+    """Step 0: keys and values of the key rows. The last layer computes nothing else but of the queries.
+
+    Layers before it feed its keys, so they are computed at every key row.
+    """
+    rows = plan.key_rows
+    hidden = drafter.fuse(batch.aux_hidden_states[rows])
+    embeds = F.embedding(batch.input_ids.roll(-1)[rows], embed_tokens)
+    cos, sin = drafter.rotary(batch.position_ids[rows])
+    contexts = []
+    for layer in drafter.decoder_layers:
+        last = layer is drafter.decoder_layers[-1]
+        layer_input, residual = layer.attention_input(hidden, embeds)
+        context = _Keys(*layer.self_attn.key_value(layer_input, cos, sin))
+        contexts.append(context)
+        if last:
+            at = plan.first_queries
+            layer_input, residual, cos, sin = layer_input[at], residual[at], cos[at], sin[at]
+        query = layer.self_attn.query(layer_input, cos, sin)
+        hidden = layer.output(context.attend(block if last else keys_block, query), residual)
+    return hidden, contexts
+
+
+def _later_step(
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    rows: Tensor,
+    step: int,
+    state: Tensor,
+    block: CausalBlock,
+    contexts: list[_Keys],
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """The decoder's output before the final norm, and each layer's keys and values of this step."""
+    # Beyond the document's end the token is arbitrary: such steps never count.
+    token_ids = batch.input_ids[(rows + 1 + step).clamp(max=len(batch.input_ids) - 1)]
+    embeds = F.embedding(token_ids, embed_tokens)
+    cos, sin = drafter.rotary(batch.position_ids[rows] + step)
+    own = []
+    for layer, context in zip(drafter.decoder_layers, contexts, strict=True):
+        layer_input, residual = layer.attention_input(state, embeds)
+        own.append(layer.self_attn.key_value(layer_input, cos, sin))
+        query = layer.self_attn.query(layer_input, cos, sin)
+        state = layer.output(context.extended(*own[-1]).attend(block, query), residual)
+    return state, own

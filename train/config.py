@@ -11,6 +11,7 @@ from data.template import Turns
 from data.tokenize import Overlong
 from eagle31.errors import UserError
 from eagle31.layouts import Layout
+from eagle31.losses import Loss, Objective
 from train.tracking import TrackingMode
 
 
@@ -150,6 +151,11 @@ class DeepSpeedConfig:
 class TrainConfig:
     ttt_steps: int = 7
     step_decay: float = 0.8
+    loss: Loss = Loss.kl
+    lk_eta: float = 3.0  # of lk_lambda: how early it turns from KL to the acceptance rate
+    # Whether a draft counts where the target's greedy token lies outside the draft vocabulary.
+    count_outside_vocab: bool = True
+    activation_checkpointing: bool = False  # for very long rows: less memory, about a sixth more work
     row_tokens: int = 2048
     rows_per_step: int = 8  # packed rows of one optimizer step, over all ranks
     max_steps: int | None = None  # null: num_epochs
@@ -247,6 +253,7 @@ def check(config: RunConfig) -> None:
         if not 0 <= value <= 1:
             raise UserError(name, value, "It must lie in [0, 1].")
     not_negative = {
+        "train.lk_eta": config.train.lk_eta,
         "optim.weight_decay": config.optim.weight_decay,
         "data.regenerate.temperature": config.data.regenerate.temperature,
     }
@@ -270,6 +277,7 @@ def check(config: RunConfig) -> None:
         )
     if not 0 < config.train.step_decay <= 1:
         raise UserError("train.step_decay", config.train.step_decay, "It must lie in (0, 1].")
+    Objective(config.train.loss).check(pruned=config.drafter.draft_vocab_size is not None)
     if config.data.max_tokens > config.train.row_tokens:
         raise UserError(
             "data.max_tokens",

@@ -13,22 +13,44 @@ from eagle31.batch import PackedBatch
 from eagle31.drafter import Drafter
 from eagle31.frozen import FrozenParts
 from eagle31.loss import DepthSums, greedy_hits, rollout_loss
+from eagle31.losses import Objective
+from eagle31.plan import RolloutPlan
 
 
 class TrainedModule(nn.Module):
     """The drafter with the step that trains it; holds no parameter but the drafter's."""
 
-    def __init__(self, drafter: Drafter, frozen: FrozenParts, num_steps: int, step_decay: float) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        frozen: FrozenParts,
+        num_steps: int,
+        step_decay: float,
+        objective: Objective | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
         super().__init__()
         self.drafter = drafter
         self.frozen = frozen
         self.num_steps = num_steps
         self.step_decay = step_decay
+        self.objective = objective or Objective()
+        self.activation_checkpointing = activation_checkpointing
 
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, DepthSums]:
-        """The unnormalised loss of one micro-batch, and the sums per depth."""
+    def forward(
+        self, batch: PackedBatch, plan: RolloutPlan | None = None, measure: bool = True
+    ) -> tuple[Tensor, DepthSums]:
+        """The unnormalised loss of one micro-batch, and the sums per depth; see `rollout_loss`."""
         return rollout_loss(
-            self.drafter, self.frozen, batch, num_steps=self.num_steps, step_decay=self.step_decay
+            self.drafter,
+            self.frozen,
+            batch,
+            num_steps=self.num_steps,
+            step_decay=self.step_decay,
+            objective=self.objective,
+            measure=measure,
+            plan=plan,
+            activation_checkpointing=self.activation_checkpointing,
         )
 
     def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from data.store import HiddenStateStore
 from eagle31.drafter import Drafter
 from eagle31.errors import UserError
 from eagle31.frozen import FrozenParts, project_width
+from eagle31.losses import Objective
 from eagle31.vocab import DraftVocab
 from train.capture_stage import open_source
 from train.checkpoint import CheckpointDirectory
@@ -45,7 +46,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "drafter": drafter,
         "optim": _plain(asdict(config.optim)),
         "deepspeed": _plain(asdict(config.deepspeed)),
-        "train": training,
+        "train": _plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
         "seed": config.seed,
     }
@@ -123,7 +124,14 @@ def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
     vocab = load_vocab(context.artifacts[Stage.vocab])
     drafter, frozen = build_drafter(context, vocab)
     num_parameters = sum(p.numel() for p in drafter.parameters())
-    module = TrainedModule(drafter, frozen, config.train.ttt_steps, config.train.step_decay)
+    module = TrainedModule(
+        drafter,
+        frozen,
+        config.train.ttt_steps,
+        config.train.step_decay,
+        Objective(config.train.loss, config.train.lk_eta, config.train.count_outside_vocab),
+        config.train.activation_checkpointing,
+    )
     loader = RowLoader(
         open_source(context),
         row_tokens=config.train.row_tokens,

@@ -1,0 +1,111 @@
+"""Norm, gate and rotation with short backward passes.
+
+Autograd's own walk over these memory-bound operations many times on the CPU; each here saves only its inputs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(widened(x.dtype))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = (norm.square_().div_(x.shape[-1]).add_(eps)).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        wide_grad = grad.to(inverse.dtype)
+        normed = x.to(inverse.dtype) * inverse
+        along = wide_grad * normed
+        grad_weight = along.sum(0).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        wide_weight = weight.to(inverse.dtype)
+        inward = (along @ wide_weight).div_(-x.shape[-1]).unsqueeze(-1)
+        torch.mul(wide_grad, wide_weight, out=along)
+        along.addcmul_(normed, inward).mul_(inverse)
+        return along.to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.RMSNorm):
+    """Over the last dimension of [N, H]; computed in float32 or wider. CUDA keeps PyTorch's fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return super().forward(x)
+        assert self.eps is not None
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return F.silu(gate).mul_(up) @ weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, weight = ctx.saved_tensors
+        active = F.silu(gate)
+        gated = active * up
+        grad_weight = grad.t() @ gated
+        grad_gated = torch.mm(grad, weight, out=gated)
+        grad_up = active.mul_(grad_gated)
+        return torch.ops.aten.silu_backward(grad_gated.mul_(up), gate), grad_up, grad_weight
+
+
+class GatedLinear(nn.Linear):
+    """The down projection of a SwiGLU: keeps neither silu(gate) nor the product that it projects."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        """gate, up: [N, I] -> weight @ (silu(gate) * up), [N, H]."""
+        return _GatedLinear.apply(gate, up, self.weight)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = x.shape[-1] // 2
+    wide = x.to(widened(x.dtype))
+    cos, sin = cos.to(wide.dtype).unsqueeze(1), sin.to(wide.dtype).unsqueeze(1)
+    out = wide * cos
+    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-direction)
+    out[..., half:].addcmul_(wide[..., :half], sin[..., half:], value=direction)
+    return out.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding, halves convention (Llama, Qwen).
+
+    Args:
+        x: [N, heads, D].
+        cos, sin: float32 [N, D], both halves alike, with the scaling's attention factor in them.
+    """
+    return _Rotate.apply(x, cos, sin)
