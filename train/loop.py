@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data.loader import RowLoader
 from eagle31.batch import PackedBatch
-from eagle31.loss import DepthSums
+from eagle31.loss import DepthSums, plan_batch
 from eagle31.rollout import counted_drafts
 from train.checkpoint import CheckpointDirectory, TrainState
 from train.distributed import World, sum_over_ranks
@@ -59,23 +59,36 @@ def preemption_flag() -> Iterator[list[bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
+MEASURED = ("agreement", "expected_acceptance")  # of the logging steps alone
+
+
 class WindowSums:
     """What is logged every few steps: sums of sums, divided once after the all-reduce."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
         self.sums = torch.zeros(len(fields(DepthSums)), num_depths, dtype=torch.float64, device=device)
+        self.measured_rows = self.sums.new_zeros(num_depths)
         self.started = time.perf_counter()
         self.num_tokens = 0
         self.waited_seconds = 0.0
+
+    def add(self, sums: DepthSums, measured: bool, num_tokens: int) -> None:
+        """One micro-batch; `measured` says whether agreement and expected acceptance are in the sums."""
+        self.sums += sums.stacked()
+        self.num_tokens += num_tokens
+        if measured:
+            self.measured_rows += sums.num_rows
 
     def record(self, world: World, step_decay: float) -> dict:
         """Every rank calls."""
         tokens = torch.tensor([float(self.num_tokens)], dtype=torch.float64, device=self.sums.device)
         num_rows, *totals = sum_over_ranks(self.sums.clone())
+        measured_rows = sum_over_ranks(self.measured_rows.clone())
         total_tokens = float(sum_over_ranks(tokens))
         seconds = time.perf_counter() - self.started
-        means = [(total / num_rows.clamp(min=1)).tolist() for total in totals]
         names = [f.name for f in fields(DepthSums)][1:]
+        counts = [measured_rows if name in MEASURED else num_rows for name in names]
+        means = [(total / rows.clamp(min=1)).tolist() for total, rows in zip(totals, counts, strict=True)]
         depth = [
             dict(zip(names, values, strict=True)) | {"num_rows": int(rows)}
             for rows, *values in zip(num_rows.tolist(), *means, strict=True)
@@ -131,11 +144,12 @@ def train(
                 max_steps=settings.max_steps,
                 min_fraction=settings.min_lr_fraction,
             )
-            num_counted, grad_norm = optimizer_step(engine, batches, lr, window, world, dtype)
             state.step += 1
+            logs = state.step % settings.log_every == 0 or state.step == settings.max_steps
+            num_counted, grad_norm = optimizer_step(engine, batches, lr, window, world, dtype, measure=logs)
             state.counted_rows += num_counted
             bar.update()
-            if state.step % settings.log_every == 0 or state.step == settings.max_steps:
+            if logs:
                 record = window.record(world, module.step_decay)
                 record |= {"learning_rate": lr, "grad_norm": float(grad_norm)}
                 tracker.log({"kind": "train", "step": state.step} | record)
@@ -160,13 +174,18 @@ def optimizer_step(
     window: WindowSums,
     world: World,
     dtype: torch.dtype,
+    *,
+    measure: bool,
 ) -> tuple[int, Tensor | float]:
     """Forward, backward and update over this rank's micro-batches.
+
+    Args:
+        measure: agreement and expected acceptance too, which need the target's whole vocabulary.
 
     Returns:
         The counted rows of all ranks, and the gradient's norm before clipping.
     """
-    device = world.device
+    device, num_steps = world.device, engine.module.num_steps
     local = sum(int(counted_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
     num_counted = int(sum_over_ranks(torch.tensor(local, device=device)))
     # DeepSpeed averages over micro-batches and ranks; the loss is a sum over all of them, divided once.
@@ -175,14 +194,14 @@ def optimizer_step(
         group["lr"] = lr
     grad_norm: Tensor | float = 0.0
     for batch in batches:
-        loss, sums = engine(batch.to(device, dtype))
+        plan = plan_batch(batch, num_steps, device)
+        loss, sums = engine(batch.to(device, dtype), plan, measure)
         engine.backward(loss * scale)
         if engine.is_gradient_accumulation_boundary() and not partitioned(engine):
             # DeepSpeed's plain path clips and does not tell the norm.
             grad_norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters()])
         engine.step()
-        window.sums += sums.stacked()
-        window.num_tokens += batch.input_ids.shape[0]
+        window.add(sums, measure, batch.input_ids.shape[0])
     return num_counted, engine.get_global_grad_norm() if partitioned(engine) else grad_norm
 
 

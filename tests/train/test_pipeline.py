@@ -334,6 +334,7 @@ def test_two_layers_in_bf16_under_zero_2_together(
     shutil.copytree(captured, directory)
     own = ["drafter.num_hidden_layers=2", "deepspeed=zero2", "deepspeed.precision=bf16"]
     own += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
+    own += ["train.loss=lk_lambda", "train.activation_checkpointing=true"]
     printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
     assert "capture: reused" in printed
     assert "acceptance length" in printed
