@@ -1,0 +1,117 @@
+"""The floating-point operations of one training step, by formula.
+
+A multiplication and an addition are two operations. Counted is what the mathematics needs of the rows that
+are really computed: matrix products, and attention's scores and sums over visible pairs. Recomputed
+activations and elementwise work are not, so a fraction of the peak that is reached leaves them out too.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from eagle31.batch import PackedBatch
+from eagle31.config import DrafterConfig
+from eagle31.rollout import counted_drafts
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """How often each part of a training step runs."""
+
+    keys: int  # rows with a step-0 key and value
+    rows: tuple[int, ...]  # rows that are rolled out, by speculation step; the head reads the same ones
+    causal_pairs: int  # visible (row, step-0 key) pairs, over all steps
+    teachers: int  # positions at which the target's distribution is computed
+
+    @property
+    def rolled(self) -> int:
+        """Rows over all steps."""
+        return sum(self.rows)
+
+    @property
+    def own_pairs(self) -> int:
+        """(row, own later key) pairs over all steps: step k reads k of them."""
+        return sum(step * rows for step, rows in enumerate(self.rows))
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """By part, forward and backward together."""
+
+    fusion: int
+    projections: int  # q, k, v, o
+    mlp: int
+    attention: int
+    head: int
+    teacher: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def linear(self) -> int:
+        """All but attention."""
+        return self.total - self.attention
+
+
+def count_step(batch: PackedBatch, num_steps: int) -> StepCounts:
+    """What a step on this row computes when it computes nothing that no loss reads.
+
+    Keys reach from each document's start to its last drafted row, a row is rolled out as long as it counts.
+    """
+    counted = counted_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    num_tokens = len(batch.input_ids)
+    rows = counted[:, 0].nonzero().squeeze(1)
+    documents, lengths = batch.document_ids.unique_consecutive(return_counts=True)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)  # of each row's document
+    place = torch.arange(num_tokens) - starts + 1
+    last = torch.zeros(len(documents), dtype=torch.long)
+    which = torch.arange(len(documents)).repeat_interleave(lengths)
+    last.scatter_reduce_(0, which[rows], place[rows], "amax")
+    needed = torch.zeros(num_tokens, dtype=torch.bool)
+    for step in range(min(num_steps, num_tokens - 1)):
+        needed[1 + step :] |= counted[: num_tokens - 1 - step, step]
+    return StepCounts(
+        keys=int(last.sum()),
+        rows=tuple(counted.sum(0).tolist()),
+        causal_pairs=int((place.unsqueeze(1) * counted).sum()),
+        teachers=int(needed.sum()),
+    )
+
+
+def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) -> StepFlops:
+    """Forward and backward of a drafter with one decoder layer.
+
+    A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
+    frozen head is spared the last one, and the teacher has no backward at all. Inputs of `fc` and of the
+    projections need gradients because norms before them are trained.
+    """
+    assert config.num_hidden_layers == 1
+    assert config.fc_norm, "without fc_norm the input of fc needs no gradient"
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    key = config.num_key_value_heads * config.head_dim
+    target, rolled = config.target_hidden_size, counts.rolled
+    key_value = (counts.keys + rolled - counts.rows[0]) * 2 * hidden * 2 * key
+    return StepFlops(
+        fusion=6 * counts.keys * len(config.aux_layer_ids) * target * hidden,
+        projections=6 * (key_value + rolled * (2 * hidden * query + query * hidden)),
+        mlp=6 * rolled * 3 * hidden * config.intermediate_size,
+        # Scores and weighted sum forward; their four gradients backward.
+        attention=12 * (counts.causal_pairs + counts.own_pairs) * query,
+        head=(6 if head_trained else 4) * rolled * hidden * config.draft_vocab_size,
+        teacher=2 * counts.teachers * target * config.vocab_size,
+    )
+
+
+def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int, int]]:
+    """(m, k, n) of the step's products [m, k] @ [k, n], at which the machine's peak is measured."""
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    first = counts.rows[0]
+    return [
+        (counts.keys, len(config.aux_layer_ids) * config.target_hidden_size, hidden),
+        (first, 2 * hidden, query),
+        (first, hidden, config.intermediate_size),
+        (first, config.intermediate_size, hidden),
+        (first, hidden, config.draft_vocab_size),
+    ]

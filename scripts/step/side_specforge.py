@@ -1,0 +1,121 @@
+"""The step of SpecForge, with its own model class and loss, for `worker.py`."""
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def build(
+    spec: dict[str, Any], weights: dict[str, Tensor], rows: list[dict[str, Tensor]], device: torch.device
+) -> tuple[nn.Module, Callable[[int], Tensor], dict[str, Any]]:
+    """On the CPU with its `sdpa` backend; the plain loss of the file that holds the Triton one stands in."""
+    from specforge.algorithms.eagle3 import model as eagle3
+    from specforge.core import loss as losses
+    from specforge.modeling.draft import LlamaForCausalLMEagle3
+    from specforge.utils import padding
+    from transformers import LlamaConfig
+
+    if device.type == "cpu":
+        eagle3.LogSoftmaxLoss = PlainLoss(losses)
+    shape = spec["shape"]
+    drafter_keys: dict[str, Any] = {
+        "draft_vocab_size": shape["draft_vocab_size"],
+        "target_hidden_size": shape["hidden_size"],
+        "fc_norm": True,
+        "norm_output": True,
+    }
+    config = LlamaConfig(
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_attention_heads=shape["num_attention_heads"],
+        num_key_value_heads=shape["num_key_value_heads"],
+        head_dim=shape["head_dim"],
+        num_hidden_layers=1,
+        vocab_size=shape["vocab_size"],
+        max_position_embeddings=shape["row_tokens"] + 64,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pretraining_tp=1,
+        pad_token_id=None,
+        **drafter_keys,
+    )
+    drafter = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
+    drafter = drafter.to(device, getattr(torch, spec["dtype"]))
+    load(drafter, weights)
+    drafter.freeze_embedding()
+    model = eagle3.OnlineEagle3Model(drafter, length=shape["num_steps"], attention_backend="sdpa")
+    masks = DocumentMasks(drafter, rows)
+    head, norm = weights["target_head"], weights["target_norm"]
+
+    def step(index: int) -> Tensor:
+        row = rows[index]
+        masks.current = index
+        with torch.no_grad():
+            # Its own trainers get the target's normed state, or logits: the norm is no part of its classes.
+            last = nn.functional.rms_norm(row["last_hidden_states"], norm.shape, norm, 1e-6).unsqueeze(0)
+        losses_by_step, *_ = model(
+            input_ids=padding(row["input_ids"].unsqueeze(0), left=False),
+            attention_mask=(row["document_ids"] >= 0).long().unsqueeze(0),
+            target=None,
+            loss_mask=row["loss_mask"].long().view(1, -1, 1),
+            hidden_states=row["aux_hidden_states"].flatten(1).unsqueeze(0),
+            position_ids=row["position_ids"].unsqueeze(0),
+            target_hidden_for_compact=padding(last, left=False),
+            target_head_weight=head,
+        )
+        loss = sum(shape["step_decay"] ** i * one for i, one in enumerate(losses_by_step))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss.detach()
+
+    ran = "sdpa backend with a document mask put in, compact teacher"
+    ran += ", plain loss in place of Triton's" if device.type == "cpu" else ""
+    ran += "; it feeds back the state before the norm"
+    return model, step, {"version": importlib.metadata.version("specforge"), "ran": ran}
+
+
+class PlainLoss:
+    """In place of the autograd function of the same file, which launches a Triton kernel."""
+
+    def __init__(self, losses: Any) -> None:
+        self.plain = losses._compute_loss
+
+    def apply(self, logits: Tensor, target: Tensor, position_mask: Tensor) -> Tensor:
+        loss: Tensor = self.plain(logits, target, position_mask)
+        return loss
+
+
+class DocumentMasks:
+    """Gives its causal mask documents: it knows padding only, and packed rows are what all sides run on."""
+
+    def __init__(self, drafter: Any, rows: list[dict[str, Tensor]]) -> None:
+        self.documents = [row["document_ids"] for row in rows]
+        self.current = 0
+        self.causal = drafter.prepare_decoder_attention_mask
+        drafter.prepare_decoder_attention_mask = self
+
+    def __call__(self, **arguments: Any) -> Tensor:
+        mask: Tensor = self.causal(**arguments)
+        documents = self.documents[self.current]
+        return mask.masked_fill(documents[:, None] != documents[None, :], torch.finfo(mask.dtype).min)
+
+
+@torch.no_grad()
+def load(drafter: Any, weights: dict[str, Tensor]) -> None:
+    """The same weights as every side."""
+    ids = weights["draft_target_ids"]
+    state = {
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in weights.items()
+        if not name.startswith(("target_", "draft_"))
+    }
+    state["embed_tokens.weight"] = weights["target_embed"]
+    state["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+    state["t2d"] = torch.zeros(len(weights["target_embed"]), dtype=torch.bool, device=ids.device)
+    state["t2d"][ids] = True
+    missing, unexpected = drafter.load_state_dict(state, strict=False)
+    assert not unexpected, unexpected
+    assert not missing, missing
