@@ -15,9 +15,10 @@ from eagle31.losses import Objective, Teacher
 from eagle31.plan import RolloutPlan, plan_rollout
 from eagle31.rollout import counted_drafts, planned_rollout
 
-# Rows of draft logits held at once: on the CPU few enough to stay off fresh pages, on a GPU enough to fill
-# it.
-CHUNK_ROWS = {"cpu": 1024, "cuda": 8192}
+# Logits held at once, the teacher's and the drafter's: on the CPU few enough to stay off fresh pages, on a
+# GPU enough to fill it.
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
+MIN_POSITIONS = 32  # below it the products of a chunk are too thin
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def rollout_loss(
         plan: `plan_batch` of the same batch and steps, when it was made ahead.
         activation_checkpointing: keep only what passes between the steps, and compute the rest again in the
             backward pass.
-        chunk_rows: rows of draft logits held at once; `CHUNK_ROWS` by default.
+        chunk_rows: rows of draft logits held at once; None keeps a chunk, the teacher's logits included, near
+            `CHUNK_LOGITS` whatever the vocabularies are.
 
     Returns:
         A scalar, and the sums per step.
@@ -88,16 +90,24 @@ def rollout_loss(
         states.append(normed)
         norms.append(state.detach().norm(dim=-1, dtype=widened(state.dtype)).sum())
     weights = [step_decay**step for step in range(num_steps)]
+    whole = measure or objective.compares_whole_target
     total, (num_rows, loss, agreement, expected) = one_pass_loss(
         states,
         lm_head.weight,
-        teacher_of(frozen, batch, whole=measure or objective.compares_whole_target),
+        teacher_of(frozen, batch, whole),
         plan,
         objective,
         weights,
-        chunk_rows or CHUNK_ROWS[batch.input_ids.device.type],
+        chunk_rows or _chunk_rows(frozen, lm_head.weight.shape[0], num_steps, whole),
     )
     return total, DepthSums(num_rows, loss, agreement, expected, torch.stack(norms))
+
+
+def _chunk_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, whole: bool) -> int:
+    """Each of the chunk's positions holds the teacher's logits once and the drafter's `num_steps` times."""
+    teacher = 2 * frozen.embed_tokens.shape[0] if whole else draft_vocab_size
+    budget = CHUNK_LOGITS[frozen.embed_tokens.device.type]
+    return num_steps * max(MIN_POSITIONS, budget // (teacher + num_steps * draft_vocab_size))
 
 
 def teacher_of(frozen: FrozenParts, batch: PackedBatch, whole: bool) -> Callable[[Tensor], Teacher]:

@@ -84,7 +84,8 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
     """Forward and backward of a drafter with one decoder layer.
 
     A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
-    frozen head is spared the last one, and the teacher has no backward at all. Inputs of `fc` and of the
+    frozen head is spared the last one, and the teacher, computed over the draft vocabulary as in every step
+    that measures nothing else, has no backward at all. Inputs of `fc` and of the
     projections need gradients because norms before them are trained.
     """
     assert config.num_hidden_layers == 1
@@ -100,7 +101,7 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
         # Scores and weighted sum forward; their four gradients backward.
         attention=12 * (counts.causal_pairs + counts.own_pairs) * query,
         head=(6 if head_trained else 4) * rolled * hidden * config.draft_vocab_size,
-        teacher=2 * counts.teachers * target * config.vocab_size,
+        teacher=2 * counts.teachers * target * config.draft_vocab_size,
     )
 
 

@@ -43,8 +43,15 @@ def build(
     batches = [PackedBatch(**row) for row in rows]
 
     def step(index: int) -> Tensor:
+        # As the training loop calls it on all but its logging steps; the peers' teachers too stay within the
+        # draft vocabulary.
         loss, sums = rollout_loss(
-            drafter, frozen, batches[index], num_steps=shape.num_steps, step_decay=shape.step_decay
+            drafter,
+            frozen,
+            batches[index],
+            num_steps=shape.num_steps,
+            step_decay=shape.step_decay,
+            measure=False,
         )
         scaled = loss / sums.num_rows[0]
         scaled.backward()
