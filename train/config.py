@@ -78,7 +78,8 @@ class DrafterShape:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float | None = None
-    rope_parameters: dict[str, Any] | None = None  # rope_type, rope_theta and the scaling's own keys
+    # rope_type, rope_theta and the scaling's keys; empty takes the target's (Hydra sets no key below null)
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_position_embeddings: int | None = None
     aux_layer_ids: list[int] | None = None  # decoder layers already applied; null: 2, n // 2, n - 3
     draft_vocab_size: int | None = None  # null: the target's whole vocabulary

@@ -32,22 +32,10 @@ def run(config: RunConfig) -> None:
         leave_process_group()
 
 
-def typed(config: DictConfig) -> RunConfig:
-    """The recipe as its schema's dataclasses.
-
-    Raises:
-        MissingMandatoryValue: it leaves open what only the user can say.
-    """
-    recipe: RunConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
-    # Hydra sets no key below null: the recipes have an empty dictionary where the schema says null.
-    recipe.drafter.rope_parameters = recipe.drafter.rope_parameters or None
-    return recipe
-
-
 @hydra.main(version_base="1.3", config_path="../recipes", config_name="train")
 def main(config: DictConfig) -> None:
     try:
-        run(typed(config))
+        run(OmegaConf.to_object(config))  # type: ignore[arg-type]
     except MissingMandatoryValue as error:
         sys.exit(f"error: {error.full_key}=???: This recipe needs a value for it: {error.full_key}=...")
 

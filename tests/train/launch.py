@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from train.config import RunConfig, register
 from train.distributed import World
-from train.main import typed
 from train.overrides import checked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def composed(recipe: str, *arguments: str) -> RunConfig:
     register()
     overrides = checked([f"recipe={recipe}", f"recipe_name={recipe}", *arguments])
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes")):
-        return typed(compose("train", overrides=overrides))
+        return OmegaConf.to_object(compose("train", overrides=overrides))  # type: ignore[return-value]
 
 
 def run_here(recipe: str, *arguments: str) -> None:

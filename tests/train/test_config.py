@@ -73,7 +73,7 @@ def test_values_reach_their_fields_in_their_types() -> None:
     ],
 )
 def test_rope_can_be_set(drafter: str, arguments: list[str]) -> None:
-    assert composed("any_target", *NEEDED, f"drafter={drafter}").drafter.rope_parameters is None
+    assert composed("any_target", *NEEDED, f"drafter={drafter}").drafter.rope_parameters == {}
     config = composed("any_target", *NEEDED, f"drafter={drafter}", *arguments)
     assert config.drafter.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
 

@@ -1,5 +1,6 @@
 """The peers compute on the weights and rows that they are given what we do: their losses are ours."""
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,15 @@ from torch import Tensor, nn
 
 from data.target import TargetHead
 from eagle31.drafter import Drafter
-from eagle31.errors import UserError
 from eagle31.frozen import FrozenParts
 from eagle31.losses import Objective
 from eagle31.reference import reference_loss
 from scripts.step.inputs import random_weights, write_inputs
 from scripts.step.shapes import Shape
-from scripts.step.sides import PEER_SIDES, SideProcess, find_python
+from scripts.step.sides import PEER_SIDES, SideProcess
 from scripts.step.text import packed_rows
 
+ROOT = Path(__file__).resolve().parents[3]
 SHAPE = Shape(
     "peers",
     "answers only",
@@ -40,10 +41,7 @@ def measured_loss(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[s
         pytest.skip("starts the peers: --full")
 
     def measure(name: str) -> float:
-        try:
-            find_python(name)
-        except UserError:
-            pytest.skip(f"{name} is not installed")
+        subprocess.run([ROOT / "scripts" / "setup_peers", name], check=True, stdout=subprocess.DEVNULL)
         path = tmp_path / "inputs.safetensors"
         write_inputs(path, SHAPE, packed_rows(SHAPE, 1, None)[0], "float32")
         with SideProcess(
