@@ -3,6 +3,7 @@
 The embedding is not part of it: it is the target's, frozen, and stays with whoever calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eagle31.attention import DocumentSpan, attend_by_document, document_spans
 from eagle31.config import DrafterConfig
 from eagle31.elementwise import GatedLinear, RMSNorm, rotate
+from eagle31.split_linear import Share, SplitLinear
 
 
 @dataclass
@@ -27,24 +29,37 @@ class LayerKeys:
 
 
 class Attention(nn.Module):
-    """Projections only; the scores are `attend_by_document`'s."""
+    """Projections only; the scores are `attend_by_document`'s.
 
-    def __init__(self, config: DrafterConfig, input_size: int) -> None:
+    A layer that reads the embedding beside the state can be given the embedding's share of a projection, and
+    the state alone for `x`.
+    """
+
+    def __init__(self, config: DrafterConfig, reads_embedding: bool) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        width = config.hidden_size
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(input_size, query_size, bias=False)
-        self.k_proj = nn.Linear(input_size, key_size, bias=False)
-        self.v_proj = nn.Linear(input_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        linear, input_size = (SplitLinear, 2 * width) if reads_embedding else (nn.Linear, width)
+        self.q_proj = linear(input_size, query_size, bias=False)
+        self.k_proj = linear(input_size, key_size, bias=False)
+        self.v_proj = linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, width, bias=False)
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: Share | None = None) -> Tensor:
+        return rotate(self._heads(self.q_proj, x, share), cos, sin)
 
-    def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        key = rotate(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
-        return key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+    def key_value(
+        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[Share | None] = (None, None)
+    ) -> tuple[Tensor, Tensor]:
+        key_share, value_share = shares
+        key = rotate(self._heads(self.k_proj, x, key_share), cos, sin)
+        return key, self._heads(self.v_proj, x, value_share)
+
+    def _heads(self, projection: nn.Module, x: Tensor, share: Share | None) -> Tensor:
+        projected: Tensor = projection(x) if share is None else projection(x, share)
+        return projected.unflatten(-1, (-1, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -71,17 +86,23 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=eps)
         if self.reads_embedding:
             self.hidden_norm = RMSNorm(width, eps=eps)
-        self.self_attn = Attention(config, 2 * width if self.reads_embedding else width)
+        self.self_attn = Attention(config, self.reads_embedding)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = MLP(config)
 
     def attention_input(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         """What the projections read, and the residual. state, embeds: [N, H]."""
+        normed, residual = self.state_input(state)
+        if not self.reads_embedding:
+            return normed, residual
+        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), residual
+
+    def state_input(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What the projections read beside the embedding, and the residual. state: [N, H]."""
         if not self.reads_embedding:
             return self.input_layernorm(state), state
         normed = self.hidden_norm(state)
-        residual = normed if self.norm_before_residual else state
-        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), residual
+        return normed, normed if self.norm_before_residual else state
 
     def output(self, attended: Tensor, residual: Tensor) -> Tensor:
         """attended: [R, Hq, D], residual: [R, H] -> [R, H]."""

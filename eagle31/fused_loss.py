@@ -31,16 +31,20 @@ class _OnePass(torch.autograd.Function):
         ctx.needed = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
         total, sums, grad_weight, grad_states = walk.run(weight, states, *ctx.needed)
         ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(*([grad_weight] if ctx.needed[0] else []), *grad_states)
+        # Neither inputs nor outputs: kept here, so that the backward may scale them in place and let them go.
+        ctx.grads = grad_weight, grad_states
         ctx.mark_non_differentiable(sums)
         return total, sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)
-        grad_weight = (saved.pop(0) * grad).to(ctx.weight_dtype) if ctx.needed[0] else None
-        return None, grad_weight, *((x * grad).to(x.dtype) for x in saved)
+        assert ctx.grads is not None, "the loss was differentiated before"
+        (grad_weight, grad_states), ctx.grads = ctx.grads, None
+        scaled = grad_weight.mul_(grad).to(ctx.weight_dtype) if ctx.needed[0] else None
+        if not ctx.needed[1]:
+            return None, scaled, *(None for _ in ctx.needs_input_grad[2:])
+        return None, scaled, *(x.mul_(grad) for x in grad_states)
 
 
 def one_pass_loss(

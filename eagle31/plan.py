@@ -28,17 +28,23 @@ class StepPlan:
     kept: Tensor | None  # int64 [R], into the rows of the step before; None when they are the same
     first: Tensor | None  # int64 [R], into the rows of step 0; None when they are the same
     runs: tuple[Run, ...]
+    token_at: Tensor  # int64 [R], into the plan's tokens: what the row reads beside its state
     teacher_at: Tensor  # int64 [R], into the plan's teacher rows, ascending
     teacher_at_host: Tensor  # the same on the CPU
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """S keys, J teacher distributions, K steps."""
+    """S keys, U tokens, J teacher distributions, K steps."""
 
     key_rows: Tensor  # int64 [S], the rows that a query may read, and no others
     first_queries: Tensor  # int64 [R], the rows of step 0 within the key rows
-    teacher_rows: Tensor  # int64 [J], the indices j = t+1+k whose distribution a counted pair is held against
+    tokens: Tensor  # int64 [U], the indices j whose embedding some row reads
+    key_token_at: Tensor  # int64 [S], into the tokens: what each key row reads
+    # int64 [J], the indices j = t+1+k: a counted pair reads the token there, and is held against the target's
+    # distribution there.
+    teacher_rows: Tensor
+    teacher_token_at: Tensor  # int64 [J], into the tokens
     steps: tuple[StepPlan, ...]  # K
     documents: tuple[Run, ...]  # every key row as a query
 
@@ -59,6 +65,11 @@ def plan_rollout(counted: Tensor, document_ids: Tensor, device: torch.device | N
         needed[own + 1 + step] = True
     teacher_rows = torch.nonzero(needed).squeeze(1)
     documents = _document_starts(key_rows, document_ids)
+    # Behind the row's end, where no step counts, the token is arbitrary.
+    last = len(document_ids) - 1
+    tokens_of_keys, tokens_of_rows = (key_rows + 1).clamp(max=last), teacher_rows.clamp(max=last)
+    tokens = torch.cat((tokens_of_keys, tokens_of_rows)).unique()
+    token_at = torch.searchsorted(tokens, tokens_of_rows)
     steps = []
     for step, own in enumerate(rows):
         before = rows[max(step - 1, 0)]
@@ -69,6 +80,7 @@ def plan_rollout(counted: Tensor, document_ids: Tensor, device: torch.device | N
                 kept=_places(own, before, device),
                 first=_places(own, rows[0], device),
                 runs=_runs(own, key_rows, documents),
+                token_at=token_at[teacher_at].to(device, non_blocking=True),
                 teacher_at=teacher_at.to(device, non_blocking=True),
                 teacher_at_host=teacher_at,
             )
@@ -77,7 +89,10 @@ def plan_rollout(counted: Tensor, document_ids: Tensor, device: torch.device | N
     return RolloutPlan(
         key_rows=key_rows.to(device, non_blocking=True),
         first_queries=first_queries.to(device, non_blocking=True),
+        tokens=tokens.to(device, non_blocking=True),
+        key_token_at=torch.searchsorted(tokens, tokens_of_keys).to(device, non_blocking=True),
         teacher_rows=teacher_rows.to(device, non_blocking=True),
+        teacher_token_at=token_at.to(device, non_blocking=True),
         steps=tuple(steps),
         documents=_runs(key_rows, key_rows, documents),
     )

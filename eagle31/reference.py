@@ -23,9 +23,10 @@ def reference_rollout(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Same arguments and results as `eagle31.rollout.rollout`."""
     last = batch.input_ids.shape[0] - 1
+    next_ids = torch.cat((batch.input_ids[1:], batch.input_ids[-1:]))
     output, contexts = drafter.first_step(
         drafter.fuse(batch.aux_hidden_states),
-        F.embedding(batch.input_ids.roll(-1), embed_tokens),
+        F.embedding(next_ids, embed_tokens),
         batch.position_ids,
         batch.document_ids,
         rows,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from eagle31.batch import PackedBatch
 from eagle31.causal_blocks import causal_blocks
 from eagle31.drafter import Drafter
 from eagle31.flash import CausalBlock, merged_attention
-from eagle31.plan import RolloutPlan, plan_rollout
+from eagle31.plan import RolloutPlan, StepPlan, plan_rollout
+from eagle31.split_linear import Share
 
 
 def counted_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:
@@ -86,20 +87,69 @@ def planned_rollout(
     """
     keys_block, blocks = causal_blocks(plan, drafter.config.head_dim, embed_tokens)
     run = partial(checkpoint, use_reentrant=False) if activation_checkpointing else _call
-    output, contexts = run(_first_step, drafter, embed_tokens, batch, plan, keys_block, blocks[0])
+    shared = _shared_products(drafter, embed_tokens, batch, plan)
+    output, contexts = run(
+        _first_step, drafter, shared.first_shares(plan), batch, plan, keys_block, blocks[0]
+    )
     state = output
     for step, (own, block) in enumerate(zip(plan.steps, blocks, strict=True)):
         if step:
             if own.kept is not None:
                 state = state[own.kept]
                 contexts = [context.narrowed(own.kept) for context in contexts]
+            position_ids = batch.position_ids[own.rows] + step
             output, own_keys = run(
-                _later_step, drafter, embed_tokens, batch, own.rows, step, state, block, contexts
+                _later_step, drafter, shared.later_shares(own), position_ids, state, block, contexts
             )
             contexts = [a.extended(*b) for a, b in zip(contexts, own_keys, strict=True)]
         normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state
+
+
+class _Shares(NamedTuple):
+    """The embedding's part in the first layer's projections of some rows."""
+
+    query: Share
+    key_value: tuple[Share, Share]
+
+
+_NO_SHARES = (None, (None, None))  # of the layers behind the first
+
+
+class _SharedProducts(NamedTuple):
+    """The same of all tokens: keys and values [U, Hkv D], queries [U, Hq D].
+
+    With one layer alone only rolled-out rows have queries, so there they are [J, Hq D].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    all_queries: bool
+
+    def first_shares(self, plan: RolloutPlan) -> _Shares:
+        """Of step 0: every key row has a key, and a query too where a layer comes behind."""
+        at = plan.key_token_at
+        query_at = at if self.all_queries else plan.steps[0].teacher_at
+        return _Shares(Share(self.query, query_at), (Share(self.key, at), Share(self.value, at)))
+
+    def later_shares(self, step: StepPlan) -> _Shares:
+        at = step.token_at
+        query_at = at if self.all_queries else step.teacher_at
+        return _Shares(Share(self.query, query_at), (Share(self.key, at), Share(self.value, at)))
+
+
+def _shared_products(
+    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, plan: RolloutPlan
+) -> _SharedProducts:
+    layer, all_queries = drafter.decoder_layers[0], len(drafter.decoder_layers) > 1
+    embeds = layer.input_layernorm(F.embedding(batch.input_ids[plan.tokens], embed_tokens))
+    attention = layer.self_attn
+    key, value = attention.k_proj(embeds), attention.v_proj(embeds)
+    if not all_queries:
+        embeds = embeds[plan.teacher_token_at]
+    return _SharedProducts(attention.q_proj(embeds), key, value, all_queries)
 
 
 @dataclass(frozen=True)
@@ -138,7 +188,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _first_step(
     drafter: Drafter,
-    embed_tokens: Tensor,
+    shares: _Shares,
     batch: PackedBatch,
     plan: RolloutPlan,
     keys_block: CausalBlock,
@@ -150,41 +200,37 @@ def _first_step(
     """
     rows = plan.key_rows
     hidden = drafter.fuse(batch.aux_hidden_states[rows])
-    embeds = F.embedding(batch.input_ids.roll(-1)[rows], embed_tokens)
     cos, sin = drafter.rotary(batch.position_ids[rows])
     contexts = []
     for layer in drafter.decoder_layers:
         last = layer is drafter.decoder_layers[-1]
-        layer_input, residual = layer.attention_input(hidden, embeds)
-        context = _Keys(*layer.self_attn.key_value(layer_input, cos, sin))
+        layer_input, residual = layer.state_input(hidden)
+        query_share, key_shares = shares if layer.reads_embedding else _NO_SHARES
+        context = _Keys(*layer.self_attn.key_value(layer_input, cos, sin, key_shares))
         contexts.append(context)
         if last:
             at = plan.first_queries
             layer_input, residual, cos, sin = layer_input[at], residual[at], cos[at], sin[at]
-        query = layer.self_attn.query(layer_input, cos, sin)
+        query = layer.self_attn.query(layer_input, cos, sin, query_share)
         hidden = layer.output(context.attend(block if last else keys_block, query), residual)
     return hidden, contexts
 
 
 def _later_step(
     drafter: Drafter,
-    embed_tokens: Tensor,
-    batch: PackedBatch,
-    rows: Tensor,
-    step: int,
+    shares: _Shares,
+    position_ids: Tensor,
     state: Tensor,
     block: CausalBlock,
     contexts: list[_Keys],
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """The decoder's output before the final norm, and each layer's keys and values of this step."""
-    # Beyond the document's end the token is arbitrary: such steps never count.
-    token_ids = batch.input_ids[(rows + 1 + step).clamp(max=len(batch.input_ids) - 1)]
-    embeds = F.embedding(token_ids, embed_tokens)
-    cos, sin = drafter.rotary(batch.position_ids[rows] + step)
+    cos, sin = drafter.rotary(position_ids)
     own = []
     for layer, context in zip(drafter.decoder_layers, contexts, strict=True):
-        layer_input, residual = layer.attention_input(state, embeds)
-        own.append(layer.self_attn.key_value(layer_input, cos, sin))
-        query = layer.self_attn.query(layer_input, cos, sin)
+        layer_input, residual = layer.state_input(state)
+        query_share, key_shares = shares if layer.reads_embedding else _NO_SHARES
+        own.append(layer.self_attn.key_value(layer_input, cos, sin, key_shares))
+        query = layer.self_attn.query(layer_input, cos, sin, query_share)
         state = layer.output(context.extended(*own[-1]).attend(block, query), residual)
     return state, own

@@ -20,6 +20,7 @@ class StepCounts:
 
     keys: int  # rows with a step-0 key and value
     rows: tuple[int, ...]  # rows that are rolled out, by speculation step; the head reads the same ones
+    tokens: int  # whose embedding some row reads
     causal_pairs: int  # visible (row, step-0 key) pairs, over all steps
     teachers: int  # positions at which the target's distribution is computed
 
@@ -69,12 +70,16 @@ def count_step(batch: PackedBatch, num_steps: int) -> StepCounts:
     last = torch.zeros(len(documents), dtype=torch.long)
     which = torch.arange(len(documents)).repeat_interleave(lengths)
     last.scatter_reduce_(0, which[rows], place[rows], "amax")
+    # Row t's step k reads the token at t + 1 + k, which is its teacher's index too.
     needed = torch.zeros(num_tokens, dtype=torch.bool)
     for step in range(min(num_steps, num_tokens - 1)):
         needed[1 + step :] |= counted[: num_tokens - 1 - step, step]
+    read = needed.clone()
+    read[1:] |= (place <= last[which])[:-1]
     return StepCounts(
         keys=int(last.sum()),
         rows=tuple(counted.sum(0).tolist()),
+        tokens=int(read.sum()),
         causal_pairs=int((place.unsqueeze(1) * counted).sum()),
         teachers=int(needed.sum()),
     )
@@ -85,7 +90,8 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
 
     A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
     frozen head is spared the last one, and the teacher, computed over the draft vocabulary as in every step
-    that measures nothing else, has no backward at all. Inputs of `fc` and of the
+    that measures nothing else, has no backward at all. The embedding's half of the query, key and value
+    projections is computed once for each token, however many steps read it. Inputs of `fc` and of the
     projections need gradients because norms before them are trained.
     """
     assert config.num_hidden_layers == 1
@@ -93,10 +99,11 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     key = config.num_key_value_heads * config.head_dim
     target, rolled = config.target_hidden_size, counts.rolled
-    key_value = (counts.keys + rolled - counts.rows[0]) * 2 * hidden * 2 * key
+    key_value = (counts.tokens + counts.keys + rolled - counts.rows[0]) * hidden * 2 * key
+    queries = (counts.teachers + rolled) * hidden * query
     return StepFlops(
         fusion=6 * counts.keys * len(config.aux_layer_ids) * target * hidden,
-        projections=6 * (key_value + rolled * (2 * hidden * query + query * hidden)),
+        projections=6 * (key_value + queries + rolled * query * hidden),
         mlp=6 * rolled * 3 * hidden * config.intermediate_size,
         # Scores and weighted sum forward; their four gradients backward.
         attention=12 * (counts.causal_pairs + counts.own_pairs) * query,
@@ -111,7 +118,7 @@ def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int
     first = counts.rows[0]
     return [
         (counts.keys, len(config.aux_layer_ids) * config.target_hidden_size, hidden),
-        (first, 2 * hidden, query),
+        (first, hidden, query),
         (first, hidden, config.intermediate_size),
         (first, config.intermediate_size, hidden),
         (first, hidden, config.draft_vocab_size),

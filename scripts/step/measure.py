@@ -140,14 +140,16 @@ def like_for_like(measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def peak_memory(shape: Shape, settings: Settings) -> dict[str, Any]:
-    """Bytes that our step needs above weights and inputs, in a fresh process; the head is frozen."""
+    """Bytes that our step needs above weights and inputs, in a fresh process; the head is trained."""
     rows, _ = packed_rows(shape, 1, None)
-    side = OURS[1]
+    side = OURS[0]
     with tempfile.TemporaryDirectory(prefix="eagle31-step-") as scratch:
         data = Path(scratch) / "inputs.safetensors"
         write_inputs(data, shape, rows, settings.dtype)
         with _process(side, shape, data, 1, settings) as process:
             process.start()
+            # Weights and inputs are mapped files, in memory once they have been read.
+            process.ask("round", row=0)
             return process.ask("memory", row=0)
 
 

@@ -132,6 +132,10 @@ def test_rows_beyond_the_last_draft_of_a_document_are_not_computed() -> None:
     assert [step.rows.tolist() for step in plan.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
     assert plan.key_rows.tolist() == [*range(13), *range(30, 35)]
     assert plan.teacher_rows.tolist() == [10, 11, 12, 13, 35]
+    assert plan.tokens.tolist() == [*range(1, 14), *range(31, 36)]
+    assert plan.tokens[plan.key_token_at].tolist() == [t + 1 for t in plan.key_rows.tolist()]
+    for k, step in enumerate(plan.steps):
+        assert plan.tokens[step.token_at].tolist() == [t + 1 + k for t in step.rows.tolist()]
     assert [tuple(run) for run in plan.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
     assert [tuple(run) for run in plan.steps[1].runs] == [(0, 3, 0, 12)]
 

@@ -37,16 +37,19 @@ def test_the_formula_is_torchs_count_where_every_row_is_computed(num_steps: int)
     counts = StepCounts(
         keys=length,
         rows=(length,) * num_steps,
+        tokens=length,
         causal_pairs=length * length * num_steps,
         teachers=length,
     )
     expected = step_flops(config, counts, head_trained=True)
     linear = sum(found.get(op, 0) for op in LINEAR)
-    # Its teacher covers the whole vocabulary.
+    # Its teacher covers the whole vocabulary, and every step projects the embeddings anew.
     rest = config.vocab_size - config.draft_vocab_size
-    assert linear == expected.linear + 2 * length * config.target_hidden_size * rest
-    # It scores all pairs of rows at each step's keys, not the diagonal ones alone.
     query = config.num_attention_heads * config.head_dim
+    key = config.num_key_value_heads * config.head_dim
+    anew = 6 * length * (num_steps - 1) * config.hidden_size * (query + 2 * key)
+    assert linear == expected.linear + 2 * length * config.target_hidden_size * rest + anew
+    # It scores all pairs of rows at each step's keys, not the diagonal ones alone.
     wasted = 12 * query * (length * length - length) * num_steps * (num_steps - 1) // 2
     assert sum(found.values()) - linear == expected.attention + wasted
 
@@ -79,7 +82,12 @@ def test_counts_by_their_definitions() -> None:
         reach = {documents[t]: t + 1 - documents.index(documents[t]) for t in rows}
         assert counts.keys == sum(reach.values())
         assert counts.rows == tuple(sum(k == step for _, k in pairs) for step in range(5))
-        assert counts.teachers == len({t + 1 + k for t, k in pairs})
+        read = {t + 1 + k for t, k in pairs}
+        assert counts.teachers == len(read)
+        key_rows = [
+            t for t in range(length) if t - documents.index(documents[t]) < reach.get(documents[t], 0)
+        ]
+        assert counts.tokens == len(read | {t + 1 for t in key_rows})
         assert counts.causal_pairs == sum(documents[: t + 1].count(documents[t]) for t, _ in pairs)
         assert counts.own_pairs == sum(k for _, k in pairs)
 
@@ -89,6 +97,7 @@ def test_gemm_sizes_are_those_of_the_step() -> None:
     drafter, _ = tiny_drafter(config)
     counts = count_step(random_batch((30,), config, seed=1), 2)
     weights = {tuple(p.shape) for p in drafter.parameters() if p.ndim == 2}
+    weights |= {(n, k // 2) for n, k in weights}  # of the embedding's and of the state's half
     for m, k, n in gemm_sizes(config, counts):
         assert m in (counts.keys, counts.rows[0])
         assert (n, k) in weights

@@ -30,7 +30,7 @@ TINY = Shape(
     draft_vocab_size=128,
     num_steps=3,
 )
-COUNTS = StepCounts(keys=90, rows=(60, 57, 53), causal_pairs=2700, teachers=60)
+COUNTS = StepCounts(keys=90, rows=(60, 57, 53), tokens=91, causal_pairs=2700, teachers=60)
 
 
 @pytest.fixture(scope="module")
