@@ -1,0 +1,98 @@
+# Sourced by setup_vllm and setup_peers: environments apart from eagle31's own, for packages with other needs.
+
+cache=${EAGLE31_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/eagle31}
+
+# find_python WHAT MINOR: a Python from 3.11 to 3.MINOR.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $2))" 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "error: $1 needs Python 3.11 to 3.$2; set PYTHON to one." >&2
+    return 1
+}
+
+# install_wheel ENVIRONMENT REQUIREMENT LEFT_OUT [PACKAGE ...]: the wheel without its own choice of packages. Of
+# its requirements those are installed that are no extras and whose name does not match LEFT_OUT, with the
+# PACKAGEs, of which the first has to be torch with its version: it settles which build all others get.
+install_wheel() {
+    local environment=$1 requirement=$2 left_out=$3
+    shift 3
+    local pip="$environment/bin/python -m pip" wheels="$environment/wheels"
+    $pip install "$1"
+    $pip download --no-deps --dest "$wheels" "$requirement"
+    "$environment/bin/python" - "$wheels" "$left_out" >"$environment/requirements.txt" <<'REQUIREMENTS'
+import re
+import sys
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+(wheel,) = Path(sys.argv[1]).glob("*.whl")
+with zipfile.ZipFile(wheel) as archive:
+    (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = HeaderParser().parsestr(archive.read(name).decode())
+for requirement in metadata.get_all("Requires-Dist"):
+    if "extra ==" not in requirement and not re.match(rf"({sys.argv[2]})(?![\w-])", requirement):
+        print(requirement)
+REQUIREMENTS
+    $pip install --requirement "$environment/requirements.txt" "$@"
+    $pip install --no-deps "$wheels"/*.whl
+    rm -r "$wheels"
+}
+
+# ensure_own_environment ENVIRONMENT STAMP MINOR INSTALL CHECK: makes it with the function INSTALL unless STAMP
+# says that it is finished; CHECK is the Python code that has to run in it. Of several calls at once one makes
+# it and the others wait.
+ensure_own_environment() {
+    if ! _finished "$1" "$2"; then
+        mkdir -p "$(dirname "$1")"
+        exec 9>"$1.lock"
+        flock 9
+        _finished "$1" "$2" || _make "$@"
+        exec 9>&-
+    fi
+}
+
+_finished() {
+    [ "$(cat "$1/.eagle31-stamp" 2>/dev/null)" = "$2" ] && [ -x "$1/bin/python" ]
+}
+
+_make() {
+    local environment=$1 stamp=$2 minor=$3 install=$4 check=$5 log="$1.log" maker status
+    maker=$(find_python "$stamp" "$minor")
+    _clear "$environment"
+    echo "Setting up $stamp in $environment, which takes some minutes; log: $log" >&2
+    # Not in a condition, in which set -e would not hold.
+    set +e
+    (
+        set -e
+        "$maker" -m venv "$environment"
+        "$install" "$environment"
+        # Elsewhere than in the checkout, so that what is imported is what is installed.
+        cd /
+        "$environment/bin/python" -I -c "$check"
+    ) >"$log" 2>&1
+    status=$?
+    set -e
+    if [ "$status" -ne 0 ]; then
+        tail -n 20 "$log" >&2
+        echo "error: $stamp could not be installed; the whole log: $log" >&2
+        return 1
+    fi
+    echo "$stamp" >"$environment/.eagle31-stamp"
+    rm -f "$environment.unfinished"
+}
+
+# Of what lies there, only an environment of our own making is replaced.
+_clear() {
+    if [ -n "$(ls -A "$1" 2>/dev/null)" ] && [ ! -e "$1.unfinished" ] && [ ! -e "$1/.eagle31-stamp" ]; then
+        echo "error: $1: holds something else; name a new directory." >&2
+        return 1
+    fi
+    touch "$1.unfinished"
+    rm -rf "$1"
+}
