@@ -26,6 +26,7 @@ class Stage(Enum):
     export = "export"
     evaluate = "evaluate"
     report = "report"
+    push = "push"  # to the Hugging Face Hub
 
 
 class CaptureMode(Enum):
@@ -183,6 +184,16 @@ class EvaluateConfig:
 
 
 @dataclass
+class HubConfig:
+    """Where the export is pushed; the token is read from HF_TOKEN alone."""
+
+    repo_id: str | None = None  # owner/name; null: nothing is pushed
+    private: bool = True
+    base_model: str | None = None  # the target's id on the Hub, when target.model is a local copy of it
+    license: str | None = None  # an identifier of the Hub's, such as apache-2.0
+
+
+@dataclass
 class TrackingConfig:
     mode: TrackingMode = TrackingMode.auto
     project: str = "eagle31"
@@ -203,6 +214,7 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     recipe_name: str = MISSING
     stages: list[Stage] = field(default_factory=lambda: list(Stage))
     output_dir: str = MISSING

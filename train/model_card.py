@@ -25,13 +25,21 @@ def write_model_card(
     return path
 
 
-def model_card(facts: dict[str, Any], evaluation: dict[str, Any], config: dict[str, Any]) -> str:
+def model_card(
+    facts: dict[str, Any],
+    evaluation: dict[str, Any],
+    config: dict[str, Any],
+    serving: dict[str, Any] | None = None,
+    plots: Sequence[str] = (),
+) -> str:
     """The card as Markdown with the Hub's YAML front matter.
 
     Args:
         facts: what the run knows of itself; `license` and `hub_id` may be missing.
         evaluation: what the evaluation measured; empty when nothing was.
         config: the export's config.json.
+        serving: what was measured in vLLM.
+        plots: files beside the card.
     """
     target = facts["target"]
     sections = [
@@ -39,7 +47,7 @@ def model_card(facts: dict[str, Any], evaluation: dict[str, Any], config: dict[s
         f"A draft model for speculative decoding: it proposes tokens that `{public_name(target)}` verifies, "
         "so the text stays the target's own and takes fewer of its forward passes. "
         "It reads the target's hidden states and serves with no other model.",
-        "## Measured\n\n" + _measured(evaluation),
+        "## Measured\n\n" + "\n\n".join([_measured(evaluation), *_served(serving), *map(_picture, plots)]),
         "## Serve\n\n```shell\n"
         + serve_command(*_public_paths(facts), evaluation.get("k", DRAFT_TOKENS), layout_of(config).value)
         + "\n```",
@@ -111,6 +119,30 @@ def _measured(evaluation: dict[str, Any]) -> str:
         "and verification, accepted tokens + 1; the speed-up is against plain decoding in the same engine."
     )
     return text + f"\n\nGreedy text against the target alone: {identity(evaluation['greedy'])}."
+
+
+def _served(serving: dict[str, Any] | None) -> list[str]:
+    if serving is None:
+        return []
+    head = ("users at once", "tokens per second per user", "with the drafter", "speed-up")
+    rows = [
+        (
+            str(row["concurrency"]),
+            f"{row['plain']['median']:.1f}",
+            f"{row['drafter']['median']:.1f}",
+            f"{row['speedup']['median']:.2f}x",
+        )
+        for row in serving["rows"]
+    ]
+    told = (
+        f"In {serving['engine']} ({serving['dtype']}, {serving['device']}), k = {serving['k']}, temperature "
+        f"{serving['temperature']:g}: acceptance length {serving['acceptance_length']:.2f}."
+    )
+    return [told, _table(head, rows)]
+
+
+def _picture(path: str) -> str:
+    return f"![{Path(path).stem.replace('_', ' ')}]({path})"
 
 
 def decoding_runs(evaluation: dict[str, Any]) -> list[tuple[str, float, dict[str, Any]]]:

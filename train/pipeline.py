@@ -23,6 +23,7 @@ from train.context import RunContext
 from train.distributed import World, wait_for
 from train.export_stage import export_inputs, link_export, run_export
 from train.fit_stage import run_train, train_inputs
+from train.hub import check_push, push_run
 from train.result_stages import evaluate_inputs, run_evaluate, run_report
 from train.text_stages import (
     answers_inputs,
@@ -76,14 +77,25 @@ def run_stages(context: RunContext) -> None:
     order = list(Stage)
     last = max(order.index(stage) for stage in selected)
     context.check_drafter()
+    if pushes(config):
+        check_push(config.hub)
     for stage in order[: last + 1]:
         if stage is Stage.report:
             if world.is_main:
                 print(run_report(context))
             continue
+        if stage is Stage.push:
+            if world.is_main and pushes(config):
+                _say(context, f"push: {push_run(context.output_dir, config.hub)}")
+            continue
         run_stage(context, stage, stage in selected)
         if stage is Stage.export and world.is_main:
             link_export(context)
+
+
+def pushes(config: RunConfig) -> bool:
+    """Whether the run ends with a push: a recipe that names no repository pushes nothing unless told to."""
+    return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])
 
 
 def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from eagle31.frozen import project_width
 from eagle31.json_files import read_json, read_jsonl
+from tests.train.hub_server import TOKEN, running_hub
 from tests.train.launch import ROOT, environment, run_here, torchrun, torchrun_command
 from train.capture_stage import open_source
 from train.config import Stage
@@ -344,3 +346,23 @@ def test_two_layers_in_bf16_under_zero_2_together(
     config = read_json(directory / "export" / "config.json")
     assert (config["num_hidden_layers"], config["torch_dtype"]) == (2, "bfloat16")
     assert_faithful(directory)
+
+
+def test_a_finished_run_is_pushed(
+    finished: tuple[Path, str], small_target: EmbeddedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = finished
+    push = [*arguments(small_target, directory), "stages=[push]"]
+    with pytest.raises(UserError, match=r"hub\.repo_id"):
+        run_here(RECIPE, *push)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        run_here(RECIPE, *push, "hub.repo_id=someone/drafter")
+    with running_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        run_here(RECIPE, *push, "hub.repo_id=someone/drafter", "hub.license=mit")
+    [(_, files)] = hub.commits["someone/drafter"]
+    assert files["model.safetensors"] == (directory / "export" / "model.safetensors").read_bytes()
+    assert TOKEN not in (directory / "config.yaml").read_text()
