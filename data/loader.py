@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from data.packing import pack_epoch
-from data.store import CapturedSample, HiddenStateSource
+from data.samples import CapturedSample, HiddenStateSource
 from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
 

@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.samples import CapturedSample
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 
@@ -24,26 +25,6 @@ _AGAIN = "run again with the capture stage: only it is captured anew."
 
 class DamagedShard(UserError):
     """A shard of a finished store is missing or altered; it can be captured anew alone."""
-
-
-@dataclass(frozen=True)
-class CapturedSample:
-    """One conversation and what the target thought of it: T tokens, A aux layers, Ht the hidden size."""
-
-    input_ids: Tensor  # int64 [T]
-    loss_mask: Tensor  # bool [T]
-    aux_hidden_states: Tensor  # target dtype [T, A, Ht]
-    last_hidden_states: Tensor  # target dtype [T, Ht], before the final norm
-
-
-class HiddenStateSource(Protocol):
-    """What training reads: a store on disk, or the target itself."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> CapturedSample: ...
-    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]: ...
 
 
 @dataclass(frozen=True)

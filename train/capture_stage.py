@@ -6,7 +6,8 @@ from typing import Any
 from datasets import Dataset, load_from_disk
 
 from data.capture.offline import OnlineSource, capture_to_store
-from data.store import HiddenStateSource, HiddenStateStore
+from data.samples import HiddenStateSource
+from data.store import HiddenStateStore
 from data.target import tokenizer_fingerprint
 from data.template import template_fingerprint
 from train.config import CaptureMode, Stage

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
+from data.samples import CapturedSample
 from data.store import (
-    CapturedSample,
     as_read_back,
     manifest_content,
     missing_shards,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data.loader import RowLoader, pack_row
-from data.store import CapturedSample
+from data.samples import CapturedSample
 from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.samples import CapturedSample
 from data.store import (
-    CapturedSample,
     DamagedShard,
     HiddenStateStore,
     finished_shards,
