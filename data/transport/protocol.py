@@ -1,7 +1,7 @@
 """What every way from a producer of hidden states to a trainer offers."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,15 +17,15 @@ class StateRequest:
     loss_mask: Tensor  # bool [T]
 
 
-class Transport(Protocol):
-    """Carries the states of a request from one process to another, once."""
-
-    def put(self, request: StateRequest, aux: Tensor, last: Tensor) -> None:
-        """The producer's side. aux [T, A, Ht], last [T, Ht], before the final norm."""
-        ...
+class Arrivals(Protocol):
+    """The trainer's side of a transport."""
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
-        """The trainer's side: removes what was put; None when nothing came within `timeout` seconds."""
+        """Removes what was put; None when nothing came within `timeout` seconds."""
+        ...
+
+    def arrived(self, key: str) -> bool:
+        """Whether something waits under the key."""
         ...
 
     def discard(self, key: str) -> None:
@@ -33,8 +33,25 @@ class Transport(Protocol):
         ...
 
 
+class Transport(Arrivals, Protocol):
+    """Carries the states of a request from one process to another, once."""
+
+    def put(self, request: StateRequest, aux: Tensor, last: Tensor) -> None:
+        """The producer's side. aux [T, A, Ht], last [T, Ht], before the final norm."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """From which a producer's process opens its end."""
+        ...
+
+
 class Producer(Protocol):
     """Whatever runs the target for online training."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was started again, or had to connect again."""
+        ...
 
     def request(self, request: StateRequest) -> None:
         """Asks for a sample and returns at once; the states arrive by the transport."""
