@@ -4,6 +4,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from data.store.codec import Encoding
+from eagle31.errors import UserError
+
+# What a full Mooncake store needs above what may wait in it: the state that is waited for must always fit.
+MOONCAKE_ROOM = 1.1
+
 
 class CaptureSource(Enum):
     hf = "hf"  # transformers, in the run's own processes
@@ -40,7 +46,7 @@ class MooncakeConfig:
     metadata: str = "P2PHANDSHAKE"  # or the URL of a metadata server
     protocol: str = "tcp"  # or rdma
     device: str = ""  # the RDMA device
-    segment_gb: float = 4.0  # memory that each process lends to the store
+    segment_gb: float = 4.5  # memory that each rank lends to the store
 
 
 @dataclass
@@ -60,3 +66,36 @@ class CaptureConfig:
     vllm: VllmCaptureConfig = field(default_factory=VllmCaptureConfig)
     torchspec: TorchSpecConfig = field(default_factory=TorchSpecConfig)
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
+
+
+def check_capture(capture: CaptureConfig) -> None:
+    """Refuses values that no capture could use, before any work.
+
+    Raises:
+        UserError: names the key, the value and the remedy.
+    """
+    positive = {
+        "shard_tokens": capture.shard_tokens,
+        "batch_tokens": capture.batch_tokens,
+        "spool_gb": capture.spool_gb,
+        "processes": capture.processes,
+        "vllm.max_concurrency": capture.vllm.max_concurrency,
+        "mooncake.segment_gb": capture.mooncake.segment_gb,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise UserError(f"capture.{name}", value, "It must be greater than 0.")
+    if capture.max_samples is not None and capture.max_samples < 1:
+        raise UserError("capture.max_samples", capture.max_samples, "Give at least 1, or null for all.")
+    Encoding(capture.codec, capture.last_states)
+    torchspec = capture.source is CaptureSource.torchspec
+    if torchspec and capture.torchspec.python is None:
+        remedy = "Give the Python of the environment that TorchSpec is installed in."
+        raise UserError("capture.torchspec.python", None, remedy)
+    over_mooncake = torchspec or (
+        capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
+    )
+    if over_mooncake and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:
+        needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
+        remedy = f"Must be {needed}: a full store would keep out the states that training waits for."
+        raise UserError("capture.mooncake.segment_gb", capture.mooncake.segment_gb, remedy)

@@ -51,12 +51,6 @@ class Capture(CapturedStates, Protocol):
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]: ...
 
 
-class IntoStore(Protocol):
-    """Captures what a store is missing; returns on every rank once it is finished."""
-
-    def __call__(self, dataset: Dataset, directory: Path, manifest_fields: Mapping[str, Any]) -> None: ...
-
-
 def capture_to_store(
     dataset: Dataset,
     capture: Capture,

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from data.capture.vllm.transports import open_transport
+from data.transport.opening import open_transport
 from data.transport.protocol import StateRequest, Transport
 from eagle31.errors import UserError
 
