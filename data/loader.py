@@ -1,15 +1,37 @@
 """From samples to the packed rows of each optimizer step, read ahead in the background."""
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch.nn.functional import pad
+from torch import Tensor
 
 from data.packing import pack_epoch
-from data.store import CapturedSample, HiddenStateSource
+from data.samples import CapturedSample, HiddenStateSource
 from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How samples came that are made while training goes on."""
+
+    waiting_bytes: int  # have arrived and are not yet taken
+    starved_seconds: float  # states were asked for and not there
+    full_seconds: float  # everything asked for was there, and the bound allowed no more
+    num_restarts: int  # of producers
+
+
+@runtime_checkable
+class OrderedSource(HiddenStateSource, Protocol):
+    """A source that makes samples ahead, if it is told in which order they will be asked for."""
+
+    def expect(self, indices: Sequence[int]) -> None: ...
+    def delivery(self) -> Delivery: ...
+    def stop(self) -> None: ...
 
 
 class RowLoader:
@@ -23,6 +45,8 @@ class RowLoader:
         row_tokens: the most tokens in a row.
         rows_per_step: over all ranks and micro-batches.
         pad_multiple: rows are padded to a multiple of this, at most to `row_tokens`.
+        steps_ahead: read and held in memory while a step is trained.
+        steps_announced: told to an `OrderedSource` before they are read; at most an epoch's.
 
     Raises:
         UserError: the rows of a step do not divide among the ranks, or there are too few for one step.
@@ -38,6 +62,8 @@ class RowLoader:
         world_size: int = 1,
         seed: int,
         pad_multiple: int = 64,
+        steps_ahead: int = 3,
+        steps_announced: int = 64,
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
@@ -46,10 +72,14 @@ class RowLoader:
         self.world_size = world_size
         self.seed = seed
         self.pad_multiple = pad_multiple
-        self._packed: tuple[int, list[list[int]]] = (0, pack_epoch(source.lengths, row_tokens, seed, epoch=0))
-        self.rows_per_epoch = len(self._packed[1])
+        self.steps_ahead = steps_ahead
+        self._packed = {0: pack_epoch(source.lengths, row_tokens, seed, epoch=0)}
+        self.rows_per_epoch = len(self._packed[0])
+        self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
+        # One thread: the order in which steps are read is the order that is announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
-        self._ahead: tuple[int, Future[list[PackedBatch]]] | None = None
+        self._ahead: deque[tuple[int, Future[list[PackedBatch]]]] = deque()
+        self._announced = 0  # the step up to which the source was told
         if rows_per_step % world_size:
             remedy = f"Must be a multiple of the {world_size} processes."
             raise UserError("train.rows_per_step", rows_per_step, remedy)
@@ -70,48 +100,89 @@ class RowLoader:
         start = step * self.rows_per_step
         return [self._row(i) for i in range(start + self.rank, start + self.rows_per_step, self.world_size)]
 
+    def read_ahead(self, step: int) -> None:
+        """Begins to read `steps_ahead` steps from this one on, in the background.
+
+        A step that is not the next one starts anew there, which an `OrderedSource` does not take.
+        """
+        if self._ahead and self._ahead[0][0] != step:
+            self._drop()
+        start = self._ahead[-1][0] + 1 if self._ahead else step
+        for ahead in range(start, step + self.steps_ahead):
+            self._ahead.append((ahead, self._executor.submit(self._load, ahead)))
+
     def batches(self, step: int) -> list[PackedBatch]:
-        """This rank's micro-batches of a step, one row each; the next step is read meanwhile."""
-        if self._ahead is not None and self._ahead[0] == step:
-            batches = self._ahead[1].result()
-        else:
-            batches = self._executor.submit(self._load, step).result()
-        self._ahead = (step + 1, self._executor.submit(self._load, step + 1))
+        """This rank's micro-batches of a step, one row each; those behind it are read meanwhile."""
+        self.read_ahead(step)
+        batches = self._ahead.popleft()[1].result()
+        self.read_ahead(step + 1)
         return batches
 
+    def delivery(self) -> Delivery | None:
+        """Since the last call; None when the samples lie in a store."""
+        return self.source.delivery() if isinstance(self.source, OrderedSource) else None
+
     def close(self) -> None:
-        """Ends the background thread."""
+        """Ends the background thread, even where it waits for states."""
+        if isinstance(self.source, OrderedSource):
+            self.source.stop()
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _drop(self) -> None:
+        for _, future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
 
     def _load(self, step: int) -> list[PackedBatch]:
         rows = self.rows(step)
-        # One request for all rows lets an online target batch them.
+        if isinstance(self.source, OrderedSource):
+            self._announce(self.source, step)
         samples = iter(self.source.get_many([index for row in rows for index in row]))
         return [self._pack([next(samples) for _ in row]) for row in rows]
 
     def _pack(self, samples: list[CapturedSample]) -> PackedBatch:
         num_tokens = sum(len(sample.input_ids) for sample in samples)
-        multiple = self.pad_multiple
-        return pack_row(samples, min(-(-num_tokens // multiple) * multiple, self.row_tokens))
+        padded = max(-(-num_tokens // self.pad_multiple), 1) * self.pad_multiple
+        return pack_row(samples, min(padded, self.row_tokens))
+
+    def _announce(self, source: OrderedSource, step: int) -> None:
+        """Tells the source what comes, from `step` on."""
+        start = max(step, self._announced)
+        self._announced = step + self.steps_announced
+        for ahead in range(start, self._announced):
+            source.expect([index for row in self.rows(ahead) for index in row])
 
     def _row(self, index: int) -> list[int]:
         epoch, place = divmod(index, self.rows_per_epoch)
-        if self._packed[0] != epoch:
-            self._packed = (epoch, pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch))
-        return self._packed[1][place]
+        if epoch not in self._packed:
+            # What is announced may be of the epoch behind the one that is read.
+            packed = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)
+            self._packed = {e: rows for e, rows in self._packed.items() if e == epoch - 1} | {epoch: packed}
+        return self._packed[epoch][place]
 
 
 def pack_row(samples: Sequence[CapturedSample], num_tokens: int) -> PackedBatch:
-    """Lays the samples end to end and pads to `num_tokens`."""
-    lengths = [len(sample.input_ids) for sample in samples]
-    padding = num_tokens - sum(lengths)
-    document_ids = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
-    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    """Lays the samples end to end and pads to `num_tokens`; in pinned memory where there is a GPU to copy to.
+
+    Of samples without tokens, which stand for what could not be captured, nothing is seen in the row.
+    """
+    lengths = [len(sample.input_ids) for sample in samples if len(sample.input_ids)]
+    documents = torch.arange(len(lengths))
+    document_ids = documents.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    position_ids = [torch.arange(length) for length in lengths]
+
+    def lay(parts: Sequence[Tensor], padding: int = 0) -> Tensor:
+        shape = (num_tokens, *parts[0].shape[1:])
+        row = torch.empty(shape, dtype=parts[0].dtype, pin_memory=torch.cuda.is_available())
+        torch.cat(list(parts), out=row[: sum(lengths)])
+        row[sum(lengths) :] = padding
+        return row
+
     return PackedBatch(
-        input_ids=pad(torch.cat([sample.input_ids for sample in samples]), (0, padding)),
-        loss_mask=pad(torch.cat([sample.loss_mask for sample in samples]), (0, padding)),
-        document_ids=pad(document_ids, (0, padding), value=-1),
-        position_ids=pad(position_ids, (0, padding)),
-        aux_hidden_states=pad(torch.cat([s.aux_hidden_states for s in samples]), (0, 0, 0, 0, 0, padding)),
-        last_hidden_states=pad(torch.cat([s.last_hidden_states for s in samples]), (0, 0, 0, padding)),
+        input_ids=lay([sample.input_ids for sample in samples]),
+        loss_mask=lay([sample.loss_mask for sample in samples]),
+        document_ids=lay([document_ids], padding=-1),
+        position_ids=lay(position_ids or [document_ids]),
+        aux_hidden_states=lay([sample.aux_hidden_states for sample in samples]),
+        last_hidden_states=lay([sample.last_hidden_states for sample in samples]),
     )

@@ -1,10 +1,13 @@
 """What the whole suite shares."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from data.capture.vllm.environment import ROOT, find_python
 from eagle31.export import load_export
 from eagle31.record import Difference, read_probe, replay_probe
 from train import export_checks
@@ -12,6 +15,14 @@ from train import export_checks
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the long matrices, whose tables are committed")
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """vLLM's environment, made where it is missing."""
+    if "EAGLE31_VLLM_PYTHON" not in os.environ:
+        subprocess.run([ROOT / "scripts" / "setup_vllm"], check=True, stdout=subprocess.DEVNULL)
+    return find_python()
 
 
 @pytest.fixture

@@ -1,17 +1,25 @@
 """The capture stage: every rank runs the target over its share and meets the others through files."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_from_disk
 
-from data.capture.offline import OnlineSource, capture_to_store
-from data.store import HiddenStateSource, HiddenStateStore
+from data.capture.offline import capture_to_store
+from data.samples import HiddenStateSource
+from data.store import HiddenStateStore
+from data.store.codec import Encoding
+from data.store.index import FORMAT
 from data.target import tokenizer_fingerprint
 from data.template import template_fingerprint
-from train.config import CaptureMode, Stage
+from train.capture_config import CaptureMode, CaptureSource
+from train.config import Stage
 from train.context import RunContext
+from train.online_capture import capture_by_torchspec, online_source
 from train.text_stages import HELD_OUT
+from train.vllm_capture import capture_by_vllm
 
 
 def capture_inputs(context: RunContext) -> dict[str, Any]:
@@ -22,11 +30,12 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
         "target": context.parts.fingerprint,
         "dtype": context.config.target.dtype,
         "aux_layer_ids": context.aux_layer_ids,
+        "source": capture.source.value,
         "mode": capture.mode.value,
     }
+    inputs |= {"codec": capture.codec, "last_states": capture.last_states, "format": FORMAT}
     if capture.mode is CaptureMode.offline:
-        inputs |= {"max_samples": capture.max_samples, "shard_tokens": capture.shard_tokens}
-        inputs["seed"] = context.config.seed
+        inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
     return inputs
 
 
@@ -41,7 +50,6 @@ def training_samples(context: RunContext) -> Dataset:
 
 def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     """Stores of hidden states: `train/` unless capture is online, `validation/`, `test/`."""
-    capture = context.open_capture()
     answers = context.artifacts[Stage.answers].directory
     datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
     if context.config.capture.mode is CaptureMode.offline:
@@ -53,20 +61,10 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         "tokenizer_fingerprint": tokenizer_fingerprint(context.tokenizer),
         "template_fingerprint": template_fingerprint(context.tokenizer, context.template_kwargs),
         "aux_layer_ids": list(context.aux_layer_ids),
-        "dtype": str(capture.dtype).removeprefix("torch."),
+        "dtype": str(context.parts.embed_tokens.dtype).removeprefix("torch."),
     }
-    for name, dataset in datasets.items():
-        capture_to_store(
-            dataset,
-            capture,
-            directory / name,
-            shard_tokens=context.config.capture.shard_tokens,
-            batch_tokens=context.config.capture.batch_tokens,
-            rank=context.world.rank,
-            world_size=context.world.size,
-            manifest_fields=fields,
-            progress=context.world.is_main,
-        )
+    stores_of = {directory / name: dataset for name, dataset in datasets.items()}
+    SOURCES[context.config.capture.source](context, stores_of, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     return {
         "num_samples": {name: len(store) for name, store in stores.items()},
@@ -75,13 +73,46 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     }
 
 
-def open_source(context: RunContext) -> HiddenStateSource:
-    """What training reads: the verified store, or the target itself when capture is online."""
+def capture_by_hf(
+    context: RunContext, stores: Mapping[Path, Dataset], manifest_fields: Mapping[str, Any]
+) -> None:
+    """Every rank runs the target over its share."""
+    capture, target = context.config.capture, context.open_capture()
+    for directory, dataset in stores.items():
+        capture_to_store(
+            dataset,
+            target,
+            directory,
+            encoding=Encoding(capture.codec, capture.last_states),
+            shard_tokens=capture.shard_tokens,
+            batch_tokens=capture.batch_tokens,
+            rank=context.world.rank,
+            world_size=context.world.size,
+            manifest_fields=manifest_fields,
+            progress=context.world.is_main,
+        )
+
+
+SOURCES = {
+    CaptureSource.hf: capture_by_hf,
+    CaptureSource.vllm: capture_by_vllm,
+    CaptureSource.torchspec: capture_by_torchspec,
+}
+
+
+@contextmanager
+def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
+    """What training reads while it runs: the verified store, or what comes online."""
     if context.config.capture.mode is CaptureMode.offline:
-        store = HiddenStateStore(context.artifacts[Stage.capture].directory / "train")
-        if context.world.is_main:
-            store.verify()
-        return store
-    return OnlineSource(
-        training_samples(context), context.open_capture(), context.config.capture.batch_tokens
-    )
+        yield open_source(context)
+    else:
+        with online_source(context, training_samples(context)) as source:
+            yield source
+
+
+def open_source(context: RunContext) -> HiddenStateStore:
+    """The store that training reads, verified."""
+    store = HiddenStateStore(context.artifacts[Stage.capture].directory / "train")
+    if context.world.is_main:
+        store.verify()
+    return store

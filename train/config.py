@@ -12,6 +12,7 @@ from data.tokenize import Overlong
 from eagle31.errors import UserError
 from eagle31.layouts import Layout
 from eagle31.losses import Loss, Objective
+from train.capture_config import CaptureConfig, check_capture
 from train.tracking import TrackingMode
 
 
@@ -27,11 +28,6 @@ class Stage(Enum):
     evaluate = "evaluate"
     report = "report"
     push = "push"  # to the Hugging Face Hub
-
-
-class CaptureMode(Enum):
-    offline = "offline"
-    online = "online"
 
 
 class Schedule(Enum):
@@ -119,14 +115,6 @@ class DataConfig:
     num_validation: int = 32  # held-out prompts that choose the checkpoint
     num_test: int = 32  # held-out prompts that the final figures come from
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
-
-
-@dataclass
-class CaptureConfig:
-    mode: CaptureMode = CaptureMode.offline
-    max_samples: int | None = None
-    shard_tokens: int = 65536
-    batch_tokens: int = 8192
 
 
 @dataclass
@@ -237,8 +225,6 @@ def check(config: RunConfig) -> None:
         "data.max_tokens": config.data.max_tokens,
         "data.num_validation": config.data.num_validation,
         "data.num_test": config.data.num_test,
-        "capture.shard_tokens": config.capture.shard_tokens,
-        "capture.batch_tokens": config.capture.batch_tokens,
         "train.ttt_steps": config.train.ttt_steps,
         "train.row_tokens": config.train.row_tokens,
         "train.rows_per_step": config.train.rows_per_step,
@@ -284,10 +270,6 @@ def check(config: RunConfig) -> None:
         )
     if config.train.max_steps is not None and config.train.max_steps < 1:
         raise UserError("train.max_steps", config.train.max_steps, "Give at least 1, or null for num_epochs.")
-    if config.capture.max_samples is not None and config.capture.max_samples < 1:
-        raise UserError(
-            "capture.max_samples", config.capture.max_samples, "Give at least 1, or null for all."
-        )
     if not 0 < config.train.step_decay <= 1:
         raise UserError("train.step_decay", config.train.step_decay, "It must lie in (0, 1].")
     Objective(config.train.loss).check(pruned=config.drafter.draft_vocab_size is not None)
@@ -311,5 +293,6 @@ def check(config: RunConfig) -> None:
         raise UserError("evaluate.temperature", config.evaluate.temperature, "Use evaluate.sampling=false.")
     if config.drafter.init_revision is not None and config.drafter.init_from is None:
         raise UserError("drafter.init_revision", config.drafter.init_revision, "Give drafter.init_from too.")
+    check_capture(config.capture)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.loader import RowLoader
+from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.drafter import Drafter
 from eagle31.errors import UserError
 from eagle31.frozen import FrozenParts, project_width
 from eagle31.losses import Objective
 from eagle31.vocab import DraftVocab
-from train.capture_stage import open_source
+from train.capture_stage import opened_source
 from train.checkpoint import CheckpointDirectory
 from train.config import Stage
 from train.context import RunContext
@@ -119,6 +120,12 @@ def initialize(drafter: Drafter, std: float = 0.02) -> None:
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
     """Trains: `checkpoints/` with the newest states and `best/`, and `metrics.jsonl`."""
+    with opened_source(context) as source:
+        return train_on(source, context, directory)
+
+
+def train_on(source: HiddenStateSource, context: RunContext, directory: Path) -> dict[str, Any]:
+    """Builds what training needs, and trains."""
     config, world = context.config, context.world
     ensure_process_group()
     vocab = load_vocab(context.artifacts[Stage.vocab])
@@ -133,7 +140,7 @@ def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
         config.train.activation_checkpointing,
     )
     loader = RowLoader(
-        open_source(context),
+        source,
         row_tokens=config.train.row_tokens,
         rows_per_step=config.train.rows_per_step,
         rank=world.rank,

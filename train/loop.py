@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.loader import RowLoader
+from data.loader import Delivery, RowLoader
 from eagle31.batch import PackedBatch
 from eagle31.loss import DepthSums, plan_batch
 from eagle31.rollout import counted_drafts
@@ -71,6 +71,7 @@ class WindowSums:
         self.started = time.perf_counter()
         self.num_tokens = 0
         self.waited_seconds = 0.0
+        self.step_seconds = 0.0  # with the waiting; without validation and checkpoints
 
     def add(self, sums: DepthSums, measured: bool, num_tokens: int) -> None:
         """One micro-batch; `measured` says whether agreement and expected acceptance are in the sums."""
@@ -81,10 +82,11 @@ class WindowSums:
 
     def record(self, world: World, step_decay: float) -> dict:
         """Every rank calls."""
-        tokens = torch.tensor([float(self.num_tokens)], dtype=torch.float64, device=self.sums.device)
         num_rows, *totals = sum_over_ranks(self.sums.clone())
         measured_rows = sum_over_ranks(self.measured_rows.clone())
-        total_tokens = float(sum_over_ranks(tokens))
+        own = [self.num_tokens, self.waited_seconds, self.step_seconds]
+        num_tokens, waited, step_seconds = gather(own, world).unbind(1)
+        slowest = int(waited.argmax())
         seconds = time.perf_counter() - self.started
         names = [f.name for f in fields(DepthSums)][1:]
         counts = [measured_rows if name in MEASURED else num_rows for name in names]
@@ -98,10 +100,31 @@ class WindowSums:
             "loss": weighted / max(float(num_rows[0]), 1.0),
             "depth": depth,
             "counted_tokens": int(num_rows[0]),
-            "tokens_per_second": total_tokens / seconds,
+            "tokens_per_second": float(num_tokens.sum()) / seconds,
             "seconds": seconds,
-            "data_wait_seconds": self.waited_seconds,
+            # Of the rank that waited longest: the others wait for it.
+            "data_wait_seconds": float(waited[slowest]),
+            "data_wait_fraction": float(waited[slowest] / step_seconds[slowest].clamp(min=1e-9)),
         }
+
+
+def gather(values: Sequence[float], world: World) -> Tensor:
+    """float64 [num_ranks, num_values]. Every rank calls."""
+    table = torch.zeros(world.size, len(values), dtype=torch.float64, device=world.device)
+    table[world.rank] = torch.tensor(values, dtype=torch.float64)
+    return sum_over_ranks(table)
+
+
+def delivery_record(delivery: Delivery, world: World) -> dict[str, float]:
+    """How online states came, over all ranks. Every rank calls."""
+    own = [delivery.waiting_bytes, delivery.starved_seconds, delivery.full_seconds, delivery.num_restarts]
+    waiting, starved, full, restarts = gather(own, world).unbind(1)
+    return {
+        "spool_gb": float(waiting.sum()) / 1e9,
+        "starved_seconds": float(starved.max()),
+        "spool_full_seconds": float(full.max()),
+        "producer_restarts": int(restarts.sum()),
+    }
 
 
 def train(
@@ -130,6 +153,7 @@ def train(
     )
     window = WindowSums(settings.num_depths, device)
     with preemption_flag() as preempted, bar:
+        loader.read_ahead(state.step)
         if state.step == 0:
             validate(engine, validation, checkpoints, tracker, settings, state, world, dtype)
         while state.step < settings.max_steps:
@@ -147,11 +171,14 @@ def train(
             state.step += 1
             logs = state.step % settings.log_every == 0 or state.step == settings.max_steps
             num_counted, grad_norm = optimizer_step(engine, batches, lr, window, world, dtype, measure=logs)
+            window.step_seconds += time.perf_counter() - waiting
             state.counted_rows += num_counted
             bar.update()
             if logs:
                 record = window.record(world, module.step_decay)
                 record |= {"learning_rate": lr, "grad_norm": float(grad_norm)}
+                if (delivery := loader.delivery()) is not None:
+                    record |= delivery_record(delivery, world)
                 tracker.log({"kind": "train", "step": state.step} | record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", hit=f"{record['depth'][0]['agreement']:.3f}")
                 window = WindowSums(settings.num_depths, device)
@@ -189,7 +216,7 @@ def optimizer_step(
     local = sum(int(counted_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
     num_counted = int(sum_over_ranks(torch.tensor(local, device=device)))
     # DeepSpeed averages over micro-batches and ranks; the loss is a sum over all of them, divided once.
-    scale = len(batches) * world.size / num_counted
+    scale = len(batches) * world.size / max(num_counted, 1)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     grad_norm: Tensor | float = 0.0

@@ -13,7 +13,8 @@ from eagle31.drafter import Drafter
 from eagle31.export import load_export
 from eagle31.frozen import FrozenParts
 from eagle31.json_files import read_json, write_json
-from train.config import CaptureMode, Stage
+from train.capture_config import CaptureMode
+from train.config import Stage
 from train.context import RunContext
 from train.evaluation import greedy_report, plain_texts, replay_by_length, sampling_report
 from train.fit_stage import build_drafter

@@ -6,7 +6,7 @@ import torch
 
 from data.loader import pack_row
 from data.packing import pack_epoch
-from data.store import CapturedSample
+from data.samples import CapturedSample
 from eagle31.acceptance import AcceptanceStats, replay
 from eagle31.batch import PackedBatch
 from train.distributed import World, sum_over_ranks

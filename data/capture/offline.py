@@ -1,83 +1,54 @@
-"""Captured states to disk for many epochs, or straight into training."""
+"""Captured states into a store: what is still missing of it, whoever captures, and its end."""
 
-import errno
-import hashlib
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import pyarrow.compute as pc
+import numpy as np
 import torch
 from datasets import Dataset
-from safetensors import SafetensorError
+from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from data.store import (
-    CapturedSample,
+from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
+from data.samples import CapturedSample
+from data.store.codec import Encoding, Rows, encoded_bytes
+from data.store.index import (
+    MANIFEST,
     as_read_back,
+    claim,
+    is_written,
     manifest_content,
-    missing_shards,
-    plan_shards,
-    read_manifest,
+    missing_ids,
     write_manifest,
-    write_shard,
 )
+from data.store.shards import FinishedShards, ShardRecord
+from data.store.writer import StoreWriter, disk_full, remove_all_leftovers
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, write_json
 
-_SETTINGS = "capture.json"
 _POLL_SECONDS = 0.5
-_DISK_FULL = f"(os error {errno.ENOSPC})"  # safetensors reports the operating system's error as text only
-_TOKEN_BYTES = 5  # input_ids and loss_mask
 
 
-class Capture(Protocol):
+class CapturedStates(Protocol):
+    """What decides how large the states are."""
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Capture(CapturedStates, Protocol):
     """Whatever runs the target, such as `HiddenStateCapture`."""
 
-    aux_layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: torch.dtype
-
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]: ...
-
-
-class OnlineSource:
-    """Captures samples when they are asked for; reads like a store, with nothing on disk.
-
-    Args:
-        dataset: columns input_ids and loss_mask.
-        batch_tokens: the most tokens, padding included, in one forward pass.
-    """
-
-    def __init__(self, dataset: Dataset, capture: Capture, batch_tokens: int) -> None:
-        self.capture = capture
-        self.batch_tokens = batch_tokens
-        self.lengths = dataset_lengths(dataset)
-        self._tokens = dataset.with_format("torch", columns=["input_ids", "loss_mask"])
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> CapturedSample:
-        return self.get_many([index])[0]
-
-    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
-        """Captures together what is of like length; returns in the order asked."""
-        samples = dict(self.capture_batches(indices))
-        return [samples[place] for place in range(len(indices))]
-
-    def capture_batches(self, indices: Sequence[int]) -> Iterator[tuple[int, CapturedSample]]:
-        """Yields (place in `indices`, sample), longest first, so that what does not fit fails at once."""
-        for places in _batches_by_length([self.lengths[i] for i in indices], self.batch_tokens):
-            rows = [self._tokens[int(indices[place])] for place in places]
-            states = self.capture.capture([row["input_ids"] for row in rows])
-            for place, row, (aux, last) in zip(places, rows, states, strict=True):
-                yield place, CapturedSample(row["input_ids"], row["loss_mask"], aux, last)
 
 
 def capture_to_store(
@@ -85,6 +56,7 @@ def capture_to_store(
     capture: Capture,
     output_dir: Path,
     *,
+    encoding: Encoding,
     shard_tokens: int,
     batch_tokens: int,
     rank: int = 0,
@@ -92,123 +64,158 @@ def capture_to_store(
     manifest_fields: Mapping[str, Any],
     progress: bool = False,
 ) -> None:
-    """Captures this rank's unfinished shards; returns on every rank once the whole store is finished.
+    """Captures this rank's share of what is missing; returns on every rank once the whole store is finished.
 
-    Ranks share nothing but the directory: rank r does shards r, r + world_size, ..., and rank 0 writes the
-    manifest when it sees all of them.
+    Ranks share nothing but the directory.
 
     Args:
         dataset: columns input_ids and loss_mask.
-        shard_tokens: about how many tokens a file holds; held in memory while it is captured.
+        shard_tokens: about how many tokens a file holds; held in memory, encoded, until it is written.
         batch_tokens: the most tokens, padding included, in one forward pass.
-        manifest_fields: JSON values that say what the states are made with; a fingerprint of the tokens is
-            added to them.
+        manifest_fields: JSON values that say what the states are made with.
 
     Raises:
         UserError: the disk cannot hold the store, or the directory holds another one. Shards that are
             finished by then are kept.
     """
-    source = OnlineSource(dataset, capture, batch_tokens)
-    fields = {**manifest_fields, "tokens_fingerprint": tokens_fingerprint(dataset)}
-    _claim(output_dir, {**fields, "shard_tokens": shard_tokens}, rank)
-    plan = plan_shards(source.lengths, shard_tokens)
-    missing = missing_shards(output_dir, source.lengths, shard_tokens)
+    fields = store_fields(dataset, encoding, manifest_fields)
+    missing = open_store(output_dir, fields, rank)
     if rank == 0 and missing:
-        _check_space(output_dir, capture, _num_tokens(source, [plan[index] for index in missing]))
-    mine = [index for index in missing if index % world_size == rank]
-    shown = progress and sys.stderr.isatty()
-    total = _num_tokens(source, [plan[index] for index in mine])
-    with tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown) as bar:
-        for index in mine:
-            _capture_shard(source, plan[index], output_dir, index, bar)
-    _finish(output_dir, source.lengths, shard_tokens, rank, fields)
+        rows = dataset_rows(dataset, encoding)[missing]
+        check_space(output_dir, rows, capture, encoding)
+    lengths = dataset_lengths(dataset)
+    mine = rank_share(lengths, missing, rank, world_size)
+    if mine:
+        writer = StoreWriter(output_dir, f"hf-{rank}", encoding, shard_tokens)
+        shown = progress and sys.stderr.isatty()
+        total = sum(lengths[sample_id] for sample_id in mine)
+        bar = tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown)
+        with writer, bar:
+            for sample_id, sample in capture_samples(dataset, lengths, mine, capture, batch_tokens):
+                writer.append(sample_id, sample)
+                bar.update(len(sample.input_ids))
+    finish_store(output_dir, dataset, fields, rank)
 
 
-def dataset_lengths(dataset: Dataset) -> list[int]:
-    """Tokens of each sample, without making lists of them."""
-    tables = dataset.with_format("arrow", columns=["input_ids"]).iter(batch_size=1000)
-    return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
+def capture_samples(
+    dataset: Dataset, lengths: Sequence[int], sample_ids: Sequence[int], capture: Capture, batch_tokens: int
+) -> Iterator[tuple[int, CapturedSample]]:
+    """Captures together what is of like length; longest first, so that what does not fit fails at once."""
+    tokens = TokenRows(dataset)
+    for places in batches_by_length([lengths[i] for i in sample_ids], batch_tokens):
+        batch = [sample_ids[place] for place in places]
+        rows = tokens.read(batch)
+        states = capture.capture([input_ids for input_ids, _ in rows])
+        for sample_id, row, (aux, last) in zip(batch, rows, states, strict=True):
+            yield sample_id, CapturedSample(*row, aux, last)
 
 
-def tokens_fingerprint(dataset: Dataset) -> str:
-    """sha256 of the samples: their lengths, ids and masks, however the dataset came to be."""
-    digest = hashlib.sha256()
-    for table in dataset.with_format("arrow", columns=["input_ids", "loss_mask"]).iter(batch_size=1000):
-        ids, mask = table["input_ids"], table["loss_mask"]
-        digest.update(pc.list_value_length(ids).to_numpy().astype("<i4").tobytes())
-        digest.update(pc.list_flatten(ids).to_numpy().astype("<i4").tobytes())
-        digest.update(pc.list_flatten(mask).to_numpy().astype("u1").tobytes())
-    return digest.hexdigest()
+def store_fields(dataset: Dataset, encoding: Encoding, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a store says of its making: `manifest_fields`, its encoding, and which samples it is of."""
+    return as_read_back(
+        {
+            **manifest_fields,
+            "encoding": encoding.to_json(),
+            "tokens_fingerprint": tokens_fingerprint(dataset),
+            "dataset_samples": len(dataset),
+        }
+    )
 
 
-def estimate_bytes(num_tokens: int, capture: Capture) -> int:
-    """What `num_tokens` take in a store."""
-    states = (len(capture.aux_layer_ids) + 1) * capture.hidden_size * capture.dtype.itemsize
-    return num_tokens * (states + _TOKEN_BYTES)
+def open_store(directory: Path, fields: Mapping[str, Any], rank: int = 0) -> list[int]:
+    """Takes the directory for this capture; every rank calls.
+
+    Args:
+        fields: of `store_fields`.
+
+    Returns:
+        The samples that are still to be captured, ascending. Other writers may be at work on them.
+
+    Raises:
+        UserError: it holds another capture.
+    """
+    claim(directory, fields, rank)
+    missing = missing_ids(directory, FinishedShards(directory).records(), fields["dataset_samples"])
+    if missing and rank == 0:
+        # Of a store that was finished and has lost a shard.
+        (directory / MANIFEST).unlink(missing_ok=True)
+    return missing
 
 
-def _claim(output_dir: Path, settings: Mapping[str, Any], rank: int) -> None:
-    """Says what the directory is for, or refuses one that is for something else."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    path, settings = output_dir / _SETTINGS, as_read_back(settings)
-    if path.exists():
-        found = read_json(path)
-        names = sorted(found.keys() | settings.keys())
-        changed = [name for name in names if found.get(name) != settings.get(name)]
-        if changed:
-            remedy = f"Holds a capture with another {', '.join(changed)}; delete it or choose another."
-            raise UserError("output_dir", output_dir, remedy)
-    elif rank == 0:
-        write_json(path, settings)
+def rank_share(lengths: Sequence[int], missing: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """What this rank captures of `missing`.
+
+    Who captures a sample depends on the lengths alone: ranks that start at different times see different
+    samples missing, and still leave none out. All lengths are dealt out evenly.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    mine = np.zeros(len(lengths), dtype=bool)
+    mine[order[rank::world_size]] = True
+    return [sample_id for sample_id in missing if mine[sample_id]]
 
 
-def _check_space(output_dir: Path, capture: Capture, num_tokens: int) -> None:
-    needed, free = estimate_bytes(num_tokens, capture), shutil.disk_usage(output_dir).free
+def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) -> int:
+    """What samples with these rows take in a store, but for its headers. int64 [n, 3], of `dataset_rows`."""
+    num_layers, total = len(states.aux_layer_ids), Rows(*map(int, rows.sum(axis=0)))
+    return encoded_bytes(encoding, total, num_layers, states.hidden_size, states.dtype)
+
+
+def check_space(output_dir: Path, rows: NDArray, states: CapturedStates, encoding: Encoding) -> None:
+    """Says how much is to be captured, and refuses what the disk cannot hold.
+
+    Raises:
+        UserError: too little is free.
+    """
+    needed, free = estimate_bytes(rows, states, encoding), shutil.disk_usage(output_dir).free
     print(
-        f"capture: {num_tokens:,} tokens to {output_dir}, {needed / 1e9:.2f} GB of {free / 1e9:.2f} GB free",
+        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {output_dir}, "
+        f"{needed / 1e9:.2f} GB ({encoding.codec}) of {free / 1e9:.2f} GB free",
         file=sys.stderr,
     )
     if needed > free:
-        raise _does_not_fit(output_dir, f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free")
+        raise disk_full(output_dir, f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free")
 
 
-def _does_not_fit(output_dir: Path, what: str) -> UserError:
-    remedy = f"{what}; choose another disk, lower capture.max_samples, or set capture.mode=online."
-    return UserError("output_dir", output_dir, remedy)
+def finish_store(directory: Path, dataset: Dataset, fields: Mapping[str, Any], rank: int = 0) -> None:
+    """Waits until every sample is captured or refused; rank 0 declares the store finished, the others wait.
 
+    Args:
+        fields: of `store_fields`.
 
-def _num_tokens(source: OnlineSource, shards: Sequence[range]) -> int:
-    return sum(source.lengths[i] for shard in shards for i in shard)
-
-
-def _capture_shard(source: OnlineSource, shard: range, output_dir: Path, index: int, bar: tqdm) -> None:
-    samples: dict[int, CapturedSample] = {}
-    for place, sample in source.capture_batches(shard):
-        aux, last = sample.aux_hidden_states.cpu(), sample.last_hidden_states.cpu()
-        samples[place] = replace(sample, aux_hidden_states=aux, last_hidden_states=last)
-        bar.update(len(sample.input_ids))
-    try:
-        write_shard(output_dir, index, [samples[place] for place in range(len(shard))])
-    except SafetensorError as error:
-        if _DISK_FULL not in str(error):
-            raise
-        raise _does_not_fit(output_dir, "The disk is full; finished shards are kept") from error
-
-
-def _finish(
-    output_dir: Path, lengths: Sequence[int], shard_tokens: int, rank: int, fields: Mapping[str, Any]
-) -> None:
-    """Waits for all shards; rank 0 writes the manifest, the others wait for exactly that one."""
-    while missing_shards(output_dir, lengths, shard_tokens):
+    Raises:
+        UserError: a shard holds other tokens than the dataset, or has another encoding.
+    """
+    shards = FinishedShards(directory)
+    while missing_ids(directory, shards.records(), len(dataset)):
         time.sleep(_POLL_SECONDS)
-    if rank == 0 and read_manifest(output_dir) != manifest_content(output_dir, fields):
-        write_manifest(output_dir, fields)
+    if rank == 0:
+        remove_all_leftovers(directory)
+    records = shards.records()
+    content = manifest_content(directory, records, fields)
+    if rank == 0 and not is_written(directory, content):
+        tokens = TokenRows(dataset)
+        for record in records:
+            _check_shard(directory, record, tokens, fields)
+        write_manifest(directory, fields)
     # The manifest of an earlier run may still be there while a damaged shard is replaced.
-    while read_manifest(output_dir) != manifest_content(output_dir, fields):
+    while not is_written(directory, content):
         time.sleep(_POLL_SECONDS)
 
 
-def _batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def _check_shard(directory: Path, record: ShardRecord, tokens: TokenRows, fields: Mapping[str, Any]) -> None:
+    path = directory / record.file
+    if record.encoding.to_json() != fields["encoding"]:
+        raise UserError("capture", path, f"Its encoding is {record.encoding.to_json()}; delete it.")
+    with safe_open(path, framework="np") as file:
+        ids, mask = file.get_tensor("input_ids"), file.get_tensor("loss_mask")
+    lengths, wanted_ids, wanted_mask = tokens.flat(record.sample_ids)
+    same = np.array_equal(lengths, record.lengths) and np.array_equal(ids, wanted_ids)
+    if not same or not np.array_equal(mask, wanted_mask):
+        remedy = "Holds other tokens than the dataset; delete it and run again: it is captured anew."
+        raise UserError("capture", path, remedy)
+
+
+def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Places, longest first, in batches of at most `batch_tokens` with padding, at least one each."""
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):

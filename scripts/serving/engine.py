@@ -1,7 +1,6 @@
 """vLLM from outside: writes jobs, runs `worker.py` with vLLM's own Python, reads the results."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -10,15 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.capture.vllm.environment import environment
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from scripts.serving.compare import PlacedDraft, Served
 
 WORKER = Path(__file__).with_name("worker.py")
-SETUP = Path(__file__).parents[1] / "setup_vllm"
 _TAIL_LINES = 20
-# Python's own settings belong to our environment, not to vLLM's.
-_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
 
 
 class EngineFailure(RuntimeError):
@@ -173,35 +170,13 @@ def run_worker(jobs: Sequence[dict[str, Any]], python: Path, log_path: Path) -> 
         # Isolated: neither our packages nor the files beside the worker are importable there.
         command = [str(python), "-I", str(WORKER), str(directory / "jobs.json"), scratch]
         done = subprocess.run(
-            command, cwd=scratch, env=_environment(python), stdout=log, stderr=subprocess.STDOUT
+            command, cwd=scratch, env=environment(python), stdout=log, stderr=subprocess.STDOUT
         )
         paths = [directory / f"{index}.json" for index in range(len(jobs))]
         if done.returncode or not all(path.exists() for path in paths):
             how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
             raise EngineFailure(f"vLLM ended with {how}.\n{log_tail(log_path)}")
         return [read_json(path) for path in paths]
-
-
-def find_python() -> Path:
-    """Python of vLLM's environment: EAGLE31_VLLM_PYTHON, else what `scripts/setup_vllm` made.
-
-    Raises:
-        UserError: there is none.
-    """
-    remedy = (
-        "vLLM's environment is not there; run scripts/setup_vllm, or name the Python of your own with "
-        "EAGLE31_VLLM_PYTHON."
-    )
-    own = os.environ.get("EAGLE31_VLLM_PYTHON")
-    if own:
-        if not os.access(own, os.X_OK):
-            raise UserError("EAGLE31_VLLM_PYTHON", own, remedy)
-        return Path(own)
-    printed = subprocess.run([str(SETUP), "--print"], capture_output=True, text=True, check=True)
-    path = Path(printed.stdout.strip())
-    if not (path.parent.parent / ".eagle31-stamp").exists():
-        raise UserError("EAGLE31_VLLM_ENV", path.parent.parent, remedy)
-    return path
 
 
 def draft_room(k: int) -> int:
@@ -244,14 +219,3 @@ def announce(message: str) -> None:
 def _tail(text: str, log_path: Path) -> str:
     lines = text.splitlines()[-_TAIL_LINES:]
     return "\n".join([*(f"  | {line}" for line in lines), f"The whole log: {log_path}"])
-
-
-def _environment(python: Path) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name not in _OURS}
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read on the CPU only
-    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM on the CPU asks for Intel's OpenMP, which lies in its environment; drafting is slow without.
-    openmp = python.parent.parent / "lib" / "libiomp5.so"
-    if openmp.exists():
-        environment.setdefault("LD_PRELOAD", str(openmp))
-    return environment

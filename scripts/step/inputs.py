@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.loader import pack_row
-from data.store import CapturedSample
+from data.samples import CapturedSample
 from eagle31.batch import PackedBatch
 from eagle31.drafter import Drafter
 from scripts.step.shapes import Shape

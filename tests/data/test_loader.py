@@ -4,8 +4,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from data.loader import RowLoader, pack_row
-from data.store import CapturedSample
+from data.loader import Delivery, RowLoader, pack_row
+from data.packing import pack_epoch
+from data.samples import CapturedSample
 from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
 
@@ -95,18 +96,107 @@ def test_step_number_is_all_the_state() -> None:
     assert _samples(through.batches(2)) == _samples(steps[2])
 
 
-def test_next_step_is_read_ahead_and_only_once() -> None:
-    loader = _loader()
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_order_is_a_function_of_seed_and_epoch_alone(world_size: int) -> None:
+    ranks = [_loader(rank, world_size) for rank in range(world_size)]
+    steps = int(2.5 * ranks[0].steps_per_epoch)
+    rows = [[ranks[i % world_size].rows(step)[i // world_size] for i in range(4)] for step in range(steps)]
+    assert rows == [_loader().rows(step) for step in range(steps)]
+    assert rows != [_loader(seed=1).rows(step) for step in range(steps)]
+    every = [row for step in rows for row in step]
+    first, second = (every[i * ranks[0].rows_per_epoch :][: ranks[0].rows_per_epoch] for i in range(2))
+    assert sorted(i for row in first for i in row) == sorted(i for row in second for i in row)
+    assert first != second
+
+
+def test_steps_are_read_ahead_and_only_once() -> None:
+    loader = _loader(steps_ahead=3)
     source = loader.source
-    loader.batches(0)
-    ahead = loader._ahead
-    assert ahead is not None
-    ahead[1].result(timeout=10)
-    assert len(source.requests) == 2
-    assert source.requests[1] == [i for row in loader.rows(1) for i in row]
-    loader.batches(1)
-    loader._ahead[1].result(timeout=10)
-    assert len(source.requests) == 3
+    for step in range(3):
+        loader.batches(step)
+    assert [step for step, _ in loader._ahead] == [3, 4, 5]
+    loader._ahead[-1][1].result(timeout=10)
+    assert source.requests == [[i for row in loader.rows(step) for i in row] for step in range(6)]
+
+
+class OrderedListSource(ListSource):
+    """Remembers what it was told to expect, and insists on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: list[int] = []
+        self.most_ahead = 0
+        self.arriving = threading.Event()
+        self.arriving.set()
+
+    def expect(self, indices: Sequence[int]) -> None:
+        self.expected += indices
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        self.most_ahead = max(self.most_ahead, len(self.expected))
+        assert self.arriving.wait(timeout=30)
+        wanted, self.expected = self.expected[: len(indices)], self.expected[len(indices) :]
+        assert wanted == list(indices)
+        return super().get_many(indices)
+
+    def delivery(self) -> Delivery:
+        return Delivery(len(self.expected), 0.0, 0.0, 0)
+
+    def stop(self) -> None:
+        self.arriving.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_ordered_source_is_told_what_comes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+
+    def pack(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+        packed.append(epoch)
+        return pack_epoch(lengths, row_tokens, seed, epoch)
+
+    monkeypatch.setattr("data.loader.pack_epoch", pack)
+    source = OrderedListSource()
+    loader = RowLoader(
+        source, row_tokens=ROW_TOKENS, rows_per_step=2, rank=rank, world_size=2, seed=0, steps_announced=100
+    )
+    epoch = int(loader.steps_per_epoch)
+    assert loader.steps_announced == epoch
+    for step in range(5, 5 + 3 * epoch):
+        loader.batches(step)
+    loader.close()
+    # An epoch ahead, and yet every epoch is packed once.
+    assert source.most_ahead > NUM_SAMPLES / 3
+    assert packed == sorted(set(packed))
+    assert loader.delivery() is not None
+    assert _loader().delivery() is None
+
+
+def test_close_ends_a_wait_for_states() -> None:
+    source = OrderedListSource()
+    source.arriving.clear()
+    loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=2, seed=0)
+    loader.read_ahead(0)
+    loader.close()
+    assert source.arriving.is_set()
+
+
+def test_samples_without_tokens_leave_no_trace() -> None:
+    source = ListSource()
+    empty = CapturedSample(*(value[:0] for value in vars(source[0]).values()))
+    with_empty = pack_row([empty, source[1], empty, source[2]], num_tokens=64)
+    for name, value in vars(pack_row([source[1], source[2]], num_tokens=64)).items():
+        assert torch.equal(getattr(with_empty, name), value)
+    alone = pack_row([empty], num_tokens=16)
+    assert alone.document_ids.tolist() == [-1] * 16
+    assert not alone.loss_mask.any()
+    assert alone.aux_hidden_states.shape == (16, 3, 2)
+
+
+def test_a_row_of_refused_samples_still_has_a_length() -> None:
+    loader = _loader()
+    empty = CapturedSample(*(value[:0] for value in vars(loader.source[0]).values()))
+    loader.source.get_many = lambda indices: [empty for _ in indices]
+    assert {len(batch.input_ids) for batch in loader.batches(0)} == {64}
 
 
 def test_an_error_in_the_background_reaches_the_caller() -> None:

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.capture.hf import HiddenStateCapture
 from data.decode import TargetDecoder
 from data.loader import pack_row
-from data.store import CapturedSample
+from data.samples import CapturedSample
 from data.target import TargetHead, TargetModules, TargetSpec, locate
 from eagle31.acceptance import AcceptanceStats, replay
 from eagle31.drafter import Drafter

@@ -11,7 +11,8 @@ from omegaconf import MissingMandatoryValue
 from data.tokenize import Overlong
 from eagle31.errors import UserError
 from tests.train.launch import ROOT, composed, environment
-from train.config import CaptureMode, RunConfig, Schedule, Stage, check
+from train.capture_config import CaptureMode
+from train.config import RunConfig, Schedule, Stage, check
 
 RECIPES = ROOT / "recipes"
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
@@ -130,7 +131,8 @@ def test_the_entry_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None
 
 POSITIVE = (
     *("data.max_tokens", "data.num_validation", "data.num_test"),
-    *("capture.shard_tokens", "capture.batch_tokens"),
+    *("capture.shard_tokens", "capture.batch_tokens", "capture.spool_gb", "capture.processes"),
+    *("capture.vllm.max_concurrency", "capture.mooncake.segment_gb"),
     *("train.ttt_steps", "train.row_tokens", "train.rows_per_step", "train.num_epochs"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
     *("evaluate.draft_tokens", "evaluate.max_new_tokens"),
@@ -146,6 +148,8 @@ POSITIVE = (
         ("optim.lr", float("nan")),
         ("train.max_steps", 0),
         ("capture.max_samples", 0),
+        ("capture.codec", "fp4"),
+        ("capture.last_states", "some"),
         ("train.step_decay", 0.0),
         ("train.step_decay", 1.01),
         ("data.max_tokens", 2049),
@@ -216,3 +220,16 @@ def test_what_can_be_offloaded_depends_on_the_zero_stage(stage: int, offload: st
     else:
         with pytest.raises(UserError, match=f"deepspeed.{offload}"):
             check(config)
+
+
+def test_torchspec_needs_its_environment() -> None:
+    with pytest.raises(UserError, match=r"capture\.torchspec\.python"):
+        check(composed("any_target", *NEEDED, "capture.source=torchspec"))
+
+
+@pytest.mark.parametrize("how", ["capture.transport=mooncake", "capture.source=torchspec"])
+def test_a_mooncake_store_holds_what_may_wait_in_it(how: str) -> None:
+    settings = [*NEEDED, "capture=online", how, "capture.torchspec.python=python", "capture.spool_gb=8"]
+    with pytest.raises(UserError, match=r"capture\.mooncake\.segment_gb"):
+        check(composed("any_target", *settings))
+    check(composed("any_target", *settings, "capture.mooncake.segment_gb=9"))

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from data.capture.vllm.environment import SETUP, find_python
 from eagle31.errors import UserError
 from scripts.serving.engine import (
-    SETUP,
     WORKER,
     DecodeJob,
     EngineFailure,
     EngineSpec,
     JobResult,
-    find_python,
     parse_engine_arguments,
     require,
     run_jobs,

@@ -16,7 +16,7 @@ from eagle31.json_files import write_text
 from eagle31.layouts import Layout, layout_of, read_raw_config
 from eagle31.speculate import Decoded
 from scripts.serving.compare import Comparison, check_case
-from scripts.serving.engine import DecodeJob, EngineSpec, JobResult, find_python, run_jobs
+from scripts.serving.engine import DecodeJob, EngineSpec, JobResult, run_jobs
 from scripts.serving.inputs import draft_room
 from scripts.serving.reference import decode_reference, reference_drafter
 from tests.scripts.serving.mutations import MUTATIONS, mutate
@@ -49,14 +49,6 @@ class ServedCases:
     mutations: dict[str, Comparison | str]  # a string is the engine's own refusal
     published: dict[str, Comparison]
     vllm_version: str
-
-
-@pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    """vLLM's environment, made where it is missing."""
-    if "EAGLE31_VLLM_PYTHON" not in os.environ:
-        subprocess.run([ROOT / "scripts" / "setup_vllm"], check=True, stdout=subprocess.DEVNULL)
-    return find_python()
 
 
 @pytest.fixture(scope="module")

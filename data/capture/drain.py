@@ -1,0 +1,60 @@
+"""States that come online, written into a store: for sources that write none themselves."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from tqdm import tqdm
+
+from data.capture.offline import CapturedStates, check_space, finish_store, open_store, store_fields
+from data.capture.online import OnlineStates
+from data.capture.tokens import dataset_rows
+from data.store.codec import Encoding
+from data.store.shards import refuse
+from data.store.writer import StoreWriter
+
+_WRITER = "online"
+
+
+def drain_to_store(
+    dataset: Dataset,
+    source: OnlineStates | None,
+    directory: Path,
+    states: CapturedStates,
+    *,
+    encoding: Encoding,
+    shard_tokens: int,
+    manifest_fields: Mapping[str, Any],
+    progress: bool = False,
+) -> None:
+    """Writes what is missing; returns on every rank once the store is finished.
+
+    Args:
+        dataset: columns input_ids and loss_mask; the source's.
+        source: None on the ranks that only wait for the end.
+        states: as they are captured.
+
+    Raises:
+        UserError: as `OnlineStates.get_many` does; the disk cannot hold the store, or the directory holds
+            another one. What is finished by then is kept.
+    """
+    rank = 0 if source is not None else 1
+    fields = store_fields(dataset, encoding, manifest_fields)
+    missing = open_store(directory, fields, rank)
+    if source is not None and missing:
+        check_space(directory, dataset_rows(dataset, encoding)[missing], states, encoding)
+        total = sum(source.lengths[sample_id] for sample_id in missing)
+        shown = progress and sys.stderr.isatty()
+        bar = tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown)
+        source.expect(missing)
+        with StoreWriter(directory, _WRITER, encoding, shard_tokens) as writer, bar:
+            for sample_id in missing:
+                [sample] = source.get_many([sample_id])
+                if sample_id in source.refused:
+                    refuse(directory, _WRITER, sample_id, source.refused[sample_id])
+                else:
+                    writer.append(sample_id, sample)
+                bar.update(source.lengths[sample_id])
+    finish_store(directory, dataset, fields, rank)

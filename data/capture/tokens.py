@@ -1,0 +1,85 @@
+"""The tokenised dataset's columns as arrays, without Python lists of tokens."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data.store.codec import Encoding
+
+_COLUMNS = ["input_ids", "loss_mask"]
+_BATCH_ROWS = 1000
+
+
+def dataset_lengths(dataset: Dataset) -> list[int]:
+    """Tokens of each sample."""
+    tables = dataset.with_format("arrow", columns=["input_ids"]).iter(batch_size=_BATCH_ROWS)
+    return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
+
+
+def tokens_fingerprint(dataset: Dataset) -> str:
+    """sha256 of the samples: their lengths, ids and masks, however the dataset came to be."""
+    digest = hashlib.sha256()
+    for lengths, ids, mask in _batches(dataset):
+        digest.update(lengths.astype("<i4").tobytes())
+        digest.update(ids.astype("<i4").tobytes())
+        digest.update(mask.astype("u1").tobytes())
+    return digest.hexdigest()
+
+
+def dataset_rows(dataset: Dataset, encoding: Encoding) -> NDArray:
+    """`kept_rows` of every sample. int64 [N, 3]: tokens, aux, last."""
+    parts = [_kept_rows(lengths, mask, encoding) for lengths, _, mask in _batches(dataset)]
+    return np.concatenate([*parts, np.empty((0, 3), np.int64)])
+
+
+class TokenRows:
+    """Samples by their index, several at a time: one access to a dataset costs as much as many rows."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset.with_format("arrow", columns=_COLUMNS)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def flat(self, indices: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
+        """Lengths int64 [n], and end to end the ids int64 [T] and masks bool [T]."""
+        return _arrays(self._dataset[list(indices)])
+
+    def read(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """input_ids int64 [T] and loss_mask bool [T] of each."""
+        lengths, ids, mask = self.flat(indices)
+        sizes = lengths.tolist()
+        return list(zip(torch.tensor(ids).split(sizes), torch.tensor(mask).split(sizes), strict=True))
+
+
+def _batches(dataset: Dataset) -> Iterator[tuple[NDArray, NDArray, NDArray]]:
+    return map(_arrays, dataset.with_format("arrow", columns=_COLUMNS).iter(batch_size=_BATCH_ROWS))
+
+
+def _arrays(table: pa.Table) -> tuple[NDArray, NDArray, NDArray]:
+    ids, mask = table["input_ids"], table["loss_mask"]
+    lengths = pc.list_value_length(ids).to_numpy().astype(np.int64)
+    flat_ids, flat_mask = (pc.list_flatten(column).to_numpy() for column in (ids, mask))
+    return lengths, flat_ids.astype(np.int64), flat_mask.astype(bool)
+
+
+def _kept_rows(lengths: NDArray, mask: NDArray, encoding: Encoding) -> NDArray:
+    if encoding.last_states == "all":
+        return np.stack([lengths] * 3, axis=1)
+    starts = lengths.cumsum() - lengths
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    places = np.arange(len(mask)) - starts[sample]
+    counted = mask.copy()
+    counted[:-1] &= mask[1:] & (sample[1:] == sample[:-1])
+    counted &= (places > 0) & (places < lengths[sample] - 1)
+    aux = np.zeros_like(lengths)
+    np.maximum.at(aux, sample[counted], places[counted])
+    last = np.bincount(sample[counted], minlength=len(lengths))
+    return np.stack([lengths, aux, last], axis=1)

@@ -1,0 +1,74 @@
+"""What a vLLM server says about itself: in its answers, and in a file below each of its roots.
+
+The file shows that server and client see the same directories, and says why a server has ended.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eagle31.json_files import read_json, write_json
+
+_FAILURE_LETTERS = 1000  # with the rest less than a page
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """One engine; a server that starts again is another one."""
+
+    id: str
+    model: str  # as vLLM was told
+    target_fingerprint: str | None  # of the recipe that it was started for
+    aux_layer_ids: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    vocab_size: int
+    max_tokens: int  # the longest prompt that is captured
+    roots: tuple[str, ...]  # it writes below these only
+    failure: str | None = None
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """What vLLM keeps: the aux layers' inputs and the last layer's output, in rising order."""
+        return sorted({*self.aux_layer_ids, self.num_layers})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> "ServerFacts":
+        tuples = {name: tuple(raw[name]) for name in ("aux_layer_ids", "roots")}
+        return ServerFacts(**raw | tuples)
+
+
+def facts_path(root: str, server_id: str) -> Path:
+    return Path(root) / f".vllm-{server_id}.json"
+
+
+def write_facts(facts: ServerFacts) -> None:
+    for root in facts.roots:
+        write_json(facts_path(root, facts.id), facts.to_json())
+
+
+def write_failure(facts: ServerFacts, why: str) -> None:
+    """Over what stands there, as the disk may be full: that the file has its place already."""
+    text = json.dumps(replace(facts, failure=why[:_FAILURE_LETTERS]).to_json())
+    for root in facts.roots:
+        with facts_path(root, facts.id).open("r+") as file:
+            file.write(text)
+            file.truncate()
+
+
+def remove_facts(facts: ServerFacts) -> None:
+    """Of a server that ends as it should; one that failed leaves the reason."""
+    for root in facts.roots:
+        path = facts_path(root, facts.id)
+        if path.exists() and read_json(path)["failure"] is None:
+            path.unlink()
+
+
+def read_facts(root: str, server_id: str) -> ServerFacts | None:
+    path = facts_path(root, server_id)
+    return ServerFacts.from_json(read_json(path)) if path.exists() else None

@@ -1,0 +1,112 @@
+"""What a request to vLLM says about its hidden states; travels as `kv_transfer_params={"eagle31": ...}`."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.store.codec import Encoding
+
+PARAMS = "eagle31"
+_KEY = re.compile(r"[A-Za-z0-9_-]+")
+DESCRIBE = {PARAMS: {"describe": True}}
+
+
+@dataclass(frozen=True)
+class StateOrder:
+    """One sample's states: whose, of which tokens, and where to.
+
+    destination: of `store_destination`, or what a transport's `to_json` says.
+    key: of a store, the sample id.
+    loss_spans: first token and the one behind the last, of each assistant span.
+    """
+
+    destination: Mapping[str, Any]
+    key: str
+    tokens_sha256: str
+    loss_spans: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(
+        destination: Mapping[str, Any], key: str, input_ids: Sequence[int], loss_mask: Tensor
+    ) -> "StateOrder":
+        return StateOrder(destination, key, tokens_sha256(input_ids), mask_spans(loss_mask))
+
+    def to_params(self) -> dict[str, Any]:
+        """Of `kv_transfer_params`."""
+        own = {
+            "destination": dict(self.destination),
+            "key": self.key,
+            "tokens_sha256": self.tokens_sha256,
+            "loss_spans": [list(span) for span in self.loss_spans],
+        }
+        return {PARAMS: own}
+
+    @staticmethod
+    def from_params(own: Mapping[str, Any]) -> "StateOrder":
+        """Of what stands under `eagle31`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no order.
+        """
+        spans = tuple((int(start), int(end)) for start, end in own["loss_spans"])
+        destination, key = dict(own["destination"]), str(own["key"])
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"the key {key!r} has other characters than letters, digits, - and _")
+        if "store" in destination:
+            Encoding(**destination["encoding"])
+            int(key), int(destination["shard_tokens"])
+        return StateOrder(destination, key, str(own["tokens_sha256"]), spans)
+
+    def loss_mask(self, num_tokens: int) -> Tensor:
+        """bool [T]"""
+        mask = torch.zeros(num_tokens, dtype=torch.bool)
+        for start, end in self.loss_spans:
+            mask[start:end] = True
+        return mask
+
+
+def store_destination(directory: Path, encoding: Encoding, shard_tokens: int) -> dict[str, Any]:
+    """A store that the server reaches under the same path."""
+    path = str(directory.resolve())
+    return {"store": path, "encoding": encoding.to_json(), "shard_tokens": shard_tokens}
+
+
+def refusal(
+    destination: Mapping[str, Any], roots: Sequence[str], mooncake_masters: Sequence[str]
+) -> str | None:
+    """Why a server does not write there, if so.
+
+    Raises:
+        KeyError, TypeError: it is no destination.
+    """
+    if "mooncake" in destination:
+        master = destination["mooncake"]["master"]
+        return None if master in mooncake_masters else f"{master} is none of the Mooncake stores it may use."
+    directory = destination["store"] if "store" in destination else destination["spool"]
+    return None if below(directory, roots) else f"{directory} is not below {', '.join(roots)}."
+
+
+def tokens_sha256(input_ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(input_ids, dtype="<i8").tobytes()).hexdigest()
+
+
+def mask_spans(mask: Tensor) -> tuple[tuple[int, int], ...]:
+    """bool [T] -> where it turns true and where it ends, in order."""
+    edges = torch.diff(mask.to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
+    return tuple((int(start), int(end)) for start, end in edges.view(-1, 2))
+
+
+def below(directory: str, roots: Sequence[str]) -> bool:
+    """Whether a directory is one of the roots or lies in one, links followed."""
+    if not os.path.isabs(directory):
+        return False
+    path = Path(directory).resolve()
+    return any(path.is_relative_to(Path(root).resolve()) for root in roots)

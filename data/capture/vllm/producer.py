@@ -1,0 +1,121 @@
+"""Online training's producer: vLLM's servers, or an engine of the run's own."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+from data.capture.vllm.dispatch import Dispatcher, Prompt
+from data.capture.vllm.endpoint import Endpoint
+from data.capture.vllm.facts import ServerFacts
+from data.capture.vllm.order import StateOrder
+from data.transport.protocol import StateRequest, Transport
+
+_ANSWERED_KEPT = 64  # as many as `OnlineStates` discards where they come twice
+
+
+class VllmProducer:
+    """A `Producer`: sends requests from a thread of its own; vLLM puts the states into the transport.
+
+    What is under way when an engine dies is sent again, and so is what it had answered just before and what
+    has not arrived.
+
+    Args:
+        endpoints: used by this object alone, which closes them.
+        transport: the same for the servers, which see it under the same path or address.
+        check: raises UserError for a server that is set up in another way than is needed.
+        patience_seconds: how long all endpoints may be away at once.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        transport: Transport,
+        check: Callable[[Endpoint, ServerFacts], None],
+        patience_seconds: float,
+    ) -> None:
+        self._transport = transport
+        self._destination = transport.to_json()
+        self._lock = threading.Lock()
+        self._owed: dict[str, Prompt] = {}
+        self._answered: dict[str, tuple[Prompt, str]] = {}  # the prompt, and which engine computed it
+        self._refused: dict[str, str] = {}
+        self._num_asked = 0
+        self._failure: BaseException | None = None
+        self._dispatcher = Dispatcher(
+            endpoints,
+            check=check,
+            answered=self._note_answer,
+            refused=self._note_refusal,
+            patience_seconds=patience_seconds,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._running: asyncio.Task[None] = self._loop.create_task(self._dispatcher.run())
+        self._thread = threading.Thread(target=self._run, name="vllm-producer", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_restarts(self) -> int:
+        """How often an endpoint went away."""
+        return sum(link.num_failures for link in self._dispatcher.links)
+
+    def request(self, request: StateRequest) -> None:
+        input_ids = request.input_ids.tolist()
+        order = StateOrder.of(self._destination, request.key, input_ids, request.loss_mask)
+        with self._lock:
+            if request.key in self._owed:
+                return  # It is on its way.
+            prompt = Prompt(self._num_asked, request.key, input_ids, order.to_params())
+            self._num_asked += 1
+            self._answered.pop(request.key, None)
+            self._owed[request.key] = prompt
+        self._send(prompt)
+
+    def refusals(self) -> dict[str, str]:
+        if self._failure is not None:
+            raise self._failure
+        engines = self._dispatcher.engines
+        with self._lock:
+            self._answered = {
+                key: value for key, value in self._answered.items() if not self._transport.arrived(key)
+            }
+            lost = [prompt for prompt, engine in self._answered.values() if engine not in engines]
+            for prompt in lost:
+                del self._answered[prompt.key]
+                self._owed[prompt.key] = prompt
+            refused, self._refused = self._refused, {}
+        for prompt in lost:
+            self._send(prompt)
+        return refused
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._running.cancel)
+        self._thread.join()
+
+    def _send(self, prompt: Prompt) -> None:
+        self._loop.call_soon_threadsafe(self._dispatcher.add, prompt)
+
+    def _note_answer(self, prompt: Prompt, engine: str) -> None:
+        with self._lock:
+            self._owed.pop(prompt.key, None)
+            self._answered[prompt.key] = (prompt, engine)
+            while len(self._answered) > _ANSWERED_KEPT:
+                del self._answered[next(iter(self._answered))]
+
+    def _note_refusal(self, prompt: Prompt, reason: str) -> None:
+        with self._lock:
+            self._owed.pop(prompt.key, None)
+            self._refused[prompt.key] = reason
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._running)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self._failure = error
+        finally:
+            for link in self._dispatcher.links:
+                self._loop.run_until_complete(link.endpoint.close())
+            self._loop.close()

@@ -1,0 +1,224 @@
+"""What is done with whole stores: describing, checking, joining and encoding them anew."""
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from data.store.codec import CODECS, LAST_STATES, Encoding, Rows, decode, encoded_bytes
+from data.store.index import (
+    SETTINGS,
+    build_index,
+    claim,
+    differing,
+    missing_ids,
+    read_index,
+    read_manifest,
+    write_manifest,
+)
+from data.store.reader import SampleReader
+from data.store.shards import (
+    DamagedShard,
+    FinishedShards,
+    ShardRecord,
+    check_content,
+    check_sidecar,
+    check_size,
+    read_sidecar,
+    refuse,
+    refused,
+)
+from data.store.writer import StoreWriter, disk_full
+from eagle31.errors import UserError
+from eagle31.json_files import read_json
+
+SHARD_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a directory holds, finished or not."""
+
+    directory: Path
+    settings: dict[str, Any]  # what the capture is of
+    records: list[ShardRecord]
+    refused: dict[int, str]
+    missing: list[int]
+    finished: bool
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(**self.settings["encoding"])
+
+    @staticmethod
+    def read(directory: Path) -> "Contents":
+        """Raises UserError when no store is there."""
+        path = directory / SETTINGS
+        if not path.exists():
+            raise UserError("STORE", directory, f"Is no store: it has no {SETTINGS}.")
+        settings, records = read_json(path), FinishedShards(directory).records()
+        missing = missing_ids(directory, records, settings["dataset_samples"])
+        finished = read_manifest(directory) is not None
+        return Contents(directory, settings, records, refused(directory), missing, finished)
+
+
+def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
+    """Reads every shard and yields what is wrong with it, with its sidecar or with the index."""
+    manifest = read_manifest(directory)
+    listed = {shard["file"]: shard for shard in manifest["shards"]} if manifest else {}
+    sidecars = {path.with_suffix(".safetensors").name for path in directory.glob("shard-*.json")}
+    files = sorted(sidecars | listed.keys())
+    for file in tqdm(files, desc="verify", unit="shard", disable=not _shown(progress)):
+        try:
+            _check(directory, file, listed.get(file))
+        except UserError as error:
+            yield error
+    if manifest:
+        try:
+            read_index(directory, manifest)
+        except DamagedShard as error:
+            yield error
+
+
+def _check(directory: Path, file: str, listed: Mapping[str, Any] | None) -> None:
+    if listed:
+        check_size(directory, file, listed["num_bytes"])
+        check_content(directory, file, listed["sha256"])
+    record = read_sidecar((directory / file).with_suffix(".json"))
+    if not listed:
+        check_size(directory, file, record.num_bytes)
+    if not listed or record.sha256 != listed["sha256"]:
+        check_content(directory, file, record.sha256)
+    check_sidecar(directory, record)
+
+
+def merge(
+    stores: Sequence[Path], output: Path, shard_tokens: int = SHARD_TOKENS, progress: bool = False
+) -> int:
+    """One store of several, in shards of one size; of one store it makes fewer, larger shards.
+
+    Stores of the same dataset complete each other, and the first one's sample counts where several have it.
+    Samples of another dataset are counted on from those of the datasets before.
+
+    Returns:
+        How many samples are missing; the store is finished when none is.
+
+    Raises:
+        UserError: the stores were not made alike, one is damaged, or the disk cannot hold the result.
+    """
+    contents = [Contents.read(store) for store in stores]
+    datasets: dict[str, int] = {}  # where each one's samples begin
+    num_samples = 0
+    for one in contents:
+        own = {"tokens_fingerprint", "dataset_samples"}
+        changed = sorted(set(differing(contents[0].settings, one.settings)) - own)
+        if changed:
+            raise UserError("STORE", one.directory, f"Has another {', '.join(changed)} than the first.")
+        if one.settings["tokens_fingerprint"] not in datasets:
+            datasets[one.settings["tokens_fingerprint"]] = num_samples
+            num_samples += one.settings["dataset_samples"]
+    settings = contents[0].settings
+    if len(datasets) > 1:
+        joined = hashlib.sha256(" ".join(datasets).encode()).hexdigest()
+        settings = settings | {"tokens_fingerprint": joined, "dataset_samples": num_samples}
+    offsets = [datasets[one.settings["tokens_fingerprint"]] for one in contents]
+    return _write(contents, offsets, output, settings, shard_tokens, progress)
+
+
+def convert(
+    store: Path,
+    output: Path,
+    encoding: Encoding,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: bool = False,
+) -> int:
+    """The same store in an encoding that holds less. Returns and raises what `merge` does.
+
+    Raises:
+        UserError: the encoding would need what the store does not have.
+    """
+    contents = Contents.read(store)
+    old = contents.encoding
+    order = (CODECS, LAST_STATES)
+    for option, names in zip(("codec", "last_states"), order, strict=True):
+        has, wants = getattr(old, option), getattr(encoding, option)
+        if names.index(wants) < names.index(has):
+            remedy = f"The store holds {has} only; what that left out does not come back. Capture anew."
+            raise UserError(f"--{option.replace('_', '-')}", wants, remedy)
+    settings = contents.settings | {"encoding": encoding.to_json()}
+    return _write([contents], [0], output, settings, shard_tokens, progress)
+
+
+def _write(
+    sources: Sequence[Contents],
+    offsets: Sequence[int],
+    output: Path,
+    settings: Mapping[str, Any],
+    shard_tokens: int,
+    progress: bool,
+) -> int:
+    """Goes on where an earlier one stopped."""
+    for source in sources:
+        if output.resolve() == source.directory.resolve():
+            raise UserError("OUT", output, "Is one of the stores; choose another directory.")
+        # A damaged sample must not come by a new checksum.
+        for record in source.records:
+            check_content(source.directory, record.file, record.sha256)
+    claim(output, settings)
+    encoding = Encoding(**settings["encoding"])
+    records = FinishedShards(output).records()
+    wanted = set(missing_ids(output, records, settings["dataset_samples"]))
+    needed = sum(_needed_bytes(source, encoding) for source in sources)
+    free = shutil.disk_usage(output).free + sum(record.num_bytes for record in records)
+    if needed > free:
+        raise disk_full(output, f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free")
+    writer = StoreWriter(output, "merged", encoding, shard_tokens)
+    bar = tqdm(total=len(wanted), unit="sample", desc=str(output), disable=not _shown(progress))
+    with writer, bar:
+        for source, offset in zip(sources, offsets, strict=True):
+            for sample_id, tensors in _samples(source):
+                if sample_id + offset not in wanted:
+                    continue
+                wanted.remove(sample_id + offset)
+                if encoding == source.encoding:
+                    writer.append_encoded(sample_id + offset, tensors)
+                else:
+                    writer.append(sample_id + offset, decode(tensors))
+                bar.update()
+    for source, offset in zip(sources, offsets, strict=True):
+        for sample_id, reason in source.refused.items():
+            if sample_id + offset in wanted:
+                refuse(output, "merged", sample_id + offset, reason)
+                wanted.remove(sample_id + offset)
+    if not wanted:
+        write_manifest(output, settings)
+    return len(wanted)
+
+
+def _samples(contents: Contents) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """By ascending id, as they are encoded."""
+    index = build_index(contents.records)
+    reader = SampleReader(contents.directory, [record.file for record in contents.records], index)
+    for place, sample_id in enumerate(index["sample_ids"].tolist()):
+        yield sample_id, reader.encoded(place)
+
+
+def _needed_bytes(contents: Contents, encoding: Encoding) -> int:
+    """At most, in another encoding."""
+    first = next(_samples(contents), None)
+    if first is None:
+        return 0
+    states = decode(first[1]).aux_hidden_states
+    tokens, aux, last = build_index(contents.records)["rows"].sum(axis=0, dtype=int).tolist()
+    _, num_layers, hidden_size = states.shape
+    return encoded_bytes(encoding, Rows(tokens, aux, last), num_layers, hidden_size, states.dtype)
+
+
+def _shown(progress: bool) -> bool:
+    return progress and sys.stderr.isatty()

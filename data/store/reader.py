@@ -1,0 +1,86 @@
+"""A finished store, read in the order of its samples."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from data.samples import CapturedSample
+from data.store.codec import ROWS_OF, decode
+from data.store.index import MANIFEST, read_index, read_manifest
+from data.store.shards import check_content, check_size
+from eagle31.errors import UserError
+
+_KINDS = ("tokens", "aux", "last")
+
+
+class SampleReader:
+    """The encoded samples of some shards, by their place in the index; files are mapped when first touched.
+
+    Args:
+        files: the shards that `index`, of `build_index`, counts.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[str], index: Mapping[str, NDArray]) -> None:
+        self._paths = [Path(directory) / file for file in files]
+        self._index = index
+        self._files: dict[int, tuple[Any, list[str]]] = {}
+
+    def encoded(self, place: int) -> dict[str, Tensor]:
+        file, names = self._open(int(self._index["shards"][place]))
+        starts = self._index["starts"][place]
+        stops = starts + self._index["rows"][place]
+        bounds = zip(_KINDS, starts.tolist(), stops.tolist(), strict=True)
+        places = {kind: slice(start, stop) for kind, start, stop in bounds}
+        return {name: file.get_slice(name)[places[ROWS_OF[name]]] for name in names}
+
+    def _open(self, shard: int) -> tuple[Any, list[str]]:
+        if shard not in self._files:
+            file = safe_open(self._paths[shard], framework="pt").__enter__()
+            self._files[shard] = file, [name for name in file.keys() if name in ROWS_OF]  # noqa: SIM118
+        return self._files[shard]
+
+
+class HiddenStateStore:
+    """Reads a finished store; its samples come in the order of their ids.
+
+    Raises:
+        DamagedShard: one is missing or of another size than it had, or the index is damaged.
+        UserError: the store has no manifest.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        manifest = read_manifest(self.directory)
+        if manifest is None:
+            remedy = f"Has no {MANIFEST}: the capture is unfinished; run it again to go on where it stopped."
+            raise UserError("capture", self.directory, remedy)
+        self.manifest = manifest
+        self.shards: list[dict[str, Any]] = manifest["shards"]
+        for shard in self.shards:
+            check_size(self.directory, shard["file"], shard["num_bytes"])
+        index = read_index(self.directory, manifest)
+        self.sample_ids: list[int] = index["sample_ids"].tolist()  # in the tokenised dataset; ascending
+        self.lengths: list[int] = index["rows"][:, 0].tolist()
+        self._reader = SampleReader(self.directory, [shard["file"] for shard in self.shards], index)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __getitem__(self, index: int) -> CapturedSample:
+        return decode(self._reader.encoded(index))
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        return [self[index] for index in indices]
+
+    def verify(self, rank: int = 0, world_size: int = 1) -> None:
+        """Reads this rank's share of the shards and compares their checksums.
+
+        Raises:
+            DamagedShard: one was altered; names it.
+        """
+        for shard in self.shards[rank::world_size]:
+            check_content(self.directory, shard["file"], shard["sha256"])

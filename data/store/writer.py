@@ -1,0 +1,229 @@
+"""One of a store's writers: takes samples as they come, lays them into shards behind the caller's back."""
+
+import errno
+import fcntl
+import os
+import re
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Condition, Thread
+from types import TracebackType
+from typing import IO, NamedTuple
+
+from torch import Tensor
+
+from data.samples import CapturedSample
+from data.store.codec import Encoding, encode
+from data.store.shards import FinishedShards, split_name, write_shard
+from eagle31.errors import UserError
+
+QUEUE_BYTES = 1 << 28
+_WRITER_NAME = re.compile(r"[A-Za-z0-9_-]+")
+# Shards, sidecars, and what was not finished of either.
+_SHARD_FILE = re.compile(r"\.?(?P<stem>shard-(?P<writer>.+)-(?P<number>\d{5,}))\.(safetensors|json)")
+
+
+class _Waiting(NamedTuple):
+    sample_id: int
+    content: CapturedSample | Mapping[str, Tensor]
+    num_tokens: int
+    num_bytes: int
+
+
+class StoreWriter:
+    """Appends to a store that others append to as well, each under a name of its own.
+
+    A thread encodes and writes. In memory are the open shard, encoded, and what waits to be encoded: at most
+    `queue_bytes` and at most another shard, or one sample. That is also all that is lost with the process.
+
+    Args:
+        directory: is made if it is not there.
+        name: letters, digits, - and _; one process at a time can have it.
+        shard_tokens: a shard is closed once it holds so many.
+
+    Raises:
+        UserError: another process writes under this name.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        encoding: Encoding,
+        shard_tokens: int,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        assert _WRITER_NAME.fullmatch(name), name
+        self.directory, self.name, self.encoding = Path(directory), name, encoding
+        self.shard_tokens, self.queue_bytes = shard_tokens, queue_bytes
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = hold_name(self.directory, name)
+        if lock is None:
+            raise UserError("capture", self.directory, f"Another process writes there as {name}; end it.")
+        self._lock = lock
+        remove_leftovers(self.directory, name)
+        own = [record for record in FinishedShards(self.directory).records() if record.writer == name]
+        self._next_number = 1 + max((split_name(record.file)[1] for record in own), default=-1)
+        self._open: list[tuple[int, Mapping[str, Tensor]]] = []
+        self._open_tokens = 0
+        self._changed = Condition()  # guards what follows
+        self._waiting: deque[_Waiting] = deque()
+        self._flushing = self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = Thread(target=self._run, name=f"store-writer-{name}", daemon=True)
+        self._thread.start()
+
+    def append(self, sample_id: int, sample: CapturedSample) -> None:
+        """Hands a sample over, whose tensors, on any device, must not change any more.
+
+        Blocks while too many wait.
+
+        Raises:
+            UserError: the disk is full. Shards that are finished by then are kept.
+            Exception: whatever else stopped the writing of this or an earlier sample.
+        """
+        num_bytes = sample.aux_hidden_states.nbytes + sample.last_hidden_states.nbytes
+        self._put(_Waiting(sample_id, sample, len(sample.input_ids), num_bytes))
+
+    def append_encoded(self, sample_id: int, tensors: Mapping[str, Tensor]) -> None:
+        """The same for a sample that is in the writer's encoding already."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._put(_Waiting(sample_id, tensors, len(tensors["input_ids"]), num_bytes))
+
+    def flush(self) -> None:
+        """Closes the open shard; returns when everything appended is on disk. Raises what `append` does."""
+        with self._changed:
+            self._flushing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._flushing or self._failure is not None)
+            self._raise_failure()
+
+    def close(self) -> None:
+        """Flushes, ends the thread and lets go of the name. Raises what `append` does."""
+        if self._lock.closed:
+            return
+        try:
+            self.flush()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._thread.join()
+            self._lock.close()
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # What was captured before the caller failed is kept; only its own error is worth reporting.
+        with suppress(Exception):
+            self.close()
+
+    def _put(self, new: _Waiting) -> None:
+        assert not self._closing
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._has_room(new))
+            self._raise_failure()
+            self._waiting.append(new)
+            self._changed.notify_all()
+
+    def _has_room(self, new: _Waiting) -> bool:
+        num_bytes = sum(one.num_bytes for one in self._waiting) + new.num_bytes
+        num_tokens = sum(one.num_tokens for one in self._waiting) + new.num_tokens
+        fits = num_bytes <= self.queue_bytes and num_tokens <= self.shard_tokens
+        return fits or not self._waiting
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._explained(error)
+                self._waiting.clear()
+                self._open = []
+                self._changed.notify_all()
+
+    def _step(self) -> bool:
+        """Takes one sample, or else ends a flush; false at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._flushing or self._closing)
+            waiting = self._waiting[0] if self._waiting else None
+        if waiting is not None:
+            self._take(waiting)
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+            return True
+        if self._open:
+            self._write()
+        with self._changed:
+            # A sample may have come meanwhile: the flush is over when nothing waits.
+            if not self._waiting:
+                self._flushing = False
+                self._changed.notify_all()
+            return bool(self._waiting) or not self._closing
+
+    def _take(self, new: _Waiting) -> None:
+        sample = new.content
+        tensors = encode(sample, self.encoding) if isinstance(sample, CapturedSample) else sample
+        self._open.append((new.sample_id, {name: tensor.cpu() for name, tensor in tensors.items()}))
+        self._open_tokens += new.num_tokens
+        if self._open_tokens >= self.shard_tokens:
+            self._write()
+
+    def _write(self) -> None:
+        path = self.directory / f"shard-{self.name}-{self._next_number:05d}.safetensors"
+        write_shard(path, self.encoding, self._open)
+        self._next_number += 1
+        self._open, self._open_tokens = [], 0
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return disk_full(self.directory, "The disk is full; finished shards are kept")
+        return error
+
+
+def disk_full(directory: Path, what: str) -> UserError:
+    remedy = f"{what}; choose another disk, lower capture.max_samples, or set capture.mode=online."
+    return UserError("output_dir", directory, remedy)
+
+
+def hold_name(directory: Path, name: str) -> IO[str] | None:
+    """Takes a writer's name until the file is closed or the process ends; None when it is taken."""
+    lock = open(directory / f".writer-{name}.lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def remove_leftovers(directory: Path, name: str) -> None:
+    """Removes a writer's files that are no finished shard. Only who holds the name may."""
+    finished = {Path(record.file).stem for record in FinishedShards(directory).records()}
+    for file in os.listdir(directory):
+        found = _SHARD_FILE.match(file)
+        if found and found["writer"] == name and (file.startswith(".") or found["stem"] not in finished):
+            (directory / file).unlink()
+
+
+def remove_all_leftovers(directory: Path) -> None:
+    """Those of every writer that is not at work."""
+    found = map(_SHARD_FILE.match, os.listdir(directory))
+    for name in sorted({one["writer"] for one in found if one}):
+        if (lock := hold_name(directory, name)) is not None:
+            with lock:
+                remove_leftovers(directory, name)

@@ -1,0 +1,1 @@
+"""From a producer's process to a trainer's."""

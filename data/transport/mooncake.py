@@ -1,0 +1,330 @@
+"""Mooncake as a transport: states wait in memory that the processes lend to a common store."""
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.samples import CapturedSample
+from data.transport.protocol import StateRequest
+from eagle31.errors import UserError
+
+# The format is that of TorchSpec's `EagleMooncakeStore` (torchspec/transfer/mooncake/eagle_store.py):
+# [T, A * Ht], int64 [T] and [T, Ht], bytes only; shapes and dtype are known on both sides.
+SUFFIXES = ("_hs", "_ids", "_lhs")
+REQUIREMENT = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
+
+_ALIGNMENT = 64
+_POLL_SECONDS = 0.005
+_FULL_POLL_SECONDS = 0.05
+_CONNECT_SECONDS = 5.0
+_NO_SPACE, _NO_MASTER = -200, -900  # NO_AVAILABLE_HANDLE and RPC_FAIL in Mooncake's ErrorCode
+# In the order in which each needs those before it.
+_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
+
+
+@dataclass(frozen=True)
+class MooncakeSettings:
+    """How a process joins a Mooncake store; `capture.mooncake` in the recipe."""
+
+    master: str = "127.0.0.1:50051"
+    metadata: str = "P2PHANDSHAKE"  # or the URL of a metadata server
+    protocol: str = "tcp"  # or rdma
+    device: str = ""  # the RDMA device
+    segment_bytes: int = 0  # memory that this process lends to the store
+
+
+def state_bytes(num_tokens: int, num_aux_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """What a sample takes in the store."""
+    return num_tokens * ((num_aux_layers + 1) * hidden_size * dtype.itemsize + torch.int64.itemsize)
+
+
+class MooncakeTransport:
+    """A client of a Mooncake store, for a producer or a trainer rank.
+
+    What is put is pinned, so that a full store holds the producer back: when memory runs out Mooncake evicts
+    what is not pinned, read or unread.
+
+    Args:
+        dtype: of the states in the store; both sides must say the same. TorchSpec's is bfloat16.
+        put_seconds: how long `put` waits for room, or for the master, before it gives up.
+
+    Raises:
+        UserError: the package or its system libraries are missing, or no master answers.
+    """
+
+    def __init__(
+        self,
+        settings: MooncakeSettings,
+        *,
+        num_aux_layers: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        put_seconds: float = 600.0,
+    ) -> None:
+        self.settings = settings
+        self.num_aux_layers = num_aux_layers
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.put_seconds = put_seconds
+        library = load_mooncake()
+        self._store = connect(library, settings)
+        self._pinned = library.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        self._outgoing = _Staging(self._store)
+        self._incoming = _Staging(self._store)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` joins with in a producer's process.
+
+        That lends nothing: were it to die, the states in its memory would be gone with it.
+        """
+        return {
+            "mooncake": asdict(replace(self.settings, segment_bytes=0)),
+            "num_aux_layers": self.num_aux_layers,
+            "hidden_size": self.hidden_size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> "MooncakeTransport":
+        return MooncakeTransport(
+            MooncakeSettings(**content["mooncake"]),
+            num_aux_layers=content["num_aux_layers"],
+            hidden_size=content["hidden_size"],
+            dtype=getattr(torch, content["dtype"]),
+        )
+
+    def put(self, request: StateRequest, aux: Tensor, last: Tensor) -> None:
+        """Stores a sample; blocks while the store is full. aux [T, A, Ht], last [T, Ht].
+
+        Raises:
+            UserError: there was no room, or no master, for `put_seconds`.
+        """
+        num_tokens = len(request.input_ids)
+        assert aux.shape == (num_tokens, self.num_aux_layers, self.hidden_size), tuple(aux.shape)
+        assert last.shape == (num_tokens, self.hidden_size), tuple(last.shape)
+        keys = _keys(request.key)
+        deadline = time.monotonic() + self.put_seconds
+        with self._outgoing.lock:
+            places = self._outgoing.places(self._sizes(num_tokens))
+            for place, tensor in zip(places, (aux.flatten(1), request.input_ids, last), strict=True):
+                place.view(_stored_dtype(tensor, self.dtype)).copy_(tensor.flatten())
+            pointers, sizes = [p.data_ptr() for p in places], [p.nbytes for p in places]
+            while True:
+                # What a dead producer left under the key would count as stored already.
+                codes = self._store.batch_remove(keys, force=True)
+                # Without a master a put would wait for seconds, whatever `put_seconds` says.
+                if _NO_MASTER not in codes:
+                    codes = self._store.batch_put_from(keys, pointers, sizes, config=self._pinned)
+                    if not any(codes) and self._present(keys):
+                        return
+                    self._store.batch_remove(keys, force=True)
+                if time.monotonic() >= deadline:
+                    raise self._not_stored(codes, sum(sizes))
+                time.sleep(_FULL_POLL_SECONDS)
+
+    def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
+        """The sample, removed from the store, or None when it did not come within `timeout` seconds.
+
+        States whose memory has died with its process are as good as not there.
+
+        Raises:
+            UserError: what lies under the key has other tokens, or another shape or dtype.
+        """
+        keys, num_tokens = _keys(request.key), len(request.input_ids)
+        sizes = self._sizes(num_tokens)
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._present(keys):
+                with self._incoming.lock:
+                    places = self._incoming.places(sizes)
+                    codes = self._store.batch_get_into(keys, [p.data_ptr() for p in places], sizes)
+                    if codes == sizes:
+                        sample = self._sample(request, *places)
+                        self.discard(request.key)
+                        return sample
+                self._check_sizes(keys, sizes)
+                self.discard(request.key)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+
+    def arrived(self, key: str) -> bool:
+        """Whether something waits under the key."""
+        return self._present(_keys(key))
+
+    def discard(self, key: str) -> None:
+        """Removes what was put under the key, if anything."""
+        self._store.batch_remove(_keys(key), force=True)
+
+    def close(self) -> None:
+        """Leaves the store; what lies in the memory that this process lent to it is gone."""
+        self._outgoing.release()
+        self._incoming.release()
+        self._store.close()
+
+    def _sizes(self, num_tokens: int) -> list[int]:
+        state = self.hidden_size * self.dtype.itemsize
+        return [
+            num_tokens * self.num_aux_layers * state,
+            num_tokens * torch.int64.itemsize,
+            num_tokens * state,
+        ]
+
+    def _present(self, keys: list[str]) -> bool:
+        return all(code == 1 for code in self._store.batch_is_exist(keys))
+
+    def _sample(self, request: StateRequest, aux: Tensor, ids: Tensor, last: Tensor) -> CapturedSample:
+        num_tokens = len(request.input_ids)
+        found = ids.view(torch.int64)
+        if not torch.equal(found, request.input_ids):
+            first = int((found != request.input_ids).nonzero()[0])
+            remedy = (
+                f"Its states belong to other tokens, from position {first} on ({int(found[first])} in place "
+                f"of {int(request.input_ids[first])}): another run uses this store, or its producer alters "
+                "prompts."
+            )
+            raise UserError("capture.mooncake.master", f"{self.settings.master} {request.key}", remedy)
+        shape = (num_tokens, self.num_aux_layers, self.hidden_size)
+        return CapturedSample(
+            request.input_ids,
+            request.loss_mask,
+            # The places are overwritten by the next sample.
+            aux.view(self.dtype).reshape(shape).clone(),
+            last.view(self.dtype).reshape(num_tokens, self.hidden_size).clone(),
+        )
+
+    def _check_sizes(self, keys: list[str], sizes: list[int]) -> None:
+        for key, expected in zip(keys, sizes, strict=True):
+            found = self._store.get_size(key)
+            if found >= 0 and found != expected:
+                remedy = (
+                    f"{key} has {found} bytes where {self.num_aux_layers} layers of {self.hidden_size} "
+                    f"{self.dtype} make {expected}: the producer has another target, layers or dtype."
+                )
+                raise UserError("capture.mooncake.master", self.settings.master, remedy)
+
+    def _not_stored(self, codes: Sequence[int], num_bytes: int) -> UserError:
+        if _NO_SPACE in codes:
+            remedy = (
+                f"No room for {num_bytes:,} bytes in {self.put_seconds:.0f} seconds: raise it, "
+                "or lower capture.spool_gb, if the trainer is still running."
+            )
+            return UserError("capture.mooncake.segment_gb", self.settings.segment_bytes / 1e9, remedy)
+        remedy = f"Stored nothing for {self.put_seconds:.0f} seconds (codes {list(codes)}); see its log."
+        return UserError("capture.mooncake.master", self.settings.master, remedy)
+
+
+class _Staging:
+    """A registered buffer, grown to the longest sample; used under its lock."""
+
+    def __init__(self, store: Any) -> None:
+        self.lock = threading.Lock()
+        self._store = store
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def places(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Bytes of the given sizes, one behind the other."""
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if end > self._buffer.nbytes:
+            self.release()
+            self._buffer = torch.empty(max(end, 2 * self._buffer.nbytes), dtype=torch.uint8)
+            code = self._store.register_buffer(self._buffer.data_ptr(), self._buffer.nbytes)
+            assert code == 0, f"Mooncake refused to register {self._buffer.nbytes} bytes: {code}"
+        return [self._buffer[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
+
+    def release(self) -> None:
+        if self._buffer.nbytes:
+            self._store.unregister_buffer(self._buffer.data_ptr())
+
+
+def load_mooncake() -> Any:
+    """The module `mooncake.store`.
+
+    Raises:
+        UserError: the package is not installed, or a system library of it is missing.
+    """
+    # Else it logs every connection, and each attempt to put into a full store.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    for name in _LIBRARIES:
+        path = library_directory() / name
+        if path.exists():
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    try:
+        import mooncake.store
+    except ModuleNotFoundError as error:
+        remedy = f"Needs Mooncake's Python package: pip install '{REQUIREMENT}'."
+        raise UserError("capture.transport", "mooncake", remedy) from error
+    except ImportError as error:
+        remedy = (
+            f"Mooncake lacks a system library ({error}): run scripts/setup_mooncake, which needs no root."
+        )
+        raise UserError("capture.transport", "mooncake", remedy) from error
+    return mooncake.store
+
+
+def library_directory() -> Path:
+    """Where scripts/setup_mooncake puts libraries that the system lacks."""
+    own = os.environ.get("EAGLE31_CACHE")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
+    return (Path(own) if own else cache) / "mooncake-libraries"
+
+
+def connect(library: Any, settings: MooncakeSettings) -> Any:
+    """A client of the store that `settings.master` runs."""
+    host, port = _address(settings.master)
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as probe:
+            # The address by which the others reach this machine.
+            own = probe.getsockname()[0]
+    except OSError as error:
+        remedy = (
+            f"No master answers there ({error.strerror or error}). Start one: "
+            f"mooncake_master --rpc_address={host} --rpc_port={port}"
+        )
+        raise UserError("capture.mooncake.master", settings.master, remedy) from error
+    store = library.MooncakeDistributedStore()
+    code = store.setup(
+        own,
+        settings.metadata,
+        settings.segment_bytes,
+        # Puts and gets use registered memory of ours.
+        _ALIGNMENT,
+        settings.protocol,
+        settings.device,
+        settings.master,
+    )
+    if code != 0:
+        remedy = (
+            f"Mooncake could not join with metadata={settings.metadata}, protocol={settings.protocol}, "
+            f"device={settings.device!r}, {settings.segment_bytes:,} bytes lent (code {code}); see its log."
+        )
+        raise UserError("capture.mooncake", settings.master, remedy)
+    return store
+
+
+def _address(master: str) -> tuple[str, int]:
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError("capture.mooncake.master", master, "Give it as host:port.")
+    return host, int(port)
+
+
+def _keys(key: str) -> list[str]:
+    return [key + suffix for suffix in SUFFIXES]
+
+
+def _stored_dtype(tensor: Tensor, states: torch.dtype) -> torch.dtype:
+    return states if tensor.is_floating_point() else torch.int64

@@ -1,0 +1,115 @@
+"""Capture and plain prefill of the same tokens taking turns, and what comes out of it."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from data.capture.tokens import dataset_rows
+from data.store.codec import CODECS, LAST_STATES, Encoding, Rows, encoded_bytes
+from data.target import TargetSpec
+
+PREFILL = "prefill"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one pass over all samples."""
+
+    wall_seconds: float
+    cpu_seconds: float  # of every process that took part
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every side is given: the samples and how they are captured."""
+
+    spec: TargetSpec
+    aux_layer_ids: tuple[int, ...]
+    dataset: Dataset  # columns input_ids and loss_mask
+    encodings: tuple[Encoding, ...]
+    batch_tokens: int
+    shard_tokens: int
+    scratch: Path  # an empty directory, where stores go
+
+    @property
+    def num_tokens(self) -> int:
+        return int(dataset_rows(self.dataset, Encoding())[:, 0].sum())
+
+
+# One side: runs over all samples once.
+RunSide = Callable[[], Timing]
+# Opens a source for as long as it is measured; `PREFILL`, and one side for each encoding by its codec.
+OpenSource = Callable[[Task], AbstractContextManager[Mapping[str, RunSide]]]
+
+
+def measure(
+    open_source: OpenSource, task: Task, rounds: int, note: Callable[[str], None]
+) -> dict[str, list[Timing]]:
+    """The sides' timings, one a round; every other round runs them in reverse, so that drift favours none."""
+    timings: dict[str, list[Timing]] = {}
+    with open_source(task) as sides:
+        for name, run in sides.items():
+            note(f"warming up {name}")
+            run()
+            timings[name] = []
+        for number in range(rounds):
+            for name in _turns(list(sides), number):
+                timings[name].append(sides[name]())
+                note(f"round {number + 1}: {name} {timings[name][-1].wall_seconds:.2f} s")
+    return timings
+
+
+def _turns(names: list[str], number: int) -> Iterator[str]:
+    yield from names if number % 2 == 0 else reversed(names)
+
+
+def summary(timings: Mapping[str, Sequence[Timing]], num_tokens: int) -> list[dict[str, Any]]:
+    """Medians over the rounds; the share of plain prefill is of paired rounds."""
+    limit = timings[PREFILL]
+    return [
+        {
+            "side": name,
+            "tokens_per_second": statistics.median(num_tokens / one.wall_seconds for one in own),
+            "tokens_per_cpu_second": statistics.median(num_tokens / one.cpu_seconds for one in own),
+            "of_prefill": _median_ratio(
+                [one.wall_seconds for one in limit], [one.wall_seconds for one in own]
+            ),
+            "of_prefill_cpu": _median_ratio(
+                [one.cpu_seconds for one in limit], [one.cpu_seconds for one in own]
+            ),
+            "rounds": [vars(one) for one in own],
+        }
+        for name, own in timings.items()
+    ]
+
+
+def _median_ratio(limit: Sequence[float], own: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(limit, own, strict=True))
+
+
+def sizes(dataset: Dataset, num_aux_layers: int, hidden_size: int, dtype: Any) -> list[dict[str, Any]]:
+    """Bytes a token of every encoding, and their share of bf16 with all states."""
+
+    def num_bytes(encoding: Encoding) -> int:
+        return encoded_bytes(encoding, rows[encoding.last_states], num_aux_layers, hidden_size, dtype)
+
+    rows = {kept: _total(dataset_rows(dataset, Encoding("bf16", kept))) for kept in LAST_STATES}
+    tokens, whole = rows["all"].tokens, num_bytes(Encoding("bf16", "all"))
+    return [
+        {
+            **encoding.to_json(),
+            "bytes_per_token": num_bytes(encoding) / tokens,
+            "of_bf16": num_bytes(encoding) / whole,
+        }
+        for encoding in (Encoding(codec, kept) for codec in CODECS for kept in LAST_STATES)
+    ]
+
+
+def _total(rows: NDArray) -> Rows:
+    return Rows(*map(int, rows.sum(axis=0)))

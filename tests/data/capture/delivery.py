@@ -1,0 +1,118 @@
+"""A store of random states, and online delivery of the same ones."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from data.capture.online import OnlineStates, StateShape
+from data.capture.processes import ProcessProducer
+from data.samples import CapturedSample
+from data.store import HiddenStateStore
+from data.store.codec import Encoding
+from data.store.index import write_manifest
+from data.store.writer import StoreWriter
+from data.transport.protocol import Producer, StateRequest
+from data.transport.spool import Spool, file_bytes, open_spool
+
+SHAPE = StateShape(num_aux_layers=3, hidden_size=256, dtype=torch.float32)
+ENCODING = Encoding()
+REPLAY = "scripts.delivery.replay_worker"
+NUM_SAMPLES = 30
+
+
+def random_dataset(num_samples: int = NUM_SAMPLES) -> Dataset:
+    """Samples of 5 to 24 tokens, the first two of them the prompt."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(5, 25, (num_samples,), generator=generator).tolist()
+    ids = [torch.randint(100_000, (length,), generator=generator).tolist() for length in lengths]
+    masks = [[False, False] + [True] * (length - 2) for length in lengths]
+    return Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
+
+
+def random_states(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for the same tokens."""
+    generator = torch.Generator().manual_seed(int(input_ids.sum()))
+    aux = torch.randn(len(input_ids), SHAPE.num_aux_layers, SHAPE.hidden_size, generator=generator)
+    return aux, torch.randn(len(input_ids), SHAPE.hidden_size, generator=generator)
+
+
+def write_store(directory: Path, dataset: Dataset) -> HiddenStateStore:
+    with StoreWriter(directory, "test", ENCODING, shard_tokens=100) as writer:
+        for index, row in enumerate(dataset.with_format("torch")):
+            states = random_states(row["input_ids"])
+            writer.append(index, CapturedSample(row["input_ids"], row["loss_mask"], *states))
+    write_manifest(directory, {"encoding": ENCODING.to_json()})
+    return HiddenStateStore(directory)
+
+
+class PromptProducer:
+    """Puts what is asked for at once, or what it is told to; in this process."""
+
+    def __init__(self, spool: Spool, put: Callable[[StateRequest], bool] = lambda _: True) -> None:
+        self.num_restarts = 0
+        self.spool = spool
+        self.put = put
+        self.refused: dict[str, str] = {}
+        self.requests: list[StateRequest] = []
+        self.most_bytes = 0
+
+    def request(self, request: StateRequest) -> None:
+        self.requests.append(request)
+        if self.put(request):
+            self.spool.put(request, *random_states(request.input_ids))
+        self.most_bytes = max(self.most_bytes, used_bytes(self.spool))
+
+    def refusals(self) -> dict[str, str]:
+        refused, self.refused = self.refused, {}
+        return refused
+
+    def close(self) -> None: ...
+
+
+def used_bytes(spool: Spool) -> int:
+    """What the directory takes; a file may go while it is looked at."""
+    total = 0
+    for path in spool.directory.iterdir():
+        try:
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def sample_bytes(loss_mask: torch.Tensor) -> int:
+    return file_bytes(ENCODING, loss_mask, *vars(SHAPE).values())
+
+
+def states_from(
+    dataset: Dataset, producer: Producer, spool: Spool, spool_bytes: int = 10**8, rank: int = 0
+) -> OnlineStates:
+    return OnlineStates(
+        dataset,
+        producer,
+        spool,
+        shape=SHAPE,
+        sample_bytes=sample_bytes,
+        spool_gb=spool_bytes / 1e9,
+        rank=rank,
+    )
+
+
+@contextmanager
+def open_memory(name: str) -> Iterator[Spool]:
+    with open_spool(None, name, ENCODING, 10**8) as spool:
+        yield spool
+
+
+@contextmanager
+def replaying(
+    store: HiddenStateStore, dataset: Dataset, name: str, spool_bytes: int = 10**8, rank: int = 0
+) -> Iterator[tuple[OnlineStates, ProcessProducer, Spool]]:
+    """States that a process of its own reads from the store."""
+    with open_memory(name) as spool:
+        settings = {"store": str(store.directory), "batch_tokens": 1, "transport": spool.to_json()}
+        with closing(ProcessProducer(REPLAY, settings, spool, num_processes=1)) as producer:
+            yield states_from(dataset, producer, spool, spool_bytes, rank), producer, spool

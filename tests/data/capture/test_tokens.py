@@ -1,0 +1,68 @@
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, Features, List, Value, load_from_disk
+
+from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
+from data.store.codec import LAST_STATES, Encoding, kept_rows
+from tests.data.tiny_target import make_dataset
+
+
+def random_masks(num_samples: int) -> Dataset:
+    """One to nine tokens each, in random runs of either kind."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (1 + torch.arange(num_samples) % 9).tolist()
+    masks = [(torch.rand(n, generator=generator) < 0.7).tolist() for n in lengths]
+    return Dataset.from_dict({"input_ids": [list(range(n)) for n in lengths], "loss_mask": masks})
+
+
+@pytest.mark.parametrize("last_states", LAST_STATES)
+def test_rows_of_a_dataset_are_those_of_its_samples(last_states: str) -> None:
+    dataset, encoding = random_masks(1100), Encoding("fp8", last_states)
+    found = dataset_rows(dataset, encoding)
+    for row, mask in zip(found.tolist(), dataset["loss_mask"], strict=True):
+        wanted = kept_rows(encoding, torch.tensor(mask))
+        assert row == [wanted.tokens, wanted.aux, wanted.last]
+
+
+def test_token_rows_come_in_the_order_asked() -> None:
+    dataset = make_dataset()
+    for chosen, indices in product([dataset, dataset.select(range(11, -1, -1))], [[3], [5, 0, 5, 11]]):
+        read = TokenRows(chosen).read(indices)
+        for index, (ids, mask) in zip(indices, read, strict=True):
+            assert ids.dtype == torch.int64
+            assert mask.dtype == torch.bool
+            assert ids.tolist() == chosen[index]["input_ids"]
+            assert mask.tolist() == chosen[index]["loss_mask"]
+    as_written = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
+    assert TokenRows(dataset.cast(as_written)).read([1])[0][0].tolist() == dataset[1]["input_ids"]
+
+
+def test_tokens_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    dataset = make_dataset()
+    own = tokens_fingerprint(dataset)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    assert tokens_fingerprint(load_from_disk(str(tmp_path / "saved"))) == own
+    as_written = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
+    assert tokens_fingerprint(dataset.cast(as_written)) == own
+    assert tokens_fingerprint(dataset.select(range(11, -1, -1)).select(range(11, -1, -1))) == own
+    rows = dataset.to_list()
+    masked = [{**rows[0], "loss_mask": [not one for one in rows[0]["loss_mask"]]}, *rows[1:]]
+    # The same tokens in a row, divided otherwise.
+    head, tail = rows[0]["input_ids"][:-1], [*rows[0]["input_ids"][-1:], *rows[1]["input_ids"]]
+    masks = rows[0]["loss_mask"][:-1], [*rows[0]["loss_mask"][-1:], *rows[1]["loss_mask"]]
+    divided = [
+        {"input_ids": head, "loss_mask": masks[0]},
+        {"input_ids": tail, "loss_mask": masks[1]},
+        *rows[2:],
+    ]
+    others = [dataset.select(range(11)), dataset.select([1, 0, *range(2, 12)])]
+    others += [Dataset.from_list(masked), Dataset.from_list(divided)]
+    assert len({own, *map(tokens_fingerprint, others)}) == 5
+
+
+def test_lengths_follow_a_selection() -> None:
+    dataset = make_dataset().select([3, 1, 1])
+    assert dataset_lengths(dataset) == [len(ids) for ids in dataset["input_ids"]]

@@ -1,0 +1,28 @@
+"""A client in a process of its own, to be killed: TARGET ROOT AUX_LAYER_IDS NUM_SAMPLES [SERVER]."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+
+from data.capture.vllm.client import capture_through_vllm
+from data.capture.vllm.engine import OwnEngine
+from data.capture.vllm.server import VllmServer
+from data.store.codec import Encoding
+from data.target import TargetSpec
+from tests.data.capture.vllm.targets import capture_engine, make_samples, wanted_states
+
+if __name__ == "__main__":
+    target, root, ids, num_samples, *server = sys.argv[1:]
+    spec, aux_layer_ids = TargetSpec(target), tuple(json.loads(ids))
+    engine = capture_engine(spec, aux_layer_ids, Path(root))
+    own = OwnEngine.of(engine, Path(root) / "engine.log", concurrency=4)
+    capture_through_vllm(
+        {Path(root) / "store": make_samples(int(num_samples))},
+        wanted_states(spec, aux_layer_ids),
+        [VllmServer(server[0], concurrency=2)] if server else [own],
+        encoding=Encoding("exact", "all"),
+        shard_tokens=500,
+        manifest_fields={"target": "tiny"},
+    )

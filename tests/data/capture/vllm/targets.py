@@ -1,0 +1,145 @@
+"""Random targets that vLLM's CPU kernels have sizes for, and what capture by vLLM is held against."""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from data.capture.hf import HiddenStateCapture
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import WantedStates
+from data.store import HiddenStateStore
+from data.target import TargetSpec, load_target, load_target_parts, locate
+
+VOCAB_SIZE, MAX_TOKENS = 100, 150
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def save_gqa(directory: Path) -> TargetSpec:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **COMMON,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.1,
+    )
+    return _saved(LlamaForCausalLM(config), directory)
+
+
+def save_mla(directory: Path) -> TargetSpec:
+    """DeepSeek-V3's architecture, with dense layers only and without rotated keys.
+
+    On the CPU, vLLM 0.32's rotary operation differs from its own native one for latent attention's queries
+    and keys; where the keys' rotated part is zero, that reaches nothing. Its experts give other states there
+    than transformers, too.
+    """
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        **COMMON,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        topk_method="noaux_tc",
+        first_k_dense_replace=COMMON["num_hidden_layers"],
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        initializer_range=0.1,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_a_proj_with_mqa.weight[config.kv_lora_rank :] = 0
+    return _saved(model, directory)
+
+
+def make_samples(num_samples: int, seed: int = 0) -> Dataset:
+    """Random ids; every other sample begins like the others, and some are as long as can be."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randint(VOCAB_SIZE, (MAX_TOKENS,), generator=generator).tolist()
+    ids = []
+    for i in range(num_samples):
+        length = MAX_TOKENS if i % 10 == 0 else int(torch.randint(5, MAX_TOKENS, (), generator=generator))
+        shared = length * 9 // 10 if i % 2 else 0
+        own = torch.randint(VOCAB_SIZE, (length - shared,), generator=generator).tolist()
+        ids.append(common[:shared] + own)
+    return Dataset.from_dict(
+        {"input_ids": ids, "loss_mask": [[False] * 2 + [True] * (len(i) - 2) for i in ids]}
+    )
+
+
+def capture_engine(
+    spec: TargetSpec, aux_layer_ids: tuple[int, ...], root: Path, **extra: object
+) -> CaptureEngine:
+    parts = load_target_parts(spec)
+    return CaptureEngine(
+        target=spec.model,
+        aux_layer_ids=aux_layer_ids,
+        num_layers=parts.num_layers,
+        max_tokens=MAX_TOKENS,
+        roots=[str(root)],
+        dtype="float32",
+        target_fingerprint=parts.fingerprint,
+        extra=extra,
+    )
+
+
+def wanted_states(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> WantedStates:
+    parts = load_target_parts(spec)
+    return WantedStates(
+        spec.model, parts.fingerprint, aux_layer_ids, parts.hidden_size, parts.num_layers, torch.float32
+    )
+
+
+def largest_difference(
+    store: HiddenStateStore, dataset: Dataset, spec: TargetSpec, aux_layer_ids: tuple[int, ...]
+) -> float:
+    """Of the stored states from those that transformers gives, relative to the largest of each layer."""
+    model = load_target(spec, torch.device("cpu"))
+    capture = HiddenStateCapture(model, locate(model, spec), aux_layer_ids)
+    difference = 0.0
+    for i in range(len(store)):
+        found, wanted = store[i], dataset[i]
+        assert found.input_ids.tolist() == wanted["input_ids"]
+        assert found.loss_mask.tolist() == wanted["loss_mask"]
+        [(aux, last)] = capture.capture([found.input_ids])
+        for ours, theirs in (
+            (found.aux_hidden_states, aux),
+            (found.last_hidden_states[:, None], last[:, None]),
+        ):
+            error = (ours - theirs).abs().amax(dim=(0, 2)) / theirs.abs().amax(dim=(0, 2))
+            difference = max(difference, float(error.max()))
+    return difference
+
+
+def _saved(model: PreTrainedModel, directory: Path) -> TargetSpec:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(directory)
+    return TargetSpec(str(directory))

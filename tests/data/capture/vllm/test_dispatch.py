@@ -1,0 +1,161 @@
+"""What becomes of prompts whose endpoints refuse them, go away, or end with them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.capture.vllm.dispatch import Dispatcher, Prompt
+from data.capture.vllm.endpoint import Refused, Unavailable
+from data.capture.vllm.facts import ServerFacts, read_facts, remove_facts, write_facts, write_failure
+from data.capture.vllm.order import DESCRIBE
+from eagle31.errors import UserError
+
+NUM_PROMPTS = 12
+FACTS = ServerFacts("a", "target", None, (1,), 2, 8, "float32", vocab_size=50, max_tokens=20, roots=())
+
+
+class Computer:
+    """An endpoint that computes each prompt by a function; says who it is when asked."""
+
+    def __init__(
+        self,
+        name: str,
+        concurrency: int,
+        compute: Callable[["Computer", int], None],
+        facts: ServerFacts = FACTS,
+    ) -> None:
+        self.facts = facts
+        self.name, self.concurrency, self.compute = name, concurrency, compute
+        self.under_way = self.most_under_way = self.num_starts = 0
+        self.is_down = False
+
+    async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if params == DESCRIBE:
+            self.is_down = False
+            self.num_starts += 1
+            return self.facts.to_json()
+        if self.is_down:
+            raise Unavailable("connection refused")
+        self.under_way += 1
+        self.most_under_way = max(self.under_way, self.most_under_way)
+        await asyncio.sleep(0.001)
+        try:
+            self.compute(self, input_ids[0])
+            if self.is_down:
+                raise Unavailable("it ended", lost=True)
+        finally:
+            self.under_way -= 1
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+def dispatch(
+    *endpoints: Computer, prompts: list[list[int]] | None = None
+) -> tuple[list[int], dict[int, str]]:
+    """Answered, in their order, and refused prompts."""
+    prompts = [[i] for i in range(NUM_PROMPTS)] if prompts is None else prompts
+    answered: list[int] = []
+    refused: dict[int, str] = {}
+
+    async def run() -> None:
+        dispatcher = Dispatcher(
+            endpoints,
+            check=lambda endpoint, facts: None,
+            answered=lambda prompt, engine: answered.append(prompt.place),
+            refused=lambda prompt, reason: refused.update({prompt.place: reason}),
+            patience_seconds=0.5,
+        )
+        for place, input_ids in enumerate(prompts):
+            dispatcher.add(Prompt(place, str(place), input_ids, {}))
+        running = asyncio.create_task(dispatcher.run())
+        while not running.done() and len(answered) + len(refused) < len(prompts):
+            await asyncio.sleep(0.01)
+        if running.done():
+            running.result()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+    assert sorted([*answered, *refused]) == list(range(len(prompts)))
+    return answered, refused
+
+
+def computes(computer: Computer, token: int) -> None:
+    pass
+
+
+def test_endpoints_share_the_prompts_and_are_kept_busy() -> None:
+    one, two = Computer("one", 2, computes), Computer("two", 3, computes)
+    dispatch(one, two)
+    assert (one.most_under_way, two.most_under_way) == (2, 3)
+
+
+def test_a_refused_prompt_is_told_and_the_others_are_answered() -> None:
+    def refuses(computer: Computer, token: int) -> None:
+        if token == 3:
+            raise Refused("too long")
+
+    answered, refused = dispatch(Computer("one", 4, refuses))
+    assert refused == {3: "too long"}
+    assert len(answered) == NUM_PROMPTS - 1
+
+
+def test_what_is_lost_is_sent_again_first() -> None:
+    def ends_once(computer: Computer, token: int) -> None:
+        if token == 5 and computer.num_starts == 1:
+            computer.is_down = True
+
+    one = Computer("one", 1, ends_once)
+    assert dispatch(one) == (list(range(NUM_PROMPTS)), {})
+    assert one.num_starts == 2
+
+
+def test_a_prompt_that_ends_every_engine_is_found_and_left_out() -> None:
+    def ends(computer: Computer, token: int) -> None:
+        if token == 2:
+            computer.is_down = True
+
+    one = Computer("one", 4, ends)
+    _, refused = dispatch(one)
+    assert list(refused) == [2]
+    assert "Sent alone, it ended the engine" in refused[2]
+
+
+def test_what_no_engine_can_compute_is_not_sent() -> None:
+    one = Computer("one", 2, computes)
+    answered, refused = dispatch(one, prompts=[[1], [49], [50], [-1], [], [1] * 20, [1] * 21])
+    assert sorted(answered) == [0, 1, 5]
+    assert "others than the target's 50" in refused[2]
+    assert "more than the 20" in refused[6]
+
+
+def test_an_engine_that_says_why_it_ended_is_not_tried_again(tmp_path: Path) -> None:
+    facts = replace(FACTS, roots=(str(tmp_path),))
+    write_facts(facts)
+
+    def ends(computer: Computer, token: int) -> None:
+        write_failure(facts, "the disk is full")
+        computer.is_down = True
+
+    one = Computer("one", 1, ends, facts)
+    with pytest.raises(UserError, match="says why: the disk is full"):
+        dispatch(one)
+    assert one.num_starts == 1
+    remove_facts(facts)
+    assert read_facts(str(tmp_path), facts.id).failure == "the disk is full"  # type: ignore[union-attr]
+
+
+def test_endpoints_that_stay_away_are_named() -> None:
+    async def away(input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        raise Unavailable("connection refused")
+
+    one, two = Computer("one", 1, computes), Computer("two", 1, computes)
+    one.send = two.send = away  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"'one', 'two'.*one: connection refused; two: connection refused"):
+        dispatch(one, two)

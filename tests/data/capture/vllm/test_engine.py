@@ -1,0 +1,104 @@
+"""An engine of the run's own, of a target with latent attention."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from data.capture.hf import HiddenStateCapture
+from data.capture.offline import capture_to_store
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import capture_through_vllm
+from data.capture.vllm.engine import OwnEngine
+from data.capture.vllm.environment import ROOT
+from data.store import HiddenStateStore
+from data.store.codec import Encoding
+from data.store.shards import captured_ids
+from data.target import load_target, locate
+from eagle31.errors import UserError
+from tests.data.capture.vllm.targets import (
+    capture_engine,
+    largest_difference,
+    make_samples,
+    save_mla,
+    wanted_states,
+)
+
+IDS = (1, 2, 3, 4)
+NUM_SAMPLES = 400
+START_SECONDS = 180
+FIELDS = {"target": "tiny"}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_engine_is_started_again_and_ends_with_its_parent(vllm_python: Path, tmp_path: Path) -> None:
+    """Every layer's states equal those of transformers; what was captured before a death is kept."""
+    spec, dataset, store = save_mla(tmp_path / "target"), make_samples(NUM_SAMPLES), tmp_path / "store"
+    script = Path(__file__).with_name("client_process.py")
+    arguments = [spec.model, str(tmp_path), json.dumps(IDS), str(NUM_SAMPLES)]
+    client = subprocess.Popen([sys.executable, str(script), *arguments], cwd=ROOT)
+
+    def num_captured() -> int:
+        return len(captured_ids(store)) if store.exists() else 0
+
+    wait_for(lambda: num_captured() > 0)
+    [first] = psutil.Process(client.pid).children()
+    first.kill()
+    before = num_captured()
+    assert before < NUM_SAMPLES * 3 / 4
+    wait_for(lambda: num_captured() > before + NUM_SAMPLES / 8)
+    [second] = psutil.Process(client.pid).children()
+    assert second.pid != first.pid
+    os.kill(client.pid, signal.SIGKILL)
+    client.wait()
+    wait_for(lambda: not second.is_running())
+    assert before < num_captured() < NUM_SAMPLES
+    model = load_target(spec, torch.device("cpu"))
+    capture_to_store(
+        dataset,
+        HiddenStateCapture(model, locate(model, spec), IDS),
+        store,
+        encoding=Encoding("exact", "all"),
+        shard_tokens=500,
+        batch_tokens=2000,
+        manifest_fields=FIELDS,
+    )
+    finished = HiddenStateStore(store)
+    assert len(finished) == NUM_SAMPLES
+    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
+
+
+def test_an_engine_that_cannot_start_says_why(vllm_python: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    engine = OwnEngine({"model": str(tmp_path / "target")}, tmp_path / "engine.log")
+    spec = save_mla(tmp_path / "other")
+    with pytest.raises(UserError, match=r"before it was ready:\n  \| (.|\n)*engine\.log"):
+        capture_through_vllm(
+            {tmp_path / "store": make_samples(2)},
+            wanted_states(spec, IDS),
+            [engine],
+            encoding=Encoding(),
+            shard_tokens=500,
+            manifest_fields=FIELDS,
+        )
+
+
+def test_what_vllm_cannot_give_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"aux_layer_ids=\[0, 2\]: vLLM gives no embedding output"):
+        CaptureEngine("target", (0, 2), 4, 100, [str(tmp_path)], mla=True)
+    with pytest.raises(UserError, match=r"engine_args\.max_model_len=10: The capture itself sets it"):
+        capture_engine(save_mla(tmp_path), IDS, tmp_path, max_model_len=10)

@@ -1,0 +1,206 @@
+"""A real vLLM server on the CPU, from start to kill -9."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+
+from data.capture.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
+from data.capture.vllm.environment import ROOT, capture_environment
+from data.capture.vllm.producer import VllmProducer
+from data.capture.vllm.server import VllmServer
+from data.store import HiddenStateStore
+from data.store.codec import Encoding
+from data.store.shards import FinishedShards, captured_ids, refused
+from data.target import TargetSpec
+from data.transport.protocol import StateRequest
+from data.transport.spool import Spool
+from eagle31.errors import UserError
+from tests.data.capture.vllm.targets import (
+    MAX_TOKENS,
+    VOCAB_SIZE,
+    capture_engine,
+    largest_difference,
+    make_samples,
+    save_gqa,
+    wanted_states,
+)
+
+IDS = (0, 1, 2, 3, 4)
+NUM_SAMPLES = 240
+ENCODING = Encoding("exact", "all")
+START_SECONDS = 180
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm_server")
+
+
+@pytest.fixture(scope="module")
+def spec(root: Path) -> TargetSpec:
+    return save_gqa(root / "target")
+
+
+class ServerProcess:
+    """Prefills in chunks, with prefix caching."""
+
+    def __init__(self, python: Path, spec: TargetSpec, root: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self._log = f"http://127.0.0.1:{port}", root / "server.log"
+        chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": True}
+        engine = capture_engine(spec, IDS, root, **chunked)
+        self._command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *engine.command_line()]
+        self._command += ["--host", "127.0.0.1", "--port", str(port)]
+        self._environment = capture_environment(python)
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: Path, spec: TargetSpec, root: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(vllm_python, spec, root)
+    yield process
+    process.kill()
+
+
+def capture(
+    server: ServerProcess, dataset: Dataset, directory: Path, wanted: WantedStates, **changes: object
+) -> None:
+    options = {"encoding": ENCODING, "shard_tokens": 500, "manifest_fields": {"target": "tiny"}} | changes
+    endpoints = [VllmServer(server.url, concurrency=8)]
+    capture_through_vllm({directory: dataset}, wanted, endpoints, **options)  # type: ignore[arg-type]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+    dataset, wanted = make_samples(4), wanted_states(spec, IDS)
+    cases = {
+        r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": replace(wanted, aux_layer_ids=(0, 2)),
+        "dtype is float32, not bfloat16": replace(wanted, dtype=torch.bfloat16),
+        "or other weights": replace(wanted, target_fingerprint="another"),
+    }
+    for number, (message, other) in enumerate(cases.items()):
+        with pytest.raises(UserError, match=message):
+            capture(server, dataset, root / f"refused-{number}", other)
+    with pytest.raises(UserError, match="below none of them"):
+        capture(server, dataset, root.parent / f"{root.name}-elsewhere", wanted)
+    num_tokens = MAX_TOKENS + 1
+    too_long = Dataset.from_dict({"input_ids": [[1] * num_tokens], "loss_mask": [[True] * num_tokens]})
+    with pytest.raises(UserError, match=f"{MAX_TOKENS} tokens where a sample has {num_tokens}"):
+        capture(server, too_long, root / "refused-long", wanted)
+    with pytest.raises(UserError, match=r"None has answered .*No server answers there"):
+        capture_through_vllm(
+            {root / "refused-down": dataset},
+            wanted,
+            [VllmServer("http://127.0.0.1:9", 1)],  # the discard port
+            encoding=ENCODING,
+            shard_tokens=500,
+            manifest_fields={},
+            patience_seconds=1.0,
+        )
+
+
+def test_states_reach_a_trainer_and_bad_requests_are_told(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    spool = Spool(root / "spool", ENCODING)
+    spool.directory.mkdir()
+    wanted, dataset = wanted_states(spec, IDS), make_samples(3).with_format("torch")
+
+    def check(endpoint, facts) -> None:
+        check_server(endpoint, facts, wanted, spool.directory, MAX_TOKENS)
+
+    producer = VllmProducer([VllmServer(server.url, 2)], spool, check, PATIENCE_SECONDS)
+    try:
+        requests = [
+            StateRequest(f"k-{i}", row["input_ids"], row["loss_mask"]) for i, row in enumerate(dataset)
+        ]
+        bad = StateRequest("bad", torch.tensor([1, VOCAB_SIZE]), torch.tensor([True, True]))
+        for request in [*requests, bad]:
+            producer.request(request)
+        for request in requests:
+            sample = spool.take(request, timeout=60)
+            assert sample is not None
+            assert sample.input_ids.equal(request.input_ids)
+            assert sample.aux_hidden_states.shape == (len(request.input_ids), len(IDS), 64)
+        refusals: dict[str, str] = {}
+        wait_for(lambda: refusals.update(producer.refusals()) or refusals, 60)
+        assert list(refusals) == ["bad"]
+        assert f"the target's {VOCAB_SIZE}" in refusals["bad"]
+    finally:
+        producer.close()
+
+
+def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+    bad = Dataset.from_dict({"input_ids": [[3, VOCAB_SIZE + 7, 4]], "loss_mask": [[False, True, True]]})
+    dataset = concatenate_datasets([make_samples(3), bad])
+    capture(server, dataset, root / "with_bad", wanted_states(spec, IDS))
+    store = HiddenStateStore(root / "with_bad")
+    assert list(refused(store.directory)) == [3]
+    assert [one["sample_id"] for one in store.manifest["refused"]] == [3]
+    assert captured_ids(store.directory) == {0, 1, 2}
+
+
+def test_nothing_is_lost_when_client_and_server_are_killed(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    """Every layer's states equal those of transformers, whoever died on the way."""
+    dataset, store = make_samples(NUM_SAMPLES), root / "store"
+    script = Path(__file__).with_name("client_process.py")
+    arguments = [spec.model, str(root), json.dumps(IDS), str(NUM_SAMPLES), server.url]
+    client = subprocess.Popen([sys.executable, str(script), *arguments], cwd=ROOT)
+    wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
+    client.kill()
+    client.wait()
+    before = captured_ids(store)
+    assert 0 < len(before) < NUM_SAMPLES
+
+    def kill_server_midway() -> None:
+        wait_for(lambda: len(captured_ids(store)) > (len(before) + NUM_SAMPLES) / 2)
+        server.kill()
+        server.start()
+
+    killer = Thread(target=kill_server_midway)
+    killer.start()
+    capture(server, dataset, store, wanted_states(spec, IDS))
+    killer.join()
+    finished = HiddenStateStore(store)
+    assert len(finished) == NUM_SAMPLES
+    assert refused(store) == {}
+    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
+    # What is captured stays so: the same command again asks nobody.
+    shards = {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")}
+    server.kill()
+    capture(server, dataset, store, wanted_states(spec, IDS))
+    assert {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")} == shards

@@ -1,0 +1,71 @@
+"""Random samples, and stores of them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from data.samples import CapturedSample
+from data.store.codec import Encoding, decode, encode
+from data.store.index import claim, write_manifest
+from data.store.writer import StoreWriter
+
+LENGTHS = [5, 9, 3, 14, 2, 1, 8]
+NUM_LAYERS, HIDDEN_SIZE = 3, 8
+EXACT = Encoding("exact", "all")
+
+
+def make_sample(index: int, dtype: torch.dtype = torch.bfloat16) -> CapturedSample:
+    generator = torch.Generator().manual_seed(index)
+    length = LENGTHS[index % len(LENGTHS)]
+    return CapturedSample(
+        input_ids=torch.randint(100_000, (length,), generator=generator),
+        loss_mask=torch.rand(length, generator=generator) < 0.6,
+        aux_hidden_states=torch.randn(length, NUM_LAYERS, HIDDEN_SIZE, generator=generator).to(dtype),
+        last_hidden_states=torch.randn(length, HIDDEN_SIZE, generator=generator).to(dtype),
+    )
+
+
+def settings(num_samples: int = len(LENGTHS), encoding: Encoding = EXACT, **changes: object) -> dict:
+    return {
+        "target": "tiny",
+        "target_revision": None,
+        "dtype": "bfloat16",
+        "aux_layer_ids": [0, 2, 5],
+        "encoding": encoding.to_json(),
+        "tokens_fingerprint": "abc",
+        "dataset_samples": num_samples,
+    } | changes
+
+
+def append_all(
+    directory: Path, ids: Iterable[int], name: str = "a", encoding: Encoding = EXACT, shard_tokens: int = 15
+) -> None:
+    with StoreWriter(directory, name, encoding, shard_tokens) as writer:
+        for sample_id in ids:
+            writer.append(sample_id, make_sample(sample_id))
+
+
+def write_store(directory: Path, encoding: Encoding = EXACT, **changes: object) -> None:
+    """The seven samples by two writers, neither in order."""
+    own = settings(encoding=encoding, **changes)
+    claim(directory, own)
+    append_all(directory, [6, 1, 4, 0], "a", encoding)
+    append_all(directory, [5, 3, 2], "b", encoding)
+    write_manifest(directory, own)
+
+
+def encoded(index: int, encoding: Encoding) -> CapturedSample:
+    return decode(encode(make_sample(index), encoding))
+
+
+def assert_equal(found: CapturedSample, wanted: CapturedSample) -> None:
+    for name, tensor in vars(wanted).items():
+        assert getattr(found, name).dtype == tensor.dtype
+        assert torch.equal(getattr(found, name), tensor), name
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,133 @@
+from dataclasses import fields
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.loader import pack_row
+from data.samples import CapturedSample
+from data.store.codec import (
+    CODECS,
+    LAST_STATES,
+    ROWS_OF,
+    Encoding,
+    counted_last,
+    decode,
+    encode,
+    encoded_bytes,
+    kept_rows,
+)
+from eagle31.batch import PackedBatch
+from eagle31.errors import UserError
+from eagle31.loss import greedy_hits, plan_batch, rollout_loss
+from tests.data.store.samples import HIDDEN_SIZE, NUM_LAYERS, make_sample
+from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+
+ENCODINGS = [Encoding(*names) for names in product(CODECS, LAST_STATES)]
+FP8 = Encoding("fp8", "all")
+
+
+def with_states(aux: Tensor) -> CapturedSample:
+    """One layer, all of it kept."""
+    num_tokens = len(aux)
+    ids, mask = torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens, dtype=torch.bool)
+    return CapturedSample(ids, mask, aux.unsqueeze(1), aux)
+
+
+def samples_of(batch: PackedBatch, encoding: Encoding) -> list[CapturedSample]:
+    """Its documents, encoded and decoded."""
+    names = [f.name for f in fields(CapturedSample)]
+    documents = range(int(batch.document_ids.max()) + 1)
+    whole = [{n: getattr(batch, n)[batch.document_ids == i] for n in names} for i in documents]
+    return [decode(encode(CapturedSample(**tensors), encoding)) for tensors in whole]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_are_known_beforehand(encoding: Encoding, dtype: torch.dtype) -> None:
+    for index in range(7):  # one of a single token, one of two
+        sample = make_sample(index, dtype)
+        tensors = encode(sample, encoding)
+        rows = kept_rows(encoding, sample.loss_mask)
+        assert {n: len(t) for n, t in tensors.items()} == {n: getattr(rows, ROWS_OF[n]) for n in tensors}
+        found = sum(tensor.nbytes for tensor in tensors.values())
+        assert found == encoded_bytes(encoding, rows, NUM_LAYERS, HIDDEN_SIZE, dtype)
+
+
+def test_exact_gives_back_what_it_was_given() -> None:
+    for index in range(7):
+        sample = make_sample(index)
+        for name, tensor in vars(decode(encode(sample, Encoding("exact", "all")))).items():
+            assert torch.equal(tensor, getattr(sample, name)), name
+            assert tensor.dtype == getattr(sample, name).dtype
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_counted_leaves_out_is_read_by_no_loss_and_no_replay(seed: int, layers: int) -> None:
+    config = tiny_config(num_hidden_layers=layers)
+    whole = random_batch((9, 4, 17, 1, 2, 30), config, seed=seed)
+    packed = pack_row(samples_of(whole, Encoding("exact", "counted")), len(whole.input_ids))
+    assert not torch.equal(packed.last_hidden_states, whole.last_hidden_states)
+    assert not torch.equal(packed.aux_hidden_states, whole.aux_hidden_states)
+    found = []
+    for batch in (whole, packed):
+        drafter, frozen = tiny_drafter(config)
+        loss, sums = rollout_loss(drafter, frozen, batch, num_steps=5, step_decay=0.8)
+        loss.backward()
+        hits, _ = greedy_hits(drafter, frozen, batch, 5)
+        found.append([loss, sums.stacked(), hits, *(p.grad for p in drafter.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_more_is_kept_than_a_step_reads(seed: int) -> None:
+    batch = random_batch((40,), tiny_config(), seed=seed)
+    plan = plan_batch(batch, num_steps=7)
+    counted = counted_last(batch.loss_mask)
+    assert torch.nonzero(counted).squeeze(1).tolist() == plan.teacher_rows.tolist()
+    assert kept_rows(Encoding(), batch.loss_mask).aux == len(plan.key_rows)
+
+
+def test_fp8_keeps_three_bits_of_mantissa_at_any_magnitude() -> None:
+    generator = torch.Generator().manual_seed(0)
+    magnitudes = torch.tensor([1e-30, 1e-3, 1.0, 447.9, 448.1, 1e5, 1e30])
+    states = (1 + torch.rand(7, 64, generator=generator)) * magnitudes[:, None]
+    states[:, ::2] *= -1
+    found = decode(encode(with_states(states), FP8)).last_hidden_states
+    assert found.dtype == torch.bfloat16
+    assert ((found.float() - states).abs() / states.abs()).max() <= 2**-4
+
+
+def test_fp8_has_a_scale_for_each_token_and_layer() -> None:
+    ones = torch.ones(2, 3, 4)
+    ones[0, 1], ones[1, 2] = 1000.0, 1e-4
+    sample = CapturedSample(torch.zeros(2, dtype=torch.long), torch.ones(2).bool(), ones, ones[:, 0])
+    found = decode(encode(sample, FP8)).aux_hidden_states.float()
+    torch.testing.assert_close(found, ones, rtol=2**-4, atol=0)
+
+
+def test_fp8_decodes_every_code_as_torch_does_and_encodes_it_back() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # no nan
+    sample = decode(encode(with_states(codes.float()[None]), FP8))
+    assert torch.equal(sample.last_hidden_states[0].float(), codes.float())
+    again = decode(encode(sample, FP8))
+    assert torch.equal(again.aux_hidden_states, sample.aux_hidden_states)
+
+
+def test_fp8_keeps_zeros_and_marks_rows_that_are_not_finite() -> None:
+    states = torch.ones(4, 8)
+    states[0] = 0
+    states[1, 3], states[2, 0] = torch.inf, torch.nan
+    found = decode(encode(with_states(states), FP8)).last_hidden_states
+    assert torch.equal(found[[0, 3]].float(), states[[0, 3]])
+    assert found[1:3].isnan().all()
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(UserError, match=r"capture\.codec=fp4: Is one of exact, bf16, fp8"):
+        Encoding("fp4")
+    with pytest.raises(UserError, match=r"capture\.last_states=none"):
+        Encoding("fp8", "none")

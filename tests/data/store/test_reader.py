@@ -1,0 +1,189 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from data.store import DamagedShard, HiddenStateStore
+from data.store.codec import CODECS, Encoding
+from data.store.index import is_written, manifest_content, missing_ids, write_manifest
+from data.store.shards import FinishedShards, captured_ids, read_sidecar, refuse, refused
+from eagle31.errors import UserError
+from tests.data.store.samples import (
+    LENGTHS,
+    append_all,
+    assert_equal,
+    encoded,
+    flip_last_byte,
+    make_sample,
+    settings,
+    write_store,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("last_states", ["all", "counted"])
+def test_samples_come_in_one_order_whoever_wrote_them(tmp_path: Path, codec: str, last_states: str) -> None:
+    encoding = Encoding(codec, last_states)
+    write_store(tmp_path, encoding)
+    store = HiddenStateStore(tmp_path)
+    assert len(store) == len(LENGTHS)
+    assert store.lengths == LENGTHS
+    assert store.sample_ids == list(range(7))
+    for i, found in zip([6, 0, 6, *range(7)], store.get_many([6, 0, 6, *range(7)]), strict=True):
+        assert_equal(found, encoded(i, encoding))
+    store.verify()
+
+
+def test_a_shard_is_plain_safetensors(tmp_path: Path) -> None:
+    append_all(tmp_path, [0, 2], encoding=Encoding("fp8", "all"))
+    tensors = load_file(tmp_path / "shard-a-00000.safetensors")
+    assert tensors["sample_ids"].tolist() == [0, 2]
+    assert tensors["rows"].tolist() == [[5] * 3, [3] * 3]
+    assert tensors["input_ids"][5:].tolist() == make_sample(2).input_ids.tolist()
+    assert tensors["aux_hidden_states"].shape == (8, 3, 8)
+
+
+def test_a_sample_that_two_shards_hold_is_the_first_ones(tmp_path: Path) -> None:
+    append_all(tmp_path, [2, 1], "b")
+    append_all(tmp_path, [0, 1, 3, 4, 5, 6], "a")
+    flip_last_byte(tmp_path / "shard-b-00000.safetensors")  # in the mask of its sample 1
+    write_manifest(tmp_path, settings())
+    store = HiddenStateStore(tmp_path)
+    assert store.manifest["num_samples"] == 7
+    assert store.manifest["num_tokens"] == sum(LENGTHS)
+    assert_equal(store[1], make_sample(1))
+
+
+def test_refused_samples_are_named_and_left_out(tmp_path: Path) -> None:
+    append_all(tmp_path, [6, 0, 5])
+    for sample_id in (1, 2, 3, 4, 5):
+        refuse(tmp_path, "b", sample_id, "too long")
+    refuse(tmp_path, "c", 4, "too long for c")
+    assert missing_ids(tmp_path, FinishedShards(tmp_path).records(), 8) == [7]
+    write_manifest(tmp_path, settings())
+    store = HiddenStateStore(tmp_path)
+    assert store.sample_ids == [0, 5, 6]  # 5 was captured after all
+    assert_equal(store[2], make_sample(6))
+    named = {one["sample_id"]: one["reason"] for one in store.manifest["refused"]}
+    assert named == {1: "too long", 2: "too long", 3: "too long", 4: "too long for c"}
+    assert list(refused(tmp_path)) == [1, 2, 3, 4, 5]
+
+
+def test_the_manifest_lists_the_shards_and_does_not_grow_with_the_samples(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["target"] == "tiny"
+    assert manifest["num_samples"] == 7
+    records = FinishedShards(tmp_path).records()
+    assert manifest["shards"] == [record.summary for record in records]
+    assert manifest["num_bytes"] == sum((tmp_path / record.file).stat().st_size for record in records)
+    assert is_written(tmp_path, manifest_content(tmp_path, records, settings()))
+    assert not is_written(tmp_path, manifest_content(tmp_path, records[1:], settings()))
+
+
+def test_opening_reads_the_index_and_no_sidecar(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    for sidecar in tmp_path.glob("shard-*.json"):
+        sidecar.unlink()
+    assert_equal(HiddenStateStore(tmp_path)[3], make_sample(3))
+
+
+def test_unfinished_store_is_refused(tmp_path: Path) -> None:
+    append_all(tmp_path, [0])
+    with pytest.raises(UserError, match="unfinished"):
+        HiddenStateStore(tmp_path)
+
+
+def test_store_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text()) | {"format": 1}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="has format 1, not 2; delete it and capture again"):
+        HiddenStateStore(tmp_path)
+
+
+def test_flipped_byte_is_found_by_verify_and_named(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    flip_last_byte(tmp_path / "shard-b-00000.safetensors")
+    store = HiddenStateStore(tmp_path)
+    with pytest.raises(DamagedShard, match=r"shard-b-00000\.safetensors.*sha256.*delete it and run again"):
+        store.verify()
+    shards = [shard["file"] for shard in store.shards]
+    share = shards.index("shard-b-00000.safetensors") % 2
+    store.verify(rank=1 - share, world_size=2)
+    with pytest.raises(UserError, match="shard-b-00000"):
+        store.verify(rank=share, world_size=2)
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_missing_or_cut_shard_is_found_at_open_and_only_its_samples_are_missing(
+    tmp_path: Path, remove: bool
+) -> None:
+    write_store(tmp_path)
+    path = tmp_path / "shard-a-00000.safetensors"
+    lost = read_sidecar(path.with_suffix(".json")).sample_ids
+    path.unlink() if remove else path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedShard, match=r"shard-a-00000\.safetensors=.*(gone|bytes); run again"):
+        HiddenStateStore(tmp_path)
+    assert set(missing_ids(tmp_path, FinishedShards(tmp_path).records(), 7)) == set(lost)
+
+
+@pytest.mark.parametrize("damage", ["gone", "altered"])
+def test_damaged_index_is_found_at_open(tmp_path: Path, damage: str) -> None:
+    write_store(tmp_path)
+    path = tmp_path / "index.safetensors"
+    path.unlink() if damage == "gone" else flip_last_byte(path)
+    with pytest.raises(DamagedShard, match=r"index\.safetensors.*made anew"):
+        HiddenStateStore(tmp_path)
+    records = FinishedShards(tmp_path).records()
+    assert not is_written(tmp_path, manifest_content(tmp_path, records, settings()))
+    write_manifest(tmp_path, settings())
+    assert_equal(HiddenStateStore(tmp_path)[4], make_sample(4))
+
+
+def test_a_shard_without_sidecar_does_not_exist(tmp_path: Path) -> None:
+    append_all(tmp_path, [3, 1])
+    append_all(tmp_path, [2], "b")
+    (tmp_path / "shard-b-00000.json").unlink()
+    assert captured_ids(tmp_path) == {3, 1}
+
+
+def test_a_sidecar_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    append_all(tmp_path, [0])
+    (tmp_path / "shard-a-00000.json").write_text('{"file": "x"}')
+    with pytest.raises(UserError, match=r"shard-a-00000\.json.*delete it with its shard"):
+        captured_ids(tmp_path)
+
+
+def test_a_sample_beyond_the_dataset_is_refused(tmp_path: Path) -> None:
+    append_all(tmp_path, [5])
+    with pytest.raises(UserError, match="sample 5 of a dataset that has 3"):
+        missing_ids(tmp_path, FinishedShards(tmp_path).records(), 3)
+
+
+def test_shards_written_anew_are_seen(tmp_path: Path) -> None:
+    shards = FinishedShards(tmp_path)
+    append_all(tmp_path, [5])
+    assert [record.sample_ids for record in shards.records()] == [(5,)]
+    (tmp_path / "shard-a-00000.safetensors").unlink()
+    assert shards.records() == []
+    append_all(tmp_path, [3, 4])
+    assert [record.sample_ids for record in shards.records()] == [(3, 4)]
+
+
+LEAN = """
+import sys
+import data.store, data.store.codec, data.store.shards, data.store.writer, data.transport.protocol
+heavy = {"transformers", "datasets", "pyarrow", "hydra", "deepspeed"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+def test_writers_need_little_of_their_environment() -> None:
+    """They run inside of vLLM too."""
+    subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, check=True, timeout=60)

@@ -1,0 +1,259 @@
+import json
+import multiprocessing
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from data.store import HiddenStateStore
+from data.store import writer as writer_module
+from data.store.codec import Encoding, encode
+from data.store.index import missing_ids, write_manifest
+from data.store.shards import FinishedShards, captured_ids, check_content, check_sidecar
+from data.store.writer import StoreWriter, remove_all_leftovers
+from eagle31.errors import UserError
+from tests.data.store.samples import (
+    EXACT,
+    LENGTHS,
+    append_all,
+    assert_equal,
+    encoded,
+    make_sample,
+    settings,
+)
+
+ROOT = Path(__file__).parents[3]
+SHARD_TOKENS = 15
+
+
+def records(directory: Path) -> list[list[int]]:
+    return [list(record.sample_ids) for record in FinishedShards(directory).records()]
+
+
+def test_shards_close_when_full_and_hold_what_came_in_its_order(tmp_path: Path) -> None:
+    append_all(tmp_path, [6, 1, 4, 0, 3], shard_tokens=15)  # of 8, 9, 2, 5 and 14 tokens
+    assert records(tmp_path) == [[6, 1], [4, 0, 3]]
+    for record in FinishedShards(tmp_path).records():
+        check_sidecar(tmp_path, record)
+        assert record.lengths == tuple(LENGTHS[i] for i in record.sample_ids)
+        assert record.writer == "a"
+
+
+def test_flush_puts_everything_on_disk_and_writing_goes_on(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, "a", EXACT, shard_tokens=100) as writer:
+        writer.append(3, make_sample(3))
+        writer.flush()
+        assert captured_ids(tmp_path) == {3}
+        writer.flush()
+        assert records(tmp_path) == [[3]]
+        writer.append(1, make_sample(1))
+    assert records(tmp_path) == [[3], [1]]
+
+
+def test_many_writers_share_a_directory_and_number_their_own_shards(tmp_path: Path) -> None:
+    threads = [
+        Thread(target=append_all, args=(tmp_path, range(i, 40, 4), name))
+        for i, name in enumerate(["a", "a-1", "a-00001", "b"])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert captured_ids(tmp_path) == set(range(40))
+    append_all(tmp_path, [40], "a")
+    found = {record.file for record in FinishedShards(tmp_path).records() if record.writer == "a"}
+    assert found == {f"shard-a-{n:05d}.safetensors" for n in range(len(found))}
+
+
+def test_a_name_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, "a", EXACT, 100), pytest.raises(UserError, match="Another process writes"):
+        StoreWriter(tmp_path, "a", EXACT, 100)
+    StoreWriter(tmp_path, "a", EXACT, 100).close()
+
+
+@pytest.mark.parametrize(("shard_tokens", "queue_samples"), [(1000, 2), (10, 1000)])
+def test_append_waits_while_too_much_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int, queue_samples: int
+) -> None:
+    most, sample = 0, make_sample(0)  # 5 tokens
+    size = sample.aux_hidden_states.nbytes + sample.last_hidden_states.nbytes
+
+    def encode_slowly(*arguments):
+        nonlocal most
+        time.sleep(0.01)
+        most = max(most, len(writer._waiting))
+        return encode(*arguments)
+
+    monkeypatch.setattr(writer_module, "encode", encode_slowly)
+    with StoreWriter(tmp_path, "a", EXACT, shard_tokens, queue_bytes=queue_samples * size) as writer:
+        for sample_id in range(12):
+            writer.append(sample_id, sample)
+    assert most == 2
+    assert captured_ids(tmp_path) == set(range(12))
+
+
+def test_a_sample_larger_than_the_queue_goes_through(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, "a", EXACT, 1, queue_bytes=1) as writer:
+        for sample_id in range(3):
+            writer.append(sample_id, make_sample(3))
+    assert captured_ids(tmp_path) == {0, 1, 2}
+
+
+def test_what_fails_behind_the_back_is_raised_and_what_is_finished_stays(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=5)
+    writer.append(0, make_sample(0))
+    writer.flush()
+    writer.append(1, replace(make_sample(5), last_hidden_states=torch.zeros(1, 4).bfloat16()))
+    writer.append(2, make_sample(1))
+    with pytest.raises(AssertionError, match="last_hidden_states"):
+        writer.flush()
+    with pytest.raises(AssertionError, match="last_hidden_states"):
+        writer.append(3, make_sample(3))
+    with pytest.raises(AssertionError, match="last_hidden_states"):
+        writer.close()
+    append_all(tmp_path, [1, 2])
+    assert captured_ids(tmp_path) == {0, 1, 2}
+
+
+def test_what_was_captured_before_the_caller_failed_is_kept(tmp_path: Path) -> None:
+    def capture() -> None:
+        with StoreWriter(tmp_path, "a", EXACT, 100) as writer:
+            writer.append(2, make_sample(2))
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture()
+    assert captured_ids(tmp_path) == {2}
+
+
+def test_encoded_samples_are_taken_as_they_are(tmp_path: Path) -> None:
+    encoding = Encoding("fp8", "counted")
+    with StoreWriter(tmp_path, "a", encoding, 100) as writer:
+        for sample_id in range(7):
+            writer.append_encoded(sample_id, encode(make_sample(sample_id), encoding))
+    write_manifest(tmp_path, settings(encoding=encoding))
+    for sample_id, sample in enumerate(HiddenStateStore(tmp_path).get_many(range(7))):
+        assert_equal(sample, encoded(sample_id, encoding))
+
+
+def test_a_full_disk_is_said_and_finished_shards_are_kept(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=15)
+    writer.append(3, make_sample(3))
+    writer.flush()
+    (tmp_path / ".shard-a-00001.safetensors.partial").symlink_to("/dev/full")
+    writer.append(1, make_sample(1))
+    with pytest.raises(UserError, match=r"disk is full; finished shards are kept; choose another disk"):
+        writer.close()
+    assert records(tmp_path) == [[3]]
+    assert {path.name for path in tmp_path.iterdir() if "00001" in path.name} == set()
+    append_all(tmp_path, [1])
+    assert captured_ids(tmp_path) == {1, 3}
+
+
+FILL_A_DISK = """
+import json, subprocess, sys
+from pathlib import Path
+from data.store.index import missing_ids
+from data.store.shards import FinishedShards, check_content
+from data.store.writer import StoreWriter
+from eagle31.errors import UserError
+from tests.data.store.samples import EXACT, append_all
+directory = Path(sys.argv[1])
+def captured():
+    records = FinishedShards(directory).records()
+    for record in records:
+        check_content(directory, record.file, record.sha256)
+    return sum((record.sample_ids for record in records), ())
+try:
+    append_all(directory, range(300))
+    message = ""
+except UserError as error:
+    message = str(error)
+before = captured()
+subprocess.run(["mount", "-o", "remount,size=2m", str(directory)], check=True)
+append_all(directory, missing_ids(directory, FinishedShards(directory).records(), 300))
+print(json.dumps({"message": message, "before": before, "after": captured()}))
+"""
+
+
+def test_a_small_disk_fills_up_and_capture_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    disk = f"mount -t tmpfs -o size=128k tmpfs {tmp_path}"
+    own_mounts = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
+    if subprocess.run([*own_mounts, disk], capture_output=True).returncode:
+        pytest.skip("needs user namespaces to mount a small disk")
+    command = [*own_mounts, f'{disk} && exec "$@"', "bash", sys.executable, "-c", FILL_A_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "disk is full" in found["message"]
+    assert 0 < len(found["before"]) < 300
+    assert sorted(found["after"]) == list(range(300))
+
+
+def _capture_missing(directory: Path, num_samples: int, log: Path) -> None:
+    missing = missing_ids(directory, FinishedShards(directory).records(), num_samples)
+    with StoreWriter(directory, "a", EXACT, SHARD_TOKENS) as writer, log.open("a", buffering=1) as file:
+        for sample_id in missing:
+            writer.append(sample_id, make_sample(sample_id))
+            print(sample_id, file=file)
+
+
+def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None:
+    directory, log, num_samples = tmp_path / "store", tmp_path / "log", 150
+    directory.mkdir()
+    rng, fork = random.Random(0), multiprocessing.get_context("fork")
+    kills, finished = 0, False
+    while not finished:
+        before = captured_ids(directory)
+        log.write_text("")
+        process = fork.Process(target=_capture_missing, args=(directory, num_samples, log))
+        process.start()
+        process.join(timeout=rng.uniform(0, 0.04) if kills < 25 else 60)
+        finished = process.exitcode == 0
+        assert finished or process.exitcode is None
+        if not finished:
+            process.kill()
+            process.join()
+            kills += 1
+        appended = {int(line) for line in log.read_text().split()}
+        assert not before & appended
+        lost = appended - captured_ids(directory)
+        assert sum(LENGTHS[i % 7] for i in lost) <= 2 * SHARD_TOKENS + max(LENGTHS)
+        for record in FinishedShards(directory).records():
+            check_content(directory, record.file, record.sha256)
+            check_sidecar(directory, record)
+    held = Counter(i for record in FinishedShards(directory).records() for i in record.sample_ids)
+    assert held == Counter(range(num_samples))
+    assert kills > 5
+    write_manifest(directory, settings(num_samples))
+    for sample_id, sample in enumerate(HiddenStateStore(directory).get_many(range(num_samples))):
+        assert_equal(sample, make_sample(sample_id))
+    assert not [path for path in directory.iterdir() if path.name.endswith(".partial")]
+
+
+def test_leftovers_go_when_nobody_writes_under_their_name(tmp_path: Path) -> None:
+    append_all(tmp_path, [3], "a")
+    for name in ("a", "b", "busy"):
+        (tmp_path / f".shard-{name}-00007.safetensors.partial").write_bytes(b"half")
+        (tmp_path / f".shard-{name}-00007.json.123.partial").write_bytes(b"half")
+        (tmp_path / f"shard-{name}-00008.safetensors").write_bytes(b"no sidecar")
+    append_all(tmp_path, [1], "c")
+    (tmp_path / "shard-c-00000.safetensors").write_bytes(b"damaged")
+    with StoreWriter(tmp_path, "busy", EXACT, 15) as writer:
+        (tmp_path / ".shard-busy-00009.safetensors.partial").write_bytes(b"half")
+        remove_all_leftovers(tmp_path)
+        assert (tmp_path / ".shard-busy-00009.safetensors.partial").exists()
+        assert writer.name == "busy"
+    left = sorted(path.name for path in tmp_path.glob("*shard-*"))
+    assert left == [
+        ".shard-busy-00009.safetensors.partial",
+        "shard-a-00000.json",
+        "shard-a-00000.safetensors",
+    ]

@@ -1,0 +1,76 @@
+"""Runs in TorchSpec's environment: the losses of its Eagle3Model, for each row and step, and their gradients.
+
+torchspec_losses.py INPUT.safetensors OUTPUT.safetensors
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torchspec.models.draft.llama3_eagle import LlamaForCausalLMEagle3
+from torchspec.models.eagle3 import Eagle3Model, compute_lazy_target_padded, compute_target_p_padded
+from torchspec.utils.tensor import padding
+from transformers import LlamaConfig
+
+
+def build(given: dict[str, Tensor]) -> LlamaForCausalLMEagle3:
+    shape = {name.removeprefix("config."): value.item() for name, value in given.items() if "config." in name}
+    pruned = shape["draft_vocab_size"] < shape["vocab_size"]
+    drafter = LlamaForCausalLMEagle3(LlamaConfig(**shape, pad_token_id=None), attention_backend="sdpa")
+    weights = {name.removeprefix("drafter."): value for name, value in given.items() if "drafter." in name}
+    if pruned:
+        weights |= {"t2d": given["t2d"], "d2t": torch.zeros(shape["draft_vocab_size"], dtype=torch.int64)}
+    drafter.load_state_dict(weights)
+    return drafter
+
+
+def main(source: str, target: str) -> None:
+    given = load_file(source)
+    drafter = build(given)
+    num_steps = int(given["num_steps"])
+    model = Eagle3Model(drafter, length=num_steps, attention_backend="sdpa")
+    num_tokens = len(given["input_ids"])
+    # As its trainer does: token and teacher of row t are those of t + 1.
+    last = padding(given["last"][None], left=False)
+    if "t2d" in given:
+        everywhere = torch.ones(1, num_tokens)
+        teacher = compute_target_p_padded(last, given["target_head"], given["t2d"], everywhere, num_steps)
+        in_vocab = teacher.position_mask[0]
+        teacher = replace(teacher, position_mask=None)
+    else:
+        teacher, in_vocab = compute_lazy_target_padded(last, given["target_head"], num_steps), None
+
+    def losses(mask: Tensor) -> list[Tensor]:
+        per_step, _, _ = model(
+            padding(given["input_ids"][None], left=False),
+            torch.ones(1, num_tokens, dtype=torch.long),
+            teacher,
+            mask[None],
+            given["aux"][None],
+        )
+        return per_step
+
+    # Its mask moves with the steps: one at index j is row j - k at step k.
+    table = torch.zeros(num_tokens, num_steps)
+    with torch.no_grad():
+        for j in range(num_tokens):
+            mask = torch.zeros(num_tokens)
+            mask[j] = 1
+            for step, loss in enumerate(losses(mask)):
+                if j >= step:
+                    table[j - step, step] = loss
+    # All rows whose prediction lies within the document; its losses are means.
+    mask = (torch.arange(num_tokens) < num_tokens - 2).float()
+    weights = [given["step_decay"] ** k * (num_tokens - 2 - k) for k in range(num_steps)]
+    sum(w * loss for w, loss in zip(weights, losses(mask), strict=True)).backward()
+    found = {f"gradient.{name}": p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+    found["losses"] = table
+    if in_vocab is not None:
+        found["in_vocab"] = in_vocab
+    save_file(found, target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from data.store.codec import Encoding
+from data.store.index import claim
+from data.store.shards import refuse
+from tests.data.store.samples import append_all, flip_last_byte, settings, write_store
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "store"
+
+
+class Done(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Store = Callable[..., Done]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Store:
+    """Runs the command."""
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["store", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert isinstance(ended.value.code, int)
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def words(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines()]
+
+
+def test_info_tells_what_is_there_and_what_is_not(store: Store, tmp_path: Path) -> None:
+    claim(tmp_path, settings(encoding=Encoding("fp8")))
+    append_all(tmp_path, [0, 1, 2], "left", Encoding("fp8"))
+    append_all(tmp_path, [3], "right", Encoding("fp8"))
+    refuse(tmp_path, "right", 5, "too long for the server")
+    done = store("info", tmp_path)
+    assert done.status == 0, done.err
+    assert "no, 2 of 7 samples are missing" in done.out
+    assert "fp8, last states counted" in done.out
+    lines = words(done.out)
+    assert ["samples", "4,", "1", "refused"] in lines
+    assert ["tokens", "31"] in lines
+    assert ["left", "1", "3", "17", "0.000"] in lines
+    assert ["right", "1", "1", "14", "0.000"] in lines
+    assert ["5", "too", "long", "for", "the", "server"] in lines
+
+
+def test_verify_names_the_damaged_shard(store: Store, tmp_path: Path) -> None:
+    write_store(tmp_path)
+    done = store("verify", tmp_path)
+    assert (done.status, done.out) == (0, "4 shards are as they were written\n")
+    flip_last_byte(tmp_path / "shard-b-00000.safetensors")
+    done = store("verify", tmp_path)
+    assert done.status == 1
+    assert str(tmp_path / "shard-b-00000.safetensors") in done.out
+    assert "shard-a" not in done.out
+
+
+def test_merge_and_convert_leave_a_finished_store(store: Store, tmp_path: Path) -> None:
+    write_store(tmp_path / "one")
+    write_store(tmp_path / "two", tokens_fingerprint="other")
+    assert store("merge", tmp_path / "one", tmp_path / "two", tmp_path / "both").status == 0
+    done = store("convert", tmp_path / "both", tmp_path / "small", "--codec", "fp8", "--shard-tokens", 20)
+    assert done.status == 0, done.err
+    lines = words(store("info", tmp_path / "small").out)
+    assert ["finished", "yes"] in lines
+    assert ["encoding", "fp8,", "last", "states", "all"] in lines
+    assert ["samples", "14,", "0", "refused"] in lines
+
+
+@pytest.mark.parametrize("command", [["info"], ["verify"], ["merge", "OUT"], ["convert", "OUT"]])
+def test_what_is_no_store_is_refused(store: Store, tmp_path: Path, command: list[str]) -> None:
+    arguments = [command[0], tmp_path, *(tmp_path / "out" for _ in command[1:])]
+    done = store(*arguments)
+    assert done.status == 2
+    assert done.err.startswith(f"store: STORE={tmp_path}: Is no store")

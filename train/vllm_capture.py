@@ -1,0 +1,80 @@
+"""The recipe's vLLM capture: which engine it takes, and where prompts are sent."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import WantedStates, capture_through_vllm
+from data.capture.vllm.endpoint import Endpoint
+from data.capture.vllm.engine import OwnEngine
+from data.capture.vllm.server import VllmServer
+from data.store.codec import Encoding
+from data.transport.spool import MEMORY
+from train.capture_config import CaptureMode, TransportKind
+from train.context import RunContext
+
+
+def capture_engine(context: RunContext) -> CaptureEngine:
+    """An engine that captures everything that the run needs, and writes where it does."""
+    config, parts = context.config, context.parts
+    capture = config.capture
+    roots = [str(context.output_dir.resolve())]
+    if capture.mode is CaptureMode.online and capture.transport is TransportKind.spool:
+        roots.append(str(Path(capture.spool_dir or MEMORY).resolve()))
+    online_mooncake = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
+    return CaptureEngine(
+        target=context.spec.checkpoint.path,
+        revision=context.spec.revision,
+        dtype=str(parts.embed_tokens.dtype).removeprefix("torch."),
+        trust_remote_code=context.spec.trust_remote_code,
+        target_fingerprint=parts.fingerprint,
+        aux_layer_ids=context.aux_layer_ids,
+        num_layers=parts.num_layers,
+        # A held-out conversation is a prompt and what the target answered to it.
+        max_tokens=config.data.max_tokens + config.evaluate.max_new_tokens,
+        roots=roots,
+        mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
+        mooncake_masters=[capture.mooncake.master] if online_mooncake else [],
+        extra=capture.vllm.engine_args,
+    )
+
+
+def wanted_states(context: RunContext) -> WantedStates:
+    """What every server has to give."""
+    parts = context.parts
+    return WantedStates(
+        target=context.spec.checkpoint.path,
+        target_fingerprint=parts.fingerprint,
+        aux_layer_ids=context.aux_layer_ids,
+        hidden_size=parts.hidden_size,
+        num_layers=parts.num_layers,
+        dtype=parts.embed_tokens.dtype,
+    )
+
+
+def capture_endpoints(context: RunContext) -> list[Endpoint]:
+    """The recipe's servers, or an engine of the run's own; starts nothing yet."""
+    vllm = context.config.capture.vllm
+    if vllm.servers:
+        return [VllmServer(url, vllm.max_concurrency) for url in vllm.servers]
+    return [OwnEngine.of(capture_engine(context), context.output_dir / f"vllm-{context.world.rank}.log")]
+
+
+def capture_by_vllm(
+    context: RunContext, stores: Mapping[Path, Dataset], manifest_fields: Mapping[str, Any]
+) -> None:
+    """Rank 0 sends the prompts, vLLM writes; the others wait for the end."""
+    capture, world = context.config.capture, context.world
+    capture_through_vllm(
+        stores,
+        wanted_states(context),
+        capture_endpoints(context) if world.is_main else (),
+        encoding=Encoding(capture.codec, capture.last_states),
+        shard_tokens=capture.shard_tokens,
+        manifest_fields=manifest_fields,
+        rank=world.rank,
+        progress=world.is_main,
+    )
