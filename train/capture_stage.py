@@ -1,13 +1,13 @@
 """The capture stage: every rank runs the target over its share and meets the others through files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_from_disk
 
-from data.capture.offline import capture_to_store
+from data.capture.offline import WantedStore, capture_to_store
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -52,7 +52,8 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     """Stores of hidden states: `train/` unless capture is online, `validation/`, `test/`."""
     answers = context.artifacts[Stage.answers].directory
     datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
-    if context.config.capture.mode is CaptureMode.offline:
+    capture = context.config.capture
+    if capture.mode is CaptureMode.offline:
         datasets["train"] = training_samples(context)
     fields = {
         "target": context.config.target.model,
@@ -63,8 +64,10 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         "aux_layer_ids": list(context.aux_layer_ids),
         "dtype": str(context.parts.embed_tokens.dtype).removeprefix("torch."),
     }
-    stores_of = {directory / name: dataset for name, dataset in datasets.items()}
-    SOURCES[context.config.capture.source](context, stores_of, fields)
+    # Replay gives what is served only from the states as they are.
+    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": Encoding(capture.codec, capture.last_states)}
+    wanted = [WantedStore(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
+    SOURCES[capture.source](context, wanted, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     return {
         "num_samples": {name: len(store) for name, store in stores.items()},
@@ -74,16 +77,14 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
 
 
 def capture_by_hf(
-    context: RunContext, stores: Mapping[Path, Dataset], manifest_fields: Mapping[str, Any]
+    context: RunContext, stores: Sequence[WantedStore], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Every rank runs the target over its share."""
     capture, target = context.config.capture, context.open_capture()
-    for directory, dataset in stores.items():
+    for store in stores:
         capture_to_store(
-            dataset,
+            store,
             target,
-            directory,
-            encoding=Encoding(capture.codec, capture.last_states),
             shard_tokens=capture.shard_tokens,
             batch_tokens=capture.batch_tokens,
             rank=context.world.rank,

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data.capture.drain import drain_to_store
 from data.capture.hf_producer import hf_producer
+from data.capture.offline import WantedStore
 from data.capture.online import OnlineStates, StateShape
 from data.capture.processes import ProcessProducer
 from data.capture.torchspec import TorchSpecStates
@@ -161,18 +162,16 @@ def torchspec_source(context: RunContext, states: TorchSpecStates, dataset: Data
 
 
 def capture_by_torchspec(
-    context: RunContext, stores: Mapping[Path, Dataset], manifest_fields: Mapping[str, Any]
+    context: RunContext, stores: Sequence[WantedStore], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Rank 0 has TorchSpec's engines capture and writes what comes; the others wait for the end."""
     capture, world = context.config.capture, context.world
     with torchspec_states(context) if world.is_main else nullcontext() as states:
-        for directory, dataset in stores.items():
+        for store in stores:
             drain_to_store(
-                dataset,
-                None if states is None else torchspec_source(context, states, dataset),
-                directory,
+                store,
+                None if states is None else torchspec_source(context, states, store.dataset),
                 wanted_states(context),
-                encoding=Encoding(capture.codec, capture.last_states),
                 shard_tokens=capture.shard_tokens,
                 manifest_fields=manifest_fields,
                 progress=world.is_main,

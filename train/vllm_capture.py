@@ -1,17 +1,15 @@
 """The recipe's vLLM capture: which engine it takes, and where prompts are sent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-
+from data.capture.offline import WantedStore
 from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import WantedStates, capture_through_vllm
 from data.capture.vllm.endpoint import Endpoint
 from data.capture.vllm.engine import OwnEngine
 from data.capture.vllm.server import VllmServer
-from data.store.codec import Encoding
 from data.transport.spool import MEMORY
 from train.capture_config import CaptureMode, TransportKind
 from train.context import RunContext
@@ -64,7 +62,7 @@ def capture_endpoints(context: RunContext) -> list[Endpoint]:
 
 
 def capture_by_vllm(
-    context: RunContext, stores: Mapping[Path, Dataset], manifest_fields: Mapping[str, Any]
+    context: RunContext, stores: Sequence[WantedStore], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Rank 0 sends the prompts, vLLM writes; the others wait for the end."""
     capture, world = context.config.capture, context.world
@@ -72,7 +70,6 @@ def capture_by_vllm(
         stores,
         wanted_states(context),
         capture_endpoints(context) if world.is_main else (),
-        encoding=Encoding(capture.codec, capture.last_states),
         shard_tokens=capture.shard_tokens,
         manifest_fields=manifest_fields,
         rank=world.rank,

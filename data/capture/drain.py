@@ -2,16 +2,19 @@
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from tqdm import tqdm
 
-from data.capture.offline import CapturedStates, check_space, finish_store, open_store, store_fields
+from data.capture.offline import (
+    CapturedStates,
+    WantedStore,
+    check_space,
+    finish_store,
+    open_store,
+    store_fields,
+)
 from data.capture.online import OnlineStates
-from data.capture.tokens import dataset_rows
-from data.store.codec import Encoding
 from data.store.shards import refuse
 from data.store.writer import StoreWriter
 
@@ -19,12 +22,10 @@ _WRITER = "online"
 
 
 def drain_to_store(
-    dataset: Dataset,
+    wanted: WantedStore,
     source: OnlineStates | None,
-    directory: Path,
     states: CapturedStates,
     *,
-    encoding: Encoding,
     shard_tokens: int,
     manifest_fields: Mapping[str, Any],
     progress: bool = False,
@@ -32,8 +33,7 @@ def drain_to_store(
     """Writes what is missing; returns on every rank once the store is finished.
 
     Args:
-        dataset: columns input_ids and loss_mask; the source's.
-        source: None on the ranks that only wait for the end.
+        source: of the same dataset; None on the ranks that only wait for the end.
         states: as they are captured.
 
     Raises:
@@ -41,15 +41,16 @@ def drain_to_store(
             another one. What is finished by then is kept.
     """
     rank = 0 if source is not None else 1
-    fields = store_fields(dataset, encoding, manifest_fields)
+    directory = wanted.directory
+    fields = store_fields(wanted, manifest_fields)
     missing = open_store(directory, fields, rank)
     if source is not None and missing:
-        check_space(directory, dataset_rows(dataset, encoding)[missing], states, encoding)
+        check_space(wanted, missing, states)
         total = sum(source.lengths[sample_id] for sample_id in missing)
         shown = progress and sys.stderr.isatty()
         bar = tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown)
         source.expect(missing)
-        with StoreWriter(directory, _WRITER, encoding, shard_tokens) as writer, bar:
+        with StoreWriter(directory, _WRITER, wanted.encoding, shard_tokens) as writer, bar:
             for sample_id in missing:
                 [sample] = source.get_many([sample_id])
                 if sample_id in source.refused:
@@ -57,4 +58,4 @@ def drain_to_store(
                 else:
                     writer.append(sample_id, sample)
                 bar.update(source.lengths[sample_id])
-    finish_store(directory, dataset, fields, rank)
+    finish_store(wanted, fields, rank)

@@ -4,6 +4,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,12 +52,19 @@ class Capture(CapturedStates, Protocol):
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]: ...
 
 
+@dataclass(frozen=True)
+class WantedStore:
+    """A store that is to be filled."""
+
+    directory: Path
+    dataset: Dataset  # columns input_ids and loss_mask
+    encoding: Encoding
+
+
 def capture_to_store(
-    dataset: Dataset,
+    wanted: WantedStore,
     capture: Capture,
-    output_dir: Path,
     *,
-    encoding: Encoding,
     shard_tokens: int,
     batch_tokens: int,
     rank: int = 0,
@@ -69,7 +77,6 @@ def capture_to_store(
     Ranks share nothing but the directory.
 
     Args:
-        dataset: columns input_ids and loss_mask.
         shard_tokens: about how many tokens a file holds; held in memory, encoded, until it is written.
         batch_tokens: the most tokens, padding included, in one forward pass.
         manifest_fields: JSON values that say what the states are made with.
@@ -78,11 +85,11 @@ def capture_to_store(
         UserError: the disk cannot hold the store, or the directory holds another one. Shards that are
             finished by then are kept.
     """
-    fields = store_fields(dataset, encoding, manifest_fields)
+    dataset, output_dir, encoding = wanted.dataset, wanted.directory, wanted.encoding
+    fields = store_fields(wanted, manifest_fields)
     missing = open_store(output_dir, fields, rank)
     if rank == 0 and missing:
-        rows = dataset_rows(dataset, encoding)[missing]
-        check_space(output_dir, rows, capture, encoding)
+        check_space(wanted, missing, capture)
     lengths = dataset_lengths(dataset)
     mine = rank_share(lengths, missing, rank, world_size)
     if mine:
@@ -94,7 +101,7 @@ def capture_to_store(
             for sample_id, sample in capture_samples(dataset, lengths, mine, capture, batch_tokens):
                 writer.append(sample_id, sample)
                 bar.update(len(sample.input_ids))
-    finish_store(output_dir, dataset, fields, rank)
+    finish_store(wanted, fields, rank)
 
 
 def capture_samples(
@@ -110,14 +117,14 @@ def capture_samples(
             yield sample_id, CapturedSample(*row, aux, last)
 
 
-def store_fields(dataset: Dataset, encoding: Encoding, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
+def store_fields(wanted: WantedStore, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a store says of its making: `manifest_fields`, its encoding, and which samples it is of."""
     return as_read_back(
         {
             **manifest_fields,
-            "encoding": encoding.to_json(),
-            "tokens_fingerprint": tokens_fingerprint(dataset),
-            "dataset_samples": len(dataset),
+            "encoding": wanted.encoding.to_json(),
+            "tokens_fingerprint": tokens_fingerprint(wanted.dataset),
+            "dataset_samples": len(wanted.dataset),
         }
     )
 
@@ -160,23 +167,25 @@ def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) ->
     return encoded_bytes(encoding, total, num_layers, states.hidden_size, states.dtype)
 
 
-def check_space(output_dir: Path, rows: NDArray, states: CapturedStates, encoding: Encoding) -> None:
+def check_space(wanted: WantedStore, missing: Sequence[int], states: CapturedStates) -> None:
     """Says how much is to be captured, and refuses what the disk cannot hold.
 
     Raises:
         UserError: too little is free.
     """
-    needed, free = estimate_bytes(rows, states, encoding), shutil.disk_usage(output_dir).free
+    rows = dataset_rows(wanted.dataset, wanted.encoding)[missing]
+    needed, free = estimate_bytes(rows, states, wanted.encoding), shutil.disk_usage(wanted.directory).free
     print(
-        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {output_dir}, "
-        f"{needed / 1e9:.2f} GB ({encoding.codec}) of {free / 1e9:.2f} GB free",
+        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {wanted.directory}, "
+        f"{needed / 1e9:.2f} GB ({wanted.encoding.codec}) of {free / 1e9:.2f} GB free",
         file=sys.stderr,
     )
     if needed > free:
-        raise disk_full(output_dir, f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free")
+        what = f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free"
+        raise disk_full(wanted.directory, what)
 
 
-def finish_store(directory: Path, dataset: Dataset, fields: Mapping[str, Any], rank: int = 0) -> None:
+def finish_store(wanted: WantedStore, fields: Mapping[str, Any], rank: int = 0) -> None:
     """Waits until every sample is captured or refused; rank 0 declares the store finished, the others wait.
 
     Args:
@@ -185,6 +194,7 @@ def finish_store(directory: Path, dataset: Dataset, fields: Mapping[str, Any], r
     Raises:
         UserError: a shard holds other tokens than the dataset, or has another encoding.
     """
+    directory, dataset = wanted.directory, wanted.dataset
     shards = FinishedShards(directory)
     while missing_ids(directory, shards.records(), len(dataset)):
         time.sleep(_POLL_SECONDS)

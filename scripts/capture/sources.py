@@ -1,4 +1,4 @@
-"""The sides that run the target through transformers, in this process."""
+"""The sides of every source; those that run the target through transformers, in this process."""
 
 import shutil
 import time
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import batches_by_length, capture_to_store
+from data.capture.offline import WantedStore, batches_by_length, capture_to_store
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.codec import Encoding
 from data.target import load_target, locate
 from scripts.capture.measure import PREFILL, OpenSource, RunSide, Task, Timing
+from scripts.capture.vllm_sides import open_vllm
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def open_hf(task: Task) -> Iterator[Mapping[str, RunSide]]:
     yield {PREFILL: partial(_prefill, task, capture), **sides}
 
 
-SOURCES: dict[str, OpenSource] = {"hf": open_hf}
+SOURCES: dict[str, OpenSource] = {"hf": open_hf, "vllm": open_vllm}
 
 
 @torch.inference_mode()
@@ -50,10 +51,8 @@ def _capture(task: Task, capture: HiddenStateCapture, encoding: Encoding) -> Tim
     start = _now()
     with redirect_stderr(StringIO()):
         capture_to_store(
-            task.dataset,
+            WantedStore(directory, task.dataset, encoding),
             capture,
-            directory,
-            encoding=encoding,
             shard_tokens=task.shard_tokens,
             batch_tokens=task.batch_tokens,
             manifest_fields={},

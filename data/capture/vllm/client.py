@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from tqdm import tqdm
 
-from data.capture.offline import check_space, finish_store, open_store, store_fields
-from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows
+from data.capture.offline import WantedStore, check_space, finish_store, open_store, store_fields
+from data.capture.tokens import TokenRows, dataset_lengths
 from data.capture.vllm.dispatch import Dispatcher, Prompt
 from data.capture.vllm.endpoint import Endpoint
 from data.capture.vllm.facts import ServerFacts, facts_path
 from data.capture.vllm.order import StateOrder, below, store_destination
-from data.store.codec import Encoding
 from data.store.shards import FinishedShards, refuse
 from eagle31.errors import UserError
 
@@ -41,11 +39,10 @@ class WantedStates:
 
 
 def capture_through_vllm(
-    stores: Mapping[Path, Dataset],
+    stores: Sequence[WantedStore],
     wanted: WantedStates,
     endpoints: Sequence[Endpoint],
     *,
-    encoding: Encoding,
     shard_tokens: int,
     manifest_fields: Mapping[str, Any],
     rank: int = 0,
@@ -58,7 +55,6 @@ def capture_through_vllm(
     refuse is recorded as such.
 
     Args:
-        stores: by their directories, columns input_ids and loss_mask.
         endpoints: used by this call alone, which closes them.
         manifest_fields: JSON values that say what the states are made with.
 
@@ -66,20 +62,20 @@ def capture_through_vllm(
         UserError: the disk cannot hold the stores, a directory holds another one, a server is not what is
             needed, or none has been there for `patience_seconds`. What is finished by then is kept.
     """
-    fields, captures = {}, []
-    for directory, dataset in stores.items():
-        fields[directory] = store_fields(dataset, encoding, manifest_fields)
-        missing = open_store(directory, fields[directory], rank)
+    fields = [store_fields(store, manifest_fields) for store in stores]
+    captures = []
+    for store, own in zip(stores, fields, strict=True):
+        missing = open_store(store.directory, own, rank)
         if rank == 0 and missing:
-            check_space(directory, dataset_rows(dataset, encoding)[missing], wanted, encoding)
-            captures.append(_Capture(dataset, directory, wanted, missing, encoding, shard_tokens))
+            check_space(store, missing, wanted)
+            captures.append(_Capture(store, wanted, missing, shard_tokens))
     if captures:
         total = sum(capture.lengths[i] for capture in captures for i in capture.unsent)
         shown = progress and sys.stderr.isatty()
         with tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown) as bar:
             asyncio.run(_run_all(captures, endpoints, bar, patience_seconds))
-    for directory, dataset in stores.items():
-        finish_store(directory, dataset, fields[directory], rank)
+    for store, own in zip(stores, fields, strict=True):
+        finish_store(store, own, rank)
 
 
 async def _run_all(
@@ -136,21 +132,19 @@ class _Capture:
 
     def __init__(
         self,
-        dataset: Dataset,
-        directory: Path,
+        store: WantedStore,
         wanted: WantedStates,
         missing: Sequence[int],
-        encoding: Encoding,
         shard_tokens: int,
     ) -> None:
-        self.lengths = dataset_lengths(dataset)
-        self.directory = directory
+        self.lengths = dataset_lengths(store.dataset)
+        self.directory = store.directory
         self.wanted = wanted
-        self.tokens = TokenRows(dataset)
-        self.destination = store_destination(directory, encoding, shard_tokens)
+        self.tokens = TokenRows(store.dataset)
+        self.destination = store_destination(store.directory, store.encoding, shard_tokens)
         # Longest first: what does not fit fails at once, and the end has no stragglers.
         self.unsent = sorted(missing, key=lambda sample_id: self.lengths[sample_id])
-        self.shards = FinishedShards(directory)
+        self.shards = FinishedShards(store.directory)
         self.under_way: set[int] = set()
         self.answered: dict[int, str] = {}  # by which engine; not yet seen in a finished shard
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data.capture.hf import HiddenStateCapture
 from data.capture.offline import (
+    WantedStore,
     capture_to_store,
     estimate_bytes,
     finish_store,
@@ -51,15 +52,12 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> CountingCapture:
 def _capture(
     capture: HiddenStateCapture, directory: Path, rank: int = 0, world_size: int = 1, **changes
 ) -> None:
-    options = {
-        "dataset": make_dataset(),
-        "encoding": ENCODING,
-        "shard_tokens": SHARD_TOKENS,
-        "manifest_fields": FIELDS,
-    } | changes
+    own = {"dataset": make_dataset(), "encoding": ENCODING} | changes
+    wanted = WantedStore(directory, own.pop("dataset"), own.pop("encoding"))
+    options = {"shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | own
     capture_to_store(
-        capture=capture,
-        output_dir=directory,
+        wanted,
+        capture,
         batch_tokens=BATCH_TOKENS,
         rank=rank,
         world_size=world_size,
@@ -214,26 +212,28 @@ def _fill(directory: Path, dataset: Dataset, ids: Sequence[int], encoding: Encod
 
 def test_tokens_of_whoever_wrote_are_held_against_the_dataset(tmp_path: Path) -> None:
     dataset = make_dataset()
-    fields = store_fields(dataset, ENCODING, FIELDS)
+    wanted = WantedStore(tmp_path, dataset, ENCODING)
+    fields = store_fields(wanted, FIELDS)
     assert open_store(tmp_path, fields) == list(range(12))
     _fill(tmp_path, dataset.select([1, 0, *range(2, 12)]), range(12))
     with pytest.raises(UserError, match=r"shard-other-00000\.safetensors.*other tokens than the dataset"):
-        finish_store(tmp_path, dataset, fields)
+        finish_store(wanted, fields)
     (tmp_path / "shard-other-00000.safetensors").unlink()
     assert open_store(tmp_path, fields) == list(range(12))
     _fill(tmp_path, dataset, range(12), Encoding("bf16", "all"))
     with pytest.raises(UserError, match=r"shard-other-00000\.safetensors.*encoding is .*bf16"):
-        finish_store(tmp_path, dataset, fields)
+        finish_store(wanted, fields)
 
 
 def test_refused_samples_count_as_done(tmp_path: Path) -> None:
     dataset = make_dataset()
-    fields = store_fields(dataset, ENCODING, FIELDS)
+    wanted = WantedStore(tmp_path, dataset, ENCODING)
+    fields = store_fields(wanted, FIELDS)
     open_store(tmp_path, fields)
     refuse(tmp_path, "other", 7, "the server does not take it")
     assert open_store(tmp_path, fields) == [i for i in range(12) if i != 7]
     _fill(tmp_path, dataset, open_store(tmp_path, fields))
-    finish_store(tmp_path, dataset, fields)
+    finish_store(wanted, fields)
     assert HiddenStateStore(tmp_path).sample_ids == [i for i in range(12) if i != 7]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
+from data.capture.offline import WantedStore
 from data.capture.vllm.client import capture_through_vllm
 from data.capture.vllm.engine import OwnEngine
 from data.capture.vllm.server import VllmServer
@@ -19,10 +20,9 @@ if __name__ == "__main__":
     engine = capture_engine(spec, aux_layer_ids, Path(root))
     own = OwnEngine.of(engine, Path(root) / "engine.log", concurrency=4)
     capture_through_vllm(
-        {Path(root) / "store": make_samples(int(num_samples))},
+        [WantedStore(Path(root) / "store", make_samples(int(num_samples)), Encoding("exact", "all"))],
         wanted_states(spec, aux_layer_ids),
         [VllmServer(server[0], concurrency=2)] if server else [own],
-        encoding=Encoding("exact", "all"),
         shard_tokens=500,
         manifest_fields={"target": "tiny"},
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import capture_to_store
+from data.capture.offline import WantedStore, capture_to_store
 from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import capture_through_vllm
 from data.capture.vllm.engine import OwnEngine
@@ -69,10 +69,8 @@ def test_an_engine_is_started_again_and_ends_with_its_parent(vllm_python: Path, 
     assert before < num_captured() < NUM_SAMPLES
     model = load_target(spec, torch.device("cpu"))
     capture_to_store(
-        dataset,
+        WantedStore(store, dataset, Encoding("exact", "all")),
         HiddenStateCapture(model, locate(model, spec), IDS),
-        store,
-        encoding=Encoding("exact", "all"),
         shard_tokens=500,
         batch_tokens=2000,
         manifest_fields=FIELDS,
@@ -88,10 +86,9 @@ def test_an_engine_that_cannot_start_says_why(vllm_python: Path, tmp_path: Path)
     spec = save_mla(tmp_path / "other")
     with pytest.raises(UserError, match=r"before it was ready:\n  \| (.|\n)*engine\.log"):
         capture_through_vllm(
-            {tmp_path / "store": make_samples(2)},
+            [WantedStore(tmp_path / "store", make_samples(2), Encoding())],
             wanted_states(spec, IDS),
             [engine],
-            encoding=Encoding(),
             shard_tokens=500,
             manifest_fields=FIELDS,
         )

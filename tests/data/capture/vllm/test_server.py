@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 
+from data.capture.offline import WantedStore
 from data.capture.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
 from data.capture.vllm.environment import ROOT, capture_environment
 from data.capture.vllm.producer import VllmProducer
@@ -91,9 +92,10 @@ def server(vllm_python: Path, spec: TargetSpec, root: Path) -> Iterator[ServerPr
 def capture(
     server: ServerProcess, dataset: Dataset, directory: Path, wanted: WantedStates, **changes: object
 ) -> None:
-    options = {"encoding": ENCODING, "shard_tokens": 500, "manifest_fields": {"target": "tiny"}} | changes
+    options = {"shard_tokens": 500, "manifest_fields": {"target": "tiny"}} | changes
     endpoints = [VllmServer(server.url, concurrency=8)]
-    capture_through_vllm({directory: dataset}, wanted, endpoints, **options)  # type: ignore[arg-type]
+    stores = [WantedStore(directory, dataset, ENCODING)]
+    capture_through_vllm(stores, wanted, endpoints, **options)  # type: ignore[arg-type]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
@@ -121,10 +123,9 @@ def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: Targe
         capture(server, too_long, root / "refused-long", wanted)
     with pytest.raises(UserError, match=r"None has answered .*No server answers there"):
         capture_through_vllm(
-            {root / "refused-down": dataset},
+            [WantedStore(root / "refused-down", dataset, ENCODING)],
             wanted,
             [VllmServer("http://127.0.0.1:9", 1)],  # the discard port
-            encoding=ENCODING,
             shard_tokens=500,
             manifest_fields={},
             patience_seconds=1.0,
