@@ -12,6 +12,7 @@ from data.tokenize import Overlong
 from eagle31.errors import UserError
 from eagle31.layouts import Layout
 from eagle31.losses import Loss, Objective
+from train.launcher_config import LauncherConfig, check_launcher
 from train.tracking import TrackingMode
 
 
@@ -215,6 +216,7 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     recipe_name: str = MISSING
     stages: list[Stage] = field(default_factory=lambda: list(Stage))
     output_dir: str = MISSING
@@ -311,5 +313,6 @@ def check(config: RunConfig) -> None:
         raise UserError("evaluate.temperature", config.evaluate.temperature, "Use evaluate.sampling=false.")
     if config.drafter.init_revision is not None and config.drafter.init_from is None:
         raise UserError("drafter.init_revision", config.drafter.init_revision, "Give drafter.init_from too.")
+    check_launcher(config.launcher)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
