@@ -13,6 +13,7 @@ from eagle31.errors import UserError
 from eagle31.layouts import Layout
 from eagle31.losses import Loss, Objective
 from train.capture_config import CaptureConfig, check_capture
+from train.launcher_config import LauncherConfig, check_launcher
 from train.tracking import TrackingMode
 
 
@@ -203,6 +204,7 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     recipe_name: str = MISSING
     stages: list[Stage] = field(default_factory=lambda: list(Stage))
     output_dir: str = MISSING
@@ -294,5 +296,6 @@ def check(config: RunConfig) -> None:
     if config.drafter.init_revision is not None and config.drafter.init_from is None:
         raise UserError("drafter.init_revision", config.drafter.init_revision, "Give drafter.init_from too.")
     check_capture(config.capture)
+    check_launcher(config.launcher)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
