@@ -12,12 +12,14 @@ from data.tokenize import Overlong
 from eagle31.errors import UserError
 from eagle31.layouts import Layout
 from eagle31.losses import Loss, Objective
+from train.capture_config import CaptureConfig, check_capture
 from train.tracking import TrackingMode
 
 
 class Stage(Enum):
     """The pipeline's stages, in the order in which they run."""
 
+    plan = "plan"  # sizes and times; every run starts with it
     data = "data"  # read, hold out, [regenerate,] render, tokenize
     vocab = "vocab"  # the draft vocabulary
     answers = "answers"  # the target answers the held-out prompts
@@ -28,9 +30,9 @@ class Stage(Enum):
     report = "report"
 
 
-class CaptureMode(Enum):
-    offline = "offline"
-    online = "online"
+class Attention(Enum):
+    gqa = "gqa"
+    mla = "mla"
 
 
 class Schedule(Enum):
@@ -61,12 +63,19 @@ class TargetConfig:
     device_map: str | None = None  # "auto": accelerate spreads it over this node's devices
     layers_path: str | None = None  # where a wrapper hides the decoder layers
     norm_path: str | None = None
+    embed_path: str | None = None
+    lm_head_path: str | None = None
     chat_template: str | None = None  # a Jinja file in place of the tokenizer's own
+    # Of its config.json what a plan needs where that file is not at hand; checked against it where it is.
+    architecture: dict[str, Any] = field(default_factory=dict)
+    checkpoint_gb: float | None = None  # size of its weights; null: the parameters in the config's dtype
 
 
 @dataclass
 class DrafterShape:
     """null takes the value of the checkpoint to start from, or the target's."""
+
+    attention: Attention | None = None  # null: the checkpoint's, else gqa, whatever the target has
 
     init_from: str | None = None  # a published or exported drafter: directory or hub id
     init_revision: str | None = None
@@ -76,7 +85,12 @@ class DrafterShape:
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    head_dim: int | None = None  # of gqa
+    q_lora_rank: int | None = None  # of mla, as the next four
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     rms_norm_eps: float | None = None
     # rope_type, rope_theta and the scaling's keys; empty takes the target's (Hydra sets no key below null)
     rope_parameters: dict[str, Any] = field(default_factory=dict)
@@ -118,14 +132,6 @@ class DataConfig:
     num_validation: int = 32  # held-out prompts that choose the checkpoint
     num_test: int = 32  # held-out prompts that the final figures come from
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
-
-
-@dataclass
-class CaptureConfig:
-    mode: CaptureMode = CaptureMode.offline
-    max_samples: int | None = None
-    shard_tokens: int = 65536
-    batch_tokens: int = 8192
 
 
 @dataclass
@@ -183,6 +189,19 @@ class EvaluateConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What the plan cannot know by itself."""
+
+    num_tokens: int | None = None  # of the training data, as long as it is not tokenised
+    document_tokens: int | None = None  # a sample's mean length; null: data.max_tokens
+    assistant_fraction: float = 0.5  # of the tokens
+    num_gpus: int | None = None  # that train; null: the processes of this run
+    target_gpus: int | None = None  # that run the target; null: the ones that train
+    gpu_memory_gb: float | None = None  # null: that of this machine's GPU
+    tflops_per_gpu: float | None = None  # reached, not the data sheet's; null: what an earlier run measured
+
+
+@dataclass
 class TrackingConfig:
     mode: TrackingMode = TrackingMode.auto
     project: str = "eagle31"
@@ -202,6 +221,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     recipe_name: str = MISSING
     stages: list[Stage] = field(default_factory=lambda: list(Stage))
@@ -225,8 +245,6 @@ def check(config: RunConfig) -> None:
         "data.max_tokens": config.data.max_tokens,
         "data.num_validation": config.data.num_validation,
         "data.num_test": config.data.num_test,
-        "capture.shard_tokens": config.capture.shard_tokens,
-        "capture.batch_tokens": config.capture.batch_tokens,
         "train.ttt_steps": config.train.ttt_steps,
         "train.row_tokens": config.train.row_tokens,
         "train.rows_per_step": config.train.rows_per_step,
@@ -246,7 +264,13 @@ def check(config: RunConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise UserError(name, value, "It must be greater than 0.")
+    for name, value in vars(config.plan).items():
+        if value is not None and not value > 0:
+            raise UserError(f"plan.{name}", value, "It must be greater than 0.")
+    if config.target.checkpoint_gb is not None and not config.target.checkpoint_gb > 0:
+        raise UserError("target.checkpoint_gb", config.target.checkpoint_gb, "It must be greater than 0.")
     fractions = {
+        "plan.assistant_fraction": config.plan.assistant_fraction,
         "optim.min_lr_fraction": config.optim.min_lr_fraction,
         "data.max_malformed_fraction": config.data.max_malformed_fraction,
     }
@@ -272,10 +296,6 @@ def check(config: RunConfig) -> None:
         )
     if config.train.max_steps is not None and config.train.max_steps < 1:
         raise UserError("train.max_steps", config.train.max_steps, "Give at least 1, or null for num_epochs.")
-    if config.capture.max_samples is not None and config.capture.max_samples < 1:
-        raise UserError(
-            "capture.max_samples", config.capture.max_samples, "Give at least 1, or null for all."
-        )
     if not 0 < config.train.step_decay <= 1:
         raise UserError("train.step_decay", config.train.step_decay, "It must lie in (0, 1].")
     Objective(config.train.loss).check(pruned=config.drafter.draft_vocab_size is not None)
@@ -299,5 +319,6 @@ def check(config: RunConfig) -> None:
         raise UserError("evaluate.temperature", config.evaluate.temperature, "Use evaluate.sampling=false.")
     if config.drafter.init_revision is not None and config.drafter.init_from is None:
         raise UserError("drafter.init_revision", config.drafter.init_revision, "Give drafter.init_from too.")
+    check_capture(config.capture)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")

@@ -23,6 +23,7 @@ from train.context import RunContext
 from train.distributed import World, wait_for
 from train.export_stage import export_inputs, link_export, run_export
 from train.fit_stage import run_train, train_inputs
+from train.plan_stage import announce_plan, announce_work
 from train.result_stages import evaluate_inputs, run_evaluate, run_report
 from train.text_stages import (
     answers_inputs,
@@ -66,7 +67,9 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
             write_run_record(config)
-        run_stages(context)
+            announce_plan(context)
+        if set(config.stages) != {Stage.plan}:
+            run_stages(context)
 
 
 def run_stages(context: RunContext) -> None:
@@ -77,11 +80,15 @@ def run_stages(context: RunContext) -> None:
     last = max(order.index(stage) for stage in selected)
     context.check_drafter()
     for stage in order[: last + 1]:
+        if stage is Stage.plan:
+            continue
         if stage is Stage.report:
             if world.is_main:
                 print(run_report(context))
             continue
         run_stage(context, stage, stage in selected)
+        if stage is Stage.data and world.is_main and stage.value not in context.reused:
+            announce_work(context)
         if stage is Stage.export and world.is_main:
             link_export(context)
 

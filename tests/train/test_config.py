@@ -11,7 +11,8 @@ from omegaconf import MissingMandatoryValue
 from data.tokenize import Overlong
 from eagle31.errors import UserError
 from tests.train.launch import ROOT, composed, environment
-from train.config import CaptureMode, RunConfig, Schedule, Stage, check
+from train.capture_config import CaptureMode
+from train.config import RunConfig, Schedule, Stage, check
 
 RECIPES = ROOT / "recipes"
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
