@@ -53,11 +53,16 @@ class Checkpoint:
             reason = " ".join(str(error).split())
             raise UserError("target.model", self.model, f"Cannot be loaded: {reason}") from error
 
-    def find_file(self, name: str) -> Path | None:
-        """Where the file is on this machine, downloaded if need be; None when the checkpoint has none."""
+    def find_file(self, name: str, local: bool = False) -> Path | None:
+        """Where the file is on this machine, unless `local` downloaded if need be; None if there is none."""
         with self.loading():
             found = cached_file(
-                self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False
+                self.path,
+                name,
+                revision=self.revision,
+                local_files_only=local,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=not local,
             )
         return None if found is None else Path(found)
 

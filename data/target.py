@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from data.architecture import model_class
 from data.checkpoint import Checkpoint, read_modules
 from eagle31.errors import UserError
 
@@ -41,6 +42,8 @@ class TargetSpec:
     device_map: str | None = None  # "auto" spreads it over the devices with accelerate
     layers_path: str | None = None  # module paths, for wrappers whose parts are not found by themselves
     norm_path: str | None = None
+    embed_path: str | None = None
+    lm_head_path: str | None = None
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -127,7 +130,7 @@ def load_target(spec: TargetSpec, device: torch.device) -> PreTrainedModel:
             spec.checkpoint.path,
             config=config,
             revision=spec.revision,
-            trust_remote_code=spec.trust_remote_code,
+            trust_remote_code=_has_remote_code(config, spec),
             dtype=spec.torch_dtype or "auto",
             **options,
         )
@@ -150,11 +153,32 @@ def load_tokenizer(spec: TargetSpec, chat_template_file: str | None = None) -> P
 
 
 def load_config(spec: TargetSpec) -> PreTrainedConfig:
-    """The target's config; of a multimodal one, the whole of it."""
+    """The target's config; of a multimodal one, the whole of it.
+
+    A checkpoint's own code is used only where transformers has no such architecture itself: code written for
+    an older transformers does not run in this one.
+    """
+    return _load_config(spec, spec.checkpoint.find_file("config.json"))
+
+
+def config_at_hand(spec: TargetSpec) -> PreTrainedConfig | None:
+    """The same when it is on this machine; None without asking the hub."""
+    path = spec.checkpoint.find_file("config.json", local=True)
+    return None if path is None else _load_config(spec, path)
+
+
+def _load_config(spec: TargetSpec, path: Path | None) -> PreTrainedConfig:
+    known = path is not None and _model_type(path) in CONFIG_MAPPING
     with spec.checkpoint.loading():
         return AutoConfig.from_pretrained(
-            spec.checkpoint.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+            spec.checkpoint.path,
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code and not known,
         )
+
+
+def _model_type(config_file: Path) -> str | None:
+    return json.loads(config_file.read_text(encoding="utf-8")).get("model_type")
 
 
 def locate(model: PreTrainedModel, spec: TargetSpec) -> TargetModules:
@@ -176,8 +200,8 @@ def locate(model: PreTrainedModel, spec: TargetSpec) -> TargetModules:
         decoder=decoder,
         layers=layers,
         final_norm=_submodule(model, "target.norm_path", spec.norm_path or _find_norm(decoder, decoder_path)),
-        embed_tokens=_embedding(owners, "get_input_embeddings", spec),
-        lm_head=_embedding(owners, "get_output_embeddings", spec),
+        embed_tokens=_embedding(owners, "get_input_embeddings", "target.embed_path", spec.embed_path),
+        lm_head=_embedding(owners, "get_output_embeddings", "target.lm_head_path", spec.lm_head_path),
     )
 
 
@@ -222,9 +246,7 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
     remote = _has_remote_code(config, spec)
     options = {"code_revision": spec.revision} if remote and spec.revision else {}
     with spec.checkpoint.loading(), torch.device("meta"):
-        model = _auto_class(config, spec).from_config(
-            config, trust_remote_code=spec.trust_remote_code, **options
-        )
+        model = _auto_class(config, spec).from_config(config, trust_remote_code=remote, **options)
     modules = locate(model, spec)
     wanted = (modules.embed_tokens, modules.final_norm, modules.lm_head)
     embedding, norm, lm_head = read_modules(spec.checkpoint, model, wanted)
@@ -260,13 +282,13 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _has_remote_code(config: PreTrainedConfig, spec: TargetSpec) -> bool:
-    return spec.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    own = type(config).__module__.startswith("transformers.")
+    auto_map = getattr(config, "auto_map", None) or {}
+    return spec.trust_remote_code and not own and "AutoModelForCausalLM" in auto_map
 
 
 def _auto_class(config: PreTrainedConfig, spec: TargetSpec) -> Any:
-    if _has_remote_code(config, spec) or type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    return AutoModelForCausalLM if _has_remote_code(config, spec) else model_class(config)
 
 
 def _config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
@@ -305,7 +327,9 @@ def _find_norm(decoder: nn.Module, decoder_path: str) -> str:
     raise UserError("target.norm_path", None, remedy)
 
 
-def _embedding(owners: list[nn.Module], getter: str, spec: TargetSpec) -> nn.Module:
+def _embedding(owners: list[nn.Module], getter: str, field: str, path: str | None) -> nn.Module:
+    if path is not None:
+        return _submodule(owners[0], field, path)
     for owner in owners:
         try:
             module = getattr(owner, getter)()
@@ -314,8 +338,8 @@ def _embedding(owners: list[nn.Module], getter: str, spec: TargetSpec) -> nn.Mod
         if module is not None:
             return module
     tried = ", ".join(f"{type(owner).__name__}.{getter}()" for owner in owners)
-    remedy = f"None of {tried} returns a module; give a causal language model."
-    raise UserError("target.model", spec.model, remedy)
+    remedy = f"None of {tried} returns a module; give its path, or a causal language model."
+    raise UserError(field, None, remedy)
 
 
 def _filled(module: nn.Module, state: dict[str, Tensor]) -> nn.Module:

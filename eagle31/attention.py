@@ -34,17 +34,20 @@ def rollout_attention(
     visible: Tensor,
     own_keys: Sequence[Tensor],
     own_values: Sequence[Tensor],
+    scale: float,
 ) -> Tensor:
     """Softmax over the visible step-0 keys and the row's own keys of steps 1..k.
 
     Args:
         query: [R, Hq, D], rotated.
-        keys, values: [T, Hkv, D] of step 0, rotated.
+        keys: [T, Hkv, D] of step 0, rotated.
+        values: [T, Hkv, Dv] of step 0.
         visible: bool [R, T].
-        own_keys, own_values: k tensors [R, Hkv, D], the row's own of steps 1..k.
+        own_keys, own_values: k tensors [R, Hkv, D] and [R, Hkv, Dv], the row's own of steps 1..k.
+        scale: of the scores.
 
     Returns:
-        [R, Hq, D] in the query's dtype; scores and softmax are float32 (or wider).
+        [R, Hq, Dv] in the query's dtype; scores and softmax are float32 (or wider).
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
@@ -57,12 +60,12 @@ def rollout_attention(
     own = [(grouped * key.permute(1, 0, 2).unsqueeze(1)).sum(-1, dtype=wide) for key in own_keys]
     if own:
         scores = torch.cat((scores, torch.stack(own, dim=-1)), dim=-1)
-    weights = (scores * head_dim**-0.5).softmax(dim=-1).to(query.dtype)
+    weights = (scores * scale).softmax(dim=-1).to(query.dtype)
     num_keys = keys.shape[0]
     out = weights[..., :num_keys] @ values.permute(1, 0, 2).unsqueeze(1)
     for step, value in enumerate(own_values):
         out = out + weights[..., num_keys + step, None] * value.permute(1, 0, 2).unsqueeze(1)
-    return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
+    return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, values.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,11 @@ def attend_by_document(
     spans: Sequence[DocumentSpan],
     own_keys: Sequence[Tensor],
     own_values: Sequence[Tensor],
+    scale: float,
 ) -> Tensor:
     """`rollout_attention` over each document's own keys; same shapes, `spans` in place of the mask."""
     if not spans:
-        return query.new_zeros(query.shape)
+        return query.new_zeros(*query.shape[:2], values.shape[-1])
     parts = [
         rollout_attention(
             query[span.queries],
@@ -112,6 +116,7 @@ def attend_by_document(
             span.visible,
             [key[span.queries] for key in own_keys],
             [value[span.queries] for value in own_values],
+            scale,
         )
         for span in spans
     ]

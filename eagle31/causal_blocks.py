@@ -2,24 +2,31 @@
 
 from torch import Tensor
 
+from eagle31.config import DrafterConfig
 from eagle31.flash import CausalBlock
 from eagle31.packed_block import PackedBlock, can_pack
 from eagle31.plan import RolloutPlan
-from eagle31.tiled_block import FlashKernel, PlainKernel, TiledBlock, Tiles
+from eagle31.tiled_block import FlashKernel, Kernel, PlainKernel, TiledBlock, Tiles
 
 
-def causal_blocks(plan: RolloutPlan, head_dim: int, like: Tensor) -> tuple[CausalBlock, list[CausalBlock]]:
+def causal_blocks(
+    plan: RolloutPlan, config: DrafterConfig, like: Tensor
+) -> tuple[CausalBlock, list[CausalBlock]]:
     """For all key rows as queries, which layers before the last have at step 0, and for each step's rows.
 
     Args:
         like: a tensor of the queries' dtype and device.
     """
-    if can_pack(like, head_dim):
-        first = PackedBlock(plan.steps[0].runs, like.device)
-        return PackedBlock(plan.documents, like.device), [first.for_rows(step.first) for step in plan.steps]
+    scale = config.attention_scale
+    if can_pack(like, config.head_dim):
+        first = PackedBlock(plan.steps[0].runs, like.device, scale)
+        every = PackedBlock(plan.documents, like.device, scale)
+        return every, [first.for_rows(step.first) for step in plan.steps]
     longest = max((run.key_stop - run.key_start for run in plan.documents), default=0)
     tiles = Tiles.for_keys(longest, like)
-    kernel = PlainKernel() if like.is_cuda else FlashKernel()
+    # The CPU's flash kernel has one width for keys and values: with padded values it is the slower one.
+    narrow = config.value_width < config.head_dim
+    kernel: Kernel = PlainKernel(scale) if like.is_cuda or narrow else FlashKernel(scale)
     return TiledBlock(plan.documents, tiles, kernel), [
         TiledBlock(step.runs, tiles, kernel) for step in plan.steps
     ]

@@ -1,36 +1,52 @@
 """What a drafter is: its shape, its norms, the target it reads."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eagle31.errors import UserError
+from eagle31.rope import check_rope, latent_score_factor, served_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
+# vLLM takes a drafter of type "deepseek_v3" for a head of multi-token prediction.
+MODEL_TYPE, LATENT_MODEL_TYPE = "llama", "kimi_k2"
 
-# The scalings whose tables vLLM computes as transformers does, and the keys that both read. "dynamic" and
-# "longrope" are left out: there vLLM fixes for the whole server what transformers chooses by the length.
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "truncate",
-    ),
-}
+
+@dataclass(frozen=True)
+class MlaShape:
+    """The widths of multi-head latent attention.
+
+    vLLM loads no drafter whose queries have no latent: it looks for the two first projections as one.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise UserError(f"drafter.{name}", value, "It must be at least 1.")
+        if self.qk_rope_head_dim % 2:
+            raise UserError("drafter.qk_rope_head_dim", self.qk_rope_head_dim, "RoPE turns pairs.")
+        if self.v_head_dim > self.head_dim:
+            remedy = f"vLLM's kernels take values no wider than queries and keys ({self.head_dim})."
+            raise UserError("drafter.v_head_dim", self.v_head_dim, remedy)
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query or key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter with grouped-query attention, EAGLE 3.1 by default.
+    """EAGLE 3.1 by default; EAGLE 3 is `fc_norm=False, norm_output=False`.
 
-    EAGLE 3 is `fc_norm=False, norm_output=False`.
+    With `mla`, each head has its own keys: `num_key_value_heads` is the number of heads, and `head_dim` the
+    width of their queries and keys.
     """
 
     hidden_size: int
@@ -51,6 +67,7 @@ class DrafterConfig:
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
+    mla: MlaShape | None = None  # None: grouped-query attention
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
@@ -64,7 +81,10 @@ class DrafterConfig:
                 self.num_key_value_heads,
                 f"It must divide num_attention_heads ({self.num_attention_heads}).",
             )
-        if self.head_dim % 2:
+        if self.mla is not None:
+            assert self.num_key_value_heads == self.num_attention_heads
+            assert self.head_dim == self.mla.head_dim
+        elif self.head_dim % 2:
             raise UserError("drafter.head_dim", self.head_dim, "RoPE needs an even head_dim.")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise UserError(
@@ -78,18 +98,32 @@ class DrafterConfig:
                 list(self.aux_layer_ids),
                 "Give at least one id, ascending, each once: vLLM sorts and deduplicates them.",
             )
-        check_rope(self.rope_parameters)
+        check_rope(self.rope_parameters, latent=self.mla is not None)
 
     @property
     def served_rope(self) -> dict[str, Any]:
         """`rope_parameters` without the keys that neither training nor vLLM's drafter reads."""
-        rope_type = self.rope_parameters.get("rope_type", "default")
-        given = {k: self.rope_parameters[k] for k in ROPE_KEYS[rope_type] if k in self.rope_parameters}
-        return {"rope_type": rope_type, "rope_theta": self.rope_theta, **given}
+        return served_rope(self.rope_parameters, latent=self.mla is not None)
 
     @property
     def rope_theta(self) -> float:
         return float(self.rope_parameters["rope_theta"])
+
+    @property
+    def rotary_width(self) -> int:
+        """Of the part of a query or key that RoPE turns."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Of one head."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied with before the softmax."""
+        factor = 1.0 if self.mla is None else latent_score_factor(self.rope_parameters)
+        return self.head_dim**-0.5 * factor
 
     @property
     def pruned(self) -> bool:
@@ -97,7 +131,7 @@ class DrafterConfig:
         return self.draft_vocab_size < self.vocab_size
 
     def to_json(self, dtype: str) -> dict[str, Any]:
-        """`config.json` as vLLM reads it (vllm/model_executor/models/llama_eagle3.py).
+        """`config.json` as vLLM reads it (its models/llama_eagle3.py, models/deepseek_eagle3.py).
 
         Args:
             dtype: of the exported weights, such as "bfloat16".
@@ -107,14 +141,15 @@ class DrafterConfig:
         scaled = rope_scaling["rope_type"] != "default"
         ids = list(self.aux_layer_ids)
         return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
+            "architectures": [ARCHITECTURE if self.mla is None else LATENT_ARCHITECTURE],
+            "model_type": MODEL_TYPE if self.mla is None else LATENT_MODEL_TYPE,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+            # Some versions of transformers take an MLA config's head_dim for its qk_rope_head_dim.
+            **({"head_dim": self.head_dim} if self.mla is None else asdict(self.mla)),
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
@@ -136,24 +171,3 @@ class DrafterConfig:
             "eos_token_id": self.eos_token_id,
             "torch_dtype": dtype,
         }
-
-
-def check_rope(rope_parameters: dict[str, Any]) -> None:
-    """Refuses what training and vLLM would compute differently.
-
-    Raises:
-        UserError: the scaling is none of `ROPE_KEYS`, or a scaled RoPE turns a part of each head only.
-    """
-    remedy = "Set drafter.rope_parameters, such as {rope_type: default, rope_theta: 10000.0}."
-    rope_type = rope_parameters.get("rope_type", "default")
-    if rope_type not in ROPE_KEYS:
-        raise UserError(
-            "drafter.rope_parameters.rope_type",
-            rope_type,
-            f"vLLM's drafter would get other tables than training; known are {list(ROPE_KEYS)}. {remedy}",
-        )
-    partial = rope_parameters.get("partial_rotary_factor") or 1.0
-    if rope_type != "default" and partial != 1.0:
-        raise UserError(
-            "drafter.rope_parameters.partial_rotary_factor", partial, f"Drafters turn whole heads. {remedy}"
-        )

@@ -1,21 +1,20 @@
-"""The EAGLE 3.1 drafter with grouped-query attention.
+"""The EAGLE 3.1 drafter.
 
 The embedding is not part of it: it is the target's, frozen, and stays with whoever calls.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle31.attention import DocumentSpan, attend_by_document, document_spans
 from eagle31.config import DrafterConfig
-from eagle31.elementwise import GatedLinear, RMSNorm, rotate
-from eagle31.split_linear import Share, SplitLinear
+from eagle31.elementwise import GatedLinear, RMSNorm
+from eagle31.gqa import GroupedQueryAttention
+from eagle31.mla import LatentAttention
+from eagle31.rope import Rotary
 
 
 @dataclass
@@ -23,43 +22,9 @@ class LayerKeys:
     """One layer's rotated keys and values: step 0 of every row, later steps of the rolled-out rows."""
 
     keys: Tensor  # [T, Hkv, D]
-    values: Tensor  # [T, Hkv, D]
+    values: Tensor  # [T, Hkv, Dv]
     own_keys: list[Tensor] = field(default_factory=list)  # each [R, Hkv, D]
     own_values: list[Tensor] = field(default_factory=list)
-
-
-class Attention(nn.Module):
-    """Projections only; the scores are `attend_by_document`'s.
-
-    A layer that reads the embedding beside the state can be given the embedding's share of a projection, and
-    the state alone for `x`.
-    """
-
-    def __init__(self, config: DrafterConfig, reads_embedding: bool) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        width = config.hidden_size
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        linear, input_size = (SplitLinear, 2 * width) if reads_embedding else (nn.Linear, width)
-        self.q_proj = linear(input_size, query_size, bias=False)
-        self.k_proj = linear(input_size, key_size, bias=False)
-        self.v_proj = linear(input_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, width, bias=False)
-
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: Share | None = None) -> Tensor:
-        return rotate(self._heads(self.q_proj, x, share), cos, sin)
-
-    def key_value(
-        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[Share | None] = (None, None)
-    ) -> tuple[Tensor, Tensor]:
-        key_share, value_share = shares
-        key = rotate(self._heads(self.k_proj, x, key_share), cos, sin)
-        return key, self._heads(self.v_proj, x, value_share)
-
-    def _heads(self, projection: nn.Module, x: Tensor, share: Share | None) -> Tensor:
-        projected: Tensor = projection(x) if share is None else projection(x, share)
-        return projected.unflatten(-1, (-1, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -86,7 +51,8 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=eps)
         if self.reads_embedding:
             self.hidden_norm = RMSNorm(width, eps=eps)
-        self.self_attn = Attention(config, self.reads_embedding)
+        attention = GroupedQueryAttention if config.mla is None else LatentAttention
+        self.self_attn = attention(config, self.reads_embedding)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = MLP(config)
 
@@ -105,8 +71,8 @@ class DrafterLayer(nn.Module):
         return normed, normed if self.norm_before_residual else state
 
     def output(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """attended: [R, Hq, D], residual: [R, H] -> [R, H]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        """attended: [R, Hq, Dv], residual: [R, H] -> [R, H]."""
+        hidden = residual + self.self_attn.output(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -127,7 +93,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if with_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config.rotary_width, config.rope_parameters, config.max_position_embeddings)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """FC over the aux states, each normalised on its own under `fc_norm`. [T, A, Ht] -> [T, H]."""
@@ -164,6 +130,7 @@ class Drafter(nn.Module):
         num_past = past[0].keys.shape[0] if past else 0
         new_rows = torch.arange(num_past, num_past + hidden.shape[0], device=hidden.device)
         cos, sin = self.rotary(position_ids)
+        scale = self.config.attention_scale
         contexts = []
         for index, layer in enumerate(self.decoder_layers):
             layer_input, residual = layer.attention_input(hidden, embeds)
@@ -175,7 +142,8 @@ class Drafter(nn.Module):
             rows = query_rows if index == len(self.layers) - 1 else new_rows
             at = rows - num_past
             query = layer.self_attn.query(layer_input[at], cos[at], sin[at])
-            attended = attend_by_document(query, key, value, document_spans(rows, document_ids), (), ())
+            spans = document_spans(rows, document_ids)
+            attended = attend_by_document(query, key, value, spans, (), (), scale)
             hidden = layer.output(attended, residual[at])
         return hidden, contexts
 
@@ -206,7 +174,13 @@ class Drafter(nn.Module):
             context.own_values.append(value)
             query = layer.self_attn.query(layer_input, cos, sin)
             attended = attend_by_document(
-                query, context.keys, context.values, spans, context.own_keys, context.own_values
+                query,
+                context.keys,
+                context.values,
+                spans,
+                context.own_keys,
+                context.own_values,
+                self.config.attention_scale,
             )
             state = layer.output(attended, residual)
         return state
@@ -219,30 +193,3 @@ class Drafter(nn.Module):
     def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
         """What the next step receives: the post-norm state under `norm_output`, else the pre-norm one."""
         return normed if self.config.norm_output else output
-
-
-class Rotary:
-    """RoPE's cos and sin in float32, with every scaling that transformers knows.
-
-    Not a module: the tables must not follow the drafter's cast to bfloat16.
-    """
-
-    def __init__(self, config: DrafterConfig) -> None:
-        self.config = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
-        )
-        self.embedding: LlamaRotaryEmbedding | None = None
-
-    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [N] -> cos, sin float32 [N, D]."""
-        if self.embedding is None or self.embedding.inv_freq.device != position_ids.device:
-            # Built at first use: a drafter made on the meta device gets its tables on a real one.
-            with torch.device(position_ids.device):
-                self.embedding = LlamaRotaryEmbedding(self.config)
-        probe = torch.empty(0, device=position_ids.device)
-        cos, sin = self.embedding(probe, position_ids.unsqueeze(0))
-        return cos.squeeze(0), sin.squeeze(0)

@@ -109,3 +109,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: float32 [N, D], both halves alike, with the scaling's attention factor in them.
     """
     return _Rotate.apply(x, cos, sin)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of neighbouring entries (DeepSeek), which end up as halves.
+
+    Queries and keys are reordered alike, so their products are those of the interleaved convention.
+
+    Args:
+        x: [N, heads, D].
+        cos, sin: as `rotate` takes them.
+    """
+    return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)

@@ -20,12 +20,12 @@ from eagle31.layouts import (
     Layout,
     Verifier,
     own_name,
-    read_config,
     read_raw_config,
     read_tensors,
     served_name,
     write_config,
 )
+from eagle31.published_config import read_config
 from eagle31.vocab import DraftVocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

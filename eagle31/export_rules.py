@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31.config import DrafterConfig
+from eagle31.config import (
+    ARCHITECTURE,
+    LATENT_ARCHITECTURE,
+    LATENT_MODEL_TYPE,
+    MODEL_TYPE,
+    DrafterConfig,
+)
 from eagle31.drafter import Drafter
 from eagle31.layouts import IDS, Layout, layer_config, layout_of, served_name
 
@@ -45,9 +51,10 @@ def schema_findings(raw: dict[str, Any]) -> list[Finding]:
         if type(found) is not type(expected) or found != expected:
             findings.append(finding(field, found, expected, remedy))
 
-    architecture = "Eagle3Speculator" if speculators else "LlamaForCausalLMEagle3"
-    expect("architectures", raw.get("architectures"), [architecture])
-    expect("model_type", layer.get("model_type"), "llama")
+    latent = "kv_lora_rank" in layer
+    own = LATENT_ARCHITECTURE if latent else ARCHITECTURE
+    expect("architectures", raw.get("architectures"), ["Eagle3Speculator" if speculators else own])
+    expect("model_type", layer.get("model_type"), LATENT_MODEL_TYPE if latent else MODEL_TYPE)
     expect("tie_word_embeddings", raw.get("tie_word_embeddings"), False)
     for flag in FLAGS:
         if not isinstance(raw.get(flag), bool):

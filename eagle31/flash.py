@@ -21,8 +21,10 @@ from eagle31.elementwise import widened
 class CausalBlock(Protocol):
     """Attention to the step-0 keys of one step's queries, by some kernel."""
 
+    scale: float  # of the scores
+
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """query [R, Hq, D], keys and values [S, Hkv, D] -> output [R, Hq, D], log-sum-exp [R, Hq]."""
+        """query [R, Hq, D], keys [S, Hkv, D], values [S, Hkv, Dv] -> output [R, Hq, Dv], its lse [R, Hq]."""
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
@@ -40,7 +42,7 @@ class _MergedAttention(torch.autograd.Function):
         own = [_taken(x, places[i % num_own]) for i, x in enumerate(own)]
         output, lse = block.forward(query, keys, values)
         if num_own:
-            scores = _own_scores(query, own[:num_own])
+            scores = _own_scores(query, own[:num_own], block.scale)
             output, lse = _merge(output, lse, scores, own[num_own:])
         ctx.block, ctx.places = block, places
         ctx.save_for_backward(output, lse, *tensors)
@@ -57,7 +59,7 @@ class _MergedAttention(torch.autograd.Function):
         if num_own:
             taken = [_taken(x, ctx.places[i % num_own]) for i, x in enumerate(own)]
             grad_query, grads_own = _own_backward(
-                grad, query, taken[:num_own], taken[num_own:], output, lse, grad_query
+                grad, query, taken[:num_own], taken[num_own:], output, lse, grad_query, ctx.block.scale
             )
             grads_own = [_put_back(x, ctx.places[i % num_own], own[i]) for i, x in enumerate(grads_own)]
         return None, None, grad_query, grad_keys, grad_values, *grads_own
@@ -76,12 +78,13 @@ def merged_attention(
 
     Args:
         query: [R, Hq, D], rotated.
-        keys, values: [S, Hkv, D] of step 0, keys rotated.
-        own_keys, own_values: k tensors [R_i, Hkv, D] of steps 1..k.
+        keys: [S, Hkv, D] of step 0, rotated.
+        values: [S, Hkv, Dv] of step 0; Dv may be less than D.
+        own_keys, own_values: k tensors [R_i, Hkv, D] and [R_i, Hkv, Dv] of steps 1..k.
         places: int64 [R] for each of these, the queries' rows within theirs; None when they are the same.
 
     Returns:
-        [R, Hq, D] in the query's dtype; the softmax is float32 or wider.
+        [R, Hq, Dv] in the query's dtype; the softmax is float32 or wider.
     """
     return _MergedAttention.apply(block, places, query, keys, values, *own_keys, *own_values)
 
@@ -100,11 +103,11 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.to(widened(x.dtype)).unflatten(1, (num_kv_heads, -1))
 
 
-def _own_scores(query: Tensor, own_keys: Sequence[Tensor]) -> Tensor:
+def _own_scores(query: Tensor, own_keys: Sequence[Tensor], scale: float) -> Tensor:
     """Scaled scores [R, Hq, k]."""
     grouped = _grouped(query, own_keys[0].shape[1])
     scores = [torch.linalg.vecdot(grouped, key.to(grouped.dtype).unsqueeze(2)) for key in own_keys]
-    return torch.stack(scores, dim=-1).flatten(1, 2).mul_(query.shape[-1] ** -0.5)
+    return torch.stack(scores, dim=-1).flatten(1, 2).mul_(scale)
 
 
 def _merge(
@@ -131,12 +134,14 @@ def _own_backward(
     output: Tensor,
     lse: Tensor,
     grad_query: Tensor,
+    scale: float,
 ) -> tuple[Tensor, list[Tensor]]:
     """The query's gradient with the own terms added, and those of the own keys and values."""
     num_kv_heads = own_keys[0].shape[1]
-    scale = query.shape[-1] ** -0.5
     wide_query, wide_grad = _grouped(query, num_kv_heads), _grouped(grad, num_kv_heads)
-    weights = (_own_scores(query, own_keys) - lse.unsqueeze(-1)).exp_().unflatten(1, (num_kv_heads, -1))
+    weights = (
+        (_own_scores(query, own_keys, scale) - lse.unsqueeze(-1)).exp_().unflatten(1, (num_kv_heads, -1))
+    )
     delta = torch.linalg.vecdot(wide_grad, _grouped(output, num_kv_heads))
     total = _grouped(grad_query, num_kv_heads)
     grad_keys, grad_values = [], []

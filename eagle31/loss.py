@@ -104,10 +104,18 @@ def rollout_loss(
 
 
 def _chunk_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, whole: bool) -> int:
-    """Each of the chunk's positions holds the teacher's logits once and the drafter's `num_steps` times."""
-    teacher = 2 * frozen.embed_tokens.shape[0] if whole else draft_vocab_size
-    budget = CHUNK_LOGITS[frozen.embed_tokens.device.type]
-    return num_steps * max(MIN_POSITIONS, budget // (teacher + num_steps * draft_vocab_size))
+    embedding = frozen.embed_tokens
+    positions = chunk_positions(embedding.device.type, len(embedding), draft_vocab_size, num_steps, whole)
+    return num_steps * positions
+
+
+def chunk_positions(device: str, vocab_size: int, draft_vocab_size: int, num_steps: int, whole: bool) -> int:
+    """Positions that the loss takes at once.
+
+    Each holds the teacher's logits once and the drafter's `num_steps` times.
+    """
+    teacher = 2 * vocab_size if whole else draft_vocab_size
+    return max(MIN_POSITIONS, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
 
 
 def teacher_of(frozen: FrozenParts, batch: PackedBatch, whole: bool) -> Callable[[Tensor], Teacher]:

@@ -5,6 +5,7 @@ from copy import copy
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eagle31.plan import Run
 
@@ -21,11 +22,15 @@ class PackedBlock:
     """One varlen call. Where a run has more keys than queries, the kernel aligns the causal mask to the last
     of both, which is what a run is: the last rows of its keys.
 
+    The kernel has one width for queries, keys and values: narrower values get zeros, and their output is cut.
+
     Args:
         runs: those of step 0, whose lengths every step keeps.
+        scale: of the scores.
     """
 
-    def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
+    def __init__(self, runs: Sequence[Run], device: torch.device, scale: float) -> None:
+        self.scale = scale
         self.places: Tensor | None = None
         self.num_rows = runs[-1].query_stop if runs else 0
         query_lengths = [run.query_stop - run.query_start for run in runs]
@@ -46,20 +51,23 @@ class PackedBlock:
         return block
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        width = values.shape[-1]
         if not self.num_rows:
-            return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+            empty = query.new_empty(*query.shape[:2], width)
+            return empty, query.new_empty(query.shape[:2], dtype=torch.float32)
         output, lse, *_ = kernels._flash_attention_forward(
             self._spread(query),
             self._packed(keys),
-            self._packed(values),
+            _widen(self._packed(values), query),
             self.query_offsets,
             self.key_offsets,
             *self.longest,
             0.0,  # dropout
             True,  # causal
             False,  # debug mask
+            scale=self.scale,
         )
-        lse = lse.t()  # the kernel's [Hq, R]
+        output, lse = output[..., :width], lse.t()  # the kernel's [Hq, R]
         return (output, lse) if self.places is None else (output[self.places], lse[self.places])
 
     def backward(
@@ -70,11 +78,11 @@ class PackedBlock:
         # Only dropout would read the kernel's random state.
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         grad_query, grad_keys, grad_values = kernels._flash_attention_backward(
-            self._spread(grad),
+            _widen(self._spread(grad), query),
             self._spread(query),
             self._packed(keys),
-            self._packed(values),
-            self._spread(output),
+            _widen(self._packed(values), query),
+            _widen(self._spread(output), query),
             self._spread(lse).t().contiguous(),
             self.query_offsets,
             self.key_offsets,
@@ -83,7 +91,9 @@ class PackedBlock:
             True,
             random_state,
             torch.zeros((), dtype=torch.uint64, device=query.device),
+            scale=self.scale,
         )
+        grad_values = grad_values[..., : values.shape[-1]]
         if self.places is not None:
             grad_query = grad_query[self.places]
         return grad_query, self._unpacked(grad_keys, keys), self._unpacked(grad_values, values)
@@ -102,6 +112,12 @@ class PackedBlock:
 
     def _unpacked(self, grad: Tensor, like: Tensor) -> Tensor:
         return grad if self.gather is None else torch.zeros_like(like).index_add_(0, self.gather, grad)
+
+
+def _widen(x: Tensor, like: Tensor) -> Tensor:
+    """With zeros, to the last dimension of `like`."""
+    missing = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig
+from eagle31.config import DrafterConfig, MlaShape
 from eagle31.drafter import Drafter
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
@@ -48,6 +48,8 @@ class TrainingRecord:
         try:
             own = {field.name: raw[field.name] for field in fields(TrainingRecord)}
             shape = own["config"] | {"aux_layer_ids": tuple(own["config"]["aux_layer_ids"])}
+            if shape.get("mla") is not None:
+                shape["mla"] = MlaShape(**shape["mla"])
             return TrainingRecord(**own | {"config": DrafterConfig(**shape)})
         except (KeyError, TypeError) as error:
             raise UserError(f"{DIRECTORY}/{RECORD}", error, "It is damaged; export again.") from error

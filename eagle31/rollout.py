@@ -85,7 +85,7 @@ def planned_rollout(
 
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
-    keys_block, blocks = causal_blocks(plan, drafter.config.head_dim, embed_tokens)
+    keys_block, blocks = causal_blocks(plan, drafter.config, embed_tokens)
     run = partial(checkpoint, use_reentrant=False) if activation_checkpointing else _call
     shared = _shared_products(drafter, embed_tokens, batch, plan)
     output, contexts = run(
@@ -111,33 +111,32 @@ class _Shares(NamedTuple):
     """The embedding's part in the first layer's projections of some rows."""
 
     query: Share
-    key_value: tuple[Share, Share]
+    key_value: tuple[Share, ...]
 
 
-_NO_SHARES = (None, (None, None))  # of the layers behind the first
+_NO_SHARES = (None, None)  # of the layers behind the first
 
 
 class _SharedProducts(NamedTuple):
-    """The same of all tokens: keys and values [U, Hkv D], queries [U, Hq D].
+    """The same of all tokens, [U, out] each, of the projections that queries, keys and values start from.
 
-    With one layer alone only rolled-out rows have queries, so there they are [J, Hq D].
+    With one layer alone only rolled-out rows have queries, so there they are [J, out].
     """
 
     query: Tensor
-    key: Tensor
-    value: Tensor
+    key_value: tuple[Tensor, ...]
     all_queries: bool
 
     def first_shares(self, plan: RolloutPlan) -> _Shares:
         """Of step 0: every key row has a key, and a query too where a layer comes behind."""
-        at = plan.key_token_at
-        query_at = at if self.all_queries else plan.steps[0].teacher_at
-        return _Shares(Share(self.query, query_at), (Share(self.key, at), Share(self.value, at)))
+        return self._shares(plan.key_token_at, plan.steps[0].teacher_at)
 
     def later_shares(self, step: StepPlan) -> _Shares:
-        at = step.token_at
-        query_at = at if self.all_queries else step.teacher_at
-        return _Shares(Share(self.query, query_at), (Share(self.key, at), Share(self.value, at)))
+        return self._shares(step.token_at, step.teacher_at)
+
+    def _shares(self, token_at: Tensor, teacher_at: Tensor) -> _Shares:
+        query = Share(self.query, token_at if self.all_queries else teacher_at)
+        return _Shares(query, tuple(Share(products, token_at) for products in self.key_value))
 
 
 def _shared_products(
@@ -146,10 +145,10 @@ def _shared_products(
     layer, all_queries = drafter.decoder_layers[0], len(drafter.decoder_layers) > 1
     embeds = layer.input_layernorm(F.embedding(batch.input_ids[plan.tokens], embed_tokens))
     attention = layer.self_attn
-    key, value = attention.k_proj(embeds), attention.v_proj(embeds)
+    key_value = tuple(projection(embeds) for projection in attention.key_value_inputs)
     if not all_queries:
         embeds = embeds[plan.teacher_token_at]
-    return _SharedProducts(attention.q_proj(embeds), key, value, all_queries)
+    return _SharedProducts(attention.query_input(embeds), key_value, all_queries)
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,9 @@ class _Keys:
     """One layer's rotated keys and values: step 0 of the key rows, later steps of the rows there were."""
 
     keys: Tensor  # [S, Hkv, D]
-    values: Tensor  # [S, Hkv, D]
+    values: Tensor  # [S, Hkv, Dv]
     own_keys: tuple[Tensor, ...] = ()  # [R_i, Hkv, D] of steps 1..k
-    own_values: tuple[Tensor, ...] = ()
+    own_values: tuple[Tensor, ...] = ()  # [R_i, Hkv, Dv]
     places: tuple[Tensor | None, ...] = ()  # of the present rows within each of these; None: the same rows
 
     def narrowed(self, kept: Tensor) -> "_Keys":

@@ -50,3 +50,9 @@ class SplitLinear(nn.Linear):
         if share is not None:
             return _AddedProduct.apply(x, self.weight, share.products, share.at)
         return F.linear(x, self.weight[:, : x.shape[1]])
+
+
+def projected(projection: nn.Module, x: Tensor, share: Share | None) -> Tensor:
+    """With a share, `projection` is a `SplitLinear` and `x` its second input alone."""
+    product: Tensor = projection(x) if share is None else projection(x, share)
+    return product

@@ -18,10 +18,16 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class Kernel(Protocol):
-    """Attention of query [1, Hq, n, D] to keys and values [1, Hkv, s, D] under an additive mask [n, s]."""
+    """Attention of query [1, Hq, n, D] to keys [1, Hkv, s, D] and values [1, Hkv, s, Dv] under an additive
+    mask [n, s].
+    """
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [1, Hq, n, D] and log-sum-exp [1, Hq, n]."""
+        """Output [1, Hq, n, Dv] and log-sum-exp [1, Hq, n]."""
 
     def backward(
         self,
@@ -36,11 +42,14 @@ class Kernel(Protocol):
         """Gradients of query, key and value."""
 
 
+@dataclass(frozen=True)
 class FlashKernel:
-    """For the CPU; it takes fewer key heads than query heads as they are."""
+    """For the CPU; it takes fewer key heads than query heads as they are. Values are as wide as keys."""
+
+    scale: float
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        return _flash_forward(query, key, value, attn_mask=mask)
+        return _flash_forward(query, key, value, attn_mask=mask, scale=self.scale)
 
     def backward(
         self,
@@ -52,11 +61,16 @@ class FlashKernel:
         lse: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _flash_backward(grad, query, key, value, output, lse, 0.0, False, attn_mask=mask)
+        return _flash_backward(
+            grad, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=self.scale
+        )
 
 
+@dataclass(frozen=True)
 class PlainKernel:
-    """Any device and dtype; holds the scores of one tile."""
+    """Any device, dtype and width of values; holds the scores of one tile."""
+
+    scale: float
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         scores = self._scores(query, key, mask)
@@ -80,7 +94,7 @@ class PlainKernel:
         grouped = grad.unflatten(1, groups)
         delta = torch.linalg.vecdot(grad.to(weights.dtype), output.to(weights.dtype))
         slope = (grouped @ value.unsqueeze(2).mT).to(weights.dtype)
-        slope = (slope - delta.unflatten(1, groups).unsqueeze(-1)) * weights * query.shape[-1] ** -0.5
+        slope = (slope - delta.unflatten(1, groups).unsqueeze(-1)) * weights * self.scale
         slope, weights = slope.to(query.dtype), weights.to(query.dtype)
         grad_key = (slope.mT @ query.unflatten(1, groups)).sum(2)
         return (slope @ key.unsqueeze(2)).flatten(1, 2), grad_key, (weights.mT @ grouped).sum(2)
@@ -88,7 +102,7 @@ class PlainKernel:
     def _scores(self, query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
         """[1, Hkv, group, n, s], float32 or wider."""
         scores = query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).mT
-        return scores.to(widened(scores.dtype)) * query.shape[-1] ** -0.5 + mask
+        return scores.to(widened(scores.dtype)) * self.scale + mask
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,7 @@ class TiledBlock:
 
     def __init__(self, runs: Sequence[Run], tiles: Tiles, kernel: Kernel) -> None:
         self.kernel = kernel
+        self.scale = kernel.scale
         self.tiles = [
             (
                 slice(tile.query_start, tile.query_stop),
@@ -125,7 +140,7 @@ class TiledBlock:
         ]
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:2], values.shape[-1])
         lse = query.new_empty(query.shape[:2], dtype=widened(query.dtype))
         query, keys, values = _heads_first(query), _heads_first(keys), _heads_first(values)
         for own, seen, mask in self.tiles:

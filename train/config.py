@@ -20,6 +20,7 @@ from train.tracking import TrackingMode
 class Stage(Enum):
     """The pipeline's stages, in the order in which they run."""
 
+    plan = "plan"  # sizes and times; every run starts with it
     data = "data"  # read, hold out, [regenerate,] render, tokenize
     vocab = "vocab"  # the draft vocabulary
     answers = "answers"  # the target answers the held-out prompts
@@ -29,6 +30,11 @@ class Stage(Enum):
     evaluate = "evaluate"
     report = "report"
     push = "push"  # to the Hugging Face Hub
+
+
+class Attention(Enum):
+    gqa = "gqa"
+    mla = "mla"
 
 
 class Schedule(Enum):
@@ -59,12 +65,19 @@ class TargetConfig:
     device_map: str | None = None  # "auto": accelerate spreads it over this node's devices
     layers_path: str | None = None  # where a wrapper hides the decoder layers
     norm_path: str | None = None
+    embed_path: str | None = None
+    lm_head_path: str | None = None
     chat_template: str | None = None  # a Jinja file in place of the tokenizer's own
+    # Of its config.json what a plan needs where that file is not at hand; checked against it where it is.
+    architecture: dict[str, Any] = field(default_factory=dict)
+    checkpoint_gb: float | None = None  # size of its weights; null: the parameters in the config's dtype
 
 
 @dataclass
 class DrafterShape:
     """null takes the value of the checkpoint to start from, or the target's."""
+
+    attention: Attention | None = None  # null: the checkpoint's, else gqa, whatever the target has
 
     init_from: str | None = None  # a published or exported drafter: directory or hub id
     init_revision: str | None = None
@@ -74,7 +87,12 @@ class DrafterShape:
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    head_dim: int | None = None  # of gqa
+    q_lora_rank: int | None = None  # of mla, as the next four
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     rms_norm_eps: float | None = None
     # rope_type, rope_theta and the scaling's keys; empty takes the target's (Hydra sets no key below null)
     rope_parameters: dict[str, Any] = field(default_factory=dict)
@@ -183,6 +201,19 @@ class HubConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What the plan cannot know by itself."""
+
+    num_tokens: int | None = None  # of the training data, as long as it is not tokenised
+    document_tokens: int | None = None  # a sample's mean length; null: data.max_tokens
+    assistant_fraction: float = 0.5  # of the tokens
+    num_gpus: int | None = None  # that train; null: the processes of this run
+    target_gpus: int | None = None  # that run the target; null: the ones that train
+    gpu_memory_gb: float | None = None  # null: that of this machine's GPU
+    tflops_per_gpu: float | None = None  # reached, not the data sheet's; null: what an earlier run measured
+
+
+@dataclass
 class TrackingConfig:
     mode: TrackingMode = TrackingMode.auto
     project: str = "eagle31"
@@ -202,6 +233,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
@@ -246,7 +278,13 @@ def check(config: RunConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise UserError(name, value, "It must be greater than 0.")
+    for name, value in vars(config.plan).items():
+        if value is not None and not value > 0:
+            raise UserError(f"plan.{name}", value, "It must be greater than 0.")
+    if config.target.checkpoint_gb is not None and not config.target.checkpoint_gb > 0:
+        raise UserError("target.checkpoint_gb", config.target.checkpoint_gb, "It must be greater than 0.")
     fractions = {
+        "plan.assistant_fraction": config.plan.assistant_fraction,
         "optim.min_lr_fraction": config.optim.min_lr_fraction,
         "data.max_malformed_fraction": config.data.max_malformed_fraction,
     }

@@ -1,12 +1,14 @@
 """What several stages share: the target, its tokenizer, the drafter's shape."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from data.architecture import active_intermediate_size, check_architecture
 from data.capture.hf import HiddenStateCapture, check_head
 from data.checkpoint import Checkpoint
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
@@ -21,11 +23,12 @@ from data.target import (
     load_tokenizer,
     locate,
 )
-from eagle31.config import DrafterConfig
+from eagle31.config import DrafterConfig, MlaShape
 from eagle31.errors import UserError
 from eagle31.export import LoadedExport
+from eagle31.layouts import check_layout
 from train.artifact import Artifact
-from train.config import DrafterShape, RunConfig, Stage
+from train.config import Attention, DrafterShape, RunConfig, Stage
 from train.distributed import World
 from train.published import (
     fetch_checkpoint,
@@ -68,6 +71,8 @@ class RunContext:
             device_map=target.device_map,
             layers_path=target.layers_path,
             norm_path=target.norm_path,
+            embed_path=target.embed_path,
+            lm_head_path=target.lm_head_path,
         )
 
     @cached_property
@@ -152,30 +157,8 @@ class RunContext:
 
     def drafter_config(self, draft_vocab_size: int) -> DrafterConfig:
         """The drafter's shape: what the recipe sets, else the target's."""
-        shape = self.shape
-        target = self.parts.config.get_text_config()
-        hidden_size = shape.hidden_size or self.parts.hidden_size
-        heads = shape.num_attention_heads or target.num_attention_heads
-        default_head_dim = getattr(target, "head_dim", None) or hidden_size // heads
-        return DrafterConfig(
-            hidden_size=hidden_size,
-            intermediate_size=shape.intermediate_size or target.intermediate_size,
-            num_hidden_layers=shape.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=shape.num_key_value_heads or target.num_key_value_heads,
-            head_dim=shape.head_dim or default_head_dim,
-            rms_norm_eps=shape.rms_norm_eps or target.rms_norm_eps,
-            rope_parameters=rope_parameters(shape.rope_parameters, getattr(target, "rope_parameters", None)),
-            max_position_embeddings=shape.max_position_embeddings or target.max_position_embeddings,
-            vocab_size=self.parts.vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            target_hidden_size=self.parts.hidden_size,
-            aux_layer_ids=self.aux_layer_ids,
-            fc_norm=shape.fc_norm,
-            norm_output=shape.norm_output,
-            norm_before_residual=shape.norm_before_residual,
-            bos_token_id=target.bos_token_id,
-            eos_token_id=target.eos_token_id,
+        return complete_shape(
+            self.shape, self.parts.config, self.aux_layer_ids, self.parts.vocab_size, draft_vocab_size
         )
 
     def check_drafter(self) -> None:
@@ -184,7 +167,9 @@ class RunContext:
         Raises:
             UserError: names what does not fit; before any stage has run.
         """
-        self.drafter_config(self.shape.draft_vocab_size or self.parts.vocab_size)
+        check_architecture(self.config.target.architecture, self.parts.config)
+        config = self.drafter_config(self.shape.draft_vocab_size or self.parts.vocab_size)
+        check_layout(config, self.config.export.layout)
 
     def load_target(self) -> tuple[PreTrainedModel, TargetModules]:
         """The frozen target, loaded anew: stages that use it let it go when they are done."""
@@ -197,6 +182,87 @@ class RunContext:
         capture = HiddenStateCapture(model, modules, self.aux_layer_ids)
         check_head(capture, self.parts.head)
         return capture
+
+
+def complete_shape(
+    shape: DrafterShape,
+    target_config: PreTrainedConfig,
+    aux_layer_ids: tuple[int, ...],
+    vocab_size: int,
+    draft_vocab_size: int,
+) -> DrafterConfig:
+    """What the recipe sets, else the target's; the feed-forward network takes the target's active width.
+
+    Raises:
+        UserError: a value is given by neither, or the two do not go together.
+    """
+    target = target_config.get_text_config()
+    hidden_size = shape.hidden_size or target.hidden_size
+    heads = shape.num_attention_heads or target.num_attention_heads
+    intermediate_size = shape.intermediate_size or active_intermediate_size(target)
+    if intermediate_size is None:
+        remedy = "The target does not tell how wide its feed-forward network is; give it."
+        raise UserError("drafter.intermediate_size", None, remedy)
+    return DrafterConfig(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=heads,
+        **attention_heads(shape, target, heads, hidden_size),
+        rms_norm_eps=shape.rms_norm_eps or target.rms_norm_eps,
+        rope_parameters=rope_parameters(shape.rope_parameters, getattr(target, "rope_parameters", None)),
+        max_position_embeddings=shape.max_position_embeddings or target.max_position_embeddings,
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target.hidden_size,
+        aux_layer_ids=aux_layer_ids,
+        fc_norm=shape.fc_norm,
+        norm_output=shape.norm_output,
+        norm_before_residual=shape.norm_before_residual,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+    )
+
+
+def attention_heads(shape: DrafterShape, target: Any, num_heads: int, hidden_size: int) -> dict[str, Any]:
+    """The recipe's heads, else the target's: `num_key_value_heads`, `head_dim` and `mla` of `DrafterConfig`.
+
+    Raises:
+        UserError: a width of MLA is not given, and the target has none.
+    """
+    if shape.attention is Attention.mla:
+        mla = latent_shape(shape, target)
+        if shape.head_dim not in (None, mla.head_dim):
+            remedy = "MLA has drafter.qk_nope_head_dim + drafter.qk_rope_head_dim; leave it out."
+            raise UserError("drafter.head_dim", shape.head_dim, remedy)
+        return {"num_key_value_heads": num_heads, "head_dim": mla.head_dim, "mla": mla}
+    for name in (one.name for one in fields(MlaShape)):
+        if getattr(shape, name) is not None:
+            remedy = "It is of MLA; give drafter.attention=mla too."
+            raise UserError(f"drafter.{name}", getattr(shape, name), remedy)
+    # The head_dim that transformers gives a target with MLA is that of the rotated part.
+    latent = getattr(target, "kv_lora_rank", None) is not None
+    own_width = target.v_head_dim if latent else getattr(target, "head_dim", None)
+    return {
+        "num_key_value_heads": shape.num_key_value_heads or target.num_key_value_heads,
+        "head_dim": shape.head_dim or own_width or hidden_size // num_heads,
+    }
+
+
+def latent_shape(shape: DrafterShape, target: Any) -> MlaShape:
+    """MLA's widths, those of a target with MLA where the recipe gives none.
+
+    Raises:
+        UserError: one is not given, and the target has none.
+    """
+    widths: dict[str, int] = {}
+    for name in (one.name for one in fields(MlaShape)):
+        own = getattr(shape, name)
+        value = getattr(target, name, None) if own is None else own
+        if value is None:
+            raise UserError(f"drafter.{name}", None, "The target has none to take over; give it.")
+        widths[name] = value
+    return MlaShape(**widths)
 
 
 def rope_parameters(own: dict | None, target: dict | None) -> dict:

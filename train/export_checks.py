@@ -1,13 +1,14 @@
 """Holds an export against its target and against what training recorded, without vLLM."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig
+from torch import Tensor, nn
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.target import (
@@ -17,19 +18,23 @@ from data.target import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Rotary
+from eagle31.config import DrafterConfig, MlaShape
 from eagle31.errors import UserError
 from eagle31.export_rules import Finding, finding, mapping_findings, schema_findings, tensor_findings
-from eagle31.layouts import IDS, layer_config, layout_of, read_config, read_raw_config, read_tensors
+from eagle31.layouts import IDS, layer_config, layout_of, read_raw_config, read_tensors
+from eagle31.published_config import is_latent, read_config
 from eagle31.record import PROBE, TrainingRecord, read_probe, read_record, tensor_hashes
 from eagle31.reload import reload_in_fresh_process
+from eagle31.rope import Rotary
 
 # Of the largest logit. float32 sums of another order differ by 1e-6 or so; the mistakes looked for, by 1e-2.
 RELOAD_TOLERANCE = 1e-4
 ROPE_TOLERANCE = 1e-5
 ROPE_SAMPLES = 512
 _AGAIN = "Export again from the training run."
+
+# Of a DrafterConfig's fields that config.json has under other names, or that are compared by what they do.
+_PUBLISHED_NAMES = {"aux_layer_ids": IDS, "rope_parameters": "scale of the scores"}
 
 _T = TypeVar("_T")
 
@@ -129,13 +134,18 @@ def provenance_findings(
 
 
 def config_findings(served: DrafterConfig, trained: DrafterConfig) -> list[Finding]:
-    """config.json against what training recorded, field by field; RoPE is compared by its tables."""
+    """config.json against what training recorded, field by field.
+
+    RoPE is compared by its tables elsewhere, and here by the temperature that YaRN gives the scores of MLA.
+    """
     findings = []
     for field in fields(DrafterConfig):
         found, expected = getattr(served, field.name), getattr(trained, field.name)
-        if field.name != "rope_parameters" and found != expected:
+        if field.name == "rope_parameters":
+            found, expected = served.attention_scale, trained.attention_scale
+        if found != expected:
             remedy = f"It was trained with the other value. {_AGAIN}"
-            name = IDS if field.name == "aux_layer_ids" else field.name
+            name = _PUBLISHED_NAMES.get(field.name, field.name)
             findings.append(finding(name, _plain(found), _plain(expected), remedy))
     return findings
 
@@ -143,13 +153,21 @@ def config_findings(served: DrafterConfig, trained: DrafterConfig) -> list[Findi
 def rope_findings(raw: dict[str, Any], trained: DrafterConfig) -> list[Finding]:
     """RoPE's cos and sin, as transformers and vLLM make them from config.json, against training's."""
     layer = layer_config(raw)
-    keys = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    keys = ("hidden_size", "num_attention_heads", "max_position_embeddings")
     rope = {key: layer[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if layer.get(key)}
-    served = LlamaConfig(**{key: layer[key] for key in keys if layer.get(key) is not None}, **rope)
+    given = {key: layer[key] for key in keys if layer.get(key) is not None} | rope
+    embedding: nn.Module
+    if is_latent(layer):
+        width = layer.get("qk_rope_head_dim", trained.rotary_width)
+        embedding = DeepseekV3RotaryEmbedding(DeepseekV3Config(**given, qk_rope_head_dim=width))
+    else:
+        own_width = {"head_dim": layer["head_dim"]} if layer.get("head_dim") else {}
+        embedding = LlamaRotaryEmbedding(LlamaConfig(**given, **own_width))
     longest = trained.max_position_embeddings
     positions = torch.linspace(0, longest - 1, min(ROPE_SAMPLES, longest)).round().long()
-    table = LlamaRotaryEmbedding(served)(torch.empty(0), positions[None])
-    pairs = list(zip([one.squeeze(0) for one in table], Rotary(trained)(positions), strict=True))
+    rotary = Rotary(trained.rotary_width, trained.rope_parameters, longest)
+    table = embedding(torch.empty(0), positions[None])
+    pairs = list(zip([one.squeeze(0) for one in table], rotary(positions), strict=True))
     same_shape = all(ours.shape == own.shape for ours, own in pairs)
     if same_shape and all((ours - own).abs().max() <= ROPE_TOLERANCE for ours, own in pairs):
         return []
@@ -205,4 +223,6 @@ def _attempt(findings: list[Finding], read: Callable[[], _T]) -> _T | None:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, MlaShape):
+        return asdict(value)
     return list(value) if isinstance(value, tuple) else value

@@ -44,7 +44,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "capture": context.artifacts[Stage.capture].key,
         "max_samples": config.capture.max_samples,
         "vocab": vocab.key,
-        "drafter": drafter,
+        "drafter": _plain(drafter),
         "optim": _plain(asdict(config.optim)),
         "deepspeed": _plain(asdict(config.deepspeed)),
         "train": _plain(training),

@@ -9,7 +9,12 @@ from collections.abc import Iterable
 from eagle31.errors import UserError
 from train.config import RunConfig
 
-FREE_FORM = ("data.template_kwargs", "drafter.rope_parameters")  # dictionaries whose keys are not ours
+FREE_FORM = (
+    "data.template_kwargs",
+    "drafter.rope_parameters",
+    "target.architecture",
+    "capture.vllm.engine_args",
+)  # dictionaries whose keys are not ours
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.]*)=")
 
 

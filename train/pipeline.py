@@ -24,6 +24,7 @@ from train.distributed import World, wait_for
 from train.export_stage import export_inputs, link_export, run_export
 from train.fit_stage import run_train, train_inputs
 from train.hub import check_push, push_run
+from train.plan_stage import announce_plan, announce_work
 from train.result_stages import evaluate_inputs, run_evaluate, run_report
 from train.text_stages import (
     answers_inputs,
@@ -67,7 +68,9 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
             write_run_record(config)
-        run_stages(context)
+            announce_plan(context)
+        if set(config.stages) != {Stage.plan}:
+            run_stages(context)
 
 
 def run_stages(context: RunContext) -> None:
@@ -80,6 +83,8 @@ def run_stages(context: RunContext) -> None:
     if pushes(config):
         check_push(config.hub)
     for stage in order[: last + 1]:
+        if stage is Stage.plan:
+            continue
         if stage is Stage.report:
             if world.is_main:
                 print(run_report(context))
@@ -89,6 +94,8 @@ def run_stages(context: RunContext) -> None:
                 _say(context, f"push: {push_run(context.output_dir, config.hub)}")
             continue
         run_stage(context, stage, stage in selected)
+        if stage is Stage.data and world.is_main and stage.value not in context.reused:
+            announce_work(context)
         if stage is Stage.export and world.is_main:
             link_export(context)
 

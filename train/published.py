@@ -15,9 +15,10 @@ from eagle31.drafter import Drafter
 from eagle31.errors import UserError
 from eagle31.export import LoadedExport, TargetDefaults, load_export
 from eagle31.export_rules import FLAGS
-from eagle31.layouts import layer_config, read_config, read_raw_config, stated_ids
+from eagle31.layouts import layer_config, read_raw_config
+from eagle31.published_config import read_config, stated_ids
 from eagle31.vocab import DraftVocab
-from train.config import DrafterShape
+from train.config import Attention, DrafterShape
 from train.export_checks import target_findings
 from train.model_card import is_hub_id
 
@@ -85,6 +86,9 @@ def starting_shape(recipe: DrafterShape, checkpoint: DrafterConfig) -> DrafterSh
     given = asdict(recipe)
     own = asdict(checkpoint) | {"rope_parameters": checkpoint.served_rope}
     own["aux_layer_ids"] = list(checkpoint.aux_layer_ids)
+    own["attention"] = Attention.gqa if checkpoint.mla is None else Attention.mla
+    if checkpoint.mla is not None:
+        own |= asdict(checkpoint.mla)
     taken: dict[str, Any] = {}
     for name in given.keys() & own.keys() - set(FLAGS):
         if given[name] in (None, {}):

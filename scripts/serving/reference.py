@@ -15,7 +15,8 @@ from eagle31.drafter import Drafter
 from eagle31.errors import UserError
 from eagle31.export import TargetDefaults, draft_target_ids, load_export
 from eagle31.frozen import FrozenParts, project_width
-from eagle31.layouts import own_name, read_config, read_raw_config, read_tensors
+from eagle31.layouts import own_name, read_raw_config, read_tensors
+from eagle31.published_config import read_config
 from eagle31.record import read_record, tensor_hash
 from eagle31.speculate import Decoded, decode_speculatively
 

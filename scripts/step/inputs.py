@@ -11,6 +11,7 @@ from torch import Tensor
 from data.loader import pack_row
 from data.samples import CapturedSample
 from eagle31.batch import PackedBatch
+from eagle31.config import DrafterConfig
 from eagle31.drafter import Drafter
 from scripts.step.shapes import Shape
 from scripts.step.text import Conversation
@@ -35,22 +36,22 @@ def random_batch(shape: Shape, row: Sequence[Conversation], generator: torch.Gen
     return pack_row(samples, shape.row_tokens)
 
 
-def random_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]:
+def random_weights(config: DrafterConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """The drafter's by their names, float32, and the target's with the prefix `target_`."""
     with torch.device("meta"):
-        drafter = Drafter(shape.config())
+        drafter = Drafter(config)
     weights = {
         name: torch.ones(meta.shape)
         if meta.ndim == 1
         else torch.randn(meta.shape, generator=generator) * meta.shape[1] ** -0.5
         for name, meta in drafter.state_dict().items()
     }
-    size = (shape.vocab_size, shape.hidden_size)
-    ids = torch.randperm(shape.vocab_size, generator=generator)[: shape.draft_vocab_size]
+    size = (config.vocab_size, config.target_hidden_size)
+    ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
     return weights | {
         "target_embed": torch.randn(size, generator=generator) * 0.02,
-        "target_head": torch.randn(size, generator=generator) * _LOGIT_STD * shape.hidden_size**-0.5,
-        "target_norm": torch.ones(shape.hidden_size),
+        "target_head": torch.randn(size, generator=generator) * _LOGIT_STD * config.target_hidden_size**-0.5,
+        "target_norm": torch.ones(config.target_hidden_size),
         "draft_target_ids": ids.sort().values,
     }
 
@@ -60,7 +61,7 @@ def write_inputs(
 ) -> list[PackedBatch]:
     """Writes the file for `worker.py`, floating point in `dtype`, and returns its rows."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {f"weights/{name}": value for name, value in random_weights(shape, generator).items()}
+    tensors = {f"weights/{name}": value for name, value in random_weights(shape.config(), generator).items()}
     batches = [random_batch(shape, row, generator) for row in rows]
     for index, batch in enumerate(batches):
         for field in fields(batch):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from data.target import TargetHead
 from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig
+from eagle31.config import DrafterConfig, MlaShape
 from eagle31.drafter import Drafter
 from eagle31.frozen import FrozenParts
 from eagle31.loss import DepthSums, rollout_loss
@@ -32,6 +32,7 @@ _SHAPE = Shape(
     draft_vocab_size=128,
     num_steps=4,
 )
+_MLA = MlaShape(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,17 @@ class Parity:
 
 
 def check_parity(device: torch.device) -> Iterator[Parity]:
-    """EAGLE 3.1, EAGLE 3, a frozen head and the full vocabulary, in float32 and bfloat16."""
+    """EAGLE 3.1, EAGLE 3, a frozen head, the full vocabulary and MLA, in float32 and bfloat16."""
     for dtype, bound in BOUNDS.items():
-        for variant in ("eagle3.1", "eagle3", "frozen head", "full vocabulary"):
+        for variant in ("eagle3.1", "eagle3", "frozen head", "full vocabulary", "mla"):
             config = _config(variant)
             generator = torch.Generator().manual_seed(0)
-            shape = replace(_SHAPE, draft_vocab_size=config.draft_vocab_size)
-            rows, _ = packed_rows(shape, 1, None)
+            rows, _ = packed_rows(_SHAPE, 1, None)
             # Both sides start from what the narrower dtype can hold, so that rounding inputs is no error.
-            batch = random_batch(shape, rows[0], generator).to(torch.device("cpu"), dtype)
+            batch = random_batch(_SHAPE, rows[0], generator).to(torch.device("cpu"), dtype)
             weights = {
                 name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in random_weights(shape, generator).items()
+                for name, tensor in random_weights(config, generator).items()
             }
             cpu = torch.device("cpu")
             wanted = _run(reference_loss, config, variant, weights, batch, cpu, torch.float64)
@@ -76,6 +76,8 @@ def _config(variant: str) -> DrafterConfig:
         return replace(config, fc_norm=False, norm_output=False)
     if variant == "full vocabulary":
         return replace(config, draft_vocab_size=config.vocab_size)
+    if variant == "mla":
+        return replace(config, num_key_value_heads=_SHAPE.num_attention_heads, head_dim=96, mla=_MLA)
     return config
 
 

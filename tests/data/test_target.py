@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     CLIPVisionConfig,
+    Gemma3TextConfig,
     GemmaConfig,
-    GemmaForCausalLM,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
 )
 
 from data.target import (
@@ -30,7 +34,7 @@ from data.target import (
     tokenizer_fingerprint,
 )
 from eagle31.errors import UserError
-from tests.data.tiny_target import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, save_model, save_target
+from tests.data.tiny_target import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, make_capture, save_model, save_target
 
 CPU = torch.device("cpu")
 
@@ -77,23 +81,55 @@ def test_parts_need_only_the_files_that_hold_them(tmp_path: Path) -> None:
     assert load_target_parts(spec).vocab_size == VOCAB_SIZE
 
 
-def test_head_keeps_the_models_own_norm(tmp_path: Path) -> None:
-    config = GemmaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_QWEN35 = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(GemmaConfig(**_SMALL), id="gemma"),
+        pytest.param(Gemma3TextConfig(**_SMALL), id="gemma3"),
+        pytest.param(Qwen3_5TextConfig(**_SMALL, **_QWEN35), id="qwen3.5"),
+    ],
+)
+def test_captured_states_give_the_logits_of_a_norm_that_scales_by_one_plus_its_weight(
+    tmp_path: Path, config: PreTrainedConfig, tied: bool
+) -> None:
     torch.manual_seed(0)
-    model = GemmaForCausalLM(config)
-    nn.init.uniform_(model.model.norm.weight, -0.5, 0.5)  # Gemma scales by 1 + weight
+    model = AutoModelForCausalLM.from_config(replaced(config, tie_word_embeddings=tied))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, -0.5, 0.5)
     save_model(model, tmp_path)
-    spec = TargetSpec(str(tmp_path))
-    last_hidden, logits = _last_hidden_and_logits(spec)
-    torch.testing.assert_close(load_target_parts(spec).head(last_hidden), logits, rtol=0, atol=0)
+    spec = TargetSpec(str(tmp_path), dtype="float32")
+    capture = make_capture(spec, (1, 2, 4))
+    ids = torch.arange(10)
+    [(_, last)] = capture.capture([ids])
+    head = load_target_parts(spec).head
+    with torch.no_grad():
+        logits = load_target(spec, CPU)(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(head(last), logits, rtol=1e-5, atol=1e-5)
+    plain = nn.functional.rms_norm(last, (HIDDEN_SIZE,), head.norm.weight, 1e-6) @ head.weight.T
+    assert not torch.allclose(plain, logits, atol=1e-2)
+
+
+def replaced(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    return type(config).from_dict(config.to_dict() | changes)
 
 
 def test_rows_are_the_draft_vocabularys_logits(tmp_path: Path) -> None:
@@ -165,6 +201,15 @@ def test_explicit_paths_override(tmp_path: Path) -> None:
     )
     assert modules.layers is model.model.layers
     assert modules.final_norm is model.model.layers[0].input_layernorm
+    model.model.words, model.to_words = model.model.embed_tokens, model.lm_head
+    for owner in (model, model.model):
+        owner.get_input_embeddings = owner.get_output_embeddings = lambda: None
+    with pytest.raises(UserError, match=r"target\.embed_path"):
+        locate(model, spec)
+    with pytest.raises(UserError, match=r"target\.lm_head_path"):
+        locate(model, replace(spec, embed_path="model.words"))
+    modules = locate(model, replace(spec, embed_path="model.words", lm_head_path="to_words"))
+    assert (modules.embed_tokens, modules.lm_head) == (model.model.embed_tokens, model.lm_head)
 
 
 def test_what_is_not_found_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The training step as the definition reads: every row at every step, one attention mask, all logits."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,6 +27,45 @@ def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def rope_pairs(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x: [T, heads, D]; complex rotation of the pairs (2i, 2i + 1), as DeepSeek's checkpoints have them."""
+    frequencies = (1.0 / theta ** (torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])).float()
+    angles = positions[:, None].float() * frequencies
+    turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))[:, None]
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
+
+
+def grouped_heads(
+    inputs: Tensor, weight: Callable[[str], Tensor], config: DrafterConfig, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [T, Hq, D] of grouped-query attention, the keys and values repeated."""
+    q, k, v = (
+        (inputs @ weight(f"self_attn.{name}_proj").T).unflatten(-1, (-1, config.head_dim)) for name in "qkv"
+    )
+    q, k = (rope(x, positions, config.rope_theta) for x in (q, k))
+    repeat = config.num_attention_heads // config.num_key_value_heads
+    return q, k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+
+
+def latent_heads(
+    inputs: Tensor, weight: Callable[[str], Tensor], config: DrafterConfig, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys [T, Hq, D] and values [T, Hq, Dv] of multi-head latent attention."""
+    assert config.mla is not None
+    nope, heads = config.mla.qk_nope_head_dim, (config.num_attention_heads, -1)
+    latent = inputs @ weight("self_attn.q_a_proj").T
+    q = rms(latent, weight("self_attn.q_a_layernorm"), config.rms_norm_eps)
+    q = (q @ weight("self_attn.q_b_proj").T).unflatten(-1, heads)
+    q = torch.cat((q[..., :nope], rope_pairs(q[..., nope:], positions, config.rope_theta)), -1)
+    latent = inputs @ weight("self_attn.kv_a_proj_with_mqa").T
+    rank = config.mla.kv_lora_rank
+    shared = rope_pairs(latent[:, None, rank:], positions, config.rope_theta)
+    kv = rms(latent[:, :rank], weight("self_attn.kv_a_layernorm"), config.rms_norm_eps)
+    kv = (kv @ weight("self_attn.kv_b_proj").T).unflatten(-1, heads)
+    k = torch.cat((kv[..., :nope], shared.repeat(1, config.num_attention_heads, 1)), -1)
+    return q, k, kv[..., nope:]
+
+
 def is_counted(batch: PackedBatch, row: int, step: int) -> bool:
     last = row + 2 + step
     if last >= len(batch.input_ids) or batch.document_ids[row] != batch.document_ids[last]:
@@ -43,8 +84,7 @@ def naive_states(
 ) -> list[Tensor]:
     """Post-norm states of every row, a tensor [T, H] per step."""
     weights = dict(drafter.named_parameters())
-    eps, theta = config.rms_norm_eps, config.rope_theta
-    length, num_heads, num_kv = len(batch.input_ids), config.num_attention_heads, config.num_key_value_heads
+    eps, length = config.rms_norm_eps, len(batch.input_ids)
     aux = list(batch.aux_hidden_states.unbind(1))
     if config.fc_norm:
         aux = [rms(x, weights[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(aux)]
@@ -74,19 +114,14 @@ def naive_states(
                 inputs = torch.cat((rms(embeds, weight("input_layernorm"), eps), normed), -1)
             else:
                 inputs = rms(state, weight("input_layernorm"), eps)
-            q, k, v = (
-                (inputs @ weight(f"self_attn.{name}_proj").T).view(length, -1, config.head_dim)
-                for name in "qkv"
-            )
+            heads = grouped_heads if config.mla is None else latent_heads
+            q, k, v = heads(inputs, weight, config, positions)
             keys, values = cached[layer]
-            keys.append(rope(k, positions, theta))
+            keys.append(k)
             values.append(v)
-            repeat = num_heads // num_kv
-            all_keys = torch.cat(keys).repeat_interleave(repeat, dim=1)
-            all_values = torch.cat(values).repeat_interleave(repeat, dim=1)
-            scores = torch.einsum("qhd,khd->hqk", rope(q, positions, theta), all_keys) * config.head_dim**-0.5
+            scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) * q.shape[-1] ** -0.5
             probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-            attended = torch.einsum("hqk,khd->qhd", probs, all_values).flatten(1)
+            attended = torch.einsum("hqk,khd->qhd", probs, torch.cat(values)).flatten(1)
             hidden = residual + attended @ weight("self_attn.o_proj").T
             normed = rms(hidden, weight("post_attention_layernorm"), eps)
             gated = F.silu(normed @ weight("mlp.gate_proj").T) * (normed @ weight("mlp.up_proj").T)

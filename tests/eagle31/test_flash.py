@@ -12,6 +12,7 @@ from eagle31.plan import RolloutPlan, plan_rollout
 from eagle31.tiled_block import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, Tiles
 
 DIM = 8
+SCALE = 0.4  # other than DIM ** -0.5
 STEPS = 4
 
 
@@ -30,7 +31,7 @@ def reference(tensors: list[Tensor], plan: RolloutPlan, step: int, document_ids:
     rows = plan.steps[step].rows
     visible = visible_keys(rows, document_ids)[:, plan.key_rows]
     own = [x[places_of(plan, step, i % step + 1)] for i, x in enumerate(own)]
-    return rollout_attention(query, keys, values, visible, own[:step], own[step:])
+    return rollout_attention(query, keys, values, visible, own[:step], own[step:], SCALE)
 
 
 def places_of(plan: RolloutPlan, step: int, earlier: int) -> Tensor:
@@ -39,8 +40,8 @@ def places_of(plan: RolloutPlan, step: int, earlier: int) -> Tensor:
 
 def block_of(name: str, plan: RolloutPlan, step: int, dtype: torch.dtype) -> CausalBlock:
     if name == "packed":
-        return PackedBlock(plan.steps[0].runs, torch.device("cpu")).for_rows(plan.steps[step].first)
-    kernel: Kernel = FlashKernel() if name == "flash" else PlainKernel()
+        return PackedBlock(plan.steps[0].runs, torch.device("cpu"), SCALE).for_rows(plan.steps[step].first)
+    kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
     longest = max(run.key_stop - run.key_start for run in plan.steps[0].runs)
     return TiledBlock(plan.steps[step].runs, Tiles.for_keys(longest, torch.zeros(0, dtype=dtype)), kernel)
 
@@ -56,7 +57,7 @@ def by_definition(
     shift = (starts_k[1:] - starts_q[1:])[run_q]
     visible = (run_q[:, None] == run_k[None]) & (width[None] <= (rows + shift)[:, None])
     group = query.shape[1] // keys.shape[1]
-    scores = torch.einsum("qhd,khd->qhk", query, keys.repeat_interleave(group, 1)) * DIM**-0.5
+    scores = torch.einsum("qhd,khd->qhk", query, keys.repeat_interleave(group, 1)) * SCALE
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     return scores.softmax(-1), scores.logsumexp(-1), visible
 
@@ -64,38 +65,51 @@ def by_definition(
 class CudaKernel:
     """Stands in for `aten._flash_attention_{forward,backward}`, by their definition."""
 
-    def _flash_attention_forward(self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object):
+    def _flash_attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object, scale: float
+    ):
+        assert scale == SCALE
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
         probs, lse, _visible = by_definition(q, k, v, cq, ck)
         out = torch.einsum("qhk,khd->qhd", probs, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
         return out, lse.t().contiguous(), None, None, None
 
     def _flash_attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cq: Tensor, ck: Tensor,
-        *_: object,
+        *_: object, scale: float,
     ):  # fmt: skip
+        assert scale == SCALE
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == grad.shape[-1] == out.shape[-1]
         group = q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         probs, own_lse, _visible = by_definition(q, k, v, cq, ck)
         probs = probs * (own_lse - lse.t()).exp().unsqueeze(-1)  # the kernel takes the lse that it is given
         slope = torch.einsum("qhd,khd->qhk", grad, wide_v) - (grad * out).sum(-1, keepdim=True)
-        slope = slope * probs * DIM**-0.5
+        slope = slope * probs * SCALE
         shape = (len(k), k.shape[1], group, DIM)
         grad_k = torch.einsum("qhk,qhd->khd", slope, q).view(shape).sum(2)
         grad_v = torch.einsum("qhk,qhd->khd", probs, grad).view(shape).sum(2)
         return torch.einsum("qhk,khd->qhd", slope, wide_k), grad_k, grad_v
 
 
-@pytest.mark.parametrize("name", ["flash", "plain", "packed"])
+@pytest.mark.parametrize(
+    ("name", "value_width"),
+    [("flash", DIM), ("plain", DIM), ("packed", DIM), ("plain", 5), ("packed", 5)],
+)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("lengths", [(40, 9, 33), (2 * TILE + 75,)])
 def test_values_and_gradients_equal_the_definition(
-    name: str, heads: tuple[int, int], lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    value_width: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packed_block, "kernels", CudaKernel())
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     plan = plan_rollout(random_counted(sum(lengths), document_ids, seed=heads[0]), document_ids)
     for step in range(STEPS):
-        tensors = random_tensors(plan, step, heads, torch.float64)
+        tensors = random_tensors(plan, step, heads, torch.float64, value_width)
         expected = reference(tensors, plan, step, document_ids)
         grad = torch.randn_like(expected)
         wanted = torch.autograd.grad(expected, tensors, grad)
@@ -131,13 +145,18 @@ def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: 
         assert (one.double() - other).abs().max() <= bound * other.abs().max()
 
 
-def random_tensors(plan: RolloutPlan, step: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+def random_tensors(
+    plan: RolloutPlan, step: int, heads: tuple[int, int], dtype: torch.dtype, value_width: int = DIM
+) -> list[Tensor]:
     """Query, step-0 keys and values, own keys of steps 1..step, own values."""
     generator = torch.Generator().manual_seed(step)
     num_keys = len(plan.key_rows)
     own = [(len(plan.steps[i].rows), heads[1]) for i in range(1, step + 1)]
-    shapes = [(len(plan.steps[step].rows), heads[0]), (num_keys, heads[1]), (num_keys, heads[1]), *own, *own]
-    return [torch.randn(*shape, DIM, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+    query, keys = (len(plan.steps[step].rows), heads[0], DIM), (num_keys, heads[1], DIM)
+    values = (num_keys, heads[1], value_width)
+    own_shapes = [(*x, width) for width in (DIM, value_width) for x in own]
+    shapes = [query, keys, values, *own_shapes]
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("name", ["flash", "plain"])

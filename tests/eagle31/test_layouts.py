@@ -6,13 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle31.config import DrafterConfig
+from eagle31.config import DrafterConfig, MlaShape
 from eagle31.errors import UserError
 from eagle31.export import LoadedExport, TargetDefaults, load_export, write_export
-from eagle31.layouts import Layout, Verifier, layout_of, read_config, write_config
+from eagle31.layouts import Layout, Verifier, layout_of, write_config
+from eagle31.published_config import read_config
 from eagle31.record import draft_logits
 from eagle31.vocab import build_draft_vocab
-from tests.eagle31.tiny import VOCAB, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 
 CPU = torch.device("cpu")
 VERIFIER = Verifier("org/target", ("Qwen3ForCausalLM",), 3)
@@ -30,6 +31,10 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 512,
     "beta_fast": 16.0,
+}
+LATENT_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -87,6 +92,61 @@ def test_config_round_trip(layout: Layout, rope: dict) -> None:
 def test_what_is_read_back_drafts_the_same(tmp_path: Path, layout: Layout, changes: dict) -> None:
     expected = export(tmp_path / "e", layout, **changes)
     assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+
+
+@pytest.mark.parametrize("changes", [MLA, WIDE_MLA])
+@pytest.mark.parametrize("rope", [DEFAULT_ROPE, LATENT_YARN])
+def test_mla_is_read_back(tmp_path: Path, changes: dict, rope: dict) -> None:
+    config = tiny_config(**changes, rope_parameters=rope, eos_token_id=[2, 3])
+    read = read_config(written(config))
+    assert (read.config, read.layout, read.notes) == (config, Layout.vllm, ())
+    expected = export(tmp_path / "e", **changes, rope_parameters=rope)
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+
+
+def test_mla_as_others_publish_it(tmp_path: Path) -> None:
+    """The older names, and a number of key heads that says nothing."""
+    expected = export(tmp_path / "e", **MLA, rope_parameters=LATENT_YARN)
+    rope = {key: value for key, value in LATENT_YARN.items() if key not in ("rope_type", "rope_theta")}
+    changes = {"num_key_value_heads": 1, "rope_scaling": rope | {"type": "yarn"}}
+    edit_config(tmp_path / "e", **changes, eagle_aux_hidden_state_layer_ids=None, t2d=None)
+    rename(tmp_path / "e", lambda name: name.replace("midlayer.", "layers.0."))
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+
+
+def test_missing_widths_of_mla_are_those_vllm_takes() -> None:
+    raw = written(tiny_config(**MLA))
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+        del raw[name]
+    shape = read_config(raw).config.mla
+    assert shape == MlaShape(
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=4, v_head_dim=128
+    )
+
+
+def test_a_type_that_vllm_does_not_serve_is_read_with_a_note() -> None:
+    read = read_config(written(tiny_config(**MLA)) | {"model_type": "deepseek_v3"})
+    assert read.config == tiny_config(**MLA)
+    assert "does not serve" in read.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"mla_use_nope": True}, "mla_use_nope"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+    ],
+)
+def test_mla_with_other_parts_is_refused(changes: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_config(written(tiny_config(**MLA)) | changes)
+    assert raised.value.field == field
+
+
+def test_mla_has_no_speculators_layout() -> None:
+    with pytest.raises(UserError, match=r"export\.layout"):
+        write_config(tiny_config(**MLA), Layout.speculators, "float32", VERIFIER)
 
 
 def test_speculators_layout_is_what_a_bare_vllm_serve_reads(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ from eagle31.record import (
     write_verification,
 )
 from eagle31.rollout import counted_drafts
-from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
 STEPS = 3
 
 
-def record() -> TrainingRecord:
-    return TrainingRecord(tiny_config(), "bfloat16", "vllm", 7, {"model": "x"}, {"fc.weight": "0"})
+def record(**changes: Any) -> TrainingRecord:
+    return TrainingRecord(tiny_config(**changes), "bfloat16", "vllm", 7, {"model": "x"}, {"fc.weight": "0"})
 
 
 def a_probe() -> tuple[Probe, torch.nn.Module, torch.Tensor]:
@@ -49,6 +50,11 @@ def test_record_and_probe_are_read_back(tmp_path: Path) -> None:
         assert torch.equal(getattr(read, name), getattr(probe, name)), name
     for field in fields(PackedBatch):
         assert torch.equal(getattr(read.batch, field.name), getattr(probe.batch, field.name)), field.name
+
+
+def test_a_record_of_mla_is_read_back(tmp_path: Path) -> None:
+    write_verification(tmp_path, record(**MLA), None)
+    assert read_record(tmp_path) == record(**MLA)
 
 
 def test_a_checkpoint_of_others_has_no_record(tmp_path: Path) -> None:

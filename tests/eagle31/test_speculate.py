@@ -22,7 +22,7 @@ from eagle31.speculate import (
     top_margin,
     verify_sampled,
 )
-from tests.eagle31.tiny import tiny_config
+from tests.eagle31.tiny import MLA, tiny_config
 
 CPU = torch.device("cpu")
 VOCAB = 7  # so small that an untrained drafter is right now and then
@@ -99,8 +99,9 @@ def texts() -> list[Text]:
         {"fc_norm": False, "norm_output": False},
         {"num_hidden_layers": 2, "norm_before_residual": True},
         {"draft_vocab_size": VOCAB},
+        MLA | {"num_attention_heads": 4, "num_hidden_layers": 2},
     ],
-    ids=["eagle3.1", "eagle3", "two layers", "full vocabulary"],
+    ids=["eagle3.1", "eagle3", "two layers", "full vocabulary", "mla"],
 )
 @pytest.mark.parametrize("draft_tokens", [1, 4])
 def test_text_is_the_targets_and_replay_equals_decoding(

@@ -15,7 +15,7 @@ from eagle31.loss import DepthSums, plan_batch, rollout_loss
 from eagle31.losses import Loss, Objective
 from eagle31.reference import reference_loss, reference_rollout
 from eagle31.rollout import counted_drafts, counted_rows, rollout
-from tests.eagle31.tiny import VOCAB, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 
 EAGLE3 = {"fc_norm": False, "norm_output": False}
 
@@ -29,6 +29,7 @@ def random_case(seed: int, **changes: Any) -> tuple[Drafter, FrozenParts, Packed
         "draft_vocab_size": draw.choice([29, 7, VOCAB]),
         "norm_before_residual": draw.random() < 0.3,
     }
+    shape |= draw.choice([{}, {}, MLA, WIDE_MLA])
     config = tiny_config(**shape | draw.choice([{}, EAGLE3]) | changes)
     drafter, frozen = tiny_drafter(config, seed=seed)
     lengths = tuple(draw.randint(1, 60) for _ in range(draw.randint(1, 5)))
@@ -90,7 +91,7 @@ def test_narrow_dtypes_stay_within_bounds(dtype: torch.dtype, bound: float, loss
         assert (grad.double() - want).norm() <= bound * want.norm()
 
 
-@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}])
+@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}, MLA, WIDE_MLA])
 def test_states_equal_the_reference(changes: dict[str, Any]) -> None:
     config = tiny_config(**changes)
     drafter, frozen = tiny_drafter(config)
@@ -105,10 +106,13 @@ def test_states_equal_the_reference(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("attention", [{}, MLA])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_no_gradient_flows_from_a_counted_pair_to_what_comes_later(layers: int) -> None:
+def test_no_gradient_flows_from_a_counted_pair_to_what_comes_later(
+    layers: int, attention: dict[str, Any]
+) -> None:
     """Row t's step k may read hidden states up to t, whatever the mask and the packing."""
-    config = tiny_config(num_hidden_layers=layers)
+    config = tiny_config(num_hidden_layers=layers, **attention)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((40, 300), config, seed=1)
     aux = batch.aux_hidden_states.clone().requires_grad_()
@@ -140,9 +144,12 @@ def test_rows_beyond_the_last_draft_of_a_document_are_not_computed() -> None:
     assert [tuple(run) for run in plan.steps[1].runs] == [(0, 3, 0, 12)]
 
 
+@pytest.mark.parametrize("attention", [{}, MLA])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_row_without_drafts_trains_nothing_and_runs_every_module(layers: int) -> None:
-    config = tiny_config(num_hidden_layers=layers)
+def test_a_row_without_drafts_trains_nothing_and_runs_every_module(
+    layers: int, attention: dict[str, Any]
+) -> None:
+    config = tiny_config(num_hidden_layers=layers, **attention)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((12,), config)
     batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig
+from eagle31.config import DrafterConfig, MlaShape
 from eagle31.drafter import Drafter
 from eagle31.frozen import FrozenParts
 
@@ -27,6 +27,15 @@ def tiny_config(**changes: Any) -> DrafterConfig:
         aux_layer_ids=(0, 2, 5),
     )
     return replace(config, **changes)
+
+
+# Of `tiny_config`: multi-head latent attention, with values narrower than keys, and as wide.
+MLA: dict[str, Any] = {
+    "mla": MlaShape(q_lora_rank=10, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6),
+    "num_key_value_heads": 4,
+    "head_dim": 9,
+}
+WIDE_MLA = MLA | {"mla": replace(MLA["mla"], v_head_dim=9)}
 
 
 def tiny_drafter(

@@ -17,11 +17,16 @@ from eagle31.errors import UserError
 from eagle31.layouts import Layout
 from tests.data.chat_templates import sentencepiece_tokenizer
 from tests.data.tiny_target import VOCAB_SIZE, save_target
+from tests.eagle31.tiny import MLA, WIDE_MLA
 from tests.train.tiny_export import save_target_with_tokenizer, write_tiny_export
 from train.export_checks import require_valid, validate_export
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "validate_export"
 IDS = "eagle_aux_hidden_state_layer_ids"
+LATENT_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+}
 Edit = Callable[[dict[str, Any]], object]
 
 
@@ -82,6 +87,8 @@ def test_a_good_export_is_valid_in_a_fresh_process(
                 "original_max_position_embeddings": 128,
             }
         },
+        MLA | {"rope_parameters": LATENT_YARN},
+        WIDE_MLA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ],
 )
 def test_every_shape_is_valid(tmp_path: Path, spec: TargetSpec, changes: dict) -> None:
@@ -134,6 +141,28 @@ def without_ids(raw: dict[str, Any]) -> None:
 def test_a_mistake_in_config_json_is_named(export: Path, spec: TargetSpec, edit: Edit, expected: str) -> None:
     edit_config(export, edit)
     assert expected in fields(export, spec)
+
+
+@pytest.mark.usefixtures("reload_here")
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda raw: raw.update(model_type="deepseek_v3"), "model_type"),
+        (lambda raw: raw.update(kv_lora_rank=8), "mla"),
+        (lambda raw: raw.update(qk_nope_head_dim=6), "head_dim"),
+        (lambda raw: raw.update(rope_scaling=None), "rope_parameters"),
+        (lambda raw: raw["rope_scaling"].update(factor=2.0), "rope_parameters"),
+        # The table stays the same, as it has the ratio of the two.
+        (lambda raw: raw["rope_scaling"].update(mscale=2.0, mscale_all_dim=2.0), "scale of the scores"),
+        (lambda raw: raw.update(v_head_dim=5), "midlayer.self_attn.kv_b_proj.weight"),
+    ],
+)
+def test_a_mistake_in_the_config_of_mla_is_named(
+    tmp_path: Path, spec: TargetSpec, edit: Edit, expected: str
+) -> None:
+    write_tiny_export(tmp_path / "e", spec, **MLA, rope_parameters=LATENT_YARN)
+    edit_config(tmp_path / "e", edit)
+    assert expected in fields(tmp_path / "e", spec)
 
 
 def absolute_ids(tensors: dict[str, Any]) -> None:

@@ -14,10 +14,11 @@ from eagle31.drafter import Drafter
 from eagle31.errors import UserError
 from eagle31.export import load_export
 from tests.data.tiny_target import make_dataset, save_target
+from tests.eagle31.tiny import WIDE_MLA
 from tests.train.test_export_checks import edit_config, edit_tensors
 from tests.train.tiny_export import save_target_with_tokenizer, write_tiny_export
 from train.artifact import Artifact
-from train.config import DataConfig, DrafterShape, Precision, RunConfig, Stage, TargetConfig, check
+from train.config import Attention, DataConfig, DrafterShape, Precision, RunConfig, Stage, TargetConfig, check
 from train.context import RunContext
 from train.distributed import World
 from train.fit_stage import build_drafter, frozen_rows, train_inputs
@@ -81,6 +82,18 @@ def test_training_starts_with_the_checkpoints_weights_and_vocabulary(
     assert torch.equal(vocab["t2d"], own["t2d"])
     coverage = json.loads((tmp_path / "vocab" / "vocab.json").read_text())["coverage"]
     assert 0 < coverage < 1
+
+
+def test_a_drafter_with_mla_goes_on_as_one(spec: TargetSpec, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    write_tiny_export(tmp_path / "e", spec, **WIDE_MLA, rope_parameters=rope)
+    drafter, _ = started(context(spec, tmp_path / "e", tmp_path), tmp_path / "vocab")
+    assert drafter.config.mla == WIDE_MLA["mla"]
+    own = load_file(tmp_path / "e" / "model.safetensors")
+    weight = drafter.state_dict()["layers.0.self_attn.kv_b_proj.weight"]
+    assert torch.equal(weight, own["midlayer.self_attn.kv_b_proj.weight"])
+    with pytest.raises(UserError, match=r"drafter\.attention"):
+        context(spec, tmp_path / "e", tmp_path, attention=Attention.gqa).check_drafter()
 
 
 def test_a_frozen_head_is_the_checkpoints(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT))
 import hydra
 from omegaconf import OmegaConf
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -33,7 +35,7 @@ from train.distributed import World, leave_process_group
 from train.pipeline import run_pipeline
 
 MAX_POSITIONS = 512
-TARGET_WIDTH = 64
+TARGET_WIDTH, NUM_LAYERS = 64, 6
 # Scaling that reaches into the positions of a few hundred tokens, so that losing it shows.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -49,6 +51,7 @@ YARN_ROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": 64,
 }
+DEEPSEEK_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -68,6 +71,9 @@ class DrafterCase:
     target: str
     overrides: tuple[str, ...]
     core: bool = False  # part of every test run, not of `--full` alone
+    # Serves the target's MLA as plain attention: vLLM's CPU kernels for MLA and for grouped queries share no
+    # block size.
+    expand_mla: bool = False
 
 
 TARGETS = {
@@ -75,6 +81,16 @@ TARGETS = {
     "llama_tied_llama3_rope": TargetCase("llama", True, LLAMA3_ROPE),
     "qwen3_tied": TargetCase("qwen3", True, PLAIN_ROPE),
     "qwen3_yarn": TargetCase("qwen3", False, YARN_ROPE),
+    "deepseek_yarn": TargetCase("deepseek_v3", False, DEEPSEEK_ROPE),
+}
+
+# Of the targets.
+GROUPED = {"num_key_value_heads": 1, "head_dim": 32}
+LATENT = {
+    "num_key_value_heads": 2,
+    **{"q_lora_rank": 48, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32},
+    **{"first_k_dense_replace": NUM_LAYERS, "num_mtp_layers": 0},
 }
 
 EAGLE3 = ("drafter=eagle3",)
@@ -84,6 +100,7 @@ TWO_LAYERS = ("drafter.num_hidden_layers=2",)
 NARROWER = ("drafter.hidden_size=32", "drafter.intermediate_size=96")
 WIDER = ("drafter.hidden_size=96", "drafter.num_attention_heads=3", "drafter.num_key_value_heads=1")
 BF16 = ("export.dtype=bfloat16",)
+MLA = ("drafter.attention=mla",)
 SPECULATORS = ("export.layout=speculators",)
 
 
@@ -116,12 +133,17 @@ CASES = {
     "eagle3_speculators_pruned_two_aux": DrafterCase(
         "llama", EAGLE3 + PRUNED + SPECULATORS + NORM_BEFORE + aux(2, 5)
     ),
+    "eagle31_mla": DrafterCase("deepseek_yarn", MLA + PRUNED + aux(1, 3, 5), core=True),
+    "eagle3_mla_norm_before_two_layers_full_vocab": DrafterCase(
+        "deepseek_yarn", MLA + EAGLE3 + NORM_BEFORE + TWO_LAYERS + aux(2, 5)
+    ),
+    "eagle31_gqa_for_mla_target": DrafterCase("deepseek_yarn", PRUNED + aux(1, 3, 5), expand_mla=True),
     "eagle31_frozen_head": DrafterCase(
         "llama_tied_llama3_rope", (*PRUNED, "drafter.train_lm_head=false", *BF16, *aux(2, 4, 6))
     ),
 }
 # Exports that are also held against vLLM as somebody else would have published them.
-PUBLISHED = ("eagle31", "eagle31_full_vocab_speculators")
+PUBLISHED = ("eagle31", "eagle31_full_vocab_speculators", "eagle31_mla")
 CORE = tuple(name for name, case in CASES.items() if case.core)
 
 
@@ -141,18 +163,18 @@ def build_target(case: TargetCase, directory: Path) -> None:
 
 
 def make_model(case: TargetCase, vocab_size: int, eos_token_id: int) -> PreTrainedModel:
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    config_class, model_class, attention = {
+        "llama": (LlamaConfig, LlamaForCausalLM, GROUPED),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM, GROUPED),
+        "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT),
     }[case.family]
     config = config_class(
+        **attention,
         vocab_size=vocab_size,
         hidden_size=TARGET_WIDTH,
         intermediate_size=160,
-        num_hidden_layers=6,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters=dict(case.rope_parameters),
         tie_word_embeddings=case.tied,

@@ -28,7 +28,7 @@ def as_published(export: Path, directory: Path) -> Path:
             del config["transformer_layer_config"][key]
     else:
         for key in ("head_dim", "target_hidden_size", "num_aux_hidden_states", "norm_before_residual", IDS):
-            del config[key]
+            config.pop(key, None)  # head_dim: MLA has none
         del tensors["embed_tokens.weight"]
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     (directory / "config.json").write_text(json.dumps(config))

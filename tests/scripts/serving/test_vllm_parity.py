@@ -98,7 +98,8 @@ def served(
         jobs.append(
             decode_job(f"published {name}", target_path(name, trained), published[name], prompts[name])
         )
-    results = {result.name: result for result in run_jobs(jobs, vllm_python, scratch / "vllm.log")}
+    expanded = [name for name in case_names if CASES[name].expand_mla]
+    results = run_all(jobs, expanded, vllm_python, scratch)
     cases = {}
     references = {
         name: reference_of(export_path(name, trained), target_path(name, trained), prompts[name])
@@ -125,6 +126,20 @@ def served(
     if request.config.getoption("--full"):
         write_text(TABLE, format_table(found))
     return found
+
+
+def run_all(
+    jobs: Sequence[DecodeJob], expanded: Sequence[str], python: Path, scratch: Path
+) -> dict[str, JobResult]:
+    """In one process, and one more for the jobs named `expanded`, whose setting a process has as a whole."""
+    together = [job for job in jobs if job.name not in expanded]
+    apart = [job for job in jobs if job.name in expanded]
+    results = run_jobs(together, python, scratch / "vllm.log")
+    if apart:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("VLLM_MLA_DISABLE", "1")
+            results += run_jobs(apart, python, scratch / "vllm_expanded.log")
+    return {result.name: result for result in results}
 
 
 def succeeded(result: JobResult) -> JobResult:

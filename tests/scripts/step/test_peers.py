@@ -65,7 +65,7 @@ def our_loss(tmp_path: Path, objective: Objective, norm_output: bool) -> tuple[f
     """Summed over steps, of the mean over drafted rows; and the teacher's distribution at each place."""
     rows, _ = packed_rows(SHAPE, 1, None)
     (batch,) = write_inputs(tmp_path / "ours.safetensors", SHAPE, rows, "float32")
-    weights = random_weights(SHAPE, torch.Generator().manual_seed(0))
+    weights = random_weights(SHAPE.config(), torch.Generator().manual_seed(0))
     config = replace(SHAPE.config(), norm_output=norm_output)
     drafter = Drafter(config)
     drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})

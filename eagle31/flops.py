@@ -85,31 +85,78 @@ def count_step(batch: PackedBatch, num_steps: int) -> StepCounts:
     )
 
 
+def typical_counts(
+    row_tokens: int, num_steps: int, document_tokens: int, assistant_fraction: float
+) -> StepCounts:
+    """Of a packed row before there is any data.
+
+    Every document is `document_tokens` long and ends with one answer, which is `assistant_fraction` of it.
+    """
+    length = min(document_tokens, row_tokens)
+    documents, span = row_tokens / length, max(1, round(assistant_fraction * length))
+    own = [max(0, min(span - 1 - k, length - 2 - k)) for k in range(num_steps)]
+    first = max(0, length - 1 - span)  # the row before the answer's first token, if there is a prompt
+    pairs = sum(rows * (first + 1) + rows * (rows - 1) / 2 for rows in own)
+    keys = min(length - 1, first + own[0])
+    return StepCounts(
+        keys=round(documents * keys),
+        rows=tuple(round(documents * rows) for rows in own),
+        tokens=round(documents * keys),
+        causal_pairs=round(documents * pairs),
+        teachers=round(documents * own[0]),
+    )
+
+
 def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) -> StepFlops:
-    """Forward and backward of a drafter with one decoder layer.
+    """Forward and backward.
 
     A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
     frozen head is spared the last one, and the teacher, computed over the draft vocabulary as in every step
     that measures nothing else, has no backward at all. The embedding's half of the query, key and value
-    projections is computed once for each token, however many steps read it. Inputs of `fc` and of the
-    projections need gradients because norms before them are trained.
+    projections is computed once for each token, however many steps read it. Layers before the last compute
+    every key row at step 0.
     """
-    assert config.num_hidden_layers == 1
-    assert config.fc_norm, "without fc_norm the input of fc needs no gradient"
-    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
-    key = config.num_key_value_heads * config.head_dim
-    target, rolled = config.target_hidden_size, counts.rolled
-    key_value = (counts.tokens + counts.keys + rolled - counts.rows[0]) * hidden * 2 * key
-    queries = (counts.teachers + rolled) * hidden * query
-    return StepFlops(
-        fusion=6 * counts.keys * len(config.aux_layer_ids) * target * hidden,
-        projections=6 * (key_value + queries + rolled * query * hidden),
-        mlp=6 * rolled * 3 * hidden * config.intermediate_size,
+    hidden, target, rolled = config.hidden_size, config.target_hidden_size, counts.rolled
+    # Without the norms before it nothing trained lies behind fc's input.
+    fusion = (6 if config.fc_norm else 4) * counts.keys * len(config.aux_layer_ids) * target * hidden
+    wider = counts.rolled - counts.rows[0] + counts.keys  # (row, step) pairs of a layer before the last
+    projections = mlp = attention = 0
+    for layer in range(config.num_hidden_layers):
+        last = layer == config.num_hidden_layers - 1
+        computed = rolled if last else wider
+        projections += _projections(config, counts, computed, layer == 0, last)
+        mlp += 6 * computed * 3 * hidden * config.intermediate_size
         # Scores and weighted sum forward; their four gradients backward.
-        attention=12 * (counts.causal_pairs + counts.own_pairs) * query,
+        heads = config.num_attention_heads * (config.head_dim + config.value_width)
+        attention += 6 * (counts.causal_pairs + counts.own_pairs) * heads
+    return StepFlops(
+        fusion=fusion,
+        projections=projections,
+        mlp=mlp,
+        attention=attention,
         head=(6 if head_trained else 4) * rolled * hidden * config.draft_vocab_size,
         teacher=2 * counts.teachers * target * config.draft_vocab_size,
     )
+
+
+def _projections(
+    config: DrafterConfig, counts: StepCounts, computed: int, reads_embedding: bool, last: bool
+) -> int:
+    """q, k, v and o of one layer, which has queries at `computed` (row, step) pairs."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    query = heads * config.head_dim
+    keys = counts.keys + counts.rolled - counts.rows[0]
+    tokens = counts.tokens if reads_embedding else 0
+    query_tokens = 0 if not reads_embedding else counts.teachers if last else counts.tokens
+    first_query, first_key, second = query, config.num_key_value_heads * 2 * config.head_dim, 0
+    if config.mla is not None:
+        shape = config.mla
+        first_key = shape.kv_lora_rank + shape.qk_rope_head_dim
+        second = keys * shape.kv_lora_rank * heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+        first_query = shape.q_lora_rank
+        second += computed * shape.q_lora_rank * query
+    first = (tokens + keys) * hidden * first_key + (query_tokens + computed) * hidden * first_query
+    return 6 * (first + second + computed * heads * config.value_width * hidden)
 
 
 def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int, int]]:

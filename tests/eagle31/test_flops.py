@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from eagle31.flops import StepCounts, count_step, gemm_sizes, step_flops, typical_counts
 from eagle31.loss import rollout_loss
-from scripts.step.flops import StepCounts, count_step, gemm_sizes, step_flops
 from tests.eagle31.naive import is_counted, naive_loss
-from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
 LINEAR = ("aten.mm", "aten.addmm", "aten.addmm_")
 
@@ -54,9 +54,20 @@ def test_the_formula_is_torchs_count_where_every_row_is_computed(num_steps: int)
     assert sum(found.values()) - linear == expected.attention + wasted
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        MLA,
+        {"fc_norm": False},
+        {"num_hidden_layers": 3},
+        MLA | {"num_hidden_layers": 2},
+    ],
+    ids=["gqa", "mla", "eagle3", "three layers", "two of mla"],
+)
 @pytest.mark.parametrize("head_trained", [True, False])
-def test_the_step_computes_what_the_formula_counts(head_trained: bool) -> None:
-    config = tiny_config()
+def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
     drafter, frozen = tiny_drafter(config)
     if not head_trained:
         frozen = replace(frozen, lm_head=drafter.lm_head.requires_grad_(False))
@@ -68,6 +79,16 @@ def test_the_step_computes_what_the_formula_counts(head_trained: bool) -> None:
     found = counted_flops(run)
     expected = step_flops(config, count_step(batch, 4), head_trained)
     assert sum(found.get(op, 0) for op in LINEAR) == expected.linear
+
+
+@pytest.mark.parametrize(("documents", "length", "answer"), [(3, 20, 8), (2, 30, 30), (4, 15, 14), (2, 9, 3)])
+def test_typical_counts_are_those_of_equal_documents_with_one_answer(
+    documents: int, length: int, answer: int
+) -> None:
+    batch = random_batch((length,) * documents, tiny_config())
+    mask = torch.arange(length) >= length - answer
+    batch = replace(batch, loss_mask=mask.repeat(documents))
+    assert typical_counts(documents * length, 4, length, answer / length) == count_step(batch, 4)
 
 
 def test_counts_by_their_definitions() -> None:

@@ -1,0 +1,152 @@
+"""What a target's config tells without its weights: its parameters, and the width that a token uses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+
+from eagle31.errors import UserError
+
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "top_k_experts",
+)
+_NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Of a target."""
+
+    total: int
+    active: int  # that one token's forward pass multiplies with; the embedding is looked up, not multiplied
+
+
+def from_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config with these keys of a config.json, the others at transformers' defaults.
+
+    Raises:
+        UserError: transformers does not know the model type, or refuses a value.
+    """
+    keys = dict(architecture)
+    model_type = keys.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(model_type, **keys)
+    except Exception as error:  # a strict config raises its own kinds
+        reason = " ".join(str(error).split())[:300]
+        remedy = f"No config can be made of it: {reason}"
+        raise UserError("target.architecture.model_type", model_type, remedy) from error
+
+
+def check_architecture(architecture: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Holds what a recipe says of its target against the target's own config.
+
+    Raises:
+        UserError: names the first key that differs.
+    """
+    if not architecture:
+        return
+    expected, found = from_architecture(architecture), config.get_text_config()
+    names = {"rope_parameters" if name in _ROPE else name for name in architecture} - {"model_type", "dtype"}
+    for name in sorted(names):
+        own, theirs = getattr(expected, name, None), getattr(found, name, None)
+        if name == "rope_parameters":
+            own, theirs = _plain_rope(own), _plain_rope(theirs)
+        if own != theirs:
+            remedy = f"The target's config.json has {theirs}; this recipe is for another version of it."
+            raise UserError(f"target.architecture.{name}", own, remedy)
+
+
+def active_intermediate_size(config: PreTrainedConfig) -> int | None:
+    """Width of the feed-forward network that one token passes through: of a mixture of experts, all of the
+    experts that a token is sent to and the shared ones together. None where the config does not tell.
+
+    A drafter that takes a single expert's width is too narrow to follow such a target.
+    """
+    text = config.get_text_config()
+    dense = getattr(text, "intermediate_size", None)
+    if not is_mixture(text):
+        return dense
+    chosen = _first(text, _EXPERTS_PER_TOKEN)
+    width = getattr(text, "moe_intermediate_size", None) or dense
+    if chosen is None or width is None:
+        return None
+    shared = getattr(text, "shared_expert_intermediate_size", None)
+    if shared is None:
+        shared = (getattr(text, "n_shared_experts", None) or 0) * width
+    return chosen * width + shared
+
+
+def expert_intermediate_size(config: PreTrainedConfig) -> int | None:
+    """Width of one expert; None of a dense target."""
+    text = config.get_text_config()
+    if not is_mixture(text):
+        return None
+    return getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+
+
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """Whether it has experts of which a token uses some."""
+    return (_first(config.get_text_config(), _NUM_EXPERTS) or 0) > 1
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The auto class that builds it."""
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if known else AutoModelForImageTextToText
+
+
+def count_parameters(config: PreTrainedConfig) -> ParameterCounts:
+    """From the architecture built without memory.
+
+    Raises:
+        UserError: transformers has no such architecture.
+    """
+    try:
+        with torch.device("meta"):
+            model = model_class(config).from_config(config)
+    except ValueError as error:
+        remedy = f"transformers cannot build it: {' '.join(str(error).split())[:300]}"
+        raise UserError("target.architecture.model_type", config.model_type, remedy) from error
+    text = config.get_text_config()
+    num_experts, chosen = _first(text, _NUM_EXPERTS) or 1, _first(text, _EXPERTS_PER_TOKEN) or 1
+    vision = _module_names(model, ("vision", "visual", "projector"))
+    total = active = 0
+    tied: nn.Parameter | None = None
+    embedding = model.get_input_embeddings()
+    if getattr(text, "tie_word_embeddings", False):
+        tied = embedding.weight
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        total += count
+        if name.split(".experts.")[0] != name:
+            active += count * chosen // num_experts
+        elif not any(name.startswith(prefix) for prefix in vision) and (
+            parameter is not embedding.weight or parameter is tied
+        ):
+            active += count
+    return ParameterCounts(total, active)
+
+
+def _module_names(model: nn.Module, words: tuple[str, ...]) -> list[str]:
+    return [
+        name for name, _ in model.named_modules() if name and any(w in name.rpartition(".")[2] for w in words)
+    ]
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _plain_rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Without the keys that transformers adds or renames, numbers as floats."""
+    plain = {key: value for key, value in (parameters or {}).items() if key != "type"}
+    return {key: float(value) if isinstance(value, int) else value for key, value in plain.items()}

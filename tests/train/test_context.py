@@ -1,0 +1,77 @@
+"""The drafter's heads, from the recipe and the target."""
+
+from typing import Any
+
+import pytest
+from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig
+
+from eagle31.config import MlaShape
+from eagle31.errors import UserError
+from train.config import Attention, DrafterShape
+from train.context import attention_heads
+
+DEEPSEEK = DeepseekV3Config(
+    hidden_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+)
+LLAMA = LlamaConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=20)
+WIDTHS: dict[str, Any] = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def heads(target: Any, **shape: Any) -> dict[str, Any]:
+    return attention_heads(DrafterShape(**shape), target, 4, 96)
+
+
+def test_mla_takes_the_widths_of_a_target_with_mla() -> None:
+    found = heads(DEEPSEEK, attention=Attention.mla)
+    assert found == {"num_key_value_heads": 4, "head_dim": 24, "mla": MlaShape(24, 32, 16, 8, 12)}
+    assert heads(DEEPSEEK, attention=Attention.mla, kv_lora_rank=64)["mla"] == MlaShape(24, 64, 16, 8, 12)
+
+
+def test_vllm_loads_no_mla_whose_queries_have_no_latent() -> None:
+    target = DeepseekV2Config(q_lora_rank=None, kv_lora_rank=512, num_attention_heads=4)
+    with pytest.raises(UserError, match=r"drafter\.q_lora_rank"):
+        heads(target, attention=Attention.mla)
+    assert heads(target, attention=Attention.mla, q_lora_rank=16)["mla"] == MlaShape(16, 512, 128, 64, 128)
+
+
+def test_mla_for_another_target_needs_its_widths() -> None:
+    with pytest.raises(UserError, match=r"drafter\.kv_lora_rank"):
+        heads(LLAMA, attention=Attention.mla, q_lora_rank=48)
+    found = heads(LLAMA, attention=Attention.mla, **WIDTHS)
+    assert found["mla"] == MlaShape(48, 512, 128, 64, 128)
+
+
+@pytest.mark.parametrize("target", [DEEPSEEK, LLAMA])
+def test_grouped_queries_are_the_default_for_every_target(target: Any) -> None:
+    found = heads(target)
+    # The head_dim in a config with MLA is that of the rotated part alone.
+    assert found["head_dim"] == (12 if target is DEEPSEEK else 20)
+    assert found["num_key_value_heads"] == target.num_key_value_heads
+    assert "mla" not in found
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"attention": Attention.gqa, "q_lora_rank": 24}, "q_lora_rank"),
+        ({"attention": Attention.mla, "head_dim": 64}, "head_dim"),
+    ],
+)
+def test_widths_of_the_other_kind_are_refused(shape: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        heads(DEEPSEEK, **shape)
+    assert raised.value.field == f"drafter.{field}"
