@@ -125,7 +125,8 @@ class MooncakeTransport:
                 # Without a master a put would wait for seconds, whatever `put_seconds` says.
                 if _NO_MASTER not in codes:
                     codes = self._store.batch_put_from(keys, pointers, sizes, config=self._pinned)
-                    if not any(codes) and self._present(keys):
+                    # Not looked for afterwards: once it is taken it would be put again, for nobody.
+                    if not any(codes):
                         return
                     self._store.batch_remove(keys, force=True)
                 if time.monotonic() >= deadline:

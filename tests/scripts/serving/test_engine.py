@@ -23,7 +23,7 @@ FAKE = """#!{python}
 import json, os, sys
 from pathlib import Path
 isolated, worker, jobs, results = sys.argv[1:]
-print("engine says hello", os.environ.get("PYTHONPATH"))
+print("engine says hello", os.environ.get("PYTHONPATH"), flush=True)
 for index, job in enumerate(json.loads(Path(jobs).read_text())):
     if job["name"] == "dies":
         os._exit(3)
