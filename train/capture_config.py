@@ -99,3 +99,11 @@ def check_capture(capture: CaptureConfig) -> None:
         needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
         remedy = f"Must be {needed}: a full store would keep out the states that training waits for."
         raise UserError("capture.mooncake.segment_gb", capture.mooncake.segment_gb, remedy)
+
+
+def check_ranks(capture: CaptureConfig, num_ranks: int) -> None:
+    """Raises UserError where an engine of the run's own would be started by each of several ranks."""
+    online_vllm = capture.mode is CaptureMode.online and capture.source is CaptureSource.vllm
+    if online_vllm and num_ranks > 1 and not capture.vllm.servers:
+        remedy = "Several ranks need servers: start some with scripts/serve_target, and name them here."
+        raise UserError("capture.vllm.servers", [], remedy)

@@ -25,7 +25,6 @@ from data.store.codec import Encoding
 from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
 from data.transport.protocol import Arrivals, Producer, Transport
 from data.transport.spool import file_bytes, open_spool
-from eagle31.errors import UserError
 from train.capture_config import CaptureSource, TransportKind
 from train.context import RunContext
 from train.vllm_capture import capture_endpoints, wanted_states
@@ -103,9 +102,6 @@ def open_producer(context: RunContext, transport: Transport) -> VllmProducer | P
     capture = context.config.capture
     if capture.source is CaptureSource.vllm:
         wanted, longest = wanted_states(context), context.config.data.max_tokens
-        if context.world.size > 1 and not capture.vllm.servers:
-            remedy = "Several ranks need servers: start some with scripts/serve_target, and name them here."
-            raise UserError("capture.vllm.servers", [], remedy)
         spool = transport.to_json().get("spool")
         directory = None if spool is None else Path(spool)
         return VllmProducer(

@@ -17,6 +17,7 @@ from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact
+from train.capture_config import check_ranks
 from train.capture_stage import capture_inputs, run_capture
 from train.config import RunConfig, Stage
 from train.context import RunContext
@@ -79,6 +80,7 @@ def run_stages(context: RunContext) -> None:
     selected = set(config.stages)
     order = list(Stage)
     last = max(order.index(stage) for stage in selected)
+    check_ranks(config.capture, world.size)
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)

@@ -13,7 +13,7 @@ from eagle31.json_files import read_jsonl
 from tests.train.launch import composed, run_here, torchrun
 from train.context import RunContext
 from train.distributed import World
-from train.online_capture import open_producer, open_transport
+from train.pipeline import run_stages
 
 RECIPE = "any_target"
 CAPTURE = "stages=[data,vocab,answers,capture]"
@@ -93,11 +93,8 @@ def test_training_goes_on_while_vllm_captures(
     assert not list(tmp_path.iterdir())
 
 
-def test_several_ranks_need_servers(small_target: EmbeddedTarget, tmp_path: Path) -> None:
-    config = composed(RECIPE, *arguments(small_target, tmp_path / "run"), *online(tmp_path))
-    context = RunContext(config, World(rank=1, local_rank=1, size=2))
-    with (
-        open_transport(context) as (transport, _, _),
-        pytest.raises(UserError, match=r"capture\.vllm\.servers"),
-    ):
-        open_producer(context, transport)
+def test_several_ranks_need_servers_before_any_stage(tmp_path: Path) -> None:
+    needed = ["target.model=nowhere", "data.train=nowhere.jsonl", f"output_dir={tmp_path / 'run'}"]
+    config = composed(RECIPE, *needed, *online(tmp_path))
+    with pytest.raises(UserError, match=r"capture\.vllm\.servers"):
+        run_stages(RunContext(config, World(rank=1, local_rank=1, size=2)))
