@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.capture.vllm.environment import ROOT, find_python
+from data.vllm.environment import ROOT, find_python
 from eagle31.export import load_export
 from eagle31.record import Difference, read_probe, replay_probe
 from train import export_checks

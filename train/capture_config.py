@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from data.store.codec import Encoding
 from eagle31.errors import UserError
+from train.vllm_config import VllmConfig
 
 # What a full Mooncake store needs above what may wait in it: the state that is waited for must always fit.
 MOONCAKE_ROOM = 1.1
@@ -25,13 +25,6 @@ class CaptureMode(Enum):
 class TransportKind(Enum):
     spool = "spool"  # a directory with a bound: memory, or a disk that producer and trainer share
     mooncake = "mooncake"  # a Mooncake store
-
-
-@dataclass
-class VllmCaptureConfig:
-    servers: list[str] = field(default_factory=list)  # base URLs; none: an engine of the run's own
-    max_concurrency: int = 64  # requests under way, per server
-    engine_args: dict[str, Any] = field(default_factory=dict)  # vLLM's own: tensor_parallel_size, ...
 
 
 @dataclass
@@ -63,7 +56,6 @@ class CaptureConfig:
     spool_dir: str | None = None  # null: memory (/dev/shm)
     spool_gb: float = 4.0  # the most that waits between producer and trainer, over all ranks of a node
     processes: int = 1  # of source hf, beside each rank
-    vllm: VllmCaptureConfig = field(default_factory=VllmCaptureConfig)
     torchspec: TorchSpecConfig = field(default_factory=TorchSpecConfig)
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
 
@@ -79,7 +71,6 @@ def check_capture(capture: CaptureConfig) -> None:
         "batch_tokens": capture.batch_tokens,
         "spool_gb": capture.spool_gb,
         "processes": capture.processes,
-        "vllm.max_concurrency": capture.vllm.max_concurrency,
         "mooncake.segment_gb": capture.mooncake.segment_gb,
     }
     for name, value in positive.items():
@@ -101,9 +92,9 @@ def check_capture(capture: CaptureConfig) -> None:
         raise UserError("capture.mooncake.segment_gb", capture.mooncake.segment_gb, remedy)
 
 
-def check_ranks(capture: CaptureConfig, num_ranks: int) -> None:
+def check_ranks(capture: CaptureConfig, vllm: VllmConfig, num_ranks: int) -> None:
     """Raises UserError where an engine of the run's own would be started by each of several ranks."""
     online_vllm = capture.mode is CaptureMode.online and capture.source is CaptureSource.vllm
-    if online_vllm and num_ranks > 1 and not capture.vllm.servers:
+    if online_vllm and num_ranks > 1 and not vllm.servers:
         remedy = "Several ranks need servers: start some with scripts/serve_target, and name them here."
-        raise UserError("capture.vllm.servers", [], remedy)
+        raise UserError("vllm.servers", [], remedy)

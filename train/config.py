@@ -15,6 +15,7 @@ from eagle31.losses import Loss, Objective
 from train.capture_config import CaptureConfig, check_capture
 from train.launcher_config import LauncherConfig, check_launcher
 from train.tracking import TrackingMode
+from train.vllm_config import VllmConfig, check_vllm
 
 
 class Stage(Enum):
@@ -228,6 +229,7 @@ class RunConfig:
     drafter: DrafterShape = field(default_factory=DrafterShape)
     data: DataConfig = field(default_factory=DataConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -334,6 +336,7 @@ def check(config: RunConfig) -> None:
     if config.drafter.init_revision is not None and config.drafter.init_from is None:
         raise UserError("drafter.init_revision", config.drafter.init_revision, "Give drafter.init_from too.")
     check_capture(config.capture)
+    check_vllm(config.vllm)
     check_launcher(config.launcher)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")

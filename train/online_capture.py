@@ -19,8 +19,8 @@ from data.capture.processes import ProcessProducer
 from data.capture.torchspec import TorchSpecStates
 from data.capture.torchspec_settings import DTYPE as TORCHSPEC_DTYPE
 from data.capture.torchspec_settings import TorchSpecSettings
-from data.capture.vllm.client import PATIENCE_SECONDS, check_server
-from data.capture.vllm.producer import VllmProducer
+from data.vllm.client import PATIENCE_SECONDS, check_server
+from data.vllm.producer import VllmProducer
 from data.store.codec import Encoding
 from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
 from data.transport.protocol import Arrivals, Producer, Transport

@@ -13,7 +13,7 @@ FREE_FORM = (
     "data.template_kwargs",
     "drafter.rope_parameters",
     "target.architecture",
-    "capture.vllm.engine_args",
+    "vllm.engine_args",
 )  # dictionaries whose keys are not ours
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.]*)=")
 

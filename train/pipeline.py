@@ -80,7 +80,7 @@ def run_stages(context: RunContext) -> None:
     selected = set(config.stages)
     order = list(Stage)
     last = max(order.index(stage) for stage in selected)
-    check_ranks(config.capture, world.size)
+    check_ranks(config.capture, config.vllm, world.size)
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)

@@ -93,11 +93,11 @@ def _target(config: RunConfig, target: TargetPlan, available: int) -> list[Misfi
     if config.capture.source is CaptureSource.hf:
         change = f"target.device_map=auto over {gpus} GPUs, or capture=vllm with as many."
     elif config.capture.source is CaptureSource.vllm:
-        change = f"capture.vllm.engine_args.tensor_parallel_size={gpus}"
+        change = f"vllm.engine_args.tensor_parallel_size={gpus}"
         if gpus > 8:
             change = (
-                "capture.vllm.engine_args.tensor_parallel_size=8 and "
-                f"capture.vllm.engine_args.pipeline_parallel_size={gpus // 8}"
+                "vllm.engine_args.tensor_parallel_size=8 and "
+                f"vllm.engine_args.pipeline_parallel_size={gpus // 8}"
             )
     else:
         change = f"plan.target_gpus={gpus}, and as many for TorchSpec."

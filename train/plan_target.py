@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from data.architecture import ParameterCounts, check_architecture, count_parameters, from_architecture
 from data.target import TargetSpec, config_at_hand, load_config
-from train.capture_config import CaptureConfig, CaptureMode, CaptureSource
+from train.capture_config import CaptureMode, CaptureSource
 from train.config import RunConfig, TargetConfig
 from train.context import EMBEDDED
 
@@ -61,9 +61,8 @@ def target_plan(config: RunConfig, target: PreTrainedConfig, num_gpus: int) -> T
         num_gpus: that train, and that the target shares unless it has its own.
     """
     parameters = count_parameters(target)
-    capture = config.capture
     own_gpus = config.plan.target_gpus or num_gpus
-    per_replica, split = _split(capture, config.target.device_map, own_gpus)
+    per_replica, split = _split(config, own_gpus)
     return TargetPlan(
         parameters=parameters,
         checkpoint_bytes=_checkpoint_bytes(config.target, target, parameters),
@@ -79,15 +78,16 @@ def shares_gpus(config: RunConfig) -> bool:
     return online and config.capture.source is CaptureSource.hf
 
 
-def _split(capture: CaptureConfig, device_map: str | None, num_gpus: int) -> tuple[int, str]:
+def _split(config: RunConfig, num_gpus: int) -> tuple[int, str]:
+    capture = config.capture
     if capture.source is CaptureSource.hf:
-        if device_map is not None:
+        if config.target.device_map is not None:
             per_node = min(num_gpus, max(1, int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus))))
             return per_node, f"transformers, spread over the {per_node} GPUs of a node"
         return 1, "transformers, a copy on every GPU"
     if capture.source is CaptureSource.torchspec:
         return num_gpus, f"TorchSpec's engines on {num_gpus} GPUs"
-    arguments = capture.vllm.engine_args
+    arguments = config.vllm.engine_args
     tensor = int(arguments.get("tensor_parallel_size", 1))
     per_replica = tensor * int(arguments.get("pipeline_parallel_size", 1))
     replicas = max(1, num_gpus // per_replica)

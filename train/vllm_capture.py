@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from data.capture.offline import WantedStore
-from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.client import WantedStates, capture_through_vllm
-from data.capture.vllm.endpoint import Endpoint
-from data.capture.vllm.engine import OwnEngine
-from data.capture.vllm.server import VllmServer
+from data.vllm.arguments import CaptureEngine
+from data.vllm.client import WantedStates, capture_through_vllm
+from data.vllm.endpoint import Endpoint
+from data.vllm.engine import OwnEngine
+from data.vllm.server import VllmServer
 from data.transport.spool import MEMORY
 from train.capture_config import CaptureMode, TransportKind
 from train.context import RunContext
@@ -36,7 +36,7 @@ def capture_engine(context: RunContext) -> CaptureEngine:
         roots=roots,
         mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
         mooncake_masters=[capture.mooncake.master] if online_mooncake else [],
-        extra=capture.vllm.engine_args,
+        extra=config.vllm.engine_args,
     )
 
 
@@ -55,7 +55,7 @@ def wanted_states(context: RunContext) -> WantedStates:
 
 def capture_endpoints(context: RunContext) -> list[Endpoint]:
     """The recipe's servers, or an engine of the run's own; starts nothing yet."""
-    vllm = context.config.capture.vllm
+    vllm = context.config.vllm
     if vllm.servers:
         return [VllmServer(url, vllm.max_concurrency) for url in vllm.servers]
     return [OwnEngine.of(capture_engine(context), context.output_dir / f"vllm-{context.world.rank}.log")]

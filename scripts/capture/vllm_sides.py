@@ -11,10 +11,10 @@ from itertools import count
 from pathlib import Path
 
 from data.capture.tokens import TokenRows, dataset_lengths
-from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.engine import OwnEngine
-from data.capture.vllm.order import StateOrder, store_destination
-from data.capture.vllm.sink import IDLE_SECONDS
+from data.vllm.arguments import CaptureEngine
+from data.vllm.engine import OwnEngine
+from data.vllm.order import StateOrder, store_destination
+from data.vllm.sink import IDLE_SECONDS
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, ShardRecord
 from data.target import load_target_parts

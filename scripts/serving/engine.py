@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.capture.vllm.environment import environment
+from data.vllm.environment import environment
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from scripts.serving.compare import PlacedDraft, Served

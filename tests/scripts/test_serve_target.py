@@ -1,4 +1,4 @@
-"""What `scripts/serve_target` starts; tests/data/capture/vllm run what is started so."""
+"""What `scripts/serve_target` starts; tests/data/vllm run what is started so."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from data.capture.vllm.environment import ROOT
+from data.vllm.environment import ROOT
 from data.target import TargetSpec
 from tests.data.tiny_target import NUM_LAYERS, save_target
 
@@ -36,11 +36,11 @@ def recipe(spec: TargetSpec, output_dir: Path) -> list[str]:
 
 def test_a_recipes_server(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
-    arguments = ["drafter.aux_layer_ids=[0,2]", "+capture.vllm.engine_args.tensor_parallel_size=2"]
+    arguments = ["drafter.aux_layer_ids=[0,2]", "+vllm.engine_args.tensor_parallel_size=2"]
     done = serve(tmp_path, *recipe(spec, output_dir), *arguments, "--port", "8123")
     assert done.returncode == 0, done.stderr
     printed, started = done.stdout.splitlines()
-    assert printed == "capture.vllm.servers=[http://127.0.0.1:8123]"
+    assert printed == "vllm.servers=[http://127.0.0.1:8123]"
     (_, module, *options), python_path = json.loads(started)
     assert module == "vllm.entrypoints.openai.api_server"
     assert python_path == str(ROOT)

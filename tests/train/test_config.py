@@ -132,7 +132,7 @@ def test_the_entry_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None
 POSITIVE = (
     *("data.max_tokens", "data.num_validation", "data.num_test"),
     *("capture.shard_tokens", "capture.batch_tokens", "capture.spool_gb", "capture.processes"),
-    *("capture.vllm.max_concurrency", "capture.mooncake.segment_gb"),
+    *("vllm.max_concurrency", "capture.mooncake.segment_gb"),
     *("train.ttt_steps", "train.row_tokens", "train.rows_per_step", "train.num_epochs"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
     *("evaluate.draft_tokens", "evaluate.max_new_tokens"),

@@ -198,7 +198,7 @@ def test_capture_servers_and_trainers_share_an_allocation(cluster: Cluster, tmp_
     printed = log.read_text().splitlines()
     assert f"serves --host 0.0.0.0 --port {port} {RECIPE} data.train=a b" in printed
     given = (
-        f"recipe={RECIPE} data.train=a b capture.source=vllm capture.vllm.servers=[http://127.0.0.1:{port}]"
+        f"recipe={RECIPE} data.train=a b capture.source=vllm vllm.servers=[http://127.0.0.1:{port}]"
     )
     assert f"trains n2 1 {given}" in printed
 

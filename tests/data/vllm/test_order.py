@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.capture.vllm.order import (
+from data.vllm.order import (
     PARAMS,
     StateOrder,
     below,

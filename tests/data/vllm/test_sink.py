@@ -6,9 +6,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.capture.vllm.cache_copy import CacheReader
-from data.capture.vllm.order import StateOrder, store_destination
-from data.capture.vllm.sink import Delivery, StateSink
+from data.vllm.cache_copy import CacheReader
+from data.vllm.order import StateOrder, store_destination
+from data.vllm.sink import Delivery, StateSink
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids
 

@@ -26,10 +26,10 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionL
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
-from data.capture.vllm.cache_copy import CacheReader
-from data.capture.vllm.facts import ServerFacts, remove_facts, write_facts, write_failure
-from data.capture.vllm.order import PARAMS, StateOrder, refusal, tokens_sha256
-from data.capture.vllm.sink import Delivery, StateSink
+from data.vllm.cache_copy import CacheReader
+from data.vllm.facts import ServerFacts, remove_facts, write_facts, write_failure
+from data.vllm.order import PARAMS, StateOrder, refusal, tokens_sha256
+from data.vllm.sink import Delivery, StateSink
 
 # Behind a prompt vLLM wants room for a token and keeps no states of a whole batch where there is none.
 _ROOM_TOKENS = 1

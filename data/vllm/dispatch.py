@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.capture.vllm.endpoint import Endpoint, Refused, Unavailable, describe
-from data.capture.vllm.facts import ServerFacts, read_facts
+from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
+from data.vllm.facts import ServerFacts, read_facts
 from eagle31.errors import UserError
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
@@ -145,7 +145,7 @@ class Dispatcher:
             link.went_down(str(error))
             return
         except Refused as error:
-            raise UserError("capture.vllm.servers", link.endpoint.name, str(error)) from error
+            raise UserError("vllm.servers", link.endpoint.name, str(error)) from error
         self._check(link.endpoint, facts)
         link.went_up(facts)
 
@@ -197,7 +197,7 @@ class Dispatcher:
             f"None has answered for {self.patience_seconds:.0f} seconds ({told}); start them with "
             "scripts/serve_target and give the same command again: what is captured is kept."
         )
-        raise UserError("capture.vllm.servers", [link.endpoint.name for link in self.links], remedy)
+        raise UserError("vllm.servers", [link.endpoint.name for link in self.links], remedy)
 
 
 def _impossible(prompt: Prompt, facts: ServerFacts) -> str | None:
@@ -218,4 +218,4 @@ def _raise_failure(link: Link) -> None:
         left = read_facts(root, link.facts.id)
         if left is not None and left.failure is not None:
             remedy = f"It ended, and says why: {left.failure} What is captured is kept."
-            raise UserError("capture.vllm.servers", link.endpoint.name, remedy)
+            raise UserError("vllm.servers", link.endpoint.name, remedy)

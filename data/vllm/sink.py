@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from data.capture.vllm.cache_copy import HostCopy
-from data.capture.vllm.order import StateOrder
+from data.vllm.cache_copy import HostCopy
+from data.vllm.order import StateOrder
 from data.samples import CapturedSample
 from data.store.codec import Encoding
 from data.store.writer import StoreWriter

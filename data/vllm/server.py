@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from data.capture.vllm.endpoint import Refused, Unavailable, connector_answer
+from data.vllm.endpoint import Refused, Unavailable, connector_answer
 from eagle31.errors import UserError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
@@ -22,7 +22,7 @@ class VllmServer:
     def __init__(self, url: str, concurrency: int) -> None:
         if not url.startswith(("http://", "https://")):
             remedy = "Give the server's address, such as http://127.0.0.1:8000."
-            raise UserError("capture.vllm.servers", url, remedy)
+            raise UserError("vllm.servers", url, remedy)
         self.name = url.rstrip("/").removesuffix("/v1")
         self.concurrency = concurrency
         self._model: str | None = None
@@ -64,7 +64,7 @@ class VllmServer:
         if status == 429 or status >= 500:
             raise Unavailable(f"The server says {status}: {_reason(response)}", lost=status >= 500)
         if status >= 400:
-            raise UserError("capture.vllm.servers", self.name + path, f"Says {status}: {_reason(response)}")
+            raise UserError("vllm.servers", self.name + path, f"Says {status}: {_reason(response)}")
         return response.json()
 
 

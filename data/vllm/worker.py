@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 def main() -> None:
-    sys.path[0] = str(Path(__file__).resolve().parents[3])  # where vLLM finds the connector
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # where vLLM finds the connector
     answers = keep_stdout_for_answers()
     # One process holds engine and connector: none is left behind when it is killed.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -45,7 +45,7 @@ class CaptureEngine:
         for name in _OWN:
             if name in self.extra:
                 remedy = "The capture itself sets it; leave it out."
-                raise UserError(f"capture.vllm.engine_args.{name}", self.extra[name], remedy)
+                raise UserError(f"vllm.engine_args.{name}", self.extra[name], remedy)
         if self.mla and 0 in self.aux_layer_ids:
             remedy = (
                 "vLLM gives no embedding output of a target with latent attention, and serves no drafter "
@@ -69,7 +69,7 @@ class CaptureEngine:
             },
             "kv_transfer_config": {
                 "kv_connector": "HiddenStatesConnector",
-                "kv_connector_module_path": "data.capture.vllm.connector",
+                "kv_connector_module_path": "data.vllm.connector",
                 "kv_role": "kv_producer",
                 "kv_connector_extra_config": settings,
             },

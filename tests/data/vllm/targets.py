@@ -13,8 +13,8 @@ from transformers import (
 )
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.client import WantedStates
+from data.vllm.arguments import CaptureEngine
+from data.vllm.client import WantedStates
 from data.store import HiddenStateStore
 from data.target import TargetSpec, load_target, load_target_parts, locate
 

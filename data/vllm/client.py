@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from data.capture.offline import WantedStore, check_space, finish_store, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
-from data.capture.vllm.dispatch import Dispatcher, Prompt
-from data.capture.vllm.endpoint import Endpoint
-from data.capture.vllm.facts import ServerFacts, facts_path
-from data.capture.vllm.order import StateOrder, below, store_destination
+from data.vllm.dispatch import Dispatcher, Prompt
+from data.vllm.endpoint import Endpoint
+from data.vllm.facts import ServerFacts, facts_path
+from data.vllm.order import StateOrder, below, store_destination
 from data.store.shards import FinishedShards, refuse
 from eagle31.errors import UserError
 
@@ -101,7 +101,7 @@ def check_server(
 
     def refuse_server(what: str, found: object) -> UserError:
         remedy = f"Its {what} {found}; start it with scripts/serve_target and the recipe of this run."
-        return UserError("capture.vllm.servers", endpoint.name, remedy)
+        return UserError("vllm.servers", endpoint.name, remedy)
 
     same_target = facts.target_fingerprint in (wanted.target_fingerprint, None)
     if not same_target or (facts.target_fingerprint is None and facts.model != wanted.target):
@@ -124,7 +124,7 @@ def check_server(
     root = next(root for root in facts.roots if below(str(directory.resolve()), [root]))
     if not facts_path(root, facts.id).exists():
         remedy = f"Its {root} is another one than here; mount the same directory at the same path."
-        raise UserError("capture.vllm.servers", endpoint.name, remedy)
+        raise UserError("vllm.servers", endpoint.name, remedy)
 
 
 class _Capture:

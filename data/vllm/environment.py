@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eagle31.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "scripts" / "setup_vllm"
 # Python's own settings, and a launcher's, belong to our processes and not to vLLM's.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")

@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
-from data.capture.vllm.facts import ServerFacts
-from data.capture.vllm.order import DESCRIBE, PARAMS
+from data.vllm.facts import ServerFacts
+from data.vllm.order import DESCRIBE, PARAMS
 from eagle31.errors import UserError
 
 
@@ -40,7 +40,7 @@ async def describe(endpoint: Endpoint) -> ServerFacts:
     answer = await endpoint.send([0], DESCRIBE)
     if "id" not in answer:
         remedy = "Runs without eagle31's connector; start it with scripts/serve_target."
-        raise UserError("capture.vllm.servers", endpoint.name, remedy)
+        raise UserError("vllm.servers", endpoint.name, remedy)
     return ServerFacts.from_json(answer)
 
 

@@ -4,15 +4,15 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from data.capture.offline import WantedStore
-from data.capture.vllm.client import capture_through_vllm
-from data.capture.vllm.engine import OwnEngine
-from data.capture.vllm.server import VllmServer
+from data.vllm.client import capture_through_vllm
+from data.vllm.engine import OwnEngine
+from data.vllm.server import VllmServer
 from data.store.codec import Encoding
 from data.target import TargetSpec
-from tests.data.capture.vllm.targets import capture_engine, make_samples, wanted_states
+from tests.data.vllm.targets import capture_engine, make_samples, wanted_states
 
 if __name__ == "__main__":
     target, root, ids, num_samples, *server = sys.argv[1:]

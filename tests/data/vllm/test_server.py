@@ -18,10 +18,10 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from data.capture.offline import WantedStore
-from data.capture.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
-from data.capture.vllm.environment import ROOT, capture_environment
-from data.capture.vllm.producer import VllmProducer
-from data.capture.vllm.server import VllmServer
+from data.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
+from data.vllm.environment import ROOT, capture_environment
+from data.vllm.producer import VllmProducer
+from data.vllm.server import VllmServer
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids, refused
@@ -29,7 +29,7 @@ from data.target import TargetSpec
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool
 from eagle31.errors import UserError
-from tests.data.capture.vllm.targets import (
+from tests.data.vllm.targets import (
     MAX_TOKENS,
     VOCAB_SIZE,
     capture_engine,

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.endpoint import Refused, Unavailable, connector_answer
-from data.capture.vllm.environment import capture_environment, find_python
+from data.vllm.arguments import CaptureEngine
+from data.vllm.endpoint import Refused, Unavailable, connector_answer
+from data.vllm.environment import capture_environment, find_python
 from eagle31.errors import UserError
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -158,4 +158,4 @@ class OwnEngine:
         when = f"{attempts} times in a row without an answer" if self._was_ready else "before it was ready"
         remedy = f"vLLM ended with {how}, {when}:"
         told = "\n".join([remedy, *(f"  | {line}" for line in text), f"The whole log: {self.log_path}"])
-        return UserError("capture.vllm", self._arguments.get("model"), told)
+        return UserError("vllm", self._arguments.get("model"), told)
