@@ -33,6 +33,13 @@ class Stage(Enum):
     push = "push"  # to the Hugging Face Hub
 
 
+class TargetEngine(Enum):
+    """What runs the target where its answers are wanted; `capture.source` says what captures its states."""
+
+    hf = "hf"  # transformers, on the devices of rank 0
+    vllm = "vllm"  # an engine of the run's own, or servers: for targets that transformers cannot hold
+
+
 class Attention(Enum):
     gqa = "gqa"
     mla = "mla"
@@ -63,6 +70,7 @@ class TargetConfig:
     dtype: str = "auto"
     trust_remote_code: bool = False
     attn_implementation: str | None = None
+    engine: TargetEngine = TargetEngine.hf  # writes answers, and is what the drafter is evaluated in
     device_map: str | None = None  # "auto": accelerate spreads it over this node's devices
     layers_path: str | None = None  # where a wrapper hides the decoder layers
     norm_path: str | None = None
