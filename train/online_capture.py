@@ -19,12 +19,12 @@ from data.capture.processes import ProcessProducer
 from data.capture.torchspec import TorchSpecStates
 from data.capture.torchspec_settings import DTYPE as TORCHSPEC_DTYPE
 from data.capture.torchspec_settings import TorchSpecSettings
-from data.vllm.client import PATIENCE_SECONDS, check_server
-from data.vllm.producer import VllmProducer
 from data.store.codec import Encoding
 from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
 from data.transport.protocol import Arrivals, Producer, Transport
 from data.transport.spool import file_bytes, open_spool
+from data.vllm.client import PATIENCE_SECONDS, check_server
+from data.vllm.producer import VllmProducer
 from train.capture_config import CaptureSource, TransportKind
 from train.context import RunContext
 from train.vllm_capture import capture_endpoints, wanted_states

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from data.capture.offline import WantedStore
+from data.transport.spool import MEMORY
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import WantedStates, capture_through_vllm
 from data.vllm.endpoint import Endpoint
 from data.vllm.engine import OwnEngine
 from data.vllm.server import VllmServer
-from data.transport.spool import MEMORY
 from train.capture_config import CaptureMode, TransportKind
 from train.context import RunContext
 

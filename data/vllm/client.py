@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from data.capture.offline import WantedStore, check_space, finish_store, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
+from data.store.shards import FinishedShards, refuse
 from data.vllm.dispatch import Dispatcher, Prompt
 from data.vllm.endpoint import Endpoint
 from data.vllm.facts import ServerFacts, facts_path
 from data.vllm.order import StateOrder, below, store_destination
-from data.store.shards import FinishedShards, refuse
 from eagle31.errors import UserError
 
 PATIENCE_SECONDS = 300.0  # servers are started again, and load their model

@@ -4,11 +4,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
+from data.transport.protocol import StateRequest, Transport
 from data.vllm.dispatch import Dispatcher, Prompt
 from data.vllm.endpoint import Endpoint
 from data.vllm.facts import ServerFacts
 from data.vllm.order import StateOrder
-from data.transport.protocol import StateRequest, Transport
 
 _ANSWERED_KEPT = 64  # as many as `OnlineStates` discards where they come twice
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from data.vllm.cache_copy import HostCopy
-from data.vllm.order import StateOrder
 from data.samples import CapturedSample
 from data.store.codec import Encoding
 from data.store.writer import StoreWriter
 from data.transport.opening import open_transport
 from data.transport.protocol import StateRequest, Transport
+from data.vllm.cache_copy import HostCopy
+from data.vllm.order import StateOrder
 
 # Without a control channel, a pause of this length ends a shard: the last ones appear by themselves.
 IDLE_SECONDS = 1.0

@@ -11,13 +11,13 @@ from itertools import count
 from pathlib import Path
 
 from data.capture.tokens import TokenRows, dataset_lengths
+from data.store.codec import Encoding
+from data.store.shards import FinishedShards, ShardRecord
+from data.target import load_target_parts
 from data.vllm.arguments import CaptureEngine
 from data.vllm.engine import OwnEngine
 from data.vllm.order import StateOrder, store_destination
 from data.vllm.sink import IDLE_SECONDS
-from data.store.codec import Encoding
-from data.store.shards import FinishedShards, ShardRecord
-from data.target import load_target_parts
 from scripts.capture.measure import PREFILL, RunSide, Task, Timing
 
 _POLL_SECONDS = 0.05

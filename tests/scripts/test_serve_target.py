@@ -7,8 +7,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from data.vllm.environment import ROOT
 from data.target import TargetSpec
+from data.vllm.environment import ROOT
 from tests.data.tiny_target import NUM_LAYERS, save_target
 
 

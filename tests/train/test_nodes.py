@@ -197,9 +197,7 @@ def test_capture_servers_and_trainers_share_an_allocation(cluster: Cluster, tmp_
     cluster.wait(job, JobState="COMPLETED")
     printed = log.read_text().splitlines()
     assert f"serves --host 0.0.0.0 --port {port} {RECIPE} data.train=a b" in printed
-    given = (
-        f"recipe={RECIPE} data.train=a b capture.source=vllm vllm.servers=[http://127.0.0.1:{port}]"
-    )
+    given = f"recipe={RECIPE} data.train=a b capture.source=vllm vllm.servers=[http://127.0.0.1:{port}]"
     assert f"trains n2 1 {given}" in printed
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from data.capture.offline import WantedStore
+from data.store.codec import Encoding
+from data.target import TargetSpec
 from data.vllm.client import capture_through_vllm
 from data.vllm.engine import OwnEngine
 from data.vllm.server import VllmServer
-from data.store.codec import Encoding
-from data.target import TargetSpec
 from tests.data.vllm.targets import capture_engine, make_samples, wanted_states
 
 if __name__ == "__main__":

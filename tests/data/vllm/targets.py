@@ -13,10 +13,10 @@ from transformers import (
 )
 
 from data.capture.hf import HiddenStateCapture
-from data.vllm.arguments import CaptureEngine
-from data.vllm.client import WantedStates
 from data.store import HiddenStateStore
 from data.target import TargetSpec, load_target, load_target_parts, locate
+from data.vllm.arguments import CaptureEngine
+from data.vllm.client import WantedStates
 
 VOCAB_SIZE, MAX_TOKENS = 100, 150
 COMMON = {

@@ -15,14 +15,14 @@ import torch
 
 from data.capture.hf import HiddenStateCapture
 from data.capture.offline import WantedStore, capture_to_store
-from data.vllm.arguments import CaptureEngine
-from data.vllm.client import capture_through_vllm
-from data.vllm.engine import OwnEngine
-from data.vllm.environment import ROOT
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import captured_ids
 from data.target import load_target, locate
+from data.vllm.arguments import CaptureEngine
+from data.vllm.client import capture_through_vllm
+from data.vllm.engine import OwnEngine
+from data.vllm.environment import ROOT
 from eagle31.errors import UserError
 from tests.data.vllm.targets import (
     capture_engine,

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.store.codec import Encoding
 from data.vllm.order import (
     PARAMS,
     StateOrder,
@@ -12,7 +13,6 @@ from data.vllm.order import (
     store_destination,
     tokens_sha256,
 )
-from data.store.codec import Encoding
 
 
 def test_an_order_survives_its_way() -> None:

@@ -18,16 +18,16 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from data.capture.offline import WantedStore
-from data.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
-from data.vllm.environment import ROOT, capture_environment
-from data.vllm.producer import VllmProducer
-from data.vllm.server import VllmServer
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids, refused
 from data.target import TargetSpec
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool
+from data.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
+from data.vllm.environment import ROOT, capture_environment
+from data.vllm.producer import VllmProducer
+from data.vllm.server import VllmServer
 from eagle31.errors import UserError
 from tests.data.vllm.targets import (
     MAX_TOKENS,

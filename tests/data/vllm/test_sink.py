@@ -6,11 +6,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from data.store.codec import Encoding
+from data.store.shards import FinishedShards, captured_ids
 from data.vllm.cache_copy import CacheReader
 from data.vllm.order import StateOrder, store_destination
 from data.vllm.sink import Delivery, StateSink
-from data.store.codec import Encoding
-from data.store.shards import FinishedShards, captured_ids
 
 NUM_LAYERS, BLOCK_SIZE, HIDDEN_SIZE = 3, 4, 8
 DEVICES = [
