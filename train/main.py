@@ -11,6 +11,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from eagle31.errors import UserError
+from eagle31.malloc import keep_freed_memory
 from train.config import RunConfig, check, register
 from train.distributed import World, leave_process_group
 from train.overrides import checked
@@ -45,5 +46,6 @@ if __name__ == "__main__":
         sys.argv[1:] = checked(sys.argv[1:])
     except UserError as error:
         sys.exit(f"error: {error}")
+    keep_freed_memory()
     register()
     main()

@@ -17,31 +17,23 @@ class HiddenStateCapture:
     """Runs the frozen target's decoder and keeps a few layers' inputs.
 
     Id i is the input of decoder layer i (0 the embedding's output); id `num_layers` is the last layer's
-    output before the final norm. Only these are ever held, and the lm_head is not run.
+    output before the final norm. Only these are held, and the lm_head is not run.
 
     Args:
         aux_layer_ids: sorted, distinct, within 0..num_layers.
-        output_device: where results are put; the embedding's device when None.
 
     Raises:
         UserError: `aux_layer_ids` are not as said.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        modules: TargetModules,
-        aux_layer_ids: Sequence[int],
-        output_device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, modules: TargetModules, aux_layer_ids: Sequence[int]) -> None:
         self.model = model
         self.modules = modules
         self.aux_layer_ids = check_aux_layer_ids(aux_layer_ids, len(modules.layers))
         weight = modules.embed_tokens.get_parameter("weight")
         self.hidden_size = weight.shape[1]
         self.dtype = weight.dtype
-        self.input_device = weight.device
-        self.output_device = output_device or weight.device
+        self.device = weight.device
 
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """One padded forward pass; the caller puts sequences of like length together.
@@ -50,37 +42,50 @@ class HiddenStateCapture:
             batch: int64 [T_i] each.
 
         Returns:
-            (aux [T_i, A, Ht], last [T_i, Ht]) each, in the target's dtype; `last` is before the final norm.
+            (aux [T_i, A, Ht], last [T_i, Ht]) each, in the target's dtype on the embedding's device; `last`
+            is before the final norm. All are parts of two tensors.
         """
         # Causal attention never looks right, so right padding needs no mask.
-        input_ids = nn.utils.rnn.pad_sequence(list(batch), batch_first=True).to(self.input_device)
-        states = self._run(input_ids)
-        # Copied outside of inference mode: training cannot differentiate through inference tensors.
-        return [self._copy_row(states, row, len(ids)) for row, ids in enumerate(batch)]
+        input_ids = nn.utils.rnn.pad_sequence(list(batch), batch_first=True)
+        lengths = [len(ids) for ids in batch]
+        real = (torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]).view(-1).nonzero()[:, 0]
+        # Made outside of inference mode: training cannot differentiate through inference tensors.
+        aux = self._empty(len(real), len(self.aux_layer_ids), self.hidden_size)
+        last = self._empty(len(real), self.hidden_size)
+        wanted = [(layer_id, aux[:, place]) for place, layer_id in enumerate(self.aux_layer_ids)]
+        self._run(
+            input_ids.to(self.device), real.to(self.device), [*wanted, (len(self.modules.layers), last)]
+        )
+        return list(zip(aux.split(lengths), last.split(lengths), strict=True))
 
-    def _copy_row(self, states: dict[int, Tensor], row: int, length: int) -> tuple[Tensor, Tensor]:
-        aux = [states[i][row, :length].to(self.output_device) for i in self.aux_layer_ids]
-        last = states[len(self.modules.layers)][row, :length].to(self.output_device)
-        return torch.stack(aux, dim=1), last.clone()
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def _run(self, input_ids: Tensor) -> dict[int, Tensor]:
-        """input_ids [B, T] -> states [B, T, Ht] by layer id, `num_layers` included."""
-        states: dict[int, Tensor] = {}
+    def _run(self, input_ids: Tensor, real: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> None:
+        """Fills what is wanted.
 
-        def keep(layer_id: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-            states[layer_id] = args[0] if args else kwargs["hidden_states"]
+        Args:
+            input_ids: [B, T]
+            real: the places of B * T that are no padding, [N].
+            wanted: layer ids, `num_layers` for what goes into the final norm, and where to, [N, Ht].
+        """
 
-        num_layers = len(self.modules.layers)
-        hooked = [(i, self.modules.layers[i]) for i in self.aux_layer_ids if i < num_layers]
-        hooked.append((num_layers, self.modules.final_norm))
-        handles = [m.register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i, m in hooked]
+        def keep(output: Tensor, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+            states = args[0] if args else kwargs["hidden_states"]
+            # At once: activations that are held make the allocator take fresh memory for those behind them.
+            output.copy_(states.flatten(0, 1).index_select(0, real.to(states.device)))
+
+        places = [*self.modules.layers, self.modules.final_norm]
+        handles = [
+            places[layer_id].register_forward_pre_hook(partial(keep, output), with_kwargs=True)
+            for layer_id, output in wanted
+        ]
         try:
             self.modules.decoder(input_ids=input_ids, use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        return states
 
 
 def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:
@@ -94,7 +99,7 @@ def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:
     [(_, last)] = capture.capture([probe])
     with torch.inference_mode():
         ours = head(last.to(head.weight.device)).float().cpu()
-        model_ids = probe[None].to(capture.input_device)
+        model_ids = probe[None].to(capture.device)
         theirs = capture.model(input_ids=model_ids, use_cache=False).logits[0].float().cpu()
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 5e-2

@@ -3,6 +3,7 @@
 from typing import Any
 
 from data.capture.worker import Capture, serve
+from eagle31.malloc import keep_freed_memory
 
 
 def open_capture(settings: dict[str, Any]) -> Capture:
@@ -19,4 +20,5 @@ def open_capture(settings: dict[str, Any]) -> Capture:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     serve(open_capture)

@@ -38,10 +38,10 @@ def _prefill(task: Task, capture: HiddenStateCapture) -> Timing:
     tokens = TokenRows(task.dataset)
     for places in batches_by_length(dataset_lengths(task.dataset), task.batch_tokens):
         ids = [input_ids for input_ids, _ in tokens.read(places)]
-        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(capture.input_device)
+        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(capture.device)
         capture.modules.decoder(input_ids=padded, use_cache=False)
-    if capture.input_device.type == "cuda":
-        torch.cuda.synchronize(capture.input_device)
+    if capture.device.type == "cuda":
+        torch.cuda.synchronize(capture.device)
     return _since(start)
 
 
