@@ -99,7 +99,7 @@ def card(output_dir: Path, hub: HubConfig, plots: list[str]) -> str:
     known = read_json(output_dir / "report" / "metrics.json")
     facts: dict[str, Any] = known["facts"] | {"hub_id": hub.repo_id, "license": hub.license}
     if hub.base_model is not None:
-        facts["target"] = hub.base_model
+        facts |= {"target": hub.base_model, "target_embedded": False}
     config = read_json(output_dir / "export" / "config.json")
     return model_card(facts, known["evaluation"], config, read_serving(output_dir), plots)
 

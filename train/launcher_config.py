@@ -34,6 +34,7 @@ class LauncherConfig:
     constraint: str | None = None
     time: str | None = None  # as sbatch takes it: minutes, hours:minutes:seconds, days-hours, ...
     signal_seconds: int = 300  # before the limit the run is told to save, and the job queues again
+    max_requeues: int = 20  # then the job fails; Slurm counts requeues by others too, such as preemption
     sbatch: list[str] = field(default_factory=list)  # further options of sbatch, such as --reservation=x
     setup: list[str] = field(default_factory=list)  # shell lines before the run: module load, export, ...
 
@@ -74,6 +75,9 @@ def _check_counts(launcher: LauncherConfig) -> None:
         raise UserError("launcher.capture_nodes", launcher.capture_nodes, remedy)
     if not 1024 <= launcher.capture_port <= 65535:
         raise UserError("launcher.capture_port", launcher.capture_port, "Choose a port from 1024 to 65535.")
+    if launcher.max_requeues < 0:
+        remedy = "Give 0 for a job that never queues again by itself, or more."
+        raise UserError("launcher.max_requeues", launcher.max_requeues, remedy)
     if launcher.cpus_per_task is not None and launcher.cpus_per_task < 1:
         remedy = "Give at least 1, or null for the whole node."
         raise UserError("launcher.cpus_per_task", launcher.cpus_per_task, remedy)

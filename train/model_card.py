@@ -35,16 +35,16 @@ def model_card(
     """The card as Markdown with the Hub's YAML front matter.
 
     Args:
-        facts: what the run knows of itself; `license` and `hub_id` may be missing.
+        facts: what the run knows of itself; `target_embedded`, `license` and `hub_id` may be missing.
         evaluation: what the evaluation measured; empty when nothing was.
         config: the export's config.json.
         serving: what was measured in vLLM.
         plots: files beside the card.
     """
-    target = facts["target"]
+    target = target_name(facts)
     sections = [
-        f"# {_variant(config)} drafter for {public_name(target)}",
-        f"A draft model for speculative decoding: it proposes tokens that `{public_name(target)}` verifies, "
+        f"# {_variant(config)} drafter for {target}",
+        f"A draft model for speculative decoding: it proposes tokens that `{target}` verifies, "
         "so the text stays the target's own and takes fewer of its forward passes. "
         "It reads the target's hidden states and serves with no other model.",
         "## Measured\n\n" + "\n\n".join([_measured(evaluation), *_served(serving), *map(_picture, plots)]),
@@ -223,6 +223,11 @@ def _public_paths(facts: dict[str, Any]) -> tuple[str, str]:
 def public_name(name: str) -> str:
     """A hub id as it is, and of a path the last part: where it lies is nobody else's business."""
     return name if is_hub_id(name) else Path(name).name
+
+
+def target_name(facts: dict[str, Any]) -> str:
+    """As a title has it: the directory of the embedded target tells nobody what it is."""
+    return "eagle31's embedded target" if facts.get("target_embedded") else public_name(facts["target"])
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -131,6 +131,14 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def counted(count: float, digits: int) -> str:
+    """That many significant digits, in thousands (K), millions (M) or billions (B)."""
+    for factor, unit in ((1e9, "B"), (1e6, "M")):
+        if count >= factor:
+            return f"{count / factor:,.{digits}g} {unit}"
+    return f"{count / 1e3:.{digits}g} K"
+
+
 def gigabytes(count: float) -> str:
     """Three significant digits, in 10^9 bytes or, above that, 10^12."""
     if count >= 1e12:

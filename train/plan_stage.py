@@ -14,7 +14,7 @@ from eagle31.json_files import write_json
 from eagle31.layouts import check_layout
 from train.config import Precision, RunConfig, Stage
 from train.context import RunContext, complete_shape
-from train.plan_fit import Misfit, gigabytes, misfits
+from train.plan_fit import Misfit, counted, gigabytes, misfits
 from train.plan_memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
 from train.plan_target import TargetPlan, planned_config, target_plan
 from train.plan_work import WorkPlan, newest_data_facts, work_plan
@@ -220,7 +220,7 @@ def _target_lines(plan: Plan) -> list[_Line]:
     return [
         (
             "target",
-            f"{counts.total / 1e9:,.4g} B parameters, {counts.active / 1e9:,.3g} B in a token's products",
+            f"{counted(counts.total, 4)} parameters, {counted(counts.active, 3)} in a token's products",
         ),
         ("  weights", f"{gigabytes(target.checkpoint_bytes)}, {gigabytes(target.bytes_per_gpu)} a GPU"),
         ("  capture", target.split),

@@ -13,10 +13,10 @@ from train.model_card import (
     DRAFT_TOKENS,
     decoding_runs,
     identity,
-    public_name,
     samples_text,
     serve_command,
     steps_text,
+    target_name,
     vocabulary_text,
 )
 from train.plots import COLOURS, Panel, build_panels, save_png, to_svg
@@ -163,7 +163,7 @@ def _page(
         runs=decoding_runs(evaluation),
         facts=facts,
         serving=serving,
-        title=public_name(str(facts["target"])),
+        title=target_name(facts),
         configuration=_configuration(facts),
         total_seconds=sum(stage["seconds"] for stage in facts["stages"] if not stage["reused"]),
         serve=serve_command(

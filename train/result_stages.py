@@ -15,7 +15,7 @@ from eagle31.frozen import FrozenParts
 from eagle31.json_files import read_json, write_json
 from train.capture_config import CaptureMode
 from train.config import Stage
-from train.context import RunContext
+from train.context import EMBEDDED, RunContext
 from train.evaluation import greedy_report, plain_texts, replay_by_length, sampling_report
 from train.fit_stage import build_drafter
 from train.model_card import write_model_card
@@ -134,6 +134,7 @@ def run_facts(context: RunContext) -> dict[str, Any]:
     return {
         "recipe": config.recipe_name,
         "target": context.spec.model,
+        "target_embedded": config.target.model == EMBEDDED,
         "train_data": config.data.train,
         "drafter_parameters": training["drafter_parameters"],
         "aux_layer_ids": list(context.aux_layer_ids),

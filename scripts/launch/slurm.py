@@ -54,6 +54,8 @@ def render(submission: Submission, launcher: LauncherConfig) -> str:
         num_processes=num_processes(launcher),
         capture_port=launcher.capture_port,
         signal_seconds=launcher.signal_seconds,
+        max_requeues=launcher.max_requeues,
+        artifacts=str(submission.output_dir.absolute() / "artifacts"),
     )
 
 

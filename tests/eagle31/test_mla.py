@@ -40,7 +40,7 @@ KIMI_K2_6 = DrafterConfig(
     vocab_size=163840,
     draft_vocab_size=163840,
     target_hidden_size=7168,
-    aux_layer_ids=(1, 29, 57),
+    aux_layer_ids=(2, 30, 58),
     rms_norm_eps=1e-5,
     rope_parameters={
         "rope_type": "yarn",

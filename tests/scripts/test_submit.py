@@ -134,6 +134,7 @@ def test_times_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
         ("cpus_per_task", 0),
         ("signal_seconds", 0),
         ("signal_seconds", 65536),
+        ("max_requeues", -1),
         ("mem", "lots"),
         ("mem", "-1"),
         ("time", "1h"),
@@ -186,6 +187,53 @@ def test_rows_have_to_divide_among_the_processes_that_train() -> None:
     check_rows(16, launcher)
     with pytest.raises(UserError, match=r"train\.rows_per_step=12: .* 8 processes"):
         check_rows(12, launcher)
+
+
+# What the batch script calls, as far as its end needs it; srun stands for the run itself.
+COMMANDS = {
+    "srun": 'echo $$ > "$HERE/pid"; trap "exit 143" TERM; touch "$HERE/started"; while :; do sleep 0.1; done',
+    "scontrol": 'case "$1 $2" in "show hostnames") echo n1 ;; requeue*) touch "$HERE/requeued" ;; esac',
+    "squeue": "echo 1.0 train",
+    "scancel": 'mkdir -p "$ADDED"; touch "$ADDED/kept"; kill "$(cat "$HERE/pid")"',
+}
+
+
+@pytest.mark.parametrize(
+    ("restarts", "added", "last_line"),
+    [
+        (0, "elsewhere", "slurm: queued again"),
+        (1, "run/artifacts/train-0/step-00000002", "slurm: queued again"),
+        (1, "run/artifacts/.data-0.partial", "slurm: not queued again: nothing was added to "),
+        (2, "run/artifacts/train-0/step-00000002", "slurm: not queued again: started again 2 times "),
+    ],
+)
+def test_a_job_queues_again_while_it_gets_on_and_not_for_ever(
+    tmp_path: Path, restarts: int, added: str, last_line: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, body in COMMANDS.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    before = tmp_path / "run" / "artifacts" / "train-0"
+    before.mkdir(parents=True)
+    (before / "kept").touch()
+    launcher = LauncherConfig(LauncherKind.slurm, max_requeues=2)
+    (tmp_path / "slurm.sh").write_text(script(launcher, output_dir=str(tmp_path / "run")))
+    told = {"HERE": str(tmp_path), "ADDED": str(tmp_path / added), "SLURM_RESTART_COUNT": str(restarts)}
+    told |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
+    told |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    job = subprocess.Popen(
+        ["bash", tmp_path / "slurm.sh"], env=environment() | told, stdout=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    printed, _ = job.communicate(timeout=30)
+    assert printed.splitlines()[-1].startswith(last_line)
+    assert (tmp_path / "requeued").exists() == (last_line == "slurm: queued again")
+    assert job.returncode == 143
 
 
 SLOW_TO_SAVE = """

@@ -1,6 +1,7 @@
 """The real client against a server of ours: what lands in the repository, and what never does."""
 
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from eagle31.json_files import write_json
+from eagle31.json_files import read_json, write_json
 from tests.train.hub_server import TOKEN, Hub, running_hub
 from tests.train.launch import ROOT
 from tests.train.run_records import evaluation, facts
@@ -115,6 +116,17 @@ def test_a_dry_run_asks_nobody(hub: Hub, push: Push, finished: Path) -> None:
     for name in ("model.safetensors", "config.json", "plots/summary.png", "private", "## Serve"):
         assert name in done.stdout
     assert not hub.requests
+
+
+def test_the_base_model_takes_the_embedded_targets_place(push: Push, finished: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(finished, directory)
+    known = read_json(directory / "report" / "metrics.json")
+    known["facts"] |= {"target": "/cache/embedded-3f2a91/model", "target_embedded": True}
+    write_json(directory / "report" / "metrics.json", known)
+    done = push(directory, "--repo", REPO, "--base-model", "someone/small-llama", "--dry-run", token=None)
+    assert "drafter for someone/small-llama" in done.stdout
+    assert "embedded target" not in done.stdout
 
 
 @pytest.mark.parametrize(

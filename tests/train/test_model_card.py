@@ -48,6 +48,13 @@ def test_paths_are_neither_models_of_the_hub_nor_published(
         assert "/home/someone" not in card
 
 
+def test_the_embedded_target_has_a_name() -> None:
+    known = facts() | {"target": "/cache/embedded-3f2a91/model", "target_embedded": True}
+    card = model_card(known, evaluation(), CONFIG)
+    assert "# EAGLE 3.1 drafter for eagle31's embedded target\n" in card
+    assert "vllm serve model " in card
+
+
 def test_every_number_has_k_temperature_and_engine() -> None:
     card = model_card(facts(), evaluation(), CONFIG)
     rows = [

@@ -78,6 +78,14 @@ def test_the_target_has_the_parameters_of_its_card(recipe: str) -> None:
     assert found.active / 1e9 == pytest.approx(active, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "parameters"),
+    [("quickstart", "2.427 M"), ("qwen3_0_6b", "596 M"), ("qwen3_8b", "8.191 B"), ("kimi_k2_6", "1,026 B")],
+)
+def test_the_targets_parameters_are_shown_in_a_unit_that_fits(recipe: str, parameters: str) -> None:
+    assert f" {parameters} parameters, " in format_plan(plain(recipe))
+
+
 @pytest.mark.parametrize("recipe", SIZES)
 def test_a_recipe_names_its_sources_and_that_it_never_ran(recipe: str) -> None:
     own = (ROOT / "recipes" / "recipe" / f"{recipe}.yaml").read_text()
@@ -87,7 +95,7 @@ def test_a_recipe_names_its_sources_and_that_it_never_ran(recipe: str) -> None:
 
 def test_kimis_drafter_is_that_of_the_published_ones() -> None:
     plan = plain("kimi_k2_6")
-    assert plan.drafter.aux_layer_ids == (1, 29, 57)
+    assert plan.drafter.aux_layer_ids == (2, 30, 58)
     assert plan.tensors["lm_head.weight"] == [163840, 7168]
     assert plan.tensors["fc.weight"] == [7168, 3 * 7168]
     assert plan.tensors["layers.0.self_attn.q_a_proj.weight"] == [1536, 2 * 7168]

@@ -117,6 +117,12 @@ def test_page_shows_names_as_text(tmp_path: Path) -> None:
     assert "script" not in page.tags
 
 
+def test_the_embedded_target_has_a_name_and_is_served_from_its_directory(tmp_path: Path) -> None:
+    page = report(tmp_path, [], evaluation(), target="/cache/embedded-3f2a91/model", target_embedded=True)
+    assert "Drafter for eagle31's embedded target" in page.text
+    assert "vllm serve /cache/embedded-3f2a91/model " in page.text
+
+
 def test_different_texts_are_pointed_out(tmp_path: Path) -> None:
     measured = evaluation() | {"by_draft_length": None}
     measured["greedy"] |= {"num_identical": 29, "num_different": 2}
