@@ -30,6 +30,7 @@ from data.embedded.corpus import Conversation, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, initialize, pretrain
 from eagle31.json_files import write_text
+from eagle31.malloc import keep_freed_memory
 from train.config import check, register
 from train.distributed import World, leave_process_group
 from train.pipeline import run_pipeline
@@ -109,10 +110,10 @@ def aux(*layer_ids: int) -> tuple[str, ...]:
 
 
 CASES = {
-    "eagle31": DrafterCase("llama", PRUNED + aux(1, 3, 5), core=True),
+    "eagle31": DrafterCase("llama", PRUNED + aux(1, 3, 5)),
     "eagle31_llama3_rope": DrafterCase("llama_tied_llama3_rope", PRUNED + aux(1, 3, 5), core=True),
     "eagle3_norm_before_full_vocab_two_aux_bf16": DrafterCase(
-        "qwen3_tied", EAGLE3 + NORM_BEFORE + aux(1, 4) + BF16, core=True
+        "qwen3_tied", EAGLE3 + NORM_BEFORE + aux(1, 4) + BF16
     ),
     "eagle31_four_aux_two_layers_narrower_yarn": DrafterCase(
         "qwen3_yarn", PRUNED + NORM_BEFORE + aux(0, 2, 3, 6) + TWO_LAYERS + NARROWER, core=True
@@ -128,7 +129,7 @@ CASES = {
     "eagle31_qwen3_two_aux_norm_before": DrafterCase("qwen3_tied", PRUNED + NORM_BEFORE + aux(3, 6)),
     "eagle31_qwen3_two_layers_full_vocab": DrafterCase("qwen3_tied", TWO_LAYERS + aux(0, 1, 5)),
     "eagle3_yarn_pruned_norm_before_four_aux": DrafterCase(
-        "qwen3_yarn", EAGLE3 + PRUNED + NORM_BEFORE + aux(1, 2, 4, 6)
+        "qwen3_yarn", EAGLE3 + PRUNED + NORM_BEFORE + aux(1, 2, 4, 6), core=True
     ),
     "eagle3_speculators_pruned_two_aux": DrafterCase(
         "llama", EAGLE3 + PRUNED + SPECULATORS + NORM_BEFORE + aux(2, 5)
@@ -143,7 +144,7 @@ CASES = {
     ),
 }
 # Exports that are also held against vLLM as somebody else would have published them.
-PUBLISHED = ("eagle31", "eagle31_full_vocab_speculators", "eagle31_mla")
+PUBLISHED = ("eagle31_llama3_rope", "eagle31_full_vocab_speculators", "eagle31_mla")
 CORE = tuple(name for name, case in CASES.items() if case.core)
 
 
@@ -247,6 +248,7 @@ def train_case(name: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     register()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     where = Path(sys.argv[1]).resolve()
