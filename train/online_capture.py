@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,30 @@ from data.capture.torchspec import TorchSpecStates
 from data.capture.torchspec_settings import DTYPE as TORCHSPEC_DTYPE
 from data.capture.torchspec_settings import TorchSpecSettings
 from data.store.codec import Encoding
-from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
+from data.transport.mooncake import MooncakeSettings, MooncakeTransport, load_mooncake, reach, state_bytes
 from data.transport.protocol import Arrivals, Producer, Transport
 from data.transport.spool import file_bytes, open_spool
 from data.vllm.client import PATIENCE_SECONDS, check_server
+from data.vllm.environment import check_mooncake, find_python
 from data.vllm.producer import VllmProducer
-from train.capture_config import CaptureSource, TransportKind
+from train.capture_config import CaptureMode, CaptureSource, TransportKind
+from train.config import RunConfig, Stage
 from train.context import RunContext
 from train.vllm_capture import capture_endpoints, wanted_states
+
+
+def check_store(config: RunConfig, stage: Stage) -> None:
+    """Raises UserError where this stage, or a selected one behind it, needs a store that cannot be joined."""
+    capture, order = config.capture, list(Stage)
+    torchspec = capture.source is CaptureSource.torchspec
+    needing = {Stage.capture} if torchspec else set()
+    if capture.mode is CaptureMode.online and (torchspec or capture.transport is TransportKind.mooncake):
+        needing.add(Stage.train)
+    if any(one in config.stages and order.index(one) >= order.index(stage) for one in needing):
+        load_mooncake()
+        reach(capture.mooncake.master)
+        if capture.source is CaptureSource.vllm and not config.vllm.servers:
+            check_mooncake(find_python())
 
 
 @contextmanager
@@ -60,7 +77,7 @@ def source_of(
         sample_bytes=sample_bytes,
         spool_gb=context.config.capture.spool_gb,
         num_sharing=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        rank=context.world.rank,
+        name=rank_name(context),
     )
 
 
@@ -80,7 +97,7 @@ def open_transport(
             hidden_size=parts.hidden_size,
             dtype=dtype,
         )
-        with closing(transport):
+        with closing(transport), emptied(transport, f"{rank_name(context)}-"):
             yield (
                 transport,
                 dtype,
@@ -88,13 +105,25 @@ def open_transport(
             )
         return
     base = None if capture.spool_dir is None else Path(capture.spool_dir)
-    name = f"{run_name(context)}-{context.world.rank}"
-    with open_spool(base, name, encoding, int(capture.spool_gb * 1e9)) as spool:
+    with open_spool(base, rank_name(context), encoding, int(capture.spool_gb * 1e9)) as spool:
         yield (
             spool,
             dtype,
             lambda mask: file_bytes(encoding, mask, num_aux_layers, parts.hidden_size, target_dtype),
         )
+
+
+@contextmanager
+def emptied(transport: MooncakeTransport, prefix: str) -> Iterator[None]:
+    """Leaves nothing under the prefix, neither of this run nor of a dead one before it.
+
+    What was asked for ahead of the last step is taken by nobody, and may lie in the memory of others, pinned.
+    """
+    transport.discard_all(prefix)
+    try:
+        yield
+    finally:
+        transport.discard_all(prefix)
 
 
 def open_producer(context: RunContext, transport: Transport) -> VllmProducer | ProcessProducer:
@@ -167,9 +196,9 @@ def capture_by_torchspec(
             drain_to_store(
                 store,
                 None if states is None else torchspec_source(context, states, store.dataset),
-                wanted_states(context),
+                replace(wanted_states(context), dtype=TORCHSPEC_DTYPE),
                 shard_tokens=capture.shard_tokens,
-                manifest_fields=manifest_fields,
+                manifest_fields={**manifest_fields, "dtype": str(TORCHSPEC_DTYPE).removeprefix("torch.")},
                 progress=world.is_main,
             )
 
@@ -183,6 +212,11 @@ def mooncake_settings(context: RunContext) -> MooncakeSettings:
         device=mooncake.device,
         segment_bytes=int(mooncake.segment_gb * 1e9),
     )
+
+
+def rank_name(context: RunContext) -> str:
+    """Of this trainer process; the same when the run is started again."""
+    return f"{run_name(context)}-{context.world.rank}"
 
 
 def run_name(context: RunContext) -> str:

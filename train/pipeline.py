@@ -25,6 +25,7 @@ from train.distributed import World, wait_for
 from train.export_stage import export_inputs, link_export, run_export
 from train.fit_stage import run_train, train_inputs
 from train.hub import check_push, push_run
+from train.online_capture import check_store
 from train.plan_stage import announce_plan, announce_work
 from train.result_stages import evaluate_inputs, run_evaluate, run_report
 from train.text_stages import (
@@ -125,6 +126,8 @@ def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
     if not world.is_main and not definition.every_rank:
         wait_for(artifact.record_path)
         return
+    if world.is_main:
+        check_store(context.config, stage)
     artifact.directory.mkdir(parents=True, exist_ok=True)
     _say(context, f"{stage.value}: {artifact.directory}")
     started = time.perf_counter()

@@ -51,13 +51,14 @@ class OnlineStates:
     byte, fit the bound: so no producer can overfill it. One that died is asked again for what it owes, and a
     sample that none can make counts as one without tokens.
 
-    Used by one thread, but for `delivery` and `stop`. Keys carry a random name of this object, the rank and
-    the position in the order, so that nothing of a run that was killed is mistaken for this one's.
+    Used by one thread, but for `delivery` and `stop`. Behind `name` keys carry a random name of this object
+    and the position in the order, so that nothing of a run that was killed is mistaken for this one's.
 
     Args:
         dataset: columns input_ids and loss_mask.
         sample_bytes: from loss_mask [T], the most that a sample takes in the transport.
         spool_gb: the bound, in 1e9 bytes, of the `num_sharing` ranks that share it equally.
+        name: letters, digits, - and _; of this trainer process in this run.
 
     Raises:
         UserError: by `get_many`: the samples asked for together exceed the bound, or too many are refused.
@@ -73,13 +74,13 @@ class OnlineStates:
         sample_bytes: Callable[[Tensor], int],
         spool_gb: float,
         num_sharing: int = 1,
-        rank: int = 0,
+        name: str,
     ) -> None:
         self.lengths = dataset_lengths(dataset)
         self.limit_bytes = int(spool_gb * 1e9 / num_sharing)
         self._producer, self._transport, self._shape = producer, transport, shape
         self._spool_gb, self._num_sharing = spool_gb, num_sharing
-        self._name = f"{secrets.token_hex(4)}-{rank}"
+        self._name = f"{name}-{secrets.token_hex(4)}"
         self._tokens, self._sample_bytes = TokenRows(dataset), sample_bytes
         self._num_announced = 0
         self._coming: deque[_Wanted] = deque()

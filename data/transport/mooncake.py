@@ -167,6 +167,10 @@ class MooncakeTransport:
         """Removes what was put under the key, if anything."""
         self._store.batch_remove(_keys(key), force=True)
 
+    def discard_all(self, prefix: str) -> None:
+        """Removes everything under keys of letters, digits, - and _ that begin so."""
+        self._store.remove_by_regex(f"^{prefix}", force=True)
+
     def close(self) -> None:
         """Leaves the store; what lies in the memory that this process lent to it is gone."""
         self._outgoing.release()
@@ -285,20 +289,10 @@ def library_directory() -> Path:
 
 def connect(library: Any, settings: MooncakeSettings) -> Any:
     """A client of the store that `settings.master` runs."""
-    host, port = _address(settings.master)
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as probe:
-            # The address by which the others reach this machine.
-            own = probe.getsockname()[0]
-    except OSError as error:
-        remedy = (
-            f"No master answers there ({error.strerror or error}). Start one: "
-            f"mooncake_master --rpc_address={host} --rpc_port={port}"
-        )
-        raise UserError("capture.mooncake.master", settings.master, remedy) from error
+    own_address = reach(settings.master)
     store = library.MooncakeDistributedStore()
     code = store.setup(
-        own,
+        own_address,
         settings.metadata,
         settings.segment_bytes,
         # Puts and gets use registered memory of ours.
@@ -314,6 +308,24 @@ def connect(library: Any, settings: MooncakeSettings) -> Any:
         )
         raise UserError("capture.mooncake", settings.master, remedy)
     return store
+
+
+def reach(master: str) -> str:
+    """The address by which the store's other processes reach this machine.
+
+    Raises:
+        UserError: no master answers.
+    """
+    host, port = _address(master)
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as probe:
+            return probe.getsockname()[0]
+    except OSError as error:
+        remedy = (
+            f"No master answers there ({error.strerror or error}). Start one: "
+            f"mooncake_master --rpc_address={host} --rpc_port={port}"
+        )
+        raise UserError("capture.mooncake.master", master, remedy) from error
 
 
 def _address(master: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from data.transport.mooncake import REQUIREMENT
 from eagle31.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,14 @@ def find_python() -> Path:
     if not (path.parent.parent / ".eagle31-stamp").exists():
         raise UserError("EAGLE31_VLLM_ENV", path.parent.parent, remedy)
     return path
+
+
+def check_mooncake(python: Path) -> None:
+    """Raises UserError where an engine could not put into a Mooncake store."""
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('mooncake') is None)"
+    if subprocess.run([str(python), "-I", "-c", probe]).returncode:
+        remedy = f"vLLM's environment lacks its Python package: {python} -m pip install '{REQUIREMENT}'."
+        raise UserError("capture.transport", "mooncake", remedy)
 
 
 def environment(python: Path) -> dict[str, str]:

@@ -112,7 +112,13 @@ def replayed(
         settings = {"store": str(store.directory), "batch_tokens": MAX_TOKENS, "transport": spool.to_json()}
         with closing(ProcessProducer("scripts.delivery.replay_worker", settings, spool, 1)) as producer:
             yield OnlineStates(
-                dataset, producer, spool, shape=SHAPE, sample_bytes=sample_bytes, spool_gb=spool_gb
+                dataset,
+                producer,
+                spool,
+                shape=SHAPE,
+                sample_bytes=sample_bytes,
+                spool_gb=spool_gb,
+                name="bench",
             )
 
 

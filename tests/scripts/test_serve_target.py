@@ -12,10 +12,11 @@ from data.vllm.environment import ROOT
 from tests.data.tiny_target import NUM_LAYERS, save_target
 
 
-def serve(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """With a Python that writes down how it is called."""
+def serve(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """With a Python that writes down how it is called, and ends with a status."""
     python = tmp_path / "python"
-    shows = 'import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ["PYTHONPATH"]]))\n'
+    shows = 'import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ.get("PYTHONPATH")]))\n'
+    shows += f"sys.exit({status})\n"
     python.write_text(f"#!{sys.executable}\n{shows}")
     python.chmod(0o755)
     command = [sys.executable, str(ROOT / "scripts" / "serve_target"), *arguments]
@@ -58,3 +59,12 @@ def test_a_recipes_server(tmp_path: Path) -> None:
     assert ids == [0, 2, NUM_LAYERS]
     settings = json.loads(given["--kv-transfer-config"])["kv_connector_extra_config"]
     assert (settings["aux_layer_ids"], settings["roots"]) == ([0, 2], [str(output_dir)])
+
+
+def test_a_server_that_could_not_put_into_mooncake_is_not_started(tmp_path: Path) -> None:
+    spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
+    through = ["capture=online", "capture.transport=mooncake"]
+    done = serve(tmp_path, *recipe(spec, output_dir), *through, status=1)
+    assert done.returncode == 1
+    assert "pip install 'mooncake-transfer-engine" in done.stderr
+    assert "vllm.servers=" not in done.stdout

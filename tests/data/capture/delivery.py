@@ -87,9 +87,7 @@ def sample_bytes(loss_mask: torch.Tensor) -> int:
     return file_bytes(ENCODING, loss_mask, *vars(SHAPE).values())
 
 
-def states_from(
-    dataset: Dataset, producer: Producer, spool: Spool, spool_bytes: int = 10**8, rank: int = 0
-) -> OnlineStates:
+def states_from(dataset: Dataset, producer: Producer, spool: Spool, spool_bytes: int = 10**8) -> OnlineStates:
     return OnlineStates(
         dataset,
         producer,
@@ -97,7 +95,7 @@ def states_from(
         shape=SHAPE,
         sample_bytes=sample_bytes,
         spool_gb=spool_bytes / 1e9,
-        rank=rank,
+        name="test",
     )
 
 
@@ -109,10 +107,10 @@ def open_memory(name: str) -> Iterator[Spool]:
 
 @contextmanager
 def replaying(
-    store: HiddenStateStore, dataset: Dataset, name: str, spool_bytes: int = 10**8, rank: int = 0
+    store: HiddenStateStore, dataset: Dataset, name: str, spool_bytes: int = 10**8
 ) -> Iterator[tuple[OnlineStates, ProcessProducer, Spool]]:
     """States that a process of its own reads from the store."""
     with open_memory(name) as spool:
         settings = {"store": str(store.directory), "batch_tokens": 1, "transport": spool.to_json()}
         with closing(ProcessProducer(REPLAY, settings, spool, num_processes=1)) as producer:
-            yield states_from(dataset, producer, spool, spool_bytes, rank), producer, spool
+            yield states_from(dataset, producer, spool, spool_bytes), producer, spool

@@ -80,7 +80,7 @@ def test_a_process_of_the_target_gives_its_states(tmp_path: Path) -> None:
             hf_producer(spec, AUX_LAYER_IDS, CPU, spool, batch_tokens=1, num_processes=2)
         ) as producer:
             source = OnlineStates(
-                dataset, producer, spool, shape=shape, sample_bytes=sample_bytes, spool_gb=1e-4
+                dataset, producer, spool, shape=shape, sample_bytes=sample_bytes, spool_gb=1e-4, name="test"
             )
             order = [*range(len(dataset))] * 2
             source.expect(order)

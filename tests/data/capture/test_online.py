@@ -200,7 +200,7 @@ def test_training_reads_the_same_online_as_from_a_store(
 ) -> None:
     store = write_store(tmp_path, DATASET)
     for rank in range(world_size):
-        online_states = states_from(DATASET, PromptProducer(spool), spool, 500_000, rank)
+        online_states = states_from(DATASET, PromptProducer(spool), spool, 500_000)
         loaders = [
             RowLoader(
                 source,

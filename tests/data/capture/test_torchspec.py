@@ -131,6 +131,7 @@ def test_torchspecs_engine_feeds_two_ranks_and_survives_kill_9(plane: Plane) -> 
         shape=StateShape(len(AUX_LAYER_IDS), HIDDEN_SIZE, torch.bfloat16),
         sample_bytes=lambda mask: state_bytes(len(mask), len(AUX_LAYER_IDS), HIDDEN_SIZE, torch.bfloat16),
         spool_gb=2e-5,  # about four samples
+        name="test",
     )
     order = [5, 0, 3, 7, 1]
     online.expect(order)

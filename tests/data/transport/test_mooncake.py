@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,46 @@ def test_a_full_store_refuses_in_time_and_loses_nothing(
     producer.put(*sample(stored, LONG))
     trainer.discard(f"run-{stored}")
     assert not trainer.arrived(f"run-{stored}")
+
+
+def test_what_is_taken_while_put_still_returns_is_not_put_again(
+    producer: MooncakeTransport, trainer: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TakenAtOnce:
+        """The store, with a trainer that is faster than the answer to the one who put."""
+
+        has_put = False
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def batch_put_from(self, *arguments: object, **options: object) -> list[int]:
+            assert not self.has_put
+            codes = store.batch_put_from(*arguments, **options)
+            self.has_put = True
+            check(trainer, 0, SHORT)
+            return codes
+
+    store, seen = producer._store, TakenAtOnce()
+    monkeypatch.setattr(producer, "_store", seen)
+    producer.put(*sample(0, SHORT))
+    assert seen.has_put
+    assert not trainer.arrived("run-0")
+
+
+def test_what_one_run_left_is_removed_and_no_others(
+    producer: MooncakeTransport, trainer: MooncakeTransport
+) -> None:
+    requests = [
+        replace(sample(0, SHORT)[0], key=key) for key in ("a-1-left", "a-1-too", "a-10-kept", "b-a-1-kept")
+    ]
+    for request in requests:
+        producer.put(request, *sample(0, SHORT)[1:])
+    trainer.discard_all("a-1-")
+    assert [producer.arrived(request.key) for request in requests] == [False, False, True, True]
+    trainer.discard_all("a-10-")
+    trainer.discard_all("b-")
+    assert trainer._store.remove_all(force=True) == 0
 
 
 def test_a_producer_killed_while_the_store_is_full_is_succeeded(
