@@ -17,13 +17,15 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 
+from data.capture.hf import HiddenStateCapture
 from data.capture.offline import WantedStore
+from data.capture.online import OnlineStates, StateShape
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids, refused
-from data.target import TargetSpec
+from data.target import TargetSpec, load_target, locate
 from data.transport.protocol import StateRequest
-from data.transport.spool import Spool
+from data.transport.spool import Spool, file_bytes
 from data.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
 from data.vllm.environment import ROOT, capture_environment
 from data.vllm.producer import VllmProducer
@@ -161,6 +163,45 @@ def test_states_reach_a_trainer_and_bad_requests_are_told(
         assert f"the target's {VOCAB_SIZE}" in refusals["bad"]
     finally:
         producer.close()
+
+
+def test_training_goes_on_when_the_server_is_killed(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    """What was under way, or answered and not yet written, comes from the next one; all in order."""
+    spool, wanted = Spool(root / "killed", ENCODING), wanted_states(spec, IDS)
+    spool.directory.mkdir()
+    dataset = make_samples(80)
+    shape = StateShape(len(IDS), wanted.hidden_size, wanted.dtype)
+
+    def check(endpoint, facts) -> None:
+        check_server(endpoint, facts, wanted, spool.directory, MAX_TOKENS)
+
+    def sample_bytes(loss_mask: torch.Tensor) -> int:
+        return file_bytes(ENCODING, loss_mask, *vars(shape).values())
+
+    producer = VllmProducer([VllmServer(server.url, 8)], spool, check, PATIENCE_SECONDS)
+    with contextlib.closing(producer):
+        source = OnlineStates(
+            dataset, producer, spool, shape=shape, sample_bytes=sample_bytes, spool_gb=0.01, name="test"
+        )
+        order = [*reversed(range(len(dataset))), *range(len(dataset))]
+        source.expect(order)
+        samples = source.get_many(order[:10])
+        assert producer._owed
+        server.kill()
+        server.start()
+        samples += [source.get_many([index])[0] for index in order[10:]]
+        assert source.delivery().num_restarts == 1
+    assert not list(spool.directory.iterdir())
+    assert source.refused == {}
+    reference = load_target(spec, torch.device("cpu"))
+    capture = HiddenStateCapture(reference, locate(reference, spec), IDS)
+    for index, sample in zip(order, samples, strict=True):
+        assert sample.input_ids.tolist() == dataset[index]["input_ids"]
+        ((aux, last),) = capture.capture([sample.input_ids])
+        torch.testing.assert_close(sample.aux_hidden_states, aux, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sample.last_hidden_states, last, rtol=1e-4, atol=1e-4)
 
 
 def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
