@@ -6,8 +6,8 @@ from pathlib import Path
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from data.answers import answers_dataset
 from data.conversations import Conversation
-from data.generate import answers_dataset
 from data.template import TemplateRefused, render_prompt
 from data.tokenize import check_refused
 
@@ -27,7 +27,8 @@ def regenerate(
     """Replaces the assistant turns one after the other, each behind the target's own earlier ones.
 
     Args:
-        answer: prompts and a file to resume from -> token ids of each answer.
+        answer: prompts and a file to resume from -> token ids of each answer; where there are none, the
+            conversation is left out from there on.
         max_tokens: of prompt and answer together; prompts without room for two tokens are left out, longer
             answers are cut.
         directory: holds the answers of each turn, `turn-000.jsonl`.
@@ -72,7 +73,7 @@ def regenerate(
         for owner, ids in zip(owners, answers, strict=True):
             text = tokenizer.decode(ids, skip_special_tokens=True)
             histories[owner].append({"role": "assistant", "content": text})
-            position[owner] += 1
+            position[owner] = position[owner] + 1 if ids else len(conversations[owner].messages)
         turn += 1
     if refusals:
         on_refused(refusals)

@@ -15,7 +15,7 @@ from eagle31.losses import Loss, Objective
 from train.capture_config import CaptureConfig, check_capture
 from train.launcher_config import LauncherConfig, check_launcher
 from train.tracking import TrackingMode
-from train.vllm_config import VllmConfig, check_vllm
+from train.vllm_config import MAX_TEMPERATURE, VllmConfig, check_vllm
 
 
 class Stage(Enum):
@@ -122,7 +122,7 @@ class RegenerateConfig:
     enabled: bool = False
     max_new_tokens: int = 512
     temperature: float = 0.0
-    batch_size: int = 16
+    batch_size: int = 16  # of target.engine=hf; vLLM batches by itself
 
 
 @dataclass
@@ -346,5 +346,14 @@ def check(config: RunConfig) -> None:
     check_capture(config.capture)
     check_vllm(config.vllm)
     check_launcher(config.launcher)
+    if config.target.engine is TargetEngine.vllm:
+        drawn = {
+            "evaluate.temperature": config.evaluate.temperature,
+            "data.regenerate.temperature": config.data.regenerate.temperature,
+        }
+        for name, value in drawn.items():
+            if value > MAX_TEMPERATURE:
+                remedy = f"vLLM takes up to {MAX_TEMPERATURE}; lower it, or set target.engine=hf."
+                raise UserError(name, value, remedy)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")

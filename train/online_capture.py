@@ -21,30 +21,15 @@ from data.capture.torchspec import TorchSpecStates
 from data.capture.torchspec_settings import DTYPE as TORCHSPEC_DTYPE
 from data.capture.torchspec_settings import TorchSpecSettings
 from data.store.codec import Encoding
-from data.transport.mooncake import MooncakeSettings, MooncakeTransport, load_mooncake, reach, state_bytes
+from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
 from data.transport.protocol import Arrivals, Producer, Transport
 from data.transport.spool import file_bytes, open_spool
-from data.vllm.client import PATIENCE_SECONDS, check_server
-from data.vllm.environment import check_mooncake, find_python
+from data.vllm.client import check_server
+from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.producer import VllmProducer
-from train.capture_config import CaptureMode, CaptureSource, TransportKind
-from train.config import RunConfig, Stage
+from train.capture_config import CaptureSource, TransportKind
 from train.context import RunContext
 from train.vllm_capture import capture_endpoints, wanted_states
-
-
-def check_store(config: RunConfig, stage: Stage) -> None:
-    """Raises UserError where this stage, or a selected one behind it, needs a store that cannot be joined."""
-    capture, order = config.capture, list(Stage)
-    torchspec = capture.source is CaptureSource.torchspec
-    needing = {Stage.capture} if torchspec else set()
-    if capture.mode is CaptureMode.online and (torchspec or capture.transport is TransportKind.mooncake):
-        needing.add(Stage.train)
-    if any(one in config.stages and order.index(one) >= order.index(stage) for one in needing):
-        load_mooncake()
-        reach(capture.mooncake.master)
-        if capture.source is CaptureSource.vllm and not config.vllm.servers:
-            check_mooncake(find_python())
 
 
 @contextmanager

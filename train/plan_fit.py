@@ -95,10 +95,7 @@ def _target(config: RunConfig, target: TargetPlan, available: int) -> list[Misfi
     elif config.capture.source is CaptureSource.vllm:
         change = f"vllm.engine_args.tensor_parallel_size={gpus}"
         if gpus > 8:
-            change = (
-                "vllm.engine_args.tensor_parallel_size=8 and "
-                f"vllm.engine_args.pipeline_parallel_size={gpus // 8}"
-            )
+            change += " over several nodes; vLLM captures nothing under pipeline parallelism."
     else:
         change = f"plan.target_gpus={gpus}, and as many for TorchSpec."
     return [Misfit("the target", target.bytes_per_gpu, available, change)]

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
+from data.answers import AnswerWriter, answers_dataset
 from data.conversations import (
     Conversation,
     ReadResult,
@@ -22,7 +22,6 @@ from data.conversations import (
     read_conversations,
     source_fingerprint,
 )
-from data.generate import answers_dataset, generate_answers
 from data.regenerate import regenerate
 from data.split import choose_prompts, drop_prompts, held_out_split
 from data.target import tokenizer_fingerprint
@@ -31,8 +30,9 @@ from data.tokenize import tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from eagle31.vocab import DraftVocab, build_draft_vocab
+from train.answers import answer_writer, target_answers
 from train.artifact import Artifact
-from train.config import Stage
+from train.config import Stage, TargetEngine
 from train.context import RunContext
 from train.published import starting_vocab
 
@@ -59,7 +59,11 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         "seed": context.config.seed,
     }
     if data.regenerate.enabled:
-        inputs["regenerate"] = asdict(data.regenerate) | {"target": context.parts.fingerprint}
+        engine = context.config.target.engine
+        inputs["regenerate"] = asdict(data.regenerate)
+        inputs["regenerate"] |= {"target": context.parts.fingerprint, "engine": engine.value}
+        if engine is TargetEngine.vllm:
+            del inputs["regenerate"]["batch_size"]
         inputs["max_samples"] = context.config.capture.max_samples
     return inputs
 
@@ -186,31 +190,23 @@ def _regenerated(context: RunContext, conversations: list[Conversation], directo
     if limit is not None and limit < len(conversations):
         # What is never captured need not be written.
         conversations = random.Random(context.config.seed).sample(conversations, limit)
-    model, _ = context.load_target()
+    with answer_writer(context) as writer:
 
-    def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
-        return generate_answers(
-            model,
-            prompts,
-            max_new_tokens=settings.max_new_tokens,
-            eos_token_ids=context.eos_token_ids,
-            temperature=settings.temperature,
-            seed=context.config.seed,
-            batch_size=settings.batch_size,
-            output=output,
-            model_fingerprint=context.parts.fingerprint,
-            progress=True,
+        def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
+            limit, temperature = settings.max_new_tokens, settings.temperature
+            return target_answers(
+                context, writer, prompts, output, max_new_tokens=limit, temperature=temperature
+            )
+
+        dataset = regenerate(
+            conversations,
+            context.tokenizer,
+            answer,
+            max_tokens=context.config.data.max_tokens,
+            template_kwargs=context.template_kwargs,
+            directory=directory / "regenerated",
+            on_refused=_print_refused,
         )
-
-    dataset = regenerate(
-        conversations,
-        context.tokenizer,
-        answer,
-        max_tokens=context.config.data.max_tokens,
-        template_kwargs=context.template_kwargs,
-        directory=directory / "regenerated",
-        on_refused=_print_refused,
-    )
     return dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
 
 
@@ -267,6 +263,7 @@ def answers_inputs(context: RunContext) -> dict[str, Any]:
         "data": context.artifacts[Stage.data].key,
         "target": context.parts.fingerprint,
         "dtype": context.config.target.dtype,
+        "engine": context.config.target.engine.value,
         "max_new_tokens": context.config.evaluate.max_new_tokens,
     }
 
@@ -274,26 +271,16 @@ def answers_inputs(context: RunContext) -> dict[str, Any]:
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     """The target answers the held-out prompts greedily, once: `validation/` and `test/` (Arrow)."""
     prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
-    model, _ = context.load_target()
-    return {name: _answer_split(context, model, name, prompts[name], directory) for name in HELD_OUT}
+    with answer_writer(context) as writer:
+        return {name: _answer_split(context, writer, name, prompts[name], directory) for name in HELD_OUT}
 
 
 def _answer_split(
-    context: RunContext, model: PreTrainedModel, name: str, prompts: list[dict], directory: Path
+    context: RunContext, writer: AnswerWriter, name: str, prompts: list[dict], directory: Path
 ) -> dict[str, int]:
     token_ids = [prompt["input_ids"] for prompt in prompts]
-    answers = generate_answers(
-        model,
-        token_ids,
-        max_new_tokens=context.config.evaluate.max_new_tokens,
-        eos_token_ids=context.eos_token_ids,
-        temperature=0.0,
-        seed=context.config.seed,
-        batch_size=context.config.data.regenerate.batch_size,
-        output=directory / f"{name}.jsonl",
-        model_fingerprint=context.parts.fingerprint,
-        progress=True,
-    )
+    output, limit = directory / f"{name}.jsonl", context.config.evaluate.max_new_tokens
+    answers = target_answers(context, writer, token_ids, output, max_new_tokens=limit, temperature=0.0)
     dataset = answers_dataset(token_ids, answers, [prompt["id"] for prompt in prompts])
     dataset = dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
     if not len(dataset):

@@ -1,4 +1,4 @@
-"""The recipe's vLLM capture: which engine it takes, and where prompts are sent."""
+"""The recipe's vLLM: which engine it takes, where prompts are sent, and capture through it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,10 @@ from train.context import RunContext
 
 
 def capture_engine(context: RunContext) -> CaptureEngine:
-    """An engine that captures everything that the run needs, and writes where it does."""
+    """An engine that captures and writes everything that the run needs, and where it does."""
     config, parts = context.config, context.parts
-    capture = config.capture
+    capture, regenerate = config.capture, config.data.regenerate
+    written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
     roots = [str(context.output_dir.resolve())]
     if capture.mode is CaptureMode.online and capture.transport is TransportKind.spool:
         roots.append(str(Path(capture.spool_dir or MEMORY).resolve()))
@@ -31,8 +32,8 @@ def capture_engine(context: RunContext) -> CaptureEngine:
         target_fingerprint=parts.fingerprint,
         aux_layer_ids=context.aux_layer_ids,
         num_layers=parts.num_layers,
-        # A held-out conversation is a prompt and what the target answered to it.
-        max_tokens=config.data.max_tokens + config.evaluate.max_new_tokens,
+        # A sample fits a row, and so does a held-out prompt with its answer; an answer is cut afterwards.
+        max_tokens=max(config.train.row_tokens, written),
         roots=roots,
         mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
         mooncake_masters=[capture.mooncake.master] if online_mooncake else [],
@@ -53,12 +54,16 @@ def wanted_states(context: RunContext) -> WantedStates:
     )
 
 
+def servers(context: RunContext) -> list[Endpoint]:
+    """The recipe's."""
+    vllm = context.config.vllm
+    return [VllmServer(url, vllm.max_concurrency) for url in vllm.servers]
+
+
 def capture_endpoints(context: RunContext) -> list[Endpoint]:
     """The recipe's servers, or an engine of the run's own; starts nothing yet."""
-    vllm = context.config.vllm
-    if vllm.servers:
-        return [VllmServer(url, vllm.max_concurrency) for url in vllm.servers]
-    return [OwnEngine.of(capture_engine(context), context.output_dir / f"vllm-{context.world.rank}.log")]
+    own = OwnEngine.of(capture_engine(context), context.output_dir / f"vllm-{context.world.rank}.log")
+    return servers(context) or [own]
 
 
 def capture_by_vllm(

@@ -5,6 +5,9 @@ from typing import Any
 
 from eagle31.errors import UserError
 
+MAX_TEMPERATURE = 2.0  # vLLM refuses higher ones
+_OWN = ("model", "speculative_config", "kv_transfer_config", "max_model_len")
+
 
 @dataclass
 class VllmConfig:
@@ -14,6 +17,10 @@ class VllmConfig:
 
 
 def check_vllm(vllm: VllmConfig) -> None:
-    """Raises UserError for a value that no client could use."""
+    """Raises UserError for values that no stage could use."""
     if not vllm.max_concurrency > 0:
         raise UserError("vllm.max_concurrency", vllm.max_concurrency, "It must be greater than 0.")
+    for name in _OWN:
+        if name in vllm.engine_args:
+            remedy = "The run itself sets it; leave it out."
+            raise UserError(f"vllm.engine_args.{name}", vllm.engine_args[name], remedy)

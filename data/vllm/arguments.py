@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
+from data.vllm.facts import ROOM_TOKENS
 from eagle31.errors import UserError
 
-# Behind a prompt vLLM wants room for the token that it samples.
-ROOM_TOKENS = 1
 _OWN = ("model", "speculative_config", "kv_transfer_config", "max_model_len", "pipeline_parallel_size")
 
 
@@ -19,7 +18,7 @@ class CaptureEngine:
     """An engine of vLLM that captures one target.
 
     Args:
-        max_tokens: of the longest sample.
+        max_tokens: of the longest sample, and of the longest prompt with its answer.
         roots: the directories below which it may write.
         mooncake_masters: the Mooncake stores that it may put into, as host:port.
         extra: further arguments of `vllm.LLM`.
@@ -75,6 +74,12 @@ class CaptureEngine:
             },
         }
 
+    def answer_arguments(self) -> dict[str, Any]:
+        """One that writes answers only."""
+        # On the CPU vLLM 0.32 ends with a prompt that has a seed and is computed in chunks.
+        whole = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+        return whole | self.plain_arguments()
+
     def plain_arguments(self) -> dict[str, Any]:
         """The same engine without hidden states: what capture is measured against."""
         own = {
@@ -82,7 +87,8 @@ class CaptureEngine:
             "dtype": self.dtype,
             "trust_remote_code": self.trust_remote_code,
             "max_model_len": self.max_tokens + ROOM_TOKENS,
-            "skip_tokenizer_init": True,  # token ids in, nothing out
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # the model's own has no part in an answer
             # Compiling pays where many short steps are computed; prompts are few and long.
             "enforce_eager": not torch.cuda.is_available(),
         }

@@ -8,34 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from data.capture.offline import WantedStore, check_space, finish_store, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.shards import FinishedShards, refuse
-from data.vllm.dispatch import Dispatcher, Prompt
-from data.vllm.endpoint import Endpoint
+from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
+from data.vllm.endpoint import Endpoint, WantedTarget, check_target, other_server
 from data.vllm.facts import ServerFacts, facts_path
 from data.vllm.order import StateOrder, below, store_destination
 from eagle31.errors import UserError
 
-PATIENCE_SECONDS = 300.0  # servers are started again, and load their model
 _POLL_SECONDS = 0.5
 _READ_AHEAD = 4  # prompts waiting, for each that is under way
 _REFUSER = "client"
 
 
 @dataclass(frozen=True)
-class WantedStates:
+class WantedStates(WantedTarget):
     """What every server has to give; has what `check_space` asks for."""
 
-    target: str
-    target_fingerprint: str
     aux_layer_ids: tuple[int, ...]
     hidden_size: int
     num_layers: int
-    dtype: torch.dtype
 
 
 def capture_through_vllm(
@@ -99,28 +94,17 @@ def check_server(
         longest: tokens of the longest sample.
     """
 
-    def refuse_server(what: str, found: object) -> UserError:
-        remedy = f"Its {what} {found}; start it with scripts/serve_target and the recipe of this run."
-        return UserError("vllm.servers", endpoint.name, remedy)
-
-    same_target = facts.target_fingerprint in (wanted.target_fingerprint, None)
-    if not same_target or (facts.target_fingerprint is None and facts.model != wanted.target):
-        raise refuse_server("target is", f"{facts.model}, not {wanted.target}, or other weights")
+    check_target(endpoint, facts, wanted, longest)
     if facts.aux_layer_ids != wanted.aux_layer_ids:
-        raise refuse_server(
-            "aux layer ids are", f"{list(facts.aux_layer_ids)}, not {list(wanted.aux_layer_ids)}"
-        )
+        found = f"{list(facts.aux_layer_ids)}, not {list(wanted.aux_layer_ids)}"
+        raise other_server(endpoint, "aux layer ids are", found)
     if (facts.num_layers, facts.hidden_size) != (wanted.num_layers, wanted.hidden_size):
-        raise refuse_server("target has", f"{facts.num_layers} layers of {facts.hidden_size}")
-    dtype = str(wanted.dtype).removeprefix("torch.")
-    if facts.dtype != dtype:
-        raise refuse_server("dtype is", f"{facts.dtype}, not {dtype}")
-    if facts.max_tokens < longest:
-        raise refuse_server("longest prompt has", f"{facts.max_tokens} tokens where a sample has {longest}")
+        raise other_server(endpoint, "target has", f"{facts.num_layers} layers of {facts.hidden_size}")
     if directory is None:
         return
     if not below(str(directory.resolve()), facts.roots):
-        raise refuse_server("roots are", f"{', '.join(facts.roots)}, and {directory} is below none of them")
+        found = f"{', '.join(facts.roots)}, and {directory} is below none of them"
+        raise other_server(endpoint, "roots are", found)
     root = next(root for root in facts.roots if below(str(directory.resolve()), [root]))
     if not facts_path(root, facts.id).exists():
         remedy = f"Its {root} is another one than here; mount the same directory at the same path."
@@ -152,7 +136,7 @@ class _Capture:
         """Raises UserError as `Dispatcher.run` does."""
         longest = self.lengths[self.unsent[-1]]
 
-        def answered(prompt: Prompt, engine: str) -> None:
+        def answered(prompt: Prompt, engine: str, _: list[int]) -> None:
             self.under_way.discard(prompt.place)
             self.answered[prompt.place] = engine
             bar.update(len(prompt.input_ids))

@@ -27,12 +27,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
 from data.vllm.cache_copy import CacheReader
-from data.vllm.facts import ServerFacts, remove_facts, write_facts, write_failure
+from data.vllm.facts import ServerFacts, engine_facts, remove_facts, write_facts, write_failure
 from data.vllm.order import PARAMS, StateOrder, refusal, tokens_sha256
 from data.vllm.sink import Delivery, StateSink
 
-# Behind a prompt vLLM wants room for a token and keeps no states of a whole batch where there is none.
-_ROOM_TOKENS = 1
 _STATES_LAYER = "cache_only_layers."  # as vLLM's ExtractHiddenStatesModel names its layer
 
 
@@ -215,17 +213,12 @@ def _facts(config: VllmConfig, settings: dict[str, Any]) -> ServerFacts:
         raise ValueError("kv_cache_dtype must be auto: the hidden states' cache would have it, too.")
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("pipeline_parallel_size must be 1: hidden states are on the last stage only.")
-    return ServerFacts(
-        id=config.kv_transfer_config.engine_id,
-        model=model.model,
-        target_fingerprint=settings.get("target_fingerprint"),
-        aux_layer_ids=aux,
-        num_layers=num_layers,
-        dtype=str(model.dtype).removeprefix("torch."),
-        hidden_size=model.get_hidden_size(),
-        vocab_size=model.get_vocab_size(),
-        max_tokens=model.max_model_len - _ROOM_TOKENS,
-        roots=tuple(str(Path(root).resolve()) for root in settings["roots"]),
+    return engine_facts(
+        config,
+        config.kv_transfer_config.engine_id,
+        settings.get("target_fingerprint"),
+        aux,
+        tuple(str(Path(root).resolve()) for root in settings["roots"]),
     )
 
 

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data.answers import Sampling
 from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
 from data.vllm.facts import ServerFacts, read_facts
 from eagle31.errors import UserError
 
+PATIENCE_SECONDS = 300.0  # servers are started again, and load their model
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 # A prompt that was lost so often with others is sent alone, and if it is then lost so often, never again.
 _LOST_IN_COMPANY, _LOST_ALONE = 2, 2
@@ -19,12 +21,15 @@ _LOST_IN_COMPANY, _LOST_ALONE = 2, 2
 
 @dataclass(order=True)
 class Prompt:
-    """What is to be computed; the lower `place` first."""
+    """What is to be computed; the lower `place` first.
+
+    asked: of the connector, or how to answer it.
+    """
 
     place: int
     key: str = field(compare=False)
     input_ids: list[int] = field(compare=False)
-    params: dict[str, Any] = field(compare=False)
+    asked: dict[str, Any] | Sampling = field(compare=False)
     num_losses: int = field(default=0, compare=False)
 
 
@@ -83,7 +88,8 @@ class Dispatcher:
 
     Args:
         check: raises UserError for an endpoint that is set up in another way than is needed.
-        answered: called with the prompt and the id of the engine that computed it.
+        answered: called with the prompt, the id of the engine that computed it, and the answer's token ids
+            where one was asked for.
         refused: called with the prompt and the reason.
         patience_seconds: how long all endpoints may be away at once.
     """
@@ -93,7 +99,7 @@ class Dispatcher:
         endpoints: Sequence[Endpoint],
         *,
         check: Callable[[Endpoint, ServerFacts], None],
-        answered: Callable[[Prompt, str], None],
+        answered: Callable[[Prompt, str, list[int]], None],
         refused: Callable[[Prompt, str], None],
         patience_seconds: float,
     ) -> None:
@@ -176,8 +182,8 @@ class Dispatcher:
                 continue
             try:
                 async with link.turn(alone=prompt.num_losses >= _LOST_IN_COMPANY):
-                    await link.endpoint.send(prompt.input_ids, prompt.params)
-                self._answered(prompt, link.facts.id)
+                    output_ids = await _compute(link.endpoint, prompt)
+                self._answered(prompt, link.facts.id, output_ids)
             except Refused as error:
                 self._refused(prompt, str(error))
             except Unavailable as error:
@@ -195,9 +201,16 @@ class Dispatcher:
         told = "; ".join(f"{link.endpoint.name}: {link.reason}" for link in self.links)
         remedy = (
             f"None has answered for {self.patience_seconds:.0f} seconds ({told}); start them with "
-            "scripts/serve_target and give the same command again: what is captured is kept."
+            "scripts/serve_target and give the same command again: what is finished is kept."
         )
         raise UserError("vllm.servers", [link.endpoint.name for link in self.links], remedy)
+
+
+async def _compute(endpoint: Endpoint, prompt: Prompt) -> list[int]:
+    if isinstance(prompt.asked, Sampling):
+        return await endpoint.generate(prompt.input_ids, prompt.asked)
+    await endpoint.send(prompt.input_ids, prompt.asked)
+    return []
 
 
 def _impossible(prompt: Prompt, facts: ServerFacts) -> str | None:
@@ -205,8 +218,10 @@ def _impossible(prompt: Prompt, facts: ServerFacts) -> str | None:
     largest = max(prompt.input_ids, default=-1)
     if not 0 <= min(prompt.input_ids, default=-1) <= largest < facts.vocab_size:
         return f"Has no tokens, or others than the target's {facts.vocab_size}: {largest}."
-    if len(prompt.input_ids) > facts.max_tokens:
-        return f"Its {len(prompt.input_ids)} tokens are more than the {facts.max_tokens} that vLLM captures."
+    answer = prompt.asked.max_new_tokens if isinstance(prompt.asked, Sampling) else 0
+    if len(prompt.input_ids) + answer > facts.max_tokens:
+        tokens = f"{len(prompt.input_ids)} tokens" + (f" and {answer} of its answer" if answer else "")
+        return f"Its {tokens} are more than the {facts.max_tokens} that vLLM was started for."
     return None
 
 
@@ -217,5 +232,5 @@ def _raise_failure(link: Link) -> None:
     for root in link.facts.roots:
         left = read_facts(root, link.facts.id)
         if left is not None and left.failure is not None:
-            remedy = f"It ended, and says why: {left.failure} What is captured is kept."
+            remedy = f"It ended, and says why: {left.failure} What is finished is kept."
             raise UserError("vllm.servers", link.endpoint.name, remedy)

@@ -1,7 +1,11 @@
 """What prompts are sent to: a vLLM server, or an engine of the run's own."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from data.answers import Sampling
 from data.vllm.facts import ServerFacts
 from data.vllm.order import DESCRIBE, PARAMS
 from eagle31.errors import UserError
@@ -32,6 +36,10 @@ class Endpoint(Protocol):
         """
         ...
 
+    async def generate(self, input_ids: list[int], sampling: Sampling) -> list[int]:
+        """The ids that answer a prompt, up to and with the first stop token; raises what `send` does."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -42,6 +50,61 @@ async def describe(endpoint: Endpoint) -> ServerFacts:
         remedy = "Runs without eagle31's connector; start it with scripts/serve_target."
         raise UserError("vllm.servers", endpoint.name, remedy)
     return ServerFacts.from_json(answer)
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Of a completion request, and of vLLM's SamplingParams: all that a model's own settings could change."""
+    drawn = {"temperature": sampling.temperature, "seed": sampling.seed} if sampling.temperature else {}
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "ignore_eos": True,  # the stop tokens are given
+        "stop_token_ids": list(sampling.stop_token_ids),
+    } | drawn
+
+
+def check_finished(reason: str | None) -> None:
+    """Raises Refused for an answer that is none."""
+    if reason not in ("stop", "length"):
+        raise Refused(f"vLLM gave it up: {reason}")
+
+
+@dataclass(frozen=True)
+class WantedTarget:
+    """What every server has to run."""
+
+    target: str  # as vLLM is told
+    target_fingerprint: str
+    dtype: torch.dtype
+
+
+def check_target(endpoint: Endpoint, facts: ServerFacts, wanted: WantedTarget, longest: int) -> None:
+    """Raises UserError for a server of another target, or one that was started for less.
+
+    Args:
+        longest: tokens of the longest sample, or of prompt and answer together.
+    """
+    same_target = facts.target_fingerprint in (wanted.target_fingerprint, None)
+    if not same_target or (facts.target_fingerprint is None and facts.model != wanted.target):
+        found = f"{facts.model}, not {wanted.target}, or other weights"
+        raise other_server(endpoint, "target is", found)
+    dtype = str(wanted.dtype).removeprefix("torch.")
+    if facts.dtype != dtype:
+        raise other_server(endpoint, "dtype is", f"{facts.dtype}, not {dtype}")
+    if facts.max_tokens < longest:
+        found = f"{facts.max_tokens} tokens where a sample has {longest}"
+        raise other_server(endpoint, "longest prompt has", found)
+
+
+def other_server(endpoint: Endpoint, what: str, found: str) -> UserError:
+    remedy = f"Its {what} {found}; start it with scripts/serve_target and the recipe of this run."
+    return UserError("vllm.servers", endpoint.name, remedy)
 
 
 def connector_answer(params: dict[str, Any] | None) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data.answers import Sampling
 from data.vllm.arguments import CaptureEngine
-from data.vllm.endpoint import Refused, Unavailable, connector_answer
+from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_answer, sampling_fields
 from data.vllm.environment import capture_environment, find_python
 from eagle31.errors import UserError
 
@@ -52,13 +53,21 @@ class OwnEngine:
         return None if self._process is None else self._process.pid
 
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        sampling = {"max_tokens": 1, "temperature": 0.0}
+        answer = await self._ask({"input_ids": input_ids, "params": params, "sampling": sampling})
+        return connector_answer({"eagle31": answer["answer"]})
+
+    async def generate(self, input_ids: list[int], sampling: Sampling) -> list[int]:
+        message = {"input_ids": input_ids, "params": {}, "sampling": sampling_fields(sampling)}
+        answer = await self._ask(message)
+        check_finished(answer["finish_reason"])
+        return answer["output_ids"]
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One line to the worker, which is started where there is none, and its answer."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None or self._reader_is_done():
                 await self._start()
-        return await self.ask({"input_ids": input_ids, "params": params})
-
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One line to the worker, and its answer."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -77,7 +86,7 @@ class OwnEngine:
         self._idle_deaths = 0
         if "refused" in answer:
             raise Refused(answer["refused"])
-        return connector_answer({"eagle31": answer["answer"]})
+        return answer
 
     async def close(self) -> None:
         """Returns when what was captured is written, or the process killed."""

@@ -10,6 +10,8 @@ from typing import Any
 
 from eagle31.json_files import read_json, write_json
 
+# Behind a prompt vLLM wants room for a token, and keeps no states of a whole batch where there is none.
+ROOM_TOKENS = 1
 _FAILURE_LETTERS = 1000  # with the rest less than a page
 
 
@@ -20,12 +22,13 @@ class ServerFacts:
     id: str
     model: str  # as vLLM was told
     target_fingerprint: str | None  # of the recipe that it was started for
-    aux_layer_ids: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]  # none: it captures nothing
     num_layers: int
     hidden_size: int
     dtype: str
+    device: str  # cpu, cuda, ...
     vocab_size: int
-    max_tokens: int  # the longest prompt that is captured
+    max_tokens: int  # of the longest prompt that is captured, or of prompt and answer together
     roots: tuple[str, ...]  # it writes below these only
     failure: str | None = None
 
@@ -41,6 +44,30 @@ class ServerFacts:
     def from_json(raw: dict[str, Any]) -> "ServerFacts":
         tuples = {name: tuple(raw[name]) for name in ("aux_layer_ids", "roots")}
         return ServerFacts(**raw | tuples)
+
+
+def engine_facts(
+    config: Any,
+    id: str,
+    target_fingerprint: str | None = None,
+    aux_layer_ids: tuple[int, ...] = (),
+    roots: tuple[str, ...] = (),
+) -> ServerFacts:
+    """Of an engine with this VllmConfig."""
+    model = config.model_config
+    return ServerFacts(
+        id=id,
+        model=model.model,
+        target_fingerprint=target_fingerprint,
+        aux_layer_ids=aux_layer_ids,
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=model.get_hidden_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=config.device_config.device_type,
+        vocab_size=model.get_vocab_size(),
+        max_tokens=model.max_model_len - ROOM_TOKENS,
+        roots=roots,
+    )
 
 
 def facts_path(root: str, server_id: str) -> Path:

@@ -96,7 +96,7 @@ class VllmProducer:
     def _send(self, prompt: Prompt) -> None:
         self._loop.call_soon_threadsafe(self._dispatcher.add, prompt)
 
-    def _note_answer(self, prompt: Prompt, engine: str) -> None:
+    def _note_answer(self, prompt: Prompt, engine: str, _: list[int]) -> None:
         with self._lock:
             self._owed.pop(prompt.key, None)
             self._answered[prompt.key] = (prompt, engine)

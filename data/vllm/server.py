@@ -5,10 +5,12 @@ from typing import Any
 
 import httpx
 
-from data.vllm.endpoint import Refused, Unavailable, connector_answer
+from data.answers import Sampling
+from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_answer, sampling_fields
 from eagle31.errors import UserError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
+_TOKEN_SECONDS = 0.5  # of an answer, at most: a loaded server
 _REFUSALS = (400, 413, 422)  # of a prompt; the other 4xx are the server's way of saying that we are wrong
 
 
@@ -28,30 +30,41 @@ class VllmServer:
         self._model: str | None = None
         self._client = httpx.AsyncClient(
             base_url=self.name,
-            timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             trust_env=False,
         )
 
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        if self._model is None:
-            self._model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
-        body = {
-            "model": self._model,
-            "prompt": input_ids,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "kv_transfer_params": params,
-        }
-        answer = await self._request("POST", "/v1/completions", body)
+        body = {"max_tokens": 1, "temperature": 0.0, "kv_transfer_params": params}
+        answer = await self._complete(input_ids, body, _ANSWER_SECONDS)
         return connector_answer(answer.get("kv_transfer_params"))
+
+    async def generate(self, input_ids: list[int], sampling: Sampling) -> list[int]:
+        body = sampling_fields(sampling) | {"return_token_ids": True}
+        seconds = _ANSWER_SECONDS + _TOKEN_SECONDS * sampling.max_new_tokens
+        (choice,) = (await self._complete(input_ids, body, seconds))["choices"]
+        check_finished(choice["finish_reason"])
+        return choice["token_ids"]
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _complete(self, input_ids: list[int], own: dict[str, Any], seconds: float) -> dict[str, Any]:
+        if self._model is None:
+            self._model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
+        body = {"model": self._model, "prompt": input_ids, **own}
+        return await self._request("POST", "/v1/completions", body, seconds)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        seconds: float = _ANSWER_SECONDS,
+    ) -> dict[str, Any]:
+        timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, json=body, timeout=timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             self._model = None
             raise Unavailable(f"No server answers there ({error}).") from error

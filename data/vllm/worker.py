@@ -1,7 +1,8 @@
 """Runs vLLM in its own environment for `engine.py`: JSON lines on stdin, and on what was stdout.
 
-The first line holds the arguments of `vllm.LLM`; each further one a prompt. It ends with its stdin: what was
-captured by then is written first, whether its parent closed the pipe or died.
+The first line holds the arguments of `vllm.LLM`; each further one a prompt, how to sample behind it, and what
+the connector is asked. It ends with its stdin: what was captured by then is written first, whether its parent
+closed the pipe or died.
 """
 
 import json
@@ -62,23 +63,49 @@ def serve(engine: Any, prompts: "queue.SimpleQueue[Json | None]", answers: TextI
         outputs = engine.step()
         for output in outputs:
             if output.finished:
-                answer = (output.kv_transfer_params or {}).get("eagle31", {})
-                say(answers, {"number": int(output.request_id), "answer": answer})
+                say(answers, answered(output))
         if not engine.has_unfinished_requests():
             time.sleep(0.001)  # only copies are awaited
+
+
+def answered(output: Any) -> Json:
+    (text,) = output.outputs
+    return {
+        "number": int(output.request_id),
+        "answer": (output.kv_transfer_params or {}).get("eagle31", {}),
+        "output_ids": list(text.token_ids),
+        "finish_reason": text.finish_reason,
+    }
 
 
 def add(engine: Any, prompt: Json, answers: TextIO) -> None:
     """A prompt that vLLM refuses is answered with the reason."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    params = {"kv_transfer_params": prompt["params"]} if prompt["params"] else None
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=params)
+    config = engine.vllm_config
+    if config.kv_transfer_config is None and "describe" in prompt["params"].get("eagle31", {}):
+        say(answers, {"number": prompt["number"], "answer": facts_without_capture(config)})
+        return
     try:
+        sampling = SamplingParams(
+            **prompt["sampling"],
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": prompt["params"]} if prompt["params"] else None,
+        )
         inputs = {"prompt_token_ids": prompt["input_ids"]}
         engine.add_request(str(prompt["number"]), inputs, sampling)
     except ValueError as error:
         say(answers, {"number": prompt["number"], "refused": str(error)})
+
+
+def facts_without_capture(config: Any) -> Json:
+    """What the connector says where there is one."""
+    from data.vllm.facts import engine_facts
+
+    name = f"{os.uname().nodename}-{os.getpid()}"
+    return engine_facts(config, name).to_json()
 
 
 def say(answers: TextIO, message: Json) -> None:

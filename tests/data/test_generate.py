@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from typing import Any
 
@@ -6,9 +5,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from data.generate import answers_dataset, generate_answers
+from data.answers import Sampling, answer_prompts
+from data.generate import TransformersWriter
 from data.target import load_target
-from eagle31.errors import UserError
 from tests.data.tiny_target import VOCAB_SIZE, save_target
 
 MAX_NEW_TOKENS = 12
@@ -31,13 +30,14 @@ def _answers(
 ) -> list[list[int]]:
     options: dict[str, Any] = {
         "max_new_tokens": MAX_NEW_TOKENS,
-        "eos_token_ids": (2, 3),
+        "stop_token_ids": (2, 3),
         "temperature": 0.0,
         "seed": 0,
         "batch_size": 3,
-        "model_fingerprint": "f",
     }
-    return generate_answers(model, prompts, output=output, **(options | changes))
+    options |= changes
+    writer = TransformersWriter(model, options.pop("batch_size"))
+    return answer_prompts(writer, prompts, Sampling(**options), output=output, model_fingerprint="f")
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def test_greedy_equals_an_argmax_loop(
     wanted = [_argmax_loop(model, prompt, ends) for prompt in prompts]
     assert any(answer[-1] in ends for answer in wanted)
     assert any(len(answer) == MAX_NEW_TOKENS for answer in wanted)
-    assert _answers(model, prompts, tmp_path / "answers.jsonl", eos_token_ids=ends) == wanted
+    assert _answers(model, prompts, tmp_path / "answers.jsonl", stop_token_ids=ends) == wanted
 
 
 def test_the_models_own_generation_settings_do_not_leak(
@@ -127,51 +127,3 @@ def test_seeds_differ_by_batch_and_by_seed(
     first = _answers(model, same, tmp_path / "0.jsonl", temperature=2.0, batch_size=1)
     assert first[0] != first[1]
     assert _answers(model, same, tmp_path / "1.jsonl", temperature=2.0, batch_size=1, seed=1) != first
-
-
-@pytest.mark.parametrize(
-    "change", [{"model_fingerprint": "g"}, {"max_new_tokens": 5}, {"temperature": 1.0}, {"seed": 1}]
-)
-def test_other_settings_are_refused(
-    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, change: dict[str, Any]
-) -> None:
-    _answers(model, prompts, tmp_path / "answers.jsonl")
-    with pytest.raises(UserError, match="Was written with another"):
-        _answers(model, prompts, tmp_path / "answers.jsonl", **change)
-
-
-def test_other_prompts_and_damage_are_refused(
-    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
-) -> None:
-    output = tmp_path / "answers.jsonl"
-    _answers(model, prompts, output)
-    with pytest.raises(UserError, match="Answers another prompt"):
-        _answers(model, prompts[::-1], output)
-    with pytest.raises(UserError, match="Answers another prompt"):
-        _answers(model, prompts[:2], output)
-    lines = output.read_text().splitlines(keepends=True)
-    output.write_text("".join([lines[0], "{oops\n", *lines[2:]]))
-    with pytest.raises(UserError, match=r"answers\.jsonl:2"):
-        _answers(model, prompts, output)
-
-
-def test_header_says_where_the_answers_come_from(
-    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
-) -> None:
-    _answers(model, prompts, tmp_path / "answers.jsonl", seed=5)
-    header = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
-    assert header["model"] == "f"
-    assert header["seed"] == 5
-    assert header["temperature"] == 0.0
-
-
-def test_dataset_masks_exactly_the_answer() -> None:
-    dataset = answers_dataset([[1, 2, 3], [4]], [[5, 6], [7]], ["a", "b"])
-    assert dataset[0] == {
-        "id": "a",
-        "input_ids": [1, 2, 3, 5, 6],
-        "loss_mask": [False, False, False, True, True],
-        "num_prompt_tokens": 3,
-    }
-    assert dataset[1]["loss_mask"] == [False, True]
-    assert dataset.features["input_ids"].feature.dtype == "int32"

@@ -8,8 +8,9 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from data.answers import Sampling, answer_prompts
 from data.conversations import Conversation
-from data.generate import generate_answers
+from data.generate import TransformersWriter
 from data.regenerate import regenerate
 from data.template import render_prompt
 from eagle31.errors import UserError
@@ -69,16 +70,12 @@ def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 def writer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **changes: Any
 ) -> Callable[[list[list[int]], Path], list[list[int]]]:
-    settings: dict[str, Any] = {
-        "max_new_tokens": MAX_NEW_TOKENS,
-        "eos_token_ids": (tokenizer.eos_token_id,),
-        "temperature": 0.0,
-        "seed": 0,
-        "batch_size": 2,
-        "model_fingerprint": "the target",
-    }
-    settings |= changes
-    return lambda prompts, output: generate_answers(model, prompts, output=output, **settings)
+    settings: dict[str, Any] = {"temperature": 0.0, "model_fingerprint": "the target"} | changes
+    sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), settings["temperature"], seed=0)
+    own, fingerprint = TransformersWriter(model, batch_size=2), settings["model_fingerprint"]
+    return lambda prompts, output: answer_prompts(
+        own, prompts, sampling, output=output, model_fingerprint=fingerprint
+    )
 
 
 def regenerated(
@@ -233,3 +230,19 @@ def test_what_the_template_refuses_is_left_out_and_told_as_long_as_it_is_little(
     assert name == "bad"
     with pytest.raises(UserError, match="1 of 2 conversations refused"):
         regenerate([bad, good[0]], tokenizer, answer, directory=tmp_path, **rest)
+
+
+def test_a_conversation_ends_where_the_target_has_no_answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    own = writer(model, tokenizer)
+
+    def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
+        written = own(prompts, output)
+        return [[], []] if len(prompts) == 2 else written  # the second turns
+
+    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
+    rows = regenerate(CONVERSATIONS, tokenizer, answer, directory=tmp_path, **rest)
+    masks = {row["id"]: sum(row["loss_mask"]) for row in rows}
+    assert {name for name, counted in masks.items() if counted} == {f"{name}/0" for name in TURNS}
+    assert "tool/2" not in masks

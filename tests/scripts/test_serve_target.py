@@ -31,6 +31,7 @@ def recipe(spec: TargetSpec, output_dir: Path) -> list[str]:
         *settings,
         f"output_dir={output_dir}",
         "data.max_tokens=100",
+        "train.row_tokens=128",
         "evaluate.max_new_tokens=28",
     ]
 

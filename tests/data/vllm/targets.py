@@ -19,6 +19,7 @@ from data.vllm.arguments import CaptureEngine
 from data.vllm.client import WantedStates
 
 VOCAB_SIZE, MAX_TOKENS = 100, 150
+ANSWER_TOKENS, STOP_TOKEN_IDS, NEAR_TIE = 12, (2, 57, 91), 1e-4
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -111,7 +112,7 @@ def capture_engine(
 def wanted_states(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> WantedStates:
     parts = load_target_parts(spec)
     return WantedStates(
-        spec.model, parts.fingerprint, aux_layer_ids, parts.hidden_size, parts.num_layers, torch.float32
+        spec.model, parts.fingerprint, torch.float32, aux_layer_ids, parts.hidden_size, parts.num_layers
     )
 
 
@@ -134,6 +135,28 @@ def largest_difference(
             error = (ours - theirs).abs().amax(dim=(0, 2)) / theirs.abs().amax(dim=(0, 2))
             difference = max(difference, float(error.max()))
     return difference
+
+
+def make_prompts(num_prompts: int) -> list[list[int]]:
+    """With room for an answer of `ANSWER_TOKENS` behind them; every other one begins like the others."""
+    rows = make_samples(num_prompts)["input_ids"]
+    return [row[: MAX_TOKENS - ANSWER_TOKENS] for row in rows]
+
+
+@torch.no_grad()
+def greedy_answers(spec: TargetSpec, prompts: list[list[int]]) -> list[list[int]]:
+    """By transformers, one token after the other; there is no near tie among them."""
+    model = load_target(spec, torch.device("cpu"))
+    answers = []
+    for prompt in prompts:
+        answer: list[int] = []
+        while len(answer) < ANSWER_TOKENS and not (answer and answer[-1] in STOP_TOKEN_IDS):
+            best = model(input_ids=torch.tensor([prompt + answer])).logits[0, -1].topk(2)
+            assert best.values[0] - best.values[1] > NEAR_TIE
+            answer.append(int(best.indices[0]))
+        answers.append(answer)
+    assert {len(answer) == ANSWER_TOKENS for answer in answers} == {True, False}
+    return answers
 
 
 def _saved(model: PreTrainedModel, directory: Path) -> TargetSpec:

@@ -15,7 +15,7 @@ from data.vllm.order import DESCRIBE
 from eagle31.errors import UserError
 
 NUM_PROMPTS = 12
-FACTS = ServerFacts("a", "target", None, (1,), 2, 8, "float32", vocab_size=50, max_tokens=20, roots=())
+FACTS = ServerFacts("a", "target", None, (1,), 2, 8, "float32", "cpu", vocab_size=50, max_tokens=20, roots=())
 
 
 class Computer:
@@ -67,7 +67,7 @@ def dispatch(
         dispatcher = Dispatcher(
             endpoints,
             check=lambda endpoint, facts: None,
-            answered=lambda prompt, engine: answered.append(prompt.place),
+            answered=lambda prompt, engine, _: answered.append(prompt.place),
             refused=lambda prompt, reason: refused.update({prompt.place: reason}),
             patience_seconds=0.5,
         )

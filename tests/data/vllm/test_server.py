@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 
+from data.answers import Sampling, answer_prompts
 from data.capture.hf import HiddenStateCapture
 from data.capture.offline import WantedStore
 from data.capture.online import OnlineStates, StateShape
@@ -26,16 +27,22 @@ from data.store.shards import FinishedShards, captured_ids, refused
 from data.target import TargetSpec, load_target, locate
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
-from data.vllm.client import PATIENCE_SECONDS, WantedStates, capture_through_vllm, check_server
+from data.vllm.client import WantedStates, capture_through_vllm, check_server
+from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.environment import ROOT, capture_environment
+from data.vllm.generate import VllmWriter
 from data.vllm.producer import VllmProducer
 from data.vllm.server import VllmServer
 from eagle31.errors import UserError
 from tests.data.vllm.targets import (
+    ANSWER_TOKENS,
     MAX_TOKENS,
+    STOP_TOKEN_IDS,
     VOCAB_SIZE,
     capture_engine,
+    greedy_answers,
     largest_difference,
+    make_prompts,
     make_samples,
     save_gqa,
     wanted_states,
@@ -163,6 +170,43 @@ def test_states_reach_a_trainer_and_bad_requests_are_told(
         assert f"the target's {VOCAB_SIZE}" in refusals["bad"]
     finally:
         producer.close()
+
+
+def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    prompts, wanted = make_prompts(24), wanted_states(spec, IDS)
+    greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
+    before = sorted(root.rglob("*.safetensors"))
+    writer = VllmWriter([VllmServer(server.url, 8)], wanted)
+    answers = answer_prompts(writer, prompts, greedy, output=root / "a.jsonl", model_fingerprint="f")
+    sampled = replace(greedy, temperature=1.0)
+    with pytest.raises(UserError, match="Captures on a CPU, where vLLM samples wrongly"):
+        answer_prompts(writer, prompts, sampled, output=root / "b.jsonl", model_fingerprint="f")
+    writer.close()
+    assert answers == greedy_answers(spec, prompts)
+    assert sorted(root.rglob("*.safetensors")) == before
+    # Prefix caching gives the states that were kept while the answer was written.
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    dataset = Dataset.from_dict({"input_ids": rows, "loss_mask": [[True] * len(row) for row in rows]})
+    capture(server, dataset, root / "answered", wanted)
+    assert largest_difference(HiddenStateStore(root / "answered"), dataset, spec, IDS) < 1e-5
+
+
+def test_a_server_of_another_target_writes_no_answers(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    wanted = wanted_states(spec, IDS)
+    cases = {
+        "or other weights": (replace(wanted, target_fingerprint="another"), ANSWER_TOKENS),
+        "tokens where a sample has": (wanted, MAX_TOKENS),
+    }
+    for number, (message, (other, num_tokens)) in enumerate(cases.items()):
+        writer, sampling = VllmWriter([VllmServer(server.url, 8)], other), Sampling(num_tokens, (), 0.0, 0)
+        output = root / f"other-{number}.jsonl"
+        with pytest.raises(UserError, match=message):
+            answer_prompts(writer, [[1, 2]], sampling, output=output, model_fingerprint="f")
+        writer.close()
 
 
 def test_training_goes_on_when_the_server_is_killed(

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+
+from eagle31.errors import UserError
+from tests.train.launch import composed
+from train.config import check
+from train.context import RunContext
+from train.distributed import World
+from train.pipeline import run_stages
+from train.requirements import starts_vllm
+
+NEEDED = ("target.model=nowhere", "data.train=nowhere.jsonl", "output_dir=nowhere")
+ANSWERED, CAPTURED = "target.engine=vllm", "capture.source=vllm"
+SERVERS = "vllm.servers=[http://127.0.0.1:1]"
+
+
+@pytest.mark.parametrize(
+    ("starts", "own"),
+    [
+        (True, (ANSWERED,)),
+        (True, (ANSWERED, "stages=[answers]")),
+        (True, (ANSWERED, "stages=[evaluate]")),
+        (True, (ANSWERED, SERVERS)),  # no server has the export as its drafter
+        (True, (ANSWERED, "stages=[data]", "data.regenerate.enabled=true")),
+        (False, (ANSWERED, "stages=[data]")),
+        (False, (ANSWERED, "stages=[answers]", SERVERS)),
+        (False, (ANSWERED, "stages=[capture,train]")),
+        (True, (CAPTURED, "stages=[capture]")),
+        (False, (CAPTURED, "stages=[capture]", SERVERS)),
+        (False, (CAPTURED, "stages=[train]")),
+        (True, (CAPTURED, "stages=[train]", "capture=online")),
+        (False, ()),
+    ],
+)
+def test_who_starts_vllm(starts: bool, own: tuple[str, ...]) -> None:
+    assert starts_vllm(composed("any_target", *NEEDED, *own)) is starts
+
+
+def test_a_missing_environment_is_told_before_the_target_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", "/nowhere/python")
+    config = composed("any_target", *NEEDED, ANSWERED)
+    with pytest.raises(UserError, match="vLLM's environment is not there"):
+        run_stages(RunContext(config, World(rank=0, local_rank=0, size=1)))
+
+
+@pytest.mark.parametrize(
+    ("field", "own"),
+    [
+        (r"vllm\.engine_args\.max_model_len=8", ("vllm.engine_args={max_model_len: 8}",)),
+        (r"data\.regenerate\.temperature=3\.0", (ANSWERED, "data.regenerate.temperature=3")),
+        (r"evaluate\.temperature=2\.5", (ANSWERED, "evaluate.temperature=2.5")),
+    ],
+)
+def test_what_vllm_does_not_take_is_refused(field: str, own: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=field):
+        check(composed("any_target", *NEEDED, *own))

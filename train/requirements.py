@@ -1,0 +1,45 @@
+"""What stages need that is not ours: vLLM's environment, a Mooncake store."""
+
+from collections.abc import Set
+
+from data.transport.mooncake import load_mooncake, reach
+from data.vllm.environment import check_mooncake, find_python
+from train.capture_config import CaptureMode, CaptureSource, TransportKind
+from train.config import RunConfig, Stage, TargetEngine
+
+
+def check_environment(config: RunConfig) -> None:
+    """Raises UserError where a selected stage starts vLLM and its environment is not there."""
+    if starts_vllm(config):
+        python = find_python()
+        if config.capture.transport is TransportKind.mooncake and joins_mooncake(config, set(config.stages)):
+            check_mooncake(python)
+
+
+def check_store(config: RunConfig, stage: Stage) -> None:
+    """Raises UserError where this stage, or a selected one behind it, needs a store that cannot be joined."""
+    order = list(Stage)
+    if joins_mooncake(config, {one for one in config.stages if order.index(one) >= order.index(stage)}):
+        load_mooncake()
+        reach(config.capture.mooncake.master)
+
+
+def starts_vllm(config: RunConfig) -> bool:
+    """Whether a selected stage starts an engine of the run's own."""
+    selected = config.stages
+    capture, in_vllm = config.capture, config.target.engine is TargetEngine.vllm
+    if in_vllm and Stage.evaluate in selected:
+        return True
+    if config.vllm.servers:
+        return False
+    answers = Stage.answers in selected or (Stage.data in selected and config.data.regenerate.enabled)
+    captures = Stage.capture in selected or (Stage.train in selected and capture.mode is CaptureMode.online)
+    return (in_vllm and answers) or (capture.source is CaptureSource.vllm and captures)
+
+
+def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:
+    """Whether one of these stages puts states into a Mooncake store, or takes them out."""
+    capture = config.capture
+    torchspec = capture.source is CaptureSource.torchspec
+    online = capture.mode is CaptureMode.online and (torchspec or capture.transport is TransportKind.mooncake)
+    return (torchspec and Stage.capture in stages) or (online and Stage.train in stages)
