@@ -120,6 +120,17 @@ def full_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
     return state
 
 
+def let_go(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Empties what training held: hooks in autograd's graph may keep the engine itself alive."""
+    engine.destroy()
+    held = [*engine.module.parameters()]
+    held += [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
+    engine.basic_optimizer.state.clear()
+    for parameter in held:
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+
+
 def ensure_process_group() -> None:
     """DeepSpeed's, on nccl or gloo; one process needs no torchrun."""
     if not torch.cuda.is_available():

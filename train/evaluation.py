@@ -73,7 +73,7 @@ def greedy_report(
     plain_seconds = sum(one.seconds for one in plain)
     report = _report(decoded, draft_tokens)
     report |= {"plain_seconds": plain_seconds, "speedup": _rate(decoded) / _rate(plain)}
-    return report | {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
+    return report | text_verdicts(verdicts)
 
 
 def sampling_report(
@@ -112,12 +112,26 @@ def sampling_report(
 
 
 def compare_texts(ours: Decoded, own: Decoded) -> str:
-    """identical, near_tie (they part where the target's two best logits all but tie), different."""
-    if ours.token_ids == own.token_ids:
-        return "identical"
+    """The verdict on a text that the target's own margins are known of."""
     pairs = zip(ours.token_ids, own.token_ids, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    return "near_tie" if first is not None and own.margins[first] < NEAR_TIE else "different"
+    return verdict(ours.token_ids, own.token_ids, None if first is None else own.margins[first])
+
+
+def verdict(ours: Sequence[int], own: Sequence[int], margin: float | None) -> str:
+    """identical, near_tie (they part where the target's two best logits all but tie), different.
+
+    Args:
+        margin: between these two logits where the texts first part; None where one ends there.
+    """
+    if list(ours) == list(own):
+        return "identical"
+    return "near_tie" if margin is not None and margin < NEAR_TIE else "different"
+
+
+def text_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
+    """How many texts had which."""
+    return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
 
 
 def replay_by_length(
@@ -134,16 +148,25 @@ def replay_by_length(
     return totals
 
 
-def _report(decoded: Sequence[Decoded], draft_tokens: int) -> dict[str, Any]:
-    stats = acceptance(decoded, draft_tokens)
-    num_tokens = sum(len(one.token_ids) for one in decoded)
-    num_forwards = sum(one.num_target_forwards for one in decoded)
+def decoding_numbers(
+    stats: AcceptanceStats, *, num_tokens: int, num_target_forwards: int, seconds: float
+) -> dict[str, Any]:
+    """What `evaluation.json` says of every decoding run."""
     return stats.to_json() | {
         "num_tokens": num_tokens,
-        "num_target_forwards": num_forwards,
-        "tokens_per_target_forward": num_tokens / num_forwards,
-        "seconds": sum(one.seconds for one in decoded),
+        "num_target_forwards": num_target_forwards,
+        "tokens_per_target_forward": num_tokens / num_target_forwards,
+        "seconds": seconds,
     }
+
+
+def _report(decoded: Sequence[Decoded], draft_tokens: int) -> dict[str, Any]:
+    return decoding_numbers(
+        acceptance(decoded, draft_tokens),
+        num_tokens=sum(len(one.token_ids) for one in decoded),
+        num_target_forwards=sum(one.num_target_forwards for one in decoded),
+        seconds=sum(one.seconds for one in decoded),
+    )
 
 
 def _rate(decoded: Sequence[Decoded]) -> float:

@@ -21,7 +21,7 @@ from train.capture_stage import opened_source
 from train.checkpoint import CheckpointDirectory
 from train.config import Stage
 from train.context import RunContext
-from train.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine
+from train.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine, let_go
 from train.loop import LoopSettings, train
 from train.published import start_from
 from train.text_stages import load_vocab
@@ -189,6 +189,7 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
     finally:
         tracker.close()
         loader.close()
+    let_go(engine)
     return {
         "steps": state.step,
         "best_step": state.best_step,

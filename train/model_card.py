@@ -155,6 +155,11 @@ def decoding_runs(evaluation: dict[str, Any]) -> list[tuple[str, float, dict[str
     ]
 
 
+def in_vllm(evaluation: dict[str, Any]) -> bool:
+    """Whether the numbers are from the engine that serves."""
+    return evaluation["engine"].startswith("vLLM")
+
+
 def identity(stats: dict[str, Any]) -> str:
     """How many texts were, token for token, what the target writes alone."""
     num_texts = stats["num_identical"] + stats["num_near_tie"] + stats["num_different"]
@@ -204,11 +209,13 @@ def _limits(facts: dict[str, Any], evaluation: dict[str, Any]) -> str:
         "template, or with other sampling parameters.",
         "- The drafter fits this target, its revision and its tokenizer; a fine-tuned target accepts less.",
     ]
-    if evaluation.get("greedy"):
+    if evaluation.get("greedy") and not in_vllm(evaluation):
         lines.append(
             f"- The numbers are from the reference engine ({evaluation['engine']}), not from vLLM. "
             "Acceptance should carry over to greedy decoding there; the speed-up depends on the hardware."
         )
+    elif evaluation.get("greedy"):
+        lines.append("- The speed-up depends on the hardware and on how many prompts are decoded at a time.")
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """The stages in their order: what is finished is reused, what is missing runs."""
 
 import fcntl
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 import transformers
 from omegaconf import OmegaConf
 
@@ -25,8 +27,8 @@ from train.distributed import World, wait_for
 from train.export_stage import export_inputs, link_export, run_export
 from train.fit_stage import run_train, train_inputs
 from train.hub import check_push, push_run
-from train.online_capture import check_store
 from train.plan_stage import announce_plan, announce_work
+from train.requirements import check_environment, check_store
 from train.result_stages import evaluate_inputs, run_evaluate, run_report
 from train.text_stages import (
     answers_inputs,
@@ -82,6 +84,8 @@ def run_stages(context: RunContext) -> None:
     order = list(Stage)
     last = max(order.index(stage) for stage in selected)
     check_ranks(config.capture, config.vllm, world.size)
+    if world.is_main:
+        check_environment(config)
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)
@@ -137,10 +141,19 @@ def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
         # On every rank: the launcher may end rank 0 before it comes here.
         context.artifacts[Stage.capture].reopen()
         raise
+    release_memory(context)
     if world.is_main:
         artifact.finish(time.perf_counter() - started, facts)
         _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_summary(facts)}")
     wait_for(artifact.record_path)
+
+
+def release_memory(context: RunContext) -> None:
+    """Gives back what a stage held of the GPU: the next may start an engine there, in another process."""
+    if torch.cuda.is_available():
+        gc.collect()  # engines and modules refer to each other
+        context.parts.head.cpu()
+        torch.cuda.empty_cache()
 
 
 @contextmanager

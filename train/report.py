@@ -111,7 +111,18 @@ def _decoding_rows(evaluation: dict[str, Any]) -> list[list[str]]:
         rows.append(
             ["trained, by replay", str(replay["k"]), "0", f"{replay['acceptance_length']:.2f}", "", ""]
         )
+    untrained = _untrained_replay(evaluation)
+    if untrained is not None:
+        rows.append(["untrained, by replay", str(evaluation["k"]), "0", f"{untrained:.2f}", "", ""])
     return rows
+
+
+def _untrained_replay(evaluation: dict[str, Any]) -> float | None:
+    """Acceptance length where an untrained drafter was not decoded with, but replayed."""
+    if evaluation.get("untrained"):
+        return None
+    rows = evaluation.get("by_draft_length") or []
+    return next((row["untrained"] for row in rows if row["k"] == evaluation["k"]), None)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -183,6 +194,8 @@ def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
     scale = f"perfect {greedy['k'] + 1}"
     if evaluation.get("untrained"):
         scale = f"untrained {evaluation['untrained']['acceptance_length']:.2f}, " + scale
+    elif (untrained := _untrained_replay(evaluation)) is not None:
+        scale = f"untrained {untrained:.2f} by replay, " + scale
     counts = f"{greedy['num_tokens']:,} tokens, {greedy['num_target_forwards']:,} forwards"
     found = [
         (f"{greedy['acceptance_length']:.2f}", "acceptance length", scale),

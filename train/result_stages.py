@@ -1,6 +1,7 @@
 """Stages after the export: evaluate, report. Rank 0 runs them."""
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from eagle31.export import load_export
 from eagle31.frozen import FrozenParts
 from eagle31.json_files import read_json, write_json
 from train.capture_config import CaptureMode
-from train.config import Stage
+from train.config import Stage, TargetEngine
 from train.context import EMBEDDED, RunContext
 from train.evaluation import greedy_report, plain_texts, replay_by_length, sampling_report
 from train.fit_stage import build_drafter
@@ -22,79 +23,108 @@ from train.model_card import write_model_card
 from train.report import format_table, write_report
 from train.text_stages import load_vocab
 from train.versions import git_revision, package_versions
+from train.vllm_evaluation import decode_in_vllm
+
+Candidate = tuple[Drafter, FrozenParts]
 
 
 def evaluate_inputs(context: RunContext) -> dict[str, Any]:
-    evaluate = context.config.evaluate
-    return {
+    config = context.config
+    inputs: dict[str, Any] = {
         "export": context.artifacts[Stage.export].key,
         "answers": context.artifacts[Stage.answers].key,
         "capture": context.artifacts[Stage.capture].key,
-        "draft_tokens": evaluate.draft_tokens,
-        "sampling": evaluate.sampling and evaluate.temperature,
-        "untrained": evaluate.untrained,
-        "seed": context.config.seed,
+        "draft_tokens": config.evaluate.draft_tokens,
+        "sampling": config.evaluate.sampling and config.evaluate.temperature,
+        "untrained": config.evaluate.untrained,
+        "seed": config.seed,
     }
+    if config.target.engine is TargetEngine.vllm:
+        # Its arguments may change numbers (dtype, quantization) and do change how fast it is.
+        inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
+    return inputs
 
 
 def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Decodes the test prompts with the exported weights: `evaluation.json`."""
-    evaluate, device = context.config.evaluate, context.world.device
+    """Decodes the test prompts with the exported weights, and replays their answers: `evaluation.json`."""
+    evaluate = context.config.evaluate
     tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
     store.verify()
+    in_vllm = context.config.target.engine is TargetEngine.vllm
+    # Before a drafter is loaded: the engine wants the GPU for itself.
+    decoded = decode_in_vllm(context, prompts) if in_vllm else None
+    trained = exported_drafter(context)
+    fresh = untrained_drafter(context) if evaluate.untrained else None
+    if decoded is None:
+        decoded = decode_in_transformers(context, prompts, trained, fresh)
+    evaluation = {
+        "k": evaluate.draft_tokens,
+        "max_new_tokens": evaluate.max_new_tokens,
+        **decoded,
+        **replayed(context, store, trained, fresh),
+    }
+    write_json(directory / "evaluation.json", evaluation)
+    return {"acceptance_length": evaluation["greedy"]["acceptance_length"], "k": evaluate.draft_tokens}
+
+
+def decode_in_transformers(
+    context: RunContext, prompts: Sequence[Sequence[int]], trained: Candidate, fresh: Candidate | None
+) -> dict[str, Any]:
+    """What decoding gives of `evaluation.json`, by eagle31's own engine."""
+    evaluate, device = context.config.evaluate, context.world.device
     model, modules = context.load_target()
     target = TargetDecoder(model, modules, context.aux_layer_ids)
-    drafter, frozen = exported_drafter(context)
     limits: dict[str, Any] = {
         "max_new_tokens": evaluate.max_new_tokens,
         "eos_token_ids": context.eos_token_ids,
     }
     plain = plain_texts(target, prompts, device=device, **limits)
     chain: dict[str, Any] = {"draft_tokens": evaluate.draft_tokens, **limits}
-    greedy = greedy_report(target, drafter, frozen, prompts, plain, **chain, label="speculative decoding")
-    replayed = replay_by_length(drafter, frozen, store, evaluate.draft_tokens, device)
-    fresh, fresh_frozen = untrained_drafter(context) if evaluate.untrained else (None, None)
-    untrained = fresh_replayed = None
-    if fresh is not None and fresh_frozen is not None:
-        untrained = greedy_report(target, fresh, fresh_frozen, prompts, plain, **chain, label="untrained")
-        fresh_replayed = replay_by_length(fresh, fresh_frozen, store, evaluate.draft_tokens, device)
+    greedy = greedy_report(target, *trained, prompts, plain, **chain, label="speculative decoding")
+    untrained = fresh and greedy_report(target, *fresh, prompts, plain, **chain, label="untrained")
     sampling = None
     if evaluate.sampling:
         sampling = sampling_report(
             target,
-            drafter,
-            frozen,
+            *trained,
             prompts,
             **chain,
             temperature=evaluate.temperature,
             seed=context.config.seed,
             device=device,
         )
-    evaluation = {
-        "k": evaluate.draft_tokens,
+    return {
         "engine": f"eagle31 (transformers, {str(model.dtype).removeprefix('torch.')}, {device.type})",
         "num_prompts": len(prompts),
-        "max_new_tokens": evaluate.max_new_tokens,
         "greedy": greedy,
         "sampling": sampling,
         "untrained": untrained,
-        "replay": replayed[evaluate.draft_tokens].to_json(),
+    }
+
+
+def replayed(
+    context: RunContext, store: HiddenStateStore, trained: Candidate, fresh: Candidate | None
+) -> dict[str, Any]:
+    """What replay gives of `evaluation.json`; it needs no target."""
+    draft_tokens, device = context.config.evaluate.draft_tokens, context.world.device
+    ours = replay_by_length(*trained, store, draft_tokens, device)
+    theirs = fresh and replay_by_length(*fresh, store, draft_tokens, device)
+    return {
+        "replay": ours[draft_tokens].to_json(),
         "by_draft_length": [
             {
                 "k": k,
                 "trained": stats.acceptance_length,
-                "untrained": fresh_replayed and fresh_replayed[k].acceptance_length,
+                "untrained": theirs and theirs[k].acceptance_length,
             }
-            for k, stats in replayed.items()
+            for k, stats in ours.items()
         ],
     }
-    write_json(directory / "evaluation.json", evaluation)
-    return {"acceptance_length": greedy["acceptance_length"], "k": evaluate.draft_tokens}
 
 
-def exported_drafter(context: RunContext) -> tuple[Drafter, FrozenParts]:
+def exported_drafter(context: RunContext) -> Candidate:
     """What lies in the export, in float32 on the CPU and in its own dtype elsewhere."""
     device = context.world.device
     dtype = torch.float32 if device.type == "cpu" else context.dtype
@@ -105,7 +135,7 @@ def exported_drafter(context: RunContext) -> tuple[Drafter, FrozenParts]:
     return loaded.drafter, frozen
 
 
-def untrained_drafter(context: RunContext) -> tuple[Drafter, FrozenParts]:
+def untrained_drafter(context: RunContext) -> Candidate:
     """The drafter as it was before the first step."""
     drafter, frozen = build_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
     drafter = drafter.to(device=context.world.device, dtype=frozen.embed_tokens.dtype)

@@ -2,32 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle31.acceptance import AcceptanceStats
 from eagle31.speculate import Decoded
 from train.evaluation import NEAR_TIE
+from train.serving.drafts import PlacedDraft, Served, common_length
 
 DRAFTS_PER_NEAR_TIE = 200
 TOLERANCE = 0.05  # of the acceptance length, where rounding decides many tokens
-
-
-@dataclass(frozen=True)
-class PlacedDraft:
-    """One draft and what became of it."""
-
-    position: int  # tokens written before it
-    token_ids: list[int]
-    num_accepted: int
-
-
-@dataclass(frozen=True)
-class Served:
-    """What an engine wrote, prompt by prompt."""
-
-    texts: list[list[int]]
-    drafts: list[list[PlacedDraft]] = field(default_factory=list)  # empty when they were not recorded
 
 
 @dataclass(frozen=True)
@@ -140,9 +124,7 @@ def check_case(
         k: tokens a draft.
     """
     ours = [placed_drafts(one) for one in reference]
-    theirs = [
-        cut_to_text(drafts, len(text)) for drafts, text in zip(served.drafts, served.texts, strict=True)
-    ]
+    theirs = served.counted_drafts
     num_compared, differences = 0, []
     for prompt, one in enumerate(reference):
         compared, found = compare_drafts(prompt, one, ours[prompt], theirs[prompt], served.texts[prompt])
@@ -167,13 +149,6 @@ def placed_drafts(decoded: Decoded) -> list[PlacedDraft]:
         placed.append(PlacedDraft(position, token_ids, num_accepted))
         position += num_accepted + 1
     return placed
-
-
-def cut_to_text(drafts: Sequence[PlacedDraft], num_tokens: int) -> list[PlacedDraft]:
-    """Counts accepted tokens as far as the text goes: engines accept behind the stop token too."""
-    return [
-        PlacedDraft(d.position, d.token_ids, min(d.num_accepted, num_tokens - d.position)) for d in drafts
-    ]
 
 
 def compare_drafts(
@@ -245,12 +220,6 @@ def count_texts(differences: Sequence[Difference], num_texts: int) -> Counter[st
             "different": len(differences) - near_ties,
         }
     )
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _difference(

@@ -1,8 +1,11 @@
 """What serving is checked and measured with: target, drafter, prompts; everything cheap is refused first."""
 
 import argparse
+import json
 import os
+import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +17,9 @@ from data.target import TargetParts, TargetSpec, load_target_parts, load_tokeniz
 from eagle31.config import DrafterConfig
 from eagle31.errors import UserError
 from eagle31.layouts import Layout, layout_of, read_raw_config
-from scripts.serving.engine import EngineSpec, draft_room, parse_engine_arguments
 from scripts.serving.prompts import Prompts, check_prompts, find_prompts
 from scripts.serving.reference import drafter_config
+from train.serving.engine import EngineSpec, draft_room
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -156,6 +159,29 @@ def log_file(json_file: Path | None, name: str) -> Path:
     if json_file is not None:
         return json_file.with_suffix(".vllm.log")
     return Path(tempfile.gettempdir()) / f"eagle31-{name}-{os.getpid()}.log"
+
+
+def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """`tensor_parallel_size=2 quantization=fp8`: JSON where it can be, else text.
+
+    Raises:
+        UserError: one has no `=`.
+    """
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UserError("--engine-args", pair, "Give arguments of vllm.LLM as name=value.")
+        try:
+            parsed[name] = json.loads(value)
+        except json.JSONDecodeError:
+            parsed[name] = value
+    return parsed
+
+
+def announce(message: str) -> None:
+    """Progress, apart from the results on stdout."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def _positions(parts: TargetParts, config: DrafterConfig) -> int:

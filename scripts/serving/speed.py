@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from scripts.serving.engine import failure, run_worker
 from scripts.serving.inputs import Inputs
 from scripts.serving.table import aligned
+from train.serving.engine import failure, run_worker
 
 PLAIN, DRAFTER = "plain", "drafter"
 # Both engines live side by side, so that the sides can take turns.

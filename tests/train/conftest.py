@@ -1,10 +1,15 @@
-"""A real target of a few thousand parameters with tokenizer and conversations, trained once a session."""
+"""A real target of a few thousand parameters and runs on it, each made once a session."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 
 from data.embedded.corpus import standard_library
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_embedded_target
 from data.embedded.training import TrainingSettings
+from tests.train.launch import run_here, torchrun
+from tests.train.small_run import MAIN, RECIPE, TEXT_STAGES, arguments
 
 SETTINGS = TargetSettings(
     vocab_size=512,
@@ -20,6 +25,25 @@ SETTINGS = TargetSettings(
 
 @pytest.fixture(scope="session")
 def small_target(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTarget:
+    """With tokenizer and conversations."""
     directory = tmp_path_factory.mktemp("target")
     source = standard_library() / "email"
     return ensure_embedded_target(directory, source=source, settings=SETTINGS, progress=False)
+
+
+@pytest.fixture(scope="session")
+def captured(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output directory with everything before training done."""
+    directory = tmp_path_factory.mktemp("captured") / "run"
+    run_here(RECIPE, *arguments(small_target, directory), TEXT_STAGES)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def finished(
+    small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """A whole run and what it printed."""
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    shutil.copytree(captured, directory)
+    return directory, torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory))

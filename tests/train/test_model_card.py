@@ -70,6 +70,15 @@ def test_every_number_has_k_temperature_and_engine() -> None:
     assert "not from vLLM" in card
 
 
+def test_numbers_from_vllm_are_said_to_be_so() -> None:
+    engine = "vLLM 0.32.0, bfloat16, cuda, 8 at a time"
+    card = model_card(facts(), evaluation() | {"engine": engine, "untrained": None}, CONFIG)
+    assert f"engine: {engine}" in card
+    assert "not from vLLM" not in card
+    assert "how many prompts are decoded at a time" in card
+    assert "| untrained |" not in card
+
+
 def test_serve_command_survives_the_shell() -> None:
     words = shlex.split(serve_command("/models/my target", "/runs/it's/export", 3))
     assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]

@@ -15,7 +15,7 @@ from data.vllm.environment import check_mooncake
 from eagle31.errors import UserError
 from tests.data.transport.mooncake_master import Master, free_ports, running_master
 from tests.train.launch import run_here, torchrun
-from tests.train.test_pipeline import MAIN, RECIPE, arguments, metrics_of, start, wait_for_step
+from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of, start, wait_for_step
 
 STEPS = 6
 

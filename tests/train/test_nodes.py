@@ -13,10 +13,10 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from scripts.launch.slurm import Submission, render
-from tests.train.launch import ROOT, environment, run_here, torchrun
+from tests.train.launch import ROOT, environment, torchrun
 from tests.train.slurm_cluster import Cluster, free_ports, running_cluster, wait_for
-from tests.train.test_pipeline import MAIN, RECIPE, TEXT_STAGES, metrics_of, saved_steps, wait_for_step
-from tests.train.test_pipeline import arguments as tiny_arguments
+from tests.train.small_run import MAIN, RECIPE, metrics_of, saved_steps, wait_for_step
+from tests.train.small_run import arguments as tiny_arguments
 from train.launcher_config import LauncherConfig
 
 STEPS = 40
@@ -26,13 +26,6 @@ def arguments(target: EmbeddedTarget, directory: Path) -> list[str]:
     """Training alone; what it saves before its end, it saves because it was told to stop."""
     own = [f"train.max_steps={STEPS}", "train.save_every=1000", "stages=[train]"]
     return [*tiny_arguments(target, directory), *own]
-
-
-@pytest.fixture(scope="module")
-def captured(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("captured") / "run"
-    run_here(RECIPE, *arguments(small_target, directory), TEXT_STAGES)
-    return directory
 
 
 @pytest.fixture(scope="module")

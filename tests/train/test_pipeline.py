@@ -3,81 +3,58 @@
 import json
 import shutil
 import signal
-import subprocess
-import time
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file
 
 from data.embedded.target import EmbeddedTarget
+from data.target import TargetSpec, load_target_parts
 from eagle31.errors import UserError
-from eagle31.frozen import project_width
-from eagle31.json_files import read_json, read_jsonl
+from eagle31.json_files import read_json
+from eagle31.speculate import Decoded
+from scripts.serving.compare import check_case
+from scripts.serving.reference import decode_reference, reference_drafter
 from tests.train.hub_server import TOKEN, running_hub
-from tests.train.launch import ROOT, environment, run_here, torchrun, torchrun_command
+from tests.train.launch import composed, run_here, torchrun
+from tests.train.small_run import (
+    MAIN,
+    RECIPE,
+    STEPS,
+    arguments,
+    assert_faithful,
+    end_with,
+    metrics_of,
+    saved_steps,
+    start,
+    wait_for_step,
+)
+from train import vllm_evaluation
 from train.capture_stage import open_source
-from train.config import Stage
+from train.config import Stage, TargetEngine
+from train.context import RunContext
+from train.distributed import World
 from train.fit_stage import train_inputs
-from train.pipeline import STAGES, StageRun, exclusive
+from train.pipeline import STAGES, StageRun, exclusive, run_stage, run_stages
+from train.result_stages import run_report
+from train.serving.drafts import common_length
+from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
 
-MAIN = "train/main.py"
-RECIPE = "any_target"
-STEPS = 24
-TEXT_STAGES = "stages=[data,vocab,answers,capture]"
-
-
-def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
-    return [
-        f"target.model={target.model}",
-        f"data.train={target.train}",
-        f"output_dir={output_dir}",
-        "data.num_validation=8",
-        "data.num_test=6",
-        "data.max_tokens=256",
-        "data.num_workers=1",
-        "drafter.draft_vocab_size=300",
-        "train.row_tokens=256",
-        "train.rows_per_step=4",
-        f"train.max_steps={STEPS}",
-        "train.log_every=1",
-        "train.validate_every=8",
-        "train.save_every=8",
-        "train.ttt_steps=3",
-        "optim.lr=3e-3",
-        "deepspeed.precision=fp32",
-        "evaluate.max_new_tokens=32",
-        "evaluate.sampling=false",
-        "tracking.mode=disabled",
-    ]
+CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def captured(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An output directory with everything before training done."""
-    directory = tmp_path_factory.mktemp("captured") / "run"
-    run_here(RECIPE, *arguments(small_target, directory), TEXT_STAGES)
-    return directory
+@dataclass(frozen=True)
+class AskedVllm:
+    """A run that was evaluated in vLLM, what vLLM was asked, and what it answered."""
 
-
-@pytest.fixture(scope="module")
-def finished(
-    small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
-    """A whole run and what it printed."""
-    directory = tmp_path_factory.mktemp("finished") / "run"
-    shutil.copytree(captured, directory)
-    return directory, torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory))
-
-
-def metrics_of(directory: Path) -> list[dict]:
-    """The training curve without what time has a part in."""
-    [path] = (directory / "artifacts").glob("train-*/metrics.jsonl")
-    timed = ("seconds", "tokens_per_second", "data_wait_seconds", "data_wait_fraction")
-    return [{k: v for k, v in record.items() if k not in timed} for record in read_jsonl(path)]
+    directory: Path
+    jobs: list[DecodeJob]
+    results: list[JobResult]
 
 
 def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> None:
@@ -107,19 +84,107 @@ def test_training_learns(finished: tuple[Path, str]) -> None:
     assert [record["step"] for record in validations] == [0, 8, 16, 24]
 
 
-def assert_faithful(directory: Path) -> None:
-    """Greedy text is the target's own, and replay counts what decoding accepted."""
-    [path] = directory.glob("artifacts/evaluate-*/evaluation.json")
-    evaluation = read_json(path)
-    greedy, replay = evaluation["greedy"], evaluation["replay"]
-    assert greedy["num_identical"] + greedy["num_near_tie"] == evaluation["num_prompts"] == 6
-    assert greedy["num_drafts"] > 20
-    if not greedy["num_near_tie"]:
-        assert greedy["accepted_per_position"] == replay["accepted_per_position"]
-
-
 def test_decoding_is_faithful_and_equals_replay(finished: tuple[Path, str]) -> None:
     assert_faithful(finished[0])
+
+
+def evaluations(directory: Path) -> list[dict[str, Any]]:
+    """Through transformers, in vLLM."""
+    found = [read_json(path) for path in directory.glob("artifacts/evaluate-*/evaluation.json")]
+    return sorted(found, key=lambda one: one["engine"].startswith("vLLM"))
+
+
+@pytest.fixture(scope="module")
+def in_vllm(
+    small_target: EmbeddedTarget,
+    finished: tuple[Path, str],
+    vllm_python: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AskedVllm:
+    """With one more job behind those of the stage: what is sampled parts from what is written greedily."""
+    found = AskedVllm(tmp_path_factory.mktemp("in_vllm") / "run", [], [])
+    shutil.copytree(finished[0], found.directory, symlinks=True)
+
+    def kept(jobs: Sequence[DecodeJob], python: Path, log: Path) -> list[JobResult]:
+        parting = replace(jobs[1], name="parting", passes=[Sampling(1.0, 0)], warm_up=False)
+        found.jobs.extend([*jobs, parting])
+        found.results.extend(run_jobs(found.jobs, python, log))
+        return found.results[: len(jobs)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_evaluation, "run_jobs", kept)
+        patch.setattr(RunContext, "load_target", lambda self: pytest.fail("transformers loaded the target"))
+        evaluate_in_vllm(small_target, found.directory)
+    return found
+
+
+def evaluate_in_vllm(target: EmbeddedTarget, directory: Path) -> None:
+    """Of a finished run, whose answers are those of transformers."""
+    context = RunContext(composed(RECIPE, *arguments(target, directory)), World(rank=0, local_rank=0, size=1))
+    run_stages(context)
+    context.config.target.engine = TargetEngine.vllm
+    run_stage(context, Stage.evaluate, selected=True)
+    run_report(context)
+
+
+@pytest.fixture(scope="module")
+def decoded(small_target: EmbeddedTarget, in_vllm: AskedVllm) -> list[Decoded]:
+    """What eagle31's own engine makes of the prompts that vLLM had."""
+    [export] = in_vllm.directory.glob("artifacts/export-*/checkpoint")
+    spec, job = TargetSpec(str(small_target.model)), in_vllm.jobs[0]
+    drafter = reference_drafter(export, load_target_parts(spec), CPU, torch.float32)
+    limits: dict[str, Any] = {"max_new_tokens": job.max_new_tokens, "stop_token_ids": job.stop_token_ids}
+    return decode_reference(drafter, spec, job.prompts, CPU, k=job.engine.k, **limits)
+
+
+def test_vllm_drafts_and_writes_what_the_evaluator_does(in_vllm: AskedVllm, decoded: list[Decoded]) -> None:
+    drafted, alone, _ = (result.passes[0].served for result in in_vllm.results)
+    comparison = check_case(decoded, drafted, alone, in_vllm.jobs[0].engine.k)
+    assert comparison.failures == []
+    assert comparison.ours.num_accepted > 10
+
+
+def test_numbers_from_vllm_are_the_evaluators(in_vllm: AskedVllm) -> None:
+    hf, vllm = evaluations(in_vllm.directory)
+    names = ("num_drafts", "accepted_per_position", "num_tokens", "num_target_forwards", "num_identical")
+    assert {name: vllm["greedy"][name] for name in names} == {name: hf["greedy"][name] for name in names}
+    for name in ("k", "num_prompts", "max_new_tokens", "replay", "by_draft_length"):
+        assert vllm[name] == hf[name]
+    assert vllm["untrained"] is None
+    assert vllm["sampling"] is None  # which vLLM gets wrong on the CPU
+
+
+def test_margins_from_vllm_are_the_evaluators(in_vllm: AskedVllm, decoded: list[Decoded]) -> None:
+    parting = in_vllm.results[2]
+    expected = []
+    for text, one in zip(parting.passes[0].served.texts, decoded, strict=True):
+        first = common_length(text, one.token_ids)
+        expected.append(None if first in (len(text), len(one.token_ids)) else one.margins[first])
+    assert sum(margin is not None for margin in expected) > 2
+    assert list(parting.margins) == pytest.approx(expected, abs=1e-4)
+    assert set(in_vllm.results[1].margins) == {None}
+
+
+def test_report_and_card_say_that_vllm_measured(in_vllm: AskedVllm) -> None:
+    engine = evaluations(in_vllm.directory)[1]["engine"]
+    assert engine.startswith("vLLM 0.")
+    assert engine.endswith(", float32, cpu, 8 at a time")
+    page = (in_vllm.directory / "report" / "index.html").read_text()
+    card = (in_vllm.directory / "export" / "README.md").read_text()
+    assert engine in page
+    assert engine in card
+    assert "untrained, by replay" in page
+    assert "not from vLLM" not in card
+
+
+def test_an_engine_that_fails_leaves_no_result(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", sys.executable)  # which has no vLLM
+    with pytest.raises(EngineFailure, match=r"No module named 'vllm'[^$]*The whole log: .*vllm-evaluate"):
+        evaluate_in_vllm(small_target, tmp_path / "run")
+    assert len(evaluations(tmp_path / "run")) == 1
 
 
 def test_a_second_run_reuses_everything(
@@ -212,42 +277,6 @@ def test_a_damaged_shard_is_named_and_captured_anew_alone(
     assert shard.read_bytes() == whole
 
 
-def start(target: EmbeddedTarget, directory: Path, *own: str, num_processes: int = 1) -> subprocess.Popen:
-    command = torchrun_command(
-        MAIN, f"recipe={RECIPE}", *arguments(target, directory), *own, num_processes=num_processes
-    )
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def wait_for_step(directory: Path, step: int) -> None:
-    """Until the training curve shows it."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        if any(
-            f'"step": {step},' in path.read_text()
-            for path in directory.glob("artifacts/train-*/metrics.jsonl")
-        ):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was never reached")
-
-
-def end_with(process: subprocess.Popen, number: int) -> None:
-    if number == signal.SIGKILL:
-        agent = psutil.Process(process.pid)
-        for one in [*agent.children(recursive=True), agent]:
-            one.kill()
-    else:
-        process.send_signal(number)
-    process.wait(timeout=120)
-
-
 @pytest.fixture(scope="module")
 def interrupted(
     small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory
@@ -265,10 +294,6 @@ def interrupted(
     wait_for_step(directory, 13)
     end_with(process, signal.SIGKILL)
     return directory, stopped
-
-
-def saved_steps(directory: Path) -> list[str]:
-    return sorted(p.name for p in directory.glob("artifacts/train-*/checkpoints/step-*"))
 
 
 def test_another_number_of_processes_is_refused_while_a_run_is_unfinished(
@@ -294,94 +319,6 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(
     printed = torchrun(MAIN, *command, "stages=[train]")
     assert "resuming behind step 8" in printed
     assert metrics_of(directory) == metrics_of(finished[0])
-
-
-def hf_workers(process: subprocess.Popen) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "data.capture.hf_worker" in child.cmdline()]
-
-
-def kill_trainers(process: subprocess.Popen) -> None:
-    """The launcher and the ranks, whose own processes have to see for themselves that they are gone."""
-    workers = hf_workers(process)
-    agent = psutil.Process(process.pid)
-    for one in [*agent.children(recursive=True), agent]:
-        if one not in workers:
-            one.kill()
-    process.wait()
-    assert len(workers) == 2
-    assert not psutil.wait_procs(workers, timeout=30)[1]
-
-
-def test_online_killed_regenerated_frozen_head_and_another_width_together(
-    small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    directory, spools = tmp_path / "run", tmp_path / "spools"
-    spools.mkdir()
-    own = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
-    own += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
-    own += ["data.regenerate.batch_size=64", "capture.mode=online", "tracking.mode=offline"]
-    own += ["train.max_steps=8", "train.validate_every=4", "train.save_every=4", "evaluate.untrained=false"]
-    own += ["capture.spool_gb=0.01", f"capture.spool_dir={spools}"]
-    process = start(small_target, directory, *own, num_processes=2)
-    wait_for_step(directory, 1)
-    hf_workers(process)[0].kill()
-    wait_for_step(directory, 5)
-    kill_trainers(process)
-    before = [record for record in metrics_of(directory) if record["kind"] == "train"]
-    assert sum(record["producer_restarts"] for record in before) >= 1
-    assert len(list(spools.iterdir())) == 2
-    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
-    assert "resuming behind step 4" in printed
-    assert "acceptance length" in printed
-    assert not list(spools.iterdir())
-    assert (directory / "report" / "index.html").is_file()
-    # Of the held-out answers only, and nothing of the training data.
-    stores = {path.parent.name for path in directory.glob("artifacts/*/*/shard-*.safetensors")}
-    assert stores == {"validation", "test"}
-    assert list(directory.glob("artifacts/train-*/wandb/offline-run-*/*.wandb"))
-    [answers] = directory.glob("artifacts/data-*/regenerated/turn-000.jsonl")
-    assert read_jsonl(answers)[0]["model"]
-    records = [record for record in metrics_of(directory) if record["kind"] == "train"]
-    losses = [record["loss"] for record in records]
-    assert len(losses) == 8
-    assert losses[-1] < losses[0]
-    # What is computed together differs from run to run, and with it the last digits.
-    assert losses[4] == pytest.approx(before[4]["loss"], rel=1e-3)
-    assert {"spool_gb", "starved_seconds", "spool_full_seconds"} < set(records[-1])
-    facts = read_json(directory / "report" / "metrics.json")["facts"]
-    assert facts["regenerated"]
-    assert facts["num_tokens"] > facts["num_samples"] > 100
-    config = read_json(directory / "export" / "config.json")
-    assert (config["hidden_size"], config["target_hidden_size"]) == (48, 64)
-    assert (config["fc_norm"], config["norm_output"]) == (False, False)
-    tensors = load_file(directory / "export" / "model.safetensors")
-    assert tensors["embed_tokens.weight"].shape == (512, 48)
-    # The head was not trained: still the target's rows, in another width.
-    model = load_file(small_target.model / "model.safetensors")
-    rows = project_width(model["lm_head.weight"][tensors["t2d"]], 48)
-    torch.testing.assert_close(tensors["lm_head.weight"], rows.to(tensors["lm_head.weight"].dtype))
-    assert_faithful(directory)
-
-
-def test_two_layers_in_bf16_under_zero_2_together(
-    small_target: EmbeddedTarget, captured: Path, tmp_path: Path
-) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(captured, directory)
-    own = ["drafter.num_hidden_layers=2", "deepspeed=zero2", "deepspeed.precision=bf16"]
-    own += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
-    own += ["train.loss=lk_lambda", "train.activation_checkpointing=true"]
-    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
-    assert "capture: reused" in printed
-    assert "acceptance length" in printed
-    assert (directory / "report" / "index.html").is_file()
-    losses = [record["loss"] for record in metrics_of(directory) if record["kind"] == "train"]
-    assert losses[-1] < losses[0]
-    config = read_json(directory / "export" / "config.json")
-    assert (config["num_hidden_layers"], config["torch_dtype"]) == (2, "bfloat16")
-    assert_faithful(directory)
 
 
 def test_a_finished_run_is_pushed(

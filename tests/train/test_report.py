@@ -101,6 +101,15 @@ def test_report_without_the_optional_parts(tmp_path: Path) -> None:
     assert "2.53" in format_table(measured, facts())
 
 
+def test_an_untrained_drafter_that_was_only_replayed_is_said_to_be_so(tmp_path: Path) -> None:
+    measured = evaluation() | {"engine": "vLLM 0.32.0, bfloat16, cuda, 8 at a time", "untrained": None}
+    page = report(tmp_path, run_records(), measured)
+    assert "untrained 1.00 by replay, perfect 5" in page.text
+    assert "vLLM 0.32.0, bfloat16, cuda, 8 at a time" in page.text
+    assert "untrained, by replay" in format_table(measured, facts())
+    assert "untrained, by replay" not in format_table(evaluation(), facts())
+
+
 def test_early_report_drops_the_pictures_of_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "report").mkdir()
     for name in PICTURES:

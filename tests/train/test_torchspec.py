@@ -12,7 +12,7 @@ from tests.data.capture.ray_node import ON_CPU, running_node
 from tests.data.transport.mooncake_master import Master, running_master
 from tests.torchspec_python import torchspec_python
 from tests.train.launch import torchrun
-from tests.train.test_pipeline import MAIN, RECIPE, arguments, metrics_of
+from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of
 
 STEPS = 6
 

@@ -10,35 +10,17 @@ from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
 from eagle31.json_files import read_jsonl
+from tests.train import small_run
 from tests.train.launch import composed, run_here, torchrun
+from tests.train.small_run import MAIN, RECIPE, TEXT_STAGES
 from train.context import RunContext
 from train.distributed import World
 from train.pipeline import run_stages
 
-RECIPE = "any_target"
-CAPTURE = "stages=[data,vocab,answers,capture]"
-
 
 def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
-    return [
-        f"target.model={target.model}",
-        f"data.train={target.train}",
-        f"output_dir={output_dir}",
-        "data.num_validation=4",
-        "data.num_test=3",
-        "data.max_tokens=192",
-        "data.num_workers=1",
-        "capture.max_samples=24",
-        "drafter.draft_vocab_size=200",
-        "train.row_tokens=256",
-        "train.rows_per_step=2",
-        "train.max_steps=6",
-        "train.log_every=1",
-        "train.ttt_steps=2",
-        "deepspeed.precision=fp32",
-        "evaluate.max_new_tokens=24",
-        "tracking.mode=disabled",
-    ]
+    few = ["data.num_validation=4", "data.num_test=3", "data.max_tokens=192", "capture.max_samples=24"]
+    return [*small_run.arguments(target, output_dir), *few, "train.rows_per_step=2", "train.max_steps=6"]
 
 
 def online(spools: Path) -> list[str]:
@@ -53,7 +35,7 @@ def online(spools: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def by_hf(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("captured") / "run"
-    run_here(RECIPE, *arguments(small_target, directory), CAPTURE)
+    run_here(RECIPE, *arguments(small_target, directory), TEXT_STAGES)
     return directory
 
 
@@ -67,7 +49,7 @@ def stores(directory: Path, source: str) -> Iterator[HiddenStateStore]:
 def test_its_states_are_those_of_transformers(
     small_target: EmbeddedTarget, by_hf: Path, vllm_python: Path
 ) -> None:
-    run_here(RECIPE, *arguments(small_target, by_hf), CAPTURE, "capture.source=vllm")
+    run_here(RECIPE, *arguments(small_target, by_hf), TEXT_STAGES, "capture.source=vllm")
     for ours, theirs in zip(stores(by_hf, "hf"), stores(by_hf, "vllm"), strict=True):
         assert ours.lengths == theirs.lengths
         for a, b in zip(ours.get_many(range(len(ours))), theirs.get_many(range(len(ours))), strict=True):
@@ -81,8 +63,8 @@ def test_training_goes_on_while_vllm_captures(
     small_target: EmbeddedTarget, by_hf: Path, vllm_python: Path, tmp_path: Path
 ) -> None:
     own = [*arguments(small_target, by_hf), "stages=[capture,train]"]
-    torchrun("train/main.py", f"recipe={RECIPE}", *own)
-    torchrun("train/main.py", f"recipe={RECIPE}", *own, *online(tmp_path))
+    torchrun(MAIN, f"recipe={RECIPE}", *own)
+    torchrun(MAIN, f"recipe={RECIPE}", *own, *online(tmp_path))
     curves = [
         [record for record in read_jsonl(path) if record["kind"] == "train"]
         for path in by_hf.glob("artifacts/train-*/metrics.jsonl")

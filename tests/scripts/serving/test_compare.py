@@ -5,13 +5,11 @@ import pytest
 from eagle31.speculate import Decoded
 from scripts.serving.compare import (
     Comparison,
-    PlacedDraft,
-    Served,
     check_case,
     compare_texts,
-    cut_to_text,
     placed_drafts,
 )
+from train.serving.drafts import PlacedDraft, Served, cut_to_text
 
 K = 3
 WIDE = 1.0

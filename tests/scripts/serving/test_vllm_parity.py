@@ -16,13 +16,13 @@ from eagle31.json_files import write_text
 from eagle31.layouts import Layout, layout_of, read_raw_config
 from eagle31.speculate import Decoded
 from scripts.serving.compare import Comparison, check_case
-from scripts.serving.engine import DecodeJob, EngineSpec, JobResult, run_jobs
-from scripts.serving.inputs import draft_room
 from scripts.serving.reference import decode_reference, reference_drafter
 from tests.scripts.serving.mutations import MUTATIONS, mutate
 from tests.scripts.serving.parity_cases import CASES, CORE, PUBLISHED, export_path, target_path
 from tests.scripts.serving.published import as_published
 from train.export_checks import validate_export
+from train.serving.drafts import Served
+from train.serving.engine import DecodeJob, EngineSpec, JobResult, draft_room, run_jobs
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def served(
     }
     for name in case_names:
         plain = succeeded(results[f"plain {CASES[name].target}"])
-        comparison = check_case(references[name], succeeded(results[name]).served, plain.served, K)
+        comparison = check_case(references[name], succeeded(results[name]), plain, K)
         cases[name] = Held(export_path(name, trained).resolve(), target_path(name, trained), comparison)
     found = ServedCases(
         cases,
@@ -115,8 +115,8 @@ def served(
         {
             name: check_case(
                 reference_of(published[name], target_path(name, trained), prompts[name]),
-                succeeded(results[f"published {name}"]).served,
-                succeeded(results[f"plain {CASES[name].target}"]).served,
+                succeeded(results[f"published {name}"]),
+                succeeded(results[f"plain {CASES[name].target}"]),
                 K,
             )
             for name in PUBLISHED
@@ -142,14 +142,14 @@ def run_all(
     return {result.name: result for result in results}
 
 
-def succeeded(result: JobResult) -> JobResult:
+def succeeded(result: JobResult) -> Served:
     assert result.error is None, f"{result.name}: {result.error}"
-    return result
+    return result.passes[0].served
 
 
 def against(reference: Sequence[Decoded], result: JobResult) -> Comparison | str:
     """A mutated export's drafts against those of what was trained."""
-    return result.error or check_case(reference, result.served, None, K)
+    return result.error or check_case(reference, result.passes[0].served, None, K)
 
 
 def held_out_prompts(trained: Path, target: str) -> list[list[int]]:

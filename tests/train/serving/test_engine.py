@@ -8,13 +8,12 @@ import pytest
 
 from data.vllm.environment import SETUP, find_python
 from eagle31.errors import UserError
-from scripts.serving.engine import (
+from train.serving.engine import (
     WORKER,
     DecodeJob,
     EngineFailure,
     EngineSpec,
     JobResult,
-    parse_engine_arguments,
     require,
     run_jobs,
 )
@@ -29,8 +28,9 @@ for index, job in enumerate(json.loads(Path(jobs).read_text())):
         os._exit(3)
     drafts = [[{{"position": 1, "token_ids": [4, 5], "num_accepted": 1}}] for _ in job["prompts"]]
     counters = {{"num_drafts": 1, "num_accepted": 1, "accepted_per_position": [1, 0]}}
-    result = {{"texts": job["prompts"], "drafts": drafts, "counters": counters, "seconds": 2.0,
-              "start_seconds": 1.0, "vllm_version": "0"}}
+    decoded = {{"texts": job["prompts"], "drafts": drafts, "counters": counters, "seconds": 2.0}}
+    result = {{"passes": [decoded for _ in job["passes"]], "margins": [], "start_seconds": 1.0,
+              "vllm_version": "0"}}
     if job["name"] == "fails":
         result = {{"error": "ValueError: no such tensor", "traceback": "  File loader.py"}}
     (Path(results) / f"{{index}}.json").write_text(json.dumps(result))
@@ -57,9 +57,10 @@ def test_results_come_back_typed_and_a_failed_engine_does_not_end_the_rest(
     monkeypatch.setenv("PYTHONPATH", "ours")
     log = tmp_path / "logs" / "vllm.log"
     first, failed, last = run_jobs([job("a"), job("fails"), job("b")], python, log)
-    assert first.served.texts == [[1, 2]]
-    assert first.served.drafts[0][0].token_ids == [4, 5]
-    assert first.counters.accepted_per_position == (1, 0)
+    [decoded] = first.passes
+    assert decoded.served.texts == [[1, 2]]
+    assert decoded.served.drafts[0][0].token_ids == [4, 5]
+    assert decoded.counters.accepted_per_position == (1, 0)
     assert (last.name, last.error) == ("b", None)
     assert require(first, log) is first
     with pytest.raises(EngineFailure, match=r"fails.*no such tensor\n *\|   File loader.py") as raised:
@@ -102,7 +103,7 @@ def test_engines_are_described_as_a_user_would() -> None:
 
 def test_a_result_with_an_error_has_nothing_else() -> None:
     result = JobResult.from_json("a", {"error": "ValueError: x", "traceback": ""})
-    assert (result.error, result.served.texts) == ("ValueError: x", [])
+    assert (result.error, result.passes) == ("ValueError: x", ())
 
 
 def test_a_missing_environment_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +129,3 @@ def test_setup_leaves_a_directory_of_others_alone(tmp_path: Path, monkeypatch: p
     assert done.returncode == 1
     assert "holds something else" in done.stderr
     assert (tmp_path / "thesis.tex").exists()
-
-
-def test_engine_arguments_are_json_where_they_can_be() -> None:
-    parsed = parse_engine_arguments(["tensor_parallel_size=2", "quantization=fp8", "enforce_eager=false"])
-    assert parsed == {"tensor_parallel_size": 2, "quantization": "fp8", "enforce_eager": False}
-    with pytest.raises(UserError, match="--engine-args=fp8"):
-        parse_engine_arguments(["fp8"])

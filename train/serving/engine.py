@@ -1,18 +1,15 @@
 """vLLM from outside: writes jobs, runs `worker.py` with vLLM's own Python, reads the results."""
 
-import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.vllm.environment import environment
-from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
-from scripts.serving.compare import PlacedDraft, Served
+from train.serving.drafts import PlacedDraft, Served
 
 WORKER = Path(__file__).with_name("worker.py")
 _TAIL_LINES = 20
@@ -65,8 +62,19 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen in one pass over the prompts."""
+
+    temperature: float = 0.0
+    seed: int | None = None  # of the first prompt; the others' count on from it
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
 class DecodeJob:
-    """Greedy continuations of prompts by one engine."""
+    """Continuations of prompts by one engine, once for each of `passes`."""
 
     name: str
     engine: EngineSpec
@@ -74,6 +82,10 @@ class DecodeJob:
     max_new_tokens: int
     stop_token_ids: Sequence[int] = ()
     record_drafts: bool = False
+    passes: Sequence[Sampling] = (GREEDY,)
+    warm_up: bool = False  # decodes a little before each pass, so that its time has no first calls in it
+    # An earlier job: where its first pass and this one part, `margins` has what is between the top logits.
+    margins_against: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         # Without async scheduling the scheduler sees the drafted tokens and not their placeholders.
@@ -86,12 +98,15 @@ class DecodeJob:
             "max_tokens": self.max_new_tokens,
             "stop_token_ids": list(self.stop_token_ids),
             "record_drafts": self.record_drafts,
+            "passes": [asdict(one) for one in self.passes],
+            "warm_up": self.warm_up,
+            "margins_against": self.margins_against,
         }
 
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's own, accepted tokens behind the end of a text included."""
+    """vLLM's own of one pass, accepted tokens behind the end of a text included."""
 
     num_drafts: int
     num_accepted: int
@@ -99,13 +114,29 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class DecodedPass:
+    """One pass over the prompts."""
+
+    served: Served
+    counters: Counters
+    seconds: float  # of decoding all prompts, without the engine's start
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> "DecodedPass":
+        drafts = [[PlacedDraft(**draft) for draft in drafts] for drafts in raw["drafts"]]
+        counts = raw["counters"]
+        per_position = tuple(counts["accepted_per_position"])
+        counters = Counters(counts["num_drafts"], counts["num_accepted"], per_position)
+        return DecodedPass(Served(raw["texts"], drafts), counters, raw["seconds"])
+
+
+@dataclass(frozen=True)
 class JobResult:
     """What a `DecodeJob` gave; with an `error`, nothing else."""
 
     name: str
-    served: Served
-    counters: Counters
-    seconds: float  # of decoding, without the engine's start
+    passes: tuple[DecodedPass, ...]
+    margins: tuple[float | None, ...]  # of each prompt whose texts part; empty without `margins_against`
     start_seconds: float
     vllm_version: str
     error: str | None = None
@@ -114,16 +145,11 @@ class JobResult:
     @staticmethod
     def from_json(name: str, raw: dict[str, Any]) -> "JobResult":
         if "error" in raw:
-            nothing = Served([]), Counters(0, 0, ()), 0.0, 0.0, ""
-            return JobResult(name, *nothing, error=raw["error"], traceback=raw["traceback"])
-        drafts = [[PlacedDraft(**draft) for draft in drafts] for drafts in raw["drafts"]]
-        counts = raw["counters"]
-        per_position = tuple(counts["accepted_per_position"])
+            return JobResult(name, (), (), 0.0, "", error=raw["error"], traceback=raw["traceback"])
         return JobResult(
             name=name,
-            served=Served(raw["texts"], drafts),
-            counters=Counters(counts["num_drafts"], counts["num_accepted"], per_position),
-            seconds=raw["seconds"],
+            passes=tuple(map(DecodedPass.from_json, raw["passes"])),
+            margins=tuple(raw["margins"]),
             start_seconds=raw["start_seconds"],
             vllm_version=raw["vllm_version"],
         )
@@ -191,29 +217,6 @@ def draft_room(k: int) -> int:
 def log_tail(log_path: Path) -> str:
     """The end of vLLM's log and where the rest is."""
     return _tail(log_path.read_text(encoding="utf-8", errors="replace"), log_path)
-
-
-def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """`tensor_parallel_size=2 quantization=fp8`: JSON where it can be, else text.
-
-    Raises:
-        UserError: one has no `=`.
-    """
-    parsed: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise UserError("--engine-args", pair, "Give arguments of vllm.LLM as name=value.")
-        try:
-            parsed[name] = json.loads(value)
-        except json.JSONDecodeError:
-            parsed[name] = value
-    return parsed
-
-
-def announce(message: str) -> None:
-    """Progress, apart from the results on stdout."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def _tail(text: str, log_path: Path) -> str:

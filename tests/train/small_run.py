@@ -1,0 +1,100 @@
+"""The run that most tests here make: its settings, how it is started and ended, what it leaves."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+from data.embedded.target import EmbeddedTarget
+from eagle31.json_files import read_json, read_jsonl
+from tests.train.launch import ROOT, environment, torchrun_command
+
+MAIN = "train/main.py"
+RECIPE = "any_target"
+STEPS = 24
+TEXT_STAGES = "stages=[data,vocab,answers,capture]"
+
+
+def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
+    return [
+        f"target.model={target.model}",
+        f"data.train={target.train}",
+        f"output_dir={output_dir}",
+        "data.num_validation=8",
+        "data.num_test=6",
+        "data.max_tokens=256",
+        "data.num_workers=1",
+        "drafter.draft_vocab_size=300",
+        "train.row_tokens=256",
+        "train.rows_per_step=4",
+        f"train.max_steps={STEPS}",
+        "train.log_every=1",
+        "train.validate_every=8",
+        "train.save_every=8",
+        "train.ttt_steps=3",
+        "optim.lr=3e-3",
+        "deepspeed.precision=fp32",
+        "evaluate.max_new_tokens=32",
+        "evaluate.sampling=false",
+        "tracking.mode=disabled",
+    ]
+
+
+def start(target: EmbeddedTarget, directory: Path, *own: str, num_processes: int = 1) -> subprocess.Popen:
+    command = torchrun_command(
+        MAIN, f"recipe={RECIPE}", *arguments(target, directory), *own, num_processes=num_processes
+    )
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    """Until the training curve shows it."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if any(
+            f'"step": {step},' in path.read_text()
+            for path in directory.glob("artifacts/train-*/metrics.jsonl")
+        ):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was never reached")
+
+
+def end_with(process: subprocess.Popen, number: int) -> None:
+    if number == signal.SIGKILL:
+        agent = psutil.Process(process.pid)
+        for one in [*agent.children(recursive=True), agent]:
+            one.kill()
+    else:
+        process.send_signal(number)
+    process.wait(timeout=120)
+
+
+def metrics_of(directory: Path) -> list[dict]:
+    """The training curve without what time has a part in."""
+    [path] = (directory / "artifacts").glob("train-*/metrics.jsonl")
+    timed = ("seconds", "tokens_per_second", "data_wait_seconds", "data_wait_fraction")
+    return [{k: v for k, v in record.items() if k not in timed} for record in read_jsonl(path)]
+
+
+def saved_steps(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.glob("artifacts/train-*/checkpoints/step-*"))
+
+
+def assert_faithful(directory: Path) -> None:
+    """Greedy text is the target's own, and replay counts what decoding accepted."""
+    [path] = directory.glob("artifacts/evaluate-*/evaluation.json")
+    evaluation = read_json(path)
+    greedy, replay = evaluation["greedy"], evaluation["replay"]
+    assert greedy["num_identical"] + greedy["num_near_tie"] == evaluation["num_prompts"] == 6
+    assert greedy["num_drafts"] > 20
+    if not greedy["num_near_tie"]:
+        assert greedy["accepted_per_position"] == replay["accepted_per_position"]

@@ -1,0 +1,112 @@
+"""Whole runs with many settings that most runs leave alone, together."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.embedded.target import EmbeddedTarget
+from eagle31.frozen import project_width
+from eagle31.json_files import read_json, read_jsonl
+from tests.train.launch import torchrun
+from tests.train.small_run import (
+    MAIN,
+    RECIPE,
+    arguments,
+    assert_faithful,
+    metrics_of,
+    start,
+    wait_for_step,
+)
+
+
+def hf_workers(process: subprocess.Popen) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "data.capture.hf_worker" in child.cmdline()]
+
+
+def kill_trainers(process: subprocess.Popen) -> None:
+    """The launcher and the ranks, whose own processes have to see for themselves that they are gone."""
+    workers = hf_workers(process)
+    agent = psutil.Process(process.pid)
+    for one in [*agent.children(recursive=True), agent]:
+        if one not in workers:
+            one.kill()
+    process.wait()
+    assert len(workers) == 2
+    assert not psutil.wait_procs(workers, timeout=30)[1]
+
+
+def test_online_killed_regenerated_frozen_head_and_another_width_together(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    directory, spools = tmp_path / "run", tmp_path / "spools"
+    spools.mkdir()
+    own = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
+    own += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
+    own += ["data.regenerate.batch_size=64", "capture.mode=online", "tracking.mode=offline"]
+    own += ["train.max_steps=8", "train.validate_every=4", "train.save_every=4", "evaluate.untrained=false"]
+    own += ["capture.spool_gb=0.01", f"capture.spool_dir={spools}"]
+    process = start(small_target, directory, *own, num_processes=2)
+    wait_for_step(directory, 1)
+    hf_workers(process)[0].kill()
+    wait_for_step(directory, 5)
+    kill_trainers(process)
+    before = [record for record in metrics_of(directory) if record["kind"] == "train"]
+    assert sum(record["producer_restarts"] for record in before) >= 1
+    assert len(list(spools.iterdir())) == 2
+    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
+    assert "resuming behind step 4" in printed
+    assert "acceptance length" in printed
+    assert not list(spools.iterdir())
+    assert (directory / "report" / "index.html").is_file()
+    # Of the held-out answers only, and nothing of the training data.
+    stores = {path.parent.name for path in directory.glob("artifacts/*/*/shard-*.safetensors")}
+    assert stores == {"validation", "test"}
+    assert list(directory.glob("artifacts/train-*/wandb/offline-run-*/*.wandb"))
+    [answers] = directory.glob("artifacts/data-*/regenerated/turn-000.jsonl")
+    assert read_jsonl(answers)[0]["model"]
+    records = [record for record in metrics_of(directory) if record["kind"] == "train"]
+    losses = [record["loss"] for record in records]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    # What is computed together differs from run to run, and with it the last digits.
+    assert losses[4] == pytest.approx(before[4]["loss"], rel=1e-3)
+    assert {"spool_gb", "starved_seconds", "spool_full_seconds"} < set(records[-1])
+    facts = read_json(directory / "report" / "metrics.json")["facts"]
+    assert facts["regenerated"]
+    assert facts["num_tokens"] > facts["num_samples"] > 100
+    config = read_json(directory / "export" / "config.json")
+    assert (config["hidden_size"], config["target_hidden_size"]) == (48, 64)
+    assert (config["fc_norm"], config["norm_output"]) == (False, False)
+    tensors = load_file(directory / "export" / "model.safetensors")
+    assert tensors["embed_tokens.weight"].shape == (512, 48)
+    # The head was not trained: still the target's rows, in another width.
+    model = load_file(small_target.model / "model.safetensors")
+    rows = project_width(model["lm_head.weight"][tensors["t2d"]], 48)
+    torch.testing.assert_close(tensors["lm_head.weight"], rows.to(tensors["lm_head.weight"].dtype))
+    assert_faithful(directory)
+
+
+def test_two_layers_in_bf16_under_zero_2_together(
+    small_target: EmbeddedTarget, captured: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(captured, directory)
+    own = ["drafter.num_hidden_layers=2", "deepspeed=zero2", "deepspeed.precision=bf16"]
+    own += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
+    own += ["train.loss=lk_lambda", "train.activation_checkpointing=true"]
+    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
+    assert "capture: reused" in printed
+    assert "acceptance length" in printed
+    assert (directory / "report" / "index.html").is_file()
+    losses = [record["loss"] for record in metrics_of(directory) if record["kind"] == "train"]
+    assert losses[-1] < losses[0]
+    config = read_json(directory / "export" / "config.json")
+    assert (config["num_hidden_layers"], config["torch_dtype"]) == (2, "bfloat16")
+    assert_faithful(directory)

@@ -1,0 +1,261 @@
+"""Runs vLLM: a file of jobs in, one result file per job out; `engine.py` starts it in vLLM's environment.
+
+It imports the standard library, torch and vLLM, nothing of eagle31. Every job builds engines inside this
+process, so that starting Python and importing vLLM is paid once.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+# Request, tokens written before the draft, drafted tokens, how many of them were accepted.
+Event = tuple[str, int, list[int], int]
+WARM_UP_TOKENS = 8  # several drafts
+
+
+def main() -> None:
+    jobs_file, results = Path(sys.argv[1]), Path(sys.argv[2])
+    # The engine has to live in this process: its scheduler is what drafts are recorded from.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    finished: dict[str, Json] = {}
+    for index, job in enumerate(json.loads(jobs_file.read_text())):
+        print(f"=== job {index}: {job['kind']} {job['name']}", flush=True)
+        try:
+            result = bench(job) if job["kind"] == "bench" else decode(job, finished)
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            clean_up()
+        finished[job["name"]] = result
+        partial = results / f".{index}.partial"
+        partial.write_text(json.dumps(result))
+        os.replace(partial, results / f"{index}.json")
+
+
+def decode(job: Json, finished: dict[str, Json]) -> Json:
+    """Continuations of all prompts by one engine, pass by pass."""
+    import vllm
+
+    against = job["margins_against"]
+    other = None if against is None else finished[against]["passes"][0]["texts"]
+    started = time.perf_counter()
+    llm = build(job["engine"])
+    start_seconds = time.perf_counter() - started
+    events = record_drafts(llm) if job["record_drafts"] else []
+    passes = [decode_pass(llm, job, one, events) for one in job["passes"]]
+    result = {
+        "passes": passes,
+        "margins": [] if other is None else margins(llm, job["prompts"], passes[0]["texts"], other),
+        "start_seconds": start_seconds,
+        "vllm_version": vllm.__version__,
+    }
+    shut_down(llm)
+    return result
+
+
+def decode_pass(llm: Any, job: Json, sampling: Json, events: list[Event]) -> Json:
+    """All prompts once: texts, drafts, vLLM's counters, seconds."""
+    prompts, seed = job["prompts"], sampling["seed"]
+    params = [
+        sampling_params(job, temperature=sampling["temperature"], seed=None if seed is None else seed + index)
+        for index in range(len(prompts))
+    ]
+    if job["warm_up"]:
+        warm = [sampling_params(job | {"max_tokens": WARM_UP_TOKENS}, temperature=sampling["temperature"])]
+        few = prompts[: job["engine"]["max_num_seqs"]]
+        generate(llm, few, warm * len(few))
+    events.clear()
+    before = counters(llm)
+    started = time.perf_counter()
+    outputs = generate(llm, prompts, params)
+    seconds = time.perf_counter() - started
+    return {
+        "texts": [list(output.outputs[0].token_ids) for output in outputs],
+        "drafts": placed_drafts(outputs, events),
+        "counters": difference(counters(llm), before),
+        "seconds": seconds,
+    }
+
+
+def placed_drafts(outputs: list[Any], events: list[Event]) -> list[list[Json]]:
+    """The events of each request, in its prompt's place."""
+    index_of = {output.request_id: index for index, output in enumerate(outputs)}
+    drafts: list[list[Json]] = [[] for _ in outputs]
+    for request_id, position, token_ids, num_accepted in events:
+        # vLLM appends "-" and eight random characters to the id it hands out.
+        drafts[index_of[request_id.rpartition("-")[0]]].append(
+            {"position": position, "token_ids": token_ids, "num_accepted": num_accepted}
+        )
+    return drafts
+
+
+def margins(
+    llm: Any, prompts: list[list[int]], texts: list[list[int]], others: list[list[int]]
+) -> list[float | None]:
+    """The top logit minus the second where two texts first part; None where they do not, or one ends."""
+    from vllm import SamplingParams
+
+    found: list[float | None] = [None] * len(prompts)
+    parted = {}
+    for index, (text, other) in enumerate(zip(texts, others, strict=True)):
+        common = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
+        if common is not None:
+            parted[index] = prompts[index] + text[:common]
+    one_token = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, detokenize=False)
+    outputs = generate(llm, list(parted.values()), [one_token] * len(parted)) if parted else []
+    for index, output in zip(parted, outputs, strict=True):
+        second, best = sorted(one.logprob for one in output.outputs[0].logprobs[0].values())[-2:]
+        found[index] = best - second
+    return found
+
+
+def record_drafts(llm: Any) -> list[Event]:
+    """From now on notes of each draft what its scheduler hears of it.
+
+    The scheduler lives in this process however many run the model.
+    """
+    events: list[Event] = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    update = scheduler.update_from_output
+
+    def noting(scheduler_output: Any, model_runner_output: Any) -> Any:
+        for request_id, drafted in scheduler_output.scheduled_spec_decode_tokens.items():
+            request = scheduler.requests.get(request_id)
+            row = model_runner_output.req_id_to_index.get(request_id)
+            if request is None or row is None:
+                continue
+            emitted = model_runner_output.sampled_token_ids[row]
+            if emitted:
+                events.append((request_id, request.num_output_tokens, list(drafted), len(emitted) - 1))
+        return update(scheduler_output, model_runner_output)
+
+    scheduler.update_from_output = noting
+    return events
+
+
+def bench(job: Json) -> Json:
+    """Closed loops at several concurrencies, the sides taking turns within a round."""
+    import vllm
+
+    result: Json = {"measurements": [], "acceptance": None, "vllm_version": vllm.__version__}
+    names = [side["name"] for side in job["sides"]]
+    for group in [[name] for name in names] if job["one_at_a_time"] else [names]:
+        engines = {
+            side["name"]: build(side["engine"], **job["memory"])
+            for side in job["sides"]
+            if side["name"] in group
+        }
+        for llm in engines.values():
+            for concurrency in job["concurrency"]:
+                closed_loop(llm, job, concurrency, num_requests=concurrency)
+        before = counters(llm)
+        for round_index in range(job["rounds"]):
+            for concurrency in job["concurrency"]:
+                # Every other round begins with the other side, so that neither always runs first.
+                for name in group[:: 1 if round_index % 2 == 0 else -1]:
+                    num_requests = max(job["num_requests"], 2 * concurrency)
+                    measured = closed_loop(engines[name], job, concurrency, num_requests)
+                    result["measurements"].append(
+                        {"side": name, "round": round_index, "concurrency": concurrency, **measured}
+                    )
+        # The counters are the process's: they belong to the engine that was built last, with the drafter.
+        counted = difference(counters(llm), before)
+        result["acceptance"] = {name: counted[name] for name in ("num_drafts", "num_accepted")}
+        while engines:
+            shut_down(engines.popitem()[1])
+    return result
+
+
+def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Json:
+    """`concurrency` users, each sending its next prompt when its last one is answered."""
+    sampling = sampling_params(job, temperature=0.0)
+    engine, prompts = llm.llm_engine, job["prompts"]
+    waiting = [prompts[index % len(prompts)] for index in reversed(range(num_requests))]
+    submitted: dict[str, float] = {}
+    rates: list[float] = []
+    num_tokens = 0
+    started = time.perf_counter()
+    while waiting or engine.has_unfinished_requests():
+        while waiting and len(submitted) - len(rates) < concurrency:
+            name = str(len(submitted))
+            submitted[name] = time.perf_counter()
+            engine.add_request(name, {"prompt_token_ids": waiting.pop()}, sampling)
+        for output in engine.step():
+            if output.finished:
+                length = len(output.outputs[0].token_ids)
+                rates.append(length / (time.perf_counter() - submitted[output.request_id]))
+                num_tokens += length
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "num_tokens": num_tokens, "request_rates": rates}
+
+
+def build(engine: Json, **options: Any) -> Any:
+    """An engine as `vllm serve` would build it; `engine` holds the arguments of `vllm.LLM`."""
+    from vllm import LLM
+
+    return LLM(**(engine | options))
+
+
+def sampling_params(job: Json, temperature: float, seed: int | None = None) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        max_tokens=job["max_tokens"],
+        ignore_eos=True,  # the stop tokens are given, and the same on both sides
+        stop_token_ids=job["stop_token_ids"],
+        detokenize=False,
+    )
+
+
+def generate(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+
+def counters(llm: Any) -> Json:
+    """vLLM's own counts of drafts; zeros without a drafter."""
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    drafts = found.get("vllm:spec_decode_num_drafts")
+    accepted = found.get("vllm:spec_decode_num_accepted_tokens")
+    per_position = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    return {
+        "num_drafts": drafts.value if drafts else 0,
+        "num_accepted": accepted.value if accepted else 0,
+        "accepted_per_position": list(per_position.values) if per_position else [],
+    }
+
+
+def difference(after: Json, before: Json) -> Json:
+    """What the counters have gone up by."""
+    pairs = zip(after["accepted_per_position"], before["accepted_per_position"], strict=True)
+    return {
+        "num_drafts": after["num_drafts"] - before["num_drafts"],
+        "num_accepted": after["num_accepted"] - before["num_accepted"],
+        "accepted_per_position": [one - earlier for one, earlier in pairs],
+    }
+
+
+def shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    clean_up()
+
+
+def clean_up() -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with contextlib.suppress(AssertionError):  # the process groups of an engine that failed to start
+        cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()
