@@ -264,7 +264,8 @@ def test_a_classic_mistake_shows_in_vllm(name: str, served: ServedCases) -> None
 
 def test_check_serving_passes_a_good_export(trained: Path, vllm_python: Path, tmp_path: Path) -> None:
     export, target = export_path(MUTATED, trained), target_path(MUTATED, trained)
-    done = check_serving(export, target, vllm_python, tmp_path / "out.json")
+    few = ("--num-prompts", "6", "--max-new-tokens", "48")
+    done = check_serving(export, target, vllm_python, tmp_path / "out.json", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: vLLM serves what was trained" in done.stdout
 
