@@ -1,6 +1,6 @@
 """The drafters that are held against vLLM: every shape an export can have, each trained by a real run.
 
-python parity_cases.py DIRECTORY NAME...: trains what is missing below DIRECTORY.
+python parity_cases.py DIRECTORY ROWS_PER_STEP TTT_STEPS NAME...: trains what is missing below DIRECTORY.
 """
 
 import json
@@ -194,7 +194,7 @@ def to_jsonl(conversations: list[Conversation]) -> str:
     return "".join(json.dumps(conversation) + "\n" for conversation in conversations)
 
 
-def recipe_arguments(name: str, directory: Path) -> list[str]:
+def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: int) -> list[str]:
     """What a user would write behind `torchrun train/main.py`."""
     case = CASES[name]
     target = directory / "targets" / case.target
@@ -209,11 +209,11 @@ def recipe_arguments(name: str, directory: Path) -> list[str]:
         "data.max_tokens=256",
         "data.num_workers=1",
         "train.row_tokens=256",
-        "train.rows_per_step=2",
+        f"train.rows_per_step={rows_per_step}",
         "train.max_steps=90",
         "train.validate_every=90",
         "train.save_every=90",
-        "train.ttt_steps=3",
+        f"train.ttt_steps={ttt_steps}",
         "optim.lr=5e-3",
         "deepspeed.precision=fp32",
         "export.dtype=float32",
@@ -232,13 +232,13 @@ def target_path(name: str, directory: Path) -> Path:
     return directory / "targets" / CASES[name].target / "model"
 
 
-def train_case(name: str, directory: Path) -> None:
+def train_case(name: str, directory: Path, rows_per_step: int, ttt_steps: int) -> None:
     """Runs the pipeline up to the export; runs of one target share its finished stages."""
     target = directory / "targets" / CASES[name].target
     if not (target / "model" / "config.json").exists():
         build_target(TARGETS[CASES[name].target], target)
     with hydra.initialize_config_dir(str(ROOT / "recipes"), version_base="1.3"):
-        composed = hydra.compose("train", recipe_arguments(name, directory))
+        composed = hydra.compose("train", recipe_arguments(name, directory, rows_per_step, ttt_steps))
     config = OmegaConf.to_object(composed)
     check(config)  # type: ignore[arg-type]
     run_pipeline(config, World.from_environment())  # type: ignore[arg-type]
@@ -251,8 +251,8 @@ if __name__ == "__main__":
     keep_freed_memory()
     register()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    where = Path(sys.argv[1]).resolve()
-    for case_name in sys.argv[2:]:
+    where, rows, steps = Path(sys.argv[1]).resolve(), int(sys.argv[2]), int(sys.argv[3])
+    for case_name in sys.argv[4:]:
         if not export_path(case_name, where).exists():
-            train_case(case_name, where)
+            train_case(case_name, where, rows, steps)
     leave_process_group()

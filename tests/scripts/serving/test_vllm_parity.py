@@ -57,11 +57,15 @@ def case_names(request: pytest.FixtureRequest) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(case_names: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Targets and exports of all cases, from real runs of the pipeline."""
+def trained(
+    case_names: Sequence[str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
+    """Targets and exports of all cases, from real runs of the pipeline; shorter ones without `--full`."""
     directory = tmp_path_factory.mktemp("parity")
+    rows_per_step, ttt_steps = ("4", "4") if request.config.getoption("--full") else ("2", "3")
+    script = str(Path(__file__).with_name("parity_cases.py"))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("parity_cases.py")), str(directory), *case_names],
+        [sys.executable, script, str(directory), rows_per_step, ttt_steps, *case_names],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
