@@ -95,15 +95,14 @@ def test_two_ranks_train_as_through_a_spool_and_leave_nothing_in_the_store(
 def test_vllm_puts_into_it_and_may_be_killed(
     small_target: EmbeddedTarget,
     with_answers: Path,
-    through_spool: list[float],
     master: Master,
-    vllm_python: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     if not request.config.getoption("--full"):
         pytest.skip("--full runs it: it starts vLLM twice")
-    check_mooncake(vllm_python)
+    through_spool = request.getfixturevalue("through_spool")
+    check_mooncake(request.getfixturevalue("vllm_python"))
     directory = tmp_path / "run"
     shutil.copytree(with_answers, directory)
     with left_empty(master):
