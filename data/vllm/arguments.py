@@ -10,7 +10,7 @@ import torch
 from data.vllm.facts import ROOM_TOKENS
 from eagle31.errors import UserError
 
-_OWN = ("model", "speculative_config", "kv_transfer_config", "max_model_len", "pipeline_parallel_size")
+_PIPELINE = "pipeline_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CaptureEngine:
         extra: further arguments of `vllm.LLM`.
 
     Raises:
-        UserError: `extra` sets what is not the user's to set, or the target has no such layer id in vLLM.
+        UserError: `extra` asks for pipeline parallelism, or the target has no such layer id in vLLM.
     """
 
     target: str
@@ -41,10 +41,9 @@ class CaptureEngine:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in _OWN:
-            if name in self.extra:
-                remedy = "The capture itself sets it; leave it out."
-                raise UserError(f"vllm.engine_args.{name}", self.extra[name], remedy)
+        if self.extra.get(_PIPELINE, 1) != 1:
+            remedy = "Hidden states would be on the last stage only; use tensor_parallel_size."
+            raise UserError(f"vllm.engine_args.{_PIPELINE}", self.extra[_PIPELINE], remedy)
         if self.mla and 0 in self.aux_layer_ids:
             remedy = (
                 "vLLM gives no embedding output of a target with latent attention, and serves no drafter "
