@@ -11,8 +11,8 @@ from torch import Tensor
 
 from data.packing import pack_epoch
 from data.samples import CapturedSample, HiddenStateSource
-from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
+from eagle31.training.batch import PackedBatch
 
 
 @dataclass(frozen=True)

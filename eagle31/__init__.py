@@ -1,1 +1,1 @@
-"""EAGLE 3.1 drafters: model, rollout, loss, acceptance, speculative decoding, export."""
+"""EAGLE 3.1 drafters: the model and its maths."""

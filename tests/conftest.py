@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data.vllm.environment import ROOT, find_python
-from eagle31.export import load_export
-from eagle31.record import Difference, read_probe, replay_probe
+from eagle31.export.read import load_export
+from eagle31.export.verification import Difference, read_probe, replay_probe
 from train import export_checks
 
 

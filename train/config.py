@@ -10,8 +10,8 @@ from omegaconf import MISSING
 from data.template import Turns
 from data.tokenize import Overlong
 from eagle31.errors import UserError
-from eagle31.layouts import Layout
-from eagle31.losses import Loss, Objective
+from eagle31.export.layouts import Layout
+from eagle31.training.objectives import Loss, Objective
 from train.capture_config import CaptureConfig, check_capture
 from train.launcher_config import LauncherConfig, check_launcher
 from train.tracking import TrackingMode

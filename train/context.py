@@ -23,10 +23,10 @@ from data.target import (
     load_tokenizer,
     locate,
 )
-from eagle31.config import DrafterConfig, MlaShape
 from eagle31.errors import UserError
-from eagle31.export import LoadedExport
-from eagle31.layouts import check_layout
+from eagle31.export.layouts import check_layout
+from eagle31.export.read import LoadedExport
+from eagle31.model.config import DrafterConfig, MlaShape
 from train.artifact import Artifact
 from train.config import Attention, DrafterShape, RunConfig, Stage
 from train.distributed import World

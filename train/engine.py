@@ -9,12 +9,12 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from eagle31.batch import PackedBatch
-from eagle31.drafter import Drafter
-from eagle31.frozen import FrozenParts
-from eagle31.loss import DepthSums, greedy_hits, rollout_loss
-from eagle31.losses import Objective
-from eagle31.plan import RolloutPlan
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch
+from eagle31.training.objectives import Objective
+from eagle31.training.schedule import RolloutPlan
+from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
 
 
 class TrainedModule(nn.Module):

@@ -9,11 +9,18 @@ from tqdm import tqdm
 
 from data.loader import pack_row
 from data.store import HiddenStateStore
-from eagle31.acceptance import AcceptanceStats, replay
-from eagle31.drafter import Drafter
-from eagle31.frozen import FrozenParts
-from eagle31.loss import greedy_hits
-from eagle31.speculate import CachedTarget, Decoded, acceptance, decode_plainly, decode_speculatively
+from eagle31.decoding.acceptance import AcceptanceStats
+from eagle31.decoding.replay import replay
+from eagle31.decoding.speculative import (
+    CachedTarget,
+    Decoded,
+    acceptance,
+    decode_plainly,
+    decode_speculatively,
+)
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.step import greedy_hits
 
 NEAR_TIE = 1e-4  # between the two top logits: rounding decides below
 

@@ -18,14 +18,14 @@ from data.target import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
-from eagle31.config import DrafterConfig, MlaShape
 from eagle31.errors import UserError
-from eagle31.export_rules import Finding, finding, mapping_findings, schema_findings, tensor_findings
-from eagle31.layouts import IDS, layer_config, layout_of, read_raw_config, read_tensors
-from eagle31.published_config import is_latent, read_config
-from eagle31.record import PROBE, TrainingRecord, read_probe, read_record, tensor_hashes
-from eagle31.reload import reload_in_fresh_process
-from eagle31.rope import Rotary
+from eagle31.export.layouts import IDS, layer_config, layout_of, read_raw_config, read_tensors
+from eagle31.export.published_config import is_latent, read_config
+from eagle31.export.reload import reload_in_fresh_process
+from eagle31.export.rules import Finding, finding, mapping_findings, schema_findings, tensor_findings
+from eagle31.export.verification import PROBE, TrainingRecord, read_probe, read_record, tensor_hashes
+from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.rope import Rotary
 
 # Of the largest logit. float32 sums of another order differ by 1e-6 or so; the mistakes looked for, by 1e-2.
 RELOAD_TOLERANCE = 1e-4

@@ -11,13 +11,9 @@ from data.loader import pack_row
 from data.store import HiddenStateStore
 from data.target import tokenizer_fingerprint
 from data.template import template_fingerprint
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
 from eagle31.errors import UserError
-from eagle31.export import DTYPES, served_tensors, write_export
-from eagle31.json_files import read_json
-from eagle31.layouts import Layout, Verifier
-from eagle31.record import (
+from eagle31.export.layouts import Layout, Verifier
+from eagle31.export.verification import (
     Probe,
     TrainingRecord,
     make_probe,
@@ -25,6 +21,10 @@ from eagle31.record import (
     tensor_hashes,
     write_verification,
 )
+from eagle31.export.write import DTYPES, served_tensors, write_export
+from eagle31.json_files import read_json
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
 from train.checkpoint import CheckpointDirectory
 from train.config import Stage
 from train.context import RunContext

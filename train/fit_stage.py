@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from data.loader import RowLoader
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
-from eagle31.drafter import Drafter
 from eagle31.errors import UserError
-from eagle31.frozen import FrozenParts, project_width
-from eagle31.losses import Objective
-from eagle31.vocab import DraftVocab
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts, project_width
+from eagle31.model.vocab import DraftVocab
+from eagle31.training.objectives import Objective
 from train.capture_stage import opened_source
 from train.checkpoint import CheckpointDirectory
 from train.config import Stage

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.loader import Delivery, RowLoader
-from eagle31.batch import PackedBatch
-from eagle31.loss import DepthSums, plan_batch
-from eagle31.rollout import counted_drafts
+from eagle31.training.batch import PackedBatch
+from eagle31.training.step import DepthSums, plan_batch
+from eagle31.training.supervision import counted_drafts
 from train.checkpoint import CheckpointDirectory, TrainState
 from train.distributed import World, sum_over_ranks
 from train.engine import full_state, partitioned

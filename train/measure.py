@@ -23,8 +23,8 @@ from data.target import (
 )
 from data.template import render_prompt
 from eagle31.errors import UserError
-from eagle31.frozen import FrozenParts
 from eagle31.json_files import write_json
+from eagle31.model.frozen import FrozenParts
 from train.evaluation import greedy_report, plain_texts, sampling_report
 from train.model_card import decoding_runs, identity
 from train.published import fetch_checkpoint, open_published

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import write_text
-from eagle31.layouts import Layout, layout_of
 
 DRAFT_TOKENS = 3  # what to serve with where nothing was measured
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass, replace
 
-from eagle31.config import DrafterConfig
-from eagle31.flops import StepCounts
-from eagle31.memory import StepMemory, step_memory
+from eagle31.cost.flops import StepCounts
+from eagle31.cost.memory import StepMemory, step_memory
+from eagle31.model.config import DrafterConfig
 
 # DeepSpeed's own defaults: elements of the buffer in which gradients are reduced, and of the parameters that
 # ZeRO 3 keeps gathered.

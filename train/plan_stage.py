@@ -8,10 +8,10 @@ import torch
 
 from data.architecture import active_intermediate_size, expert_intermediate_size
 from data.target import check_aux_layer_ids, default_aux_layer_ids
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
+from eagle31.export.layouts import check_layout
 from eagle31.json_files import write_json
-from eagle31.layouts import check_layout
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
 from train.config import Precision, RunConfig, Stage
 from train.context import RunContext, complete_shape
 from train.plan_fit import Misfit, counted, gigabytes, misfits

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from data.store.codec import Encoding, Rows, encoded_bytes
-from eagle31.config import DrafterConfig
-from eagle31.flops import StepFlops, step_flops, typical_counts
+from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.json_files import read_json
+from eagle31.model.config import DrafterConfig
 from train.capture_config import CaptureMode
 from train.config import RunConfig
 from train.plan_target import TargetPlan

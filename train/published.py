@@ -10,14 +10,14 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from data.target import TargetParts
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
 from eagle31.errors import UserError
-from eagle31.export import LoadedExport, TargetDefaults, load_export
-from eagle31.export_rules import FLAGS
-from eagle31.layouts import layer_config, read_raw_config
-from eagle31.published_config import read_config, stated_ids
-from eagle31.vocab import DraftVocab
+from eagle31.export.layouts import layer_config, read_raw_config
+from eagle31.export.published_config import read_config, stated_ids
+from eagle31.export.read import LoadedExport, TargetDefaults, load_export
+from eagle31.export.rules import FLAGS
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.vocab import DraftVocab
 from train.config import Attention, DrafterShape
 from train.export_checks import target_findings
 from train.model_card import is_hub_id

@@ -7,8 +7,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eagle31.errors import UserError
+from eagle31.export.layouts import Layout
 from eagle31.json_files import read_json, read_jsonl, write_json, write_text
-from eagle31.layouts import Layout
 from train.model_card import (
     DRAFT_TOKENS,
     decoding_runs,

@@ -10,10 +10,10 @@ from datasets import load_from_disk
 
 from data.decode import TargetDecoder
 from data.store import HiddenStateStore
-from eagle31.drafter import Drafter
-from eagle31.export import load_export
-from eagle31.frozen import FrozenParts
+from eagle31.export.read import load_export
 from eagle31.json_files import read_json, write_json
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
 from train.capture_config import CaptureMode
 from train.config import Stage, TargetEngine
 from train.context import EMBEDDED, RunContext

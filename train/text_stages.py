@@ -29,7 +29,7 @@ from data.template import TemplateRefused, render_prompt, template_fingerprint
 from data.tokenize import tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
-from eagle31.vocab import DraftVocab, build_draft_vocab
+from eagle31.model.vocab import DraftVocab, build_draft_vocab
 from train.answers import answer_writer, target_answers
 from train.artifact import Artifact
 from train.config import Stage, TargetEngine

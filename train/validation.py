@@ -7,8 +7,9 @@ import torch
 from data.loader import pack_row
 from data.packing import pack_epoch
 from data.samples import CapturedSample
-from eagle31.acceptance import AcceptanceStats, replay
-from eagle31.batch import PackedBatch
+from eagle31.decoding.acceptance import AcceptanceStats
+from eagle31.decoding.replay import replay
+from eagle31.training.batch import PackedBatch
 from train.distributed import World, sum_over_ranks
 from train.engine import TrainedModule
 

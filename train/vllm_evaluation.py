@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data.vllm.environment import find_python
-from eagle31.acceptance import AcceptanceStats
+from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
 from train.config import Stage
 from train.context import RunContext

@@ -22,9 +22,9 @@ from data.store.codec import Encoding
 from data.store.index import write_manifest
 from data.store.writer import StoreWriter
 from data.transport.spool import file_bytes, open_spool
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
-from eagle31.frozen import FrozenParts
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
 from train.distributed import World
 from train.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine
 from train.loop import WindowSums, optimizer_step

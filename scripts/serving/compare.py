@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eagle31.acceptance import AcceptanceStats
-from eagle31.speculate import Decoded
+from eagle31.decoding.acceptance import AcceptanceStats
+from eagle31.decoding.speculative import Decoded
 from train.evaluation import NEAR_TIE
 from train.serving.drafts import PlacedDraft, Served, common_length
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from data.target import TargetParts, TargetSpec, load_target_parts, load_tokenizer
-from eagle31.config import DrafterConfig
 from eagle31.errors import UserError
-from eagle31.layouts import Layout, layout_of, read_raw_config
+from eagle31.export.layouts import Layout, layout_of, read_raw_config
+from eagle31.model.config import DrafterConfig
 from scripts.serving.prompts import Prompts, check_prompts, find_prompts
 from scripts.serving.reference import drafter_config
 from train.serving.engine import EngineSpec, draft_room

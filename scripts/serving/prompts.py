@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations import read_conversations
 from data.template import render_prompt
 from eagle31.errors import UserError
-from eagle31.record import read_probe
+from eagle31.export.verification import read_probe
 
 Prompts = list[list[int]]
 _IDS = "prompt_token_ids"

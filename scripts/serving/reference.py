@@ -10,15 +10,15 @@ from tqdm import tqdm
 
 from data.decode import TargetDecoder
 from data.target import TargetParts, TargetSpec, load_target, locate
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
+from eagle31.decoding.speculative import Decoded, decode_speculatively
 from eagle31.errors import UserError
-from eagle31.export import TargetDefaults, draft_target_ids, load_export
-from eagle31.frozen import FrozenParts, project_width
-from eagle31.layouts import own_name, read_raw_config, read_tensors
-from eagle31.published_config import read_config
-from eagle31.record import read_record, tensor_hash
-from eagle31.speculate import Decoded, decode_speculatively
+from eagle31.export.layouts import own_name, read_raw_config, read_tensors
+from eagle31.export.published_config import read_config
+from eagle31.export.read import TargetDefaults, draft_target_ids, load_export
+from eagle31.export.verification import read_record, tensor_hash
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts, project_width
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle31.acceptance import AcceptanceStats
+from eagle31.decoding.acceptance import AcceptanceStats
+from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
-from eagle31.speculate import Decoded
 from scripts.serving.compare import Difference, compare_texts, placed_drafts
 
 TOLERANCE = {True: 0.01, False: 0.05}  # of the acceptance length, by whether the server runs in float32

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from eagle31.acceptance import AcceptanceStats
+from eagle31.decoding.acceptance import AcceptanceStats
 from scripts.serving.compare import Comparison, Difference, count_texts
 from scripts.serving.server import ServerComparison
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from data.loader import pack_row
 from data.samples import CapturedSample
-from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.training.batch import PackedBatch
 from scripts.step.shapes import Shape
 from scripts.step.text import Conversation
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle31.flops import StepCounts, count_step, gemm_sizes, step_flops
+from eagle31.cost.flops import StepCounts, count_step, gemm_sizes, step_flops
 from scripts.step.inputs import write_inputs
 from scripts.step.shapes import Shape
 from scripts.step.sides import OURS, SideFailure, SideProcess, SideSpec

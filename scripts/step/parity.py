@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from data.target import TargetHead
-from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig, MlaShape
-from eagle31.drafter import Drafter
-from eagle31.frozen import FrozenParts
-from eagle31.loss import DepthSums, rollout_loss
-from eagle31.reference import reference_loss
+from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch
+from eagle31.training.reference import reference_loss
+from eagle31.training.step import DepthSums, rollout_loss
 from scripts.step.inputs import random_batch, random_weights
 from scripts.step.shapes import Shape
 from scripts.step.text import packed_rows

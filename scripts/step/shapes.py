@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eagle31.config import DrafterConfig
+from eagle31.model.config import DrafterConfig
 
 AUX_LAYER_IDS = (2, 8, 13)
 

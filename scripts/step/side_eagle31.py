@@ -17,10 +17,10 @@ def build(
     """Trains the head, or keeps it frozen outside the drafter, as `spec["head"]` says."""
     sys.path.insert(0, str(ROOT))
     from data.target import TargetHead
-    from eagle31.batch import PackedBatch
-    from eagle31.drafter import Drafter
-    from eagle31.frozen import FrozenParts
-    from eagle31.loss import rollout_loss
+    from eagle31.model.drafter import Drafter
+    from eagle31.model.frozen import FrozenParts
+    from eagle31.training.batch import PackedBatch
+    from eagle31.training.step import rollout_loss
     from scripts.step.shapes import Shape
 
     shape = Shape(**spec["shape"])

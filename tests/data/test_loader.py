@@ -7,8 +7,8 @@ import torch
 from data.loader import Delivery, RowLoader, pack_row
 from data.packing import pack_epoch
 from data.samples import CapturedSample
-from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
+from eagle31.training.batch import PackedBatch
 
 ROW_TOKENS, NUM_SAMPLES = 64, 40
 

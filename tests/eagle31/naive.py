@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
-from eagle31.frozen import FrozenParts
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

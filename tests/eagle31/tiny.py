@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig, MlaShape
-from eagle31.drafter import Drafter
-from eagle31.frozen import FrozenParts
+from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch
 
 VOCAB = 61
 

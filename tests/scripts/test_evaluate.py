@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.target import TargetSpec
 from eagle31.errors import UserError
-from eagle31.layouts import Layout
+from eagle31.export.layouts import Layout
 from tests.data import chat_templates as templates
 from tests.data.tiny_target import HIDDEN_SIZE, save_model
 from tests.train.tiny_export import write_tiny_export

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from data.target import TargetHead
-from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig, MlaShape
-from eagle31.drafter import Drafter
-from eagle31.flops import count_step
-from eagle31.frozen import FrozenParts
-from eagle31.loss import plan_batch
+from eagle31.cost.flops import count_step
+from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch
+from eagle31.training.step import plan_batch
 from train.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine
 from train.plan_memory import TrainerSettings, trainer_memory
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from data.embedded.target import EmbeddedTarget
-from eagle31.frozen import project_width
 from eagle31.json_files import read_json, read_jsonl
+from eagle31.model.frozen import project_width
 from tests.train.launch import torchrun
 from tests.train.small_run import (
     MAIN,

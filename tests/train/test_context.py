@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig
 
-from eagle31.config import MlaShape
 from eagle31.errors import UserError
+from eagle31.model.config import MlaShape
 from train.config import Attention, DrafterShape
 from train.context import attention_heads
 

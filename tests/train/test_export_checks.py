@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from data.target import TargetSpec
 from eagle31.errors import UserError
-from eagle31.layouts import Layout
+from eagle31.export.layouts import Layout
 from tests.data.chat_templates import sentencepiece_tokenizer
 from tests.data.tiny_target import VOCAB_SIZE, save_target
 from tests.eagle31.tiny import MLA, WIDE_MLA

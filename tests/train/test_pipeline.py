@@ -15,9 +15,9 @@ from huggingface_hub import constants
 
 from data.embedded.target import EmbeddedTarget
 from data.target import TargetSpec, load_target_parts
+from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from eagle31.speculate import Decoded
 from scripts.serving.compare import check_case
 from scripts.serving.reference import decode_reference, reference_drafter
 from tests.train.hub_server import TOKEN, running_hub

@@ -6,13 +6,19 @@ from typing import Any
 import torch
 
 from data.target import TargetSpec, load_target_parts, load_tokenizer, tokenizer_fingerprint
-from eagle31.config import DrafterConfig
-from eagle31.drafter import Drafter
-from eagle31.export import served_tensors, write_export
-from eagle31.frozen import project_width
-from eagle31.layouts import Layout, Verifier
-from eagle31.record import TrainingRecord, make_probe, probe_piece, tensor_hashes, write_verification
-from eagle31.vocab import build_draft_vocab
+from eagle31.export.layouts import Layout, Verifier
+from eagle31.export.verification import (
+    TrainingRecord,
+    make_probe,
+    probe_piece,
+    tensor_hashes,
+    write_verification,
+)
+from eagle31.export.write import served_tensors, write_export
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import project_width
+from eagle31.model.vocab import build_draft_vocab
 from tests.data.chat_templates import byte_level_tokenizer
 from tests.data.tiny_target import AUX_LAYER_IDS, HIDDEN_SIZE, VOCAB_SIZE, save_target
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter

@@ -12,8 +12,8 @@ from data.loader import RowLoader
 from data.samples import CapturedSample
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool
-from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
+from eagle31.training.batch import PackedBatch
 from tests.data.capture.delivery import (
     SHAPE,
     PromptProducer,

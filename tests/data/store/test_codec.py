@@ -18,9 +18,9 @@ from data.store.codec import (
     encoded_bytes,
     kept_rows,
 )
-from eagle31.batch import PackedBatch
 from eagle31.errors import UserError
-from eagle31.loss import greedy_hits, plan_batch, rollout_loss
+from eagle31.training.batch import PackedBatch
+from eagle31.training.step import greedy_hits, plan_batch, rollout_loss
 from tests.data.store.samples import HIDDEN_SIZE, NUM_LAYERS, make_sample
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle31.export_rules import Finding
+from eagle31.export.rules import Finding
 from train import export_checks
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"

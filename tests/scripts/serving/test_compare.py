@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from eagle31.speculate import Decoded
+from eagle31.decoding.speculative import Decoded
 from scripts.serving.compare import (
     Comparison,
     check_case,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from eagle31.batch import PackedBatch
-from eagle31.config import DrafterConfig
 from eagle31.errors import UserError
-from eagle31.record import Probe, TrainingRecord, write_verification
+from eagle31.export.verification import Probe, TrainingRecord, write_verification
+from eagle31.model.config import DrafterConfig
+from eagle31.training.batch import PackedBatch
 from scripts.serving.prompts import check_prompts, find_prompts, read_prompts, run_directory
 from tests.data import chat_templates as templates
 from tests.data.chat_templates import byte_level_tokenizer

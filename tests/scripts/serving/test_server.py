@@ -5,8 +5,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
-from eagle31.speculate import Decoded
 from scripts.serving.server import (
     Server,
     ServerCounters,

@@ -12,9 +12,9 @@ import torch
 from datasets import load_from_disk
 
 from data.target import TargetSpec, load_target_parts
+from eagle31.decoding.speculative import Decoded
+from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.json_files import write_text
-from eagle31.layouts import Layout, layout_of, read_raw_config
-from eagle31.speculate import Decoded
 from scripts.serving.compare import Comparison, check_case
 from scripts.serving.reference import decode_reference, reference_drafter
 from tests.scripts.serving.mutations import MUTATIONS, mutate

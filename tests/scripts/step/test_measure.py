@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from eagle31.cost.flops import StepCounts
 from eagle31.errors import UserError
-from eagle31.flops import StepCounts
 from scripts.step.measure import Settings, like_for_like, measure_shape, peak_memory, summarise
 from scripts.step.parity import BOUNDS, check_parity
 from scripts.step.report import fit_line, plot_memory, plot_sides, shape_lines

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from data.target import TargetHead
-from eagle31.drafter import Drafter
-from eagle31.frozen import FrozenParts
-from eagle31.losses import Objective
-from eagle31.reference import reference_loss
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.objectives import Objective
+from eagle31.training.reference import reference_loss
 from scripts.step.inputs import random_weights, write_inputs
 from scripts.step.shapes import Shape
 from scripts.step.sides import PEER_SIDES, SideProcess

@@ -1,0 +1,172 @@
+"""The floating-point operations of one training step, by formula.
+
+A multiplication and an addition are two operations. Counted is what the mathematics needs of the rows that
+are really computed: matrix products, and attention's scores and sums over visible pairs. Recomputed
+activations and elementwise work are not, so a fraction of the peak that is reached leaves them out too.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from eagle31.model.config import DrafterConfig
+from eagle31.training.batch import PackedBatch
+from eagle31.training.supervision import counted_drafts
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """How often each part of a training step runs."""
+
+    keys: int  # rows with a step-0 key and value
+    rows: tuple[int, ...]  # rows that are rolled out, by speculation step; the head reads the same ones
+    tokens: int  # whose embedding some row reads
+    causal_pairs: int  # visible (row, step-0 key) pairs, over all steps
+    teachers: int  # positions at which the target's distribution is computed
+
+    @property
+    def rolled(self) -> int:
+        """Rows over all steps."""
+        return sum(self.rows)
+
+    @property
+    def own_pairs(self) -> int:
+        """(row, own later key) pairs over all steps: step k reads k of them."""
+        return sum(step * rows for step, rows in enumerate(self.rows))
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """By part, forward and backward together."""
+
+    fusion: int
+    projections: int  # q, k, v, o
+    mlp: int
+    attention: int
+    head: int
+    teacher: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def linear(self) -> int:
+        """All but attention."""
+        return self.total - self.attention
+
+
+def count_step(batch: PackedBatch, num_steps: int) -> StepCounts:
+    """What a step on this row computes when it computes nothing that no loss reads.
+
+    Keys reach from each document's start to its last drafted row, a row is rolled out as long as it counts.
+    """
+    counted = counted_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    num_tokens = len(batch.input_ids)
+    rows = counted[:, 0].nonzero().squeeze(1)
+    documents, lengths = batch.document_ids.unique_consecutive(return_counts=True)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)  # of each row's document
+    place = torch.arange(num_tokens) - starts + 1
+    last = torch.zeros(len(documents), dtype=torch.long)
+    which = torch.arange(len(documents)).repeat_interleave(lengths)
+    last.scatter_reduce_(0, which[rows], place[rows], "amax")
+    # Row t's step k reads the token at t + 1 + k, which is its teacher's index too.
+    needed = torch.zeros(num_tokens, dtype=torch.bool)
+    for step in range(min(num_steps, num_tokens - 1)):
+        needed[1 + step :] |= counted[: num_tokens - 1 - step, step]
+    read = needed.clone()
+    read[1:] |= (place <= last[which])[:-1]
+    return StepCounts(
+        keys=int(last.sum()),
+        rows=tuple(counted.sum(0).tolist()),
+        tokens=int(read.sum()),
+        causal_pairs=int((place.unsqueeze(1) * counted).sum()),
+        teachers=int(needed.sum()),
+    )
+
+
+def typical_counts(
+    row_tokens: int, num_steps: int, document_tokens: int, assistant_fraction: float
+) -> StepCounts:
+    """Of a packed row before there is any data.
+
+    Every document is `document_tokens` long and ends with one answer, which is `assistant_fraction` of it.
+    """
+    length = min(document_tokens, row_tokens)
+    documents, span = row_tokens / length, max(1, round(assistant_fraction * length))
+    own = [max(0, min(span - 1 - k, length - 2 - k)) for k in range(num_steps)]
+    first = max(0, length - 1 - span)  # the row before the answer's first token, if there is a prompt
+    pairs = sum(rows * (first + 1) + rows * (rows - 1) / 2 for rows in own)
+    keys = min(length - 1, first + own[0])
+    return StepCounts(
+        keys=round(documents * keys),
+        rows=tuple(round(documents * rows) for rows in own),
+        tokens=round(documents * keys),
+        causal_pairs=round(documents * pairs),
+        teachers=round(documents * own[0]),
+    )
+
+
+def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) -> StepFlops:
+    """Forward and backward.
+
+    A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
+    frozen head is spared the last one, and the teacher, computed over the draft vocabulary as in every step
+    that measures nothing else, has no backward at all. The embedding's half of the query, key and value
+    projections is computed once for each token, however many steps read it. Layers before the last compute
+    every key row at step 0.
+    """
+    hidden, target, rolled = config.hidden_size, config.target_hidden_size, counts.rolled
+    # Without the norms before it nothing trained lies behind fc's input.
+    fusion = (6 if config.fc_norm else 4) * counts.keys * len(config.aux_layer_ids) * target * hidden
+    wider = counts.rolled - counts.rows[0] + counts.keys  # (row, step) pairs of a layer before the last
+    projections = mlp = attention = 0
+    for layer in range(config.num_hidden_layers):
+        last = layer == config.num_hidden_layers - 1
+        computed = rolled if last else wider
+        projections += _projections(config, counts, computed, layer == 0, last)
+        mlp += 6 * computed * 3 * hidden * config.intermediate_size
+        # Scores and weighted sum forward; their four gradients backward.
+        heads = config.num_attention_heads * (config.head_dim + config.value_width)
+        attention += 6 * (counts.causal_pairs + counts.own_pairs) * heads
+    return StepFlops(
+        fusion=fusion,
+        projections=projections,
+        mlp=mlp,
+        attention=attention,
+        head=(6 if head_trained else 4) * rolled * hidden * config.draft_vocab_size,
+        teacher=2 * counts.teachers * target * config.draft_vocab_size,
+    )
+
+
+def _projections(
+    config: DrafterConfig, counts: StepCounts, computed: int, reads_embedding: bool, last: bool
+) -> int:
+    """q, k, v and o of one layer, which has queries at `computed` (row, step) pairs."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    query = heads * config.head_dim
+    keys = counts.keys + counts.rolled - counts.rows[0]
+    tokens = counts.tokens if reads_embedding else 0
+    query_tokens = 0 if not reads_embedding else counts.teachers if last else counts.tokens
+    first_query, first_key, second = query, config.num_key_value_heads * 2 * config.head_dim, 0
+    if config.mla is not None:
+        shape = config.mla
+        first_key = shape.kv_lora_rank + shape.qk_rope_head_dim
+        second = keys * shape.kv_lora_rank * heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+        first_query = shape.q_lora_rank
+        second += computed * shape.q_lora_rank * query
+    first = (tokens + keys) * hidden * first_key + (query_tokens + computed) * hidden * first_query
+    return 6 * (first + second + computed * heads * config.value_width * hidden)
+
+
+def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int, int]]:
+    """(m, k, n) of the step's products [m, k] @ [k, n], at which the machine's peak is measured."""
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    first = counts.rows[0]
+    return [
+        (counts.keys, len(config.aux_layer_ids) * config.target_hidden_size, hidden),
+        (first, hidden, query),
+        (first, hidden, config.intermediate_size),
+        (first, config.intermediate_size, hidden),
+        (first, hidden, config.draft_vocab_size),
+    ]

@@ -1,0 +1,1 @@
+"""Drafting one token after another: speculative decoding, acceptance statistics, replay."""

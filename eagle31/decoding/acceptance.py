@@ -1,0 +1,54 @@
+"""Acceptance statistics of chain drafts."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class AcceptanceStats:
+    """What `num_drafts` chain drafts of up to `k` tokens gave.
+
+    A draft that reaches the end of the text is cut there: what lies beyond is neither accepted nor rejected.
+    """
+
+    k: int
+    num_drafts: int
+    accepted_per_position: tuple[int, ...]  # [k], drafts whose first i+1 tokens were all accepted
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted_per_position)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per target forward: accepted drafts + 1."""
+        return 1.0 + self.num_accepted / max(self.num_drafts, 1)
+
+    @property
+    def absolute_acceptance(self) -> tuple[float, ...]:
+        """Share of all drafts accepted up to and including each position."""
+        return tuple(n / max(self.num_drafts, 1) for n in self.accepted_per_position)
+
+    @property
+    def conditional_acceptance(self) -> tuple[float, ...]:
+        """Share accepted at each position among the drafts accepted at the one before."""
+        before = (self.num_drafts, *self.accepted_per_position)
+        return tuple(n / max(m, 1) for n, m in zip(self.accepted_per_position, before, strict=False))
+
+    def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
+        assert self.k == other.k
+        pairs = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
+        return AcceptanceStats(self.k, self.num_drafts + other.num_drafts, tuple(a + b for a, b in pairs))
+
+    @staticmethod
+    def from_lengths(k: int, accepted: Sequence[int]) -> "AcceptanceStats":
+        """From the number of accepted tokens of each draft."""
+        counts = tuple(sum(n > position for n in accepted) for position in range(k))
+        return AcceptanceStats(k, len(accepted), counts)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {
+            "acceptance_length": self.acceptance_length,
+            "absolute_acceptance": list(self.absolute_acceptance),
+            "conditional_acceptance": list(self.conditional_acceptance),
+        }

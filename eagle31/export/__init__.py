@@ -1,0 +1,1 @@
+"""The checkpoint that vLLM loads: layouts, writing, reading, rules, verification."""

@@ -1,0 +1,124 @@
+"""Reading an exported or published checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle31.errors import UserError
+from eagle31.export.layouts import (
+    own_name,
+    read_raw_config,
+    read_tensors,
+)
+from eagle31.export.published_config import read_config
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+
+
+@dataclass(frozen=True)
+class TargetDefaults:
+    """What a published checkpoint may leave to its target."""
+
+    num_layers: int
+    embed_tokens: Tensor  # [V, Ht]
+    lm_head: Tensor  # [V, Ht]
+
+
+@dataclass(frozen=True)
+class LoadedExport:
+    """An exported drafter, ready to draft."""
+
+    drafter: Drafter
+    embed_tokens: Tensor  # [V, H]
+    draft_target_ids: Tensor | None  # int64 [Vd]
+    config: dict[str, Any]  # config.json as it lies there
+    notes: tuple[str, ...] = ()  # what was assumed where the checkpoint says nothing
+
+
+def load_export(
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    target: TargetDefaults | None = None,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> LoadedExport:
+    """Reads an export, ours or a published one in any layout, for evaluation.
+
+    Args:
+        target: stands in for what a published checkpoint leaves out; ours leave nothing out.
+        aux_layer_ids: in place of the checkpoint's own.
+
+    Raises:
+        UserError: files or tensors are missing, damaged or of the wrong shape, or the checkpoint has parts
+            that our drafter has not.
+    """
+    raw = read_raw_config(directory)
+    read = read_config(
+        raw, num_target_layers=target.num_layers if target else None, aux_layer_ids=aux_layer_ids
+    )
+    config = read.config
+    tensors = {own_name(name): tensor for name, tensor in read_tensors(directory).items()}
+    embed_tokens = tensors.pop("embed_tokens.weight", None)
+    d2t = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    target_ids = draft_target_ids(d2t, config)
+    if embed_tokens is None:
+        embed_tokens = _target_rows(target.embed_tokens if target else None, "embed_tokens.weight", config)
+    if "lm_head.weight" not in tensors:
+        # Of a pruned vocabulary vLLM would take the target's head for the wrong tokens.
+        own_head = target.lm_head if target is not None and not config.pruned else None
+        tensors["lm_head.weight"] = _target_rows(own_head, "lm_head.weight", config)
+    drafter = Drafter(config)
+    try:
+        drafter.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError("export", directory, f"Its tensors do not fit its config.json: {error}") from error
+    if embed_tokens.shape != (config.vocab_size, config.hidden_size):
+        expected = f"[{config.vocab_size}, {config.hidden_size}]"
+        raise UserError("embed_tokens.weight", list(embed_tokens.shape), f"Its shape must be {expected}.")
+    drafter.to(device=device, dtype=dtype).requires_grad_(False)
+    return LoadedExport(
+        drafter,
+        embed_tokens.to(device=device, dtype=dtype),
+        None if target_ids is None else target_ids.to(device),
+        raw,
+        read.notes,
+    )
+
+
+def draft_target_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None:
+    """int64 [Vd], the target's id of each draft id; None for the full vocabulary.
+
+    Raises:
+        UserError: d2t is missing, of the wrong size, or points outside the target's vocabulary.
+    """
+    if not config.pruned:
+        if d2t is not None and d2t.any():
+            remedy = "draft_vocab_size equals vocab_size, so there is nothing to map; vLLM would refuse it."
+            raise UserError("d2t", list(d2t.shape), remedy)
+        return None
+    if d2t is None:
+        raise UserError("d2t", None, "It is missing from a checkpoint with a pruned draft vocabulary.")
+    if d2t.shape != (config.draft_vocab_size,):
+        raise UserError("d2t", list(d2t.shape), f"It must have draft_vocab_size={config.draft_vocab_size}.")
+    ids = d2t.long() + torch.arange(config.draft_vocab_size)
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        remedy = "It points outside the target's vocabulary; d2t holds offsets, target id - draft id."
+        raise UserError("d2t", f"{int(ids.min())}..{int(ids.max())}", remedy)
+    return ids
+
+
+def _target_rows(rows: Tensor | None, name: str, config: DrafterConfig) -> Tensor:
+    """The target's, for a tensor that the checkpoint leaves out as vLLM allows."""
+    if rows is None or rows.shape != (config.vocab_size, config.hidden_size):
+        remedy = (
+            "It is missing; the target's can stand in for it only where the drafter has the target's width, "
+            "and its head only where the draft vocabulary is the whole one."
+        )
+        raise UserError(name, None, remedy)
+    return rows

@@ -1,0 +1,170 @@
+"""What training knew of a drafter, kept beside its export so that the export can be held against it."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle31.errors import UserError
+from eagle31.json_files import read_json, write_json
+from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.drafter import Drafter
+from eagle31.training.batch import PackedBatch
+from eagle31.training.rollout import rollout
+from eagle31.training.supervision import counted_drafts, counted_rows
+
+# A subdirectory: vLLM takes every safetensors file beside config.json for weights.
+DIRECTORY, RECORD, PROBE = "verification", "record.json", "probe.safetensors"
+FORMAT = 1
+MAX_TOKENS, MAX_ROWS, TOP = 128, 16, 64
+MAX_STATE_BYTES = 6_000_000
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The drafter as it was trained and what it was trained for; none of it is read from the export."""
+
+    config: DrafterConfig
+    dtype: str  # of the exported weights
+    layout: str
+    step: int
+    target: dict[str, Any]  # model, revision, fingerprint, tokenizer_fingerprint, template_fingerprint
+    tensors: dict[str, str]  # served name -> sha256 of its bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> "TrainingRecord":
+        """Raises UserError for another format, or keys missing."""
+        if raw.get("format") != FORMAT:
+            remedy = f"This version reads format {FORMAT}; export again with it."
+            raise UserError(f"{DIRECTORY}/{RECORD}:format", raw.get("format"), remedy)
+        try:
+            own = {field.name: raw[field.name] for field in fields(TrainingRecord)}
+            shape = own["config"] | {"aux_layer_ids": tuple(own["config"]["aux_layer_ids"])}
+            if shape.get("mla") is not None:
+                shape["mla"] = MlaShape(**shape["mla"])
+            return TrainingRecord(**own | {"config": DrafterConfig(**shape)})
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{DIRECTORY}/{RECORD}", error, "It is damaged; export again.") from error
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A piece of a held-out sample, and what the trained drafter makes of it.
+
+    R rows, K steps, n the draft ids kept for each.
+    """
+
+    batch: PackedBatch  # one document
+    rows: Tensor  # int64 [R]
+    top_ids: Tensor  # int64 [K, R, n], the draft ids of the highest logits
+    top_logits: Tensor  # float32 [K, R, n]
+    logsumexp: Tensor  # float32 [K, R], over the whole draft vocabulary
+
+
+def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """sha256 of each tensor's bytes, as they lie in the file."""
+    return {name: tensor_hash(tensor) for name, tensor in sorted(tensors.items())}
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def probe_piece(batch: PackedBatch, num_steps: int) -> PackedBatch | None:
+    """The stretch of a sample around its first draft that counts, short enough to keep; None without one.
+
+    batch: one document, unpadded.
+    """
+    rows = counted_rows(counted_drafts(batch.loss_mask, batch.document_ids, num_steps))
+    if not len(rows):
+        return None
+    states = batch.aux_hidden_states
+    token_bytes = states.element_size() * states[0].numel() * (1 + 1 / states.shape[1])
+    num_tokens = max(4, min(MAX_TOKENS, int(MAX_STATE_BYTES / token_bytes)))
+    start = max(0, int(rows[0]) - num_tokens // 2)
+    piece = {f.name: getattr(batch, f.name)[start : start + num_tokens] for f in fields(PackedBatch)}
+    return PackedBatch(**piece | {"position_ids": piece["position_ids"] - piece["position_ids"][0]})
+
+
+def make_probe(drafter: Drafter, embed_tokens: Tensor, piece: PackedBatch, num_steps: int) -> Probe:
+    """Drafts on the piece by the training path, in float32 on the CPU.
+
+    Args:
+        drafter: float32, its weights rounded to the export's dtype.
+        embed_tokens: float32 [V, H].
+    """
+    counted = counted_drafts(piece.loss_mask, piece.document_ids, num_steps)
+    rows = counted_rows(counted)[:MAX_ROWS]
+    logits = draft_logits(drafter, embed_tokens, piece, rows, num_steps)
+    top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
+    return Probe(piece, rows, top.indices, top.values, logits.logsumexp(-1))
+
+
+@torch.no_grad()
+def draft_logits(
+    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, rows: Tensor, num_steps: int
+) -> Tensor:
+    """float32 [K, R, Vd]"""
+    batch = batch.to(torch.device("cpu"), torch.float32)
+    steps = rollout(drafter, embed_tokens, batch, rows, num_steps)
+    return torch.stack([drafter.lm_head(normed) for normed, _ in steps])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where drafting again departs most from the probe."""
+
+    largest: float  # of a logit or a logsumexp
+    step: int  # 0-based speculation step
+    scale: float  # the largest recorded logit by magnitude, at least 1
+
+
+def replay_probe(probe: Probe, drafter: Drafter, embed_tokens: Tensor) -> Difference:
+    """Drafts on the probe's piece again. Both in float32 on the CPU."""
+    num_steps = len(probe.top_ids)
+    logits = draft_logits(drafter, embed_tokens, probe.batch, probe.rows, num_steps)
+    at_top = (logits.gather(-1, probe.top_ids) - probe.top_logits).abs().amax(dim=(1, 2))
+    in_sum = (logits.logsumexp(-1) - probe.logsumexp).abs().amax(dim=1)
+    # A nan compares as larger than anything here.
+    by_step = torch.maximum(at_top, in_sum).nan_to_num(nan=torch.inf)
+    scale = max(1.0, float(probe.top_logits.abs().max()))
+    return Difference(float(by_step.max()), int(by_step.argmax()), scale)
+
+
+def write_verification(export: Path, record: TrainingRecord, probe: Probe | None) -> None:
+    """Into `verification/` of an export's directory."""
+    directory = export / DIRECTORY
+    write_json(directory / RECORD, record.to_json())
+    if probe is not None:
+        own = {name: getattr(probe, name) for name in ("rows", "top_ids", "top_logits", "logsumexp")}
+        batch = {f.name: getattr(probe.batch, f.name) for f in fields(PackedBatch)}
+        save_file({n: t.cpu().contiguous() for n, t in (own | batch).items()}, directory / PROBE)
+
+
+def read_record(export: Path) -> TrainingRecord | None:
+    """None for a checkpoint that was not exported here. Raises UserError for a damaged one."""
+    path = export / DIRECTORY / RECORD
+    return TrainingRecord.from_json(read_json(path)) if path.exists() else None
+
+
+def read_probe(export: Path) -> Probe | None:
+    """None where there is none. Raises UserError for a damaged one."""
+    path = export / DIRECTORY / PROBE
+    if not path.exists():
+        return None
+    try:
+        tensors = load_file(path)
+        batch = PackedBatch(**{f.name: tensors.pop(f.name) for f in fields(PackedBatch)})
+        return Probe(batch=batch, **tensors)
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        raise UserError(f"{DIRECTORY}/{PROBE}", path, f"It can not be read: {error!r}") from error

@@ -1,0 +1,155 @@
+"""Attention of a rollout step by merging log-sum-exps: exact, and never a matrix of scores.
+
+A query reads the step-0 keys of its document up to its own row, and its own keys of later steps. A flash
+kernel does the first part; its log-sum-exp is merged with the few own scores. Given the merged output and the
+merged log-sum-exp, the kernel's backward recomputes exactly the probabilities that the first part has in the
+whole softmax, so its gradients are exact too; the own terms are elementwise.
+
+Source: the merging is ring attention's (arXiv 2310.01889); the kernel is FlashAttention-2 (arXiv 2307.08691).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from eagle31.kernels.elementwise import widened
+
+
+class CausalBlock(Protocol):
+    """Attention to the step-0 keys of one step's queries, by some kernel."""
+
+    scale: float  # of the scores
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """query [R, Hq, D], keys [S, Hkv, D], values [S, Hkv, Dv] -> output [R, Hq, Dv], its lse [R, Hq]."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, keys and values; output and lse may be merged with other terms."""
+
+
+class _MergedAttention(torch.autograd.Function):
+    """Inputs behind the block: query, keys, values, then the own keys and the own values of steps 1..k."""
+
+    @staticmethod
+    def forward(ctx: Any, block: CausalBlock, places: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
+        query, keys, values, *own = tensors
+        num_own = len(own) // 2
+        own = [_taken(x, places[i % num_own]) for i, x in enumerate(own)]
+        output, lse = block.forward(query, keys, values)
+        if num_own:
+            scores = _own_scores(query, own[:num_own], block.scale)
+            output, lse = _merge(output, lse, scores, own[num_own:])
+        ctx.block, ctx.places = block, places
+        ctx.save_for_backward(output, lse, *tensors)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        output, lse, query, keys, values, *own = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_query, grad_keys, grad_values = ctx.block.backward(grad, query, keys, values, output, lse)
+        num_own = len(own) // 2
+        grads_own: list[Tensor] = []
+        if num_own:
+            taken = [_taken(x, ctx.places[i % num_own]) for i, x in enumerate(own)]
+            grad_query, grads_own = _own_backward(
+                grad, query, taken[:num_own], taken[num_own:], output, lse, grad_query, ctx.block.scale
+            )
+            grads_own = [_put_back(x, ctx.places[i % num_own], own[i]) for i, x in enumerate(grads_own)]
+        return None, None, grad_query, grad_keys, grad_values, *grads_own
+
+
+def merged_attention(
+    block: CausalBlock,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+    places: Sequence[Tensor | None],
+) -> Tensor:
+    """Softmax over the block's step-0 keys and the row's own keys of steps 1..k.
+
+    Args:
+        query: [R, Hq, D], rotated.
+        keys: [S, Hkv, D] of step 0, rotated.
+        values: [S, Hkv, Dv] of step 0; Dv may be less than D.
+        own_keys, own_values: k tensors [R_i, Hkv, D] and [R_i, Hkv, Dv] of steps 1..k.
+        places: int64 [R] for each of these, the queries' rows within theirs; None when they are the same.
+
+    Returns:
+        [R, Hq, Dv] in the query's dtype; the softmax is float32 or wider.
+    """
+    return _MergedAttention.apply(block, places, query, keys, values, *own_keys, *own_values)
+
+
+def _taken(x: Tensor, places: Tensor | None) -> Tensor:
+    return x if places is None else x.index_select(0, places)
+
+
+def _put_back(grad: Tensor, places: Tensor | None, like: Tensor) -> Tensor:
+    grad = grad.to(like.dtype)
+    return grad if places is None else torch.zeros_like(like).index_copy_(0, places, grad)
+
+
+def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[R, Hq, D] -> [R, Hkv, group, D], float32 or wider."""
+    return x.to(widened(x.dtype)).unflatten(1, (num_kv_heads, -1))
+
+
+def _own_scores(query: Tensor, own_keys: Sequence[Tensor], scale: float) -> Tensor:
+    """Scaled scores [R, Hq, k]."""
+    grouped = _grouped(query, own_keys[0].shape[1])
+    scores = [torch.linalg.vecdot(grouped, key.to(grouped.dtype).unsqueeze(2)) for key in own_keys]
+    return torch.stack(scores, dim=-1).flatten(1, 2).mul_(scale)
+
+
+def _merge(
+    output: Tensor, lse: Tensor, scores: Tensor, own_values: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Adds the own terms to the block's output and log-sum-exp."""
+    lse = lse.to(scores.dtype)
+    merged_lse = torch.cat((lse.unsqueeze(-1), scores), dim=-1).logsumexp(-1)
+    num_kv_heads = own_values[0].shape[1]
+    weights = (scores - merged_lse.unsqueeze(-1)).exp_().unflatten(1, (num_kv_heads, -1))
+    merged = _grouped(output, num_kv_heads) * (lse - merged_lse).exp_().unflatten(
+        1, (num_kv_heads, -1)
+    ).unsqueeze(-1)
+    for step, value in enumerate(own_values):
+        merged.addcmul_(weights[..., step, None], value.to(merged.dtype).unsqueeze(2))
+    return merged.flatten(1, 2).to(output.dtype), merged_lse
+
+
+def _own_backward(
+    grad: Tensor,
+    query: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+    output: Tensor,
+    lse: Tensor,
+    grad_query: Tensor,
+    scale: float,
+) -> tuple[Tensor, list[Tensor]]:
+    """The query's gradient with the own terms added, and those of the own keys and values."""
+    num_kv_heads = own_keys[0].shape[1]
+    wide_query, wide_grad = _grouped(query, num_kv_heads), _grouped(grad, num_kv_heads)
+    weights = (
+        (_own_scores(query, own_keys, scale) - lse.unsqueeze(-1)).exp_().unflatten(1, (num_kv_heads, -1))
+    )
+    delta = torch.linalg.vecdot(wide_grad, _grouped(output, num_kv_heads))
+    total = _grouped(grad_query, num_kv_heads)
+    grad_keys, grad_values = [], []
+    for step, (key, value) in enumerate(zip(own_keys, own_values, strict=True)):
+        weight = weights[..., step]
+        along = torch.linalg.vecdot(wide_grad, value.to(wide_grad.dtype).unsqueeze(2))
+        slope = (along.sub_(delta).mul_(weight).mul_(scale)).unsqueeze(-1)
+        total = torch.addcmul(total, slope, key.to(total.dtype).unsqueeze(2))
+        grad_keys.append((slope * wide_query).sum(2))
+        grad_values.append((weight.unsqueeze(-1) * wide_grad).sum(2))
+    return total.flatten(1, 2).to(query.dtype), grad_keys + grad_values

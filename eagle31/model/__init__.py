@@ -1,0 +1,1 @@
+"""What a drafter is: its configuration, its modules, its vocabulary."""

@@ -1,0 +1,1 @@
+"""One training step: which rows are rolled out, the rollout, the loss."""

@@ -1,0 +1,179 @@
+"""The loss over all rows and steps in one walk over the teacher's positions.
+
+No step needs another step's logits, so the rollout runs first. A chunk of positions j then meets all pairs
+(t = j-1-k, k) that predict j: the teacher's distribution is computed once for them, their logits in one
+matrix product, and the gradients in the same pass, after which the logits are dropped. Peak memory is one
+chunk's.
+
+Source: computing the gradient in the forward pass is Liger-Kernel's fused linear cross entropy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from eagle31.kernels.elementwise import widened
+from eagle31.training.objectives import Loss, Objective, Teacher, loss_with_gradient
+from eagle31.training.schedule import RolloutPlan
+
+# Rows of logits that the elementwise part handles at once on the CPU: they stay in its caches.
+BLOCK_ROWS = 32
+
+
+class _OnePass(torch.autograd.Function):
+    """Inputs behind the settings: the head's weight [Vd, H], then the states [R_k, H] of each step."""
+
+    @staticmethod
+    def forward(ctx: Any, walk: "_Walk", weight: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.needed = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
+        total, sums, grad_weight, grad_states = walk.run(weight, states, *ctx.needed)
+        ctx.weight_dtype = weight.dtype
+        # Neither inputs nor outputs: kept here, so that the backward may scale them in place and let them go.
+        ctx.grads = grad_weight, grad_states
+        ctx.mark_non_differentiable(sums)
+        return total, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.grads is not None, "the loss was differentiated before"
+        (grad_weight, grad_states), ctx.grads = ctx.grads, None
+        scaled = grad_weight.mul_(grad).to(ctx.weight_dtype) if ctx.needed[0] else None
+        if not ctx.needed[1]:
+            return None, scaled, *(None for _ in ctx.needs_input_grad[2:])
+        return None, scaled, *(x.mul_(grad) for x in grad_states)
+
+
+def one_pass_loss(
+    states: Sequence[Tensor],
+    weight: Tensor,
+    teacher: Callable[[Tensor], Teacher],
+    plan: RolloutPlan,
+    objective: Objective,
+    step_weights: Sequence[float],
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Sum over steps of step_weights[k] times the sum of the losses of its rows.
+
+    Args:
+        states: what the head reads, [R_k, H] of each step's rows.
+        weight: [Vd, H], the draft head.
+        teacher: gives the target's distributions at rows int64 [n].
+        chunk_rows: rows of logits held at once, over all steps.
+
+    Returns:
+        A scalar, float32 or wider, and float64 [4, K]: rows counted, loss, rows whose greedy draft is the
+        target's greedy token, and sum of min(p, q). The last two are zero where the teacher leaves out what
+        they take.
+    """
+    walk = _Walk(teacher, plan, objective, tuple(step_weights), chunk_rows)
+    return _OnePass.apply(walk, weight, *states)
+
+
+class _Walk:
+    """The walk over the chunks."""
+
+    def __init__(
+        self,
+        teacher: Callable[[Tensor], Teacher],
+        plan: RolloutPlan,
+        objective: Objective,
+        step_weights: tuple[float, ...],
+        chunk_rows: int,
+    ) -> None:
+        self.teacher, self.plan, self.objective, self.step_weights = teacher, plan, objective, step_weights
+        self.chunk_size = max(1, chunk_rows // len(step_weights))  # teacher positions
+
+    def run(
+        self, weight: Tensor, states: Sequence[Tensor], for_weight: bool, for_states: bool
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """The loss, the sums, and the gradients of weight and states where they are asked for."""
+        wide = widened(weight.dtype)
+        sums = torch.zeros(4, len(states), dtype=torch.float64, device=weight.device)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else weight.new_empty(0)
+        grad_states = [torch.empty_like(x) for x in states] if for_states else []
+        # One buffer for every chunk: a fresh one costs as much in page faults as the softmax.
+        buffer = weight.new_empty(self.chunk_size * len(states), weight.shape[0])
+        for first, pieces in self._chunks():
+            rows = torch.cat([x[piece] for x, piece in zip(states, pieces, strict=True)])
+            logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
+            teacher = self.teacher(self.plan.teacher_rows[first : first + self.chunk_size])
+            self._differentiate(logits, teacher, first, pieces, sums)
+            parts = rows.split([piece.stop - piece.start for piece in pieces])
+            if for_weight:
+                for part, scale in zip(parts, self.step_weights, strict=True):
+                    part.mul_(scale)
+                _add_product(grad_weight, logits.t(), rows)
+            if for_states:
+                torch.mm(logits, weight, out=rows)
+                for grad, piece, part, scale in zip(
+                    grad_states, pieces, parts, self.step_weights, strict=True
+                ):
+                    torch.mul(part, scale, out=grad[piece])
+        total = sum(scale * loss for scale, loss in zip(self.step_weights, sums[1], strict=True))
+        assert isinstance(total, Tensor)
+        return total.to(wide), sums, grad_weight, grad_states
+
+    def _chunks(self) -> Iterator[tuple[int, list[slice]]]:
+        """The first teacher position of each chunk, and the rows of each step that are held against it."""
+        num_positions = len(self.plan.teacher_rows)
+        edges = torch.arange(0, num_positions + self.chunk_size, self.chunk_size)
+        bounds = [torch.searchsorted(step.teacher_at_host, edges).tolist() for step in self.plan.steps]
+        for chunk, first in enumerate(range(0, num_positions, self.chunk_size)):
+            yield first, [slice(b[chunk], b[chunk + 1]) for b in bounds]
+
+    def _differentiate(
+        self, logits: Tensor, teacher: Teacher, first: int, pieces: Sequence[slice], sums: Tensor
+    ) -> None:
+        """Turns the logits of a chunk into their gradients, and adds to the sums."""
+        num_positions = len(teacher.probs)
+        needs_entropy = self.objective.loss in (Loss.full_kl, Loss.lk_lambda)
+        entropy = teacher.entropy() if needs_entropy else None
+        block_rows = len(logits) if logits.is_cuda else BLOCK_ROWS
+        scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
+        done = 0
+        for step, piece in enumerate(pieces):
+            # Where every position of the chunk has a row at this step, the places are simply 0, 1, 2, ...
+            whole = piece.stop - piece.start == num_positions
+            places = self.plan.steps[step].teacher_at[piece] - first
+            for start in range(0, piece.stop - piece.start, block_rows):
+                own = slice(start, min(start + block_rows, piece.stop - piece.start))
+                own_places = own if whole else places[own]
+                block = logits[done + own.start : done + own.stop]
+                self._block(
+                    block,
+                    teacher.at(own_places),
+                    None if entropy is None else entropy[own_places],
+                    scratch[: len(block)],
+                    sums[:, step],
+                )
+            done += piece.stop - piece.start
+
+    def _block(
+        self, logits: Tensor, teacher: Teacher, entropy: Tensor | None, scratch: Tensor, sums: Tensor
+    ) -> None:
+        wide = logits.to(teacher.probs.dtype)
+        hits = None if teacher.greedy is None else logits.argmax(-1) == teacher.greedy
+        loss, alpha = loss_with_gradient(self.objective, wide, teacher, entropy, scratch)
+        columns = [torch.ones_like(loss), loss, hits, alpha]
+        if not self.objective.count_outside_vocab:
+            assert teacher.greedy is not None
+            inside = teacher.greedy >= 0
+            wide.mul_(inside.unsqueeze(-1))
+            columns = [None if x is None else x * inside for x in columns]
+        if wide is not logits:
+            logits.copy_(wide)
+        for i, column in enumerate(columns):
+            if column is not None:
+                sums[i] += column.sum()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, `total` in float32 where the factors are narrower."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

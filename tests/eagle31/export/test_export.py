@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle31.errors import UserError
+from eagle31.export.read import load_export
+from eagle31.export.write import write_export
+from eagle31.model.vocab import DraftVocab, build_draft_vocab
+from tests.eagle31.tiny import VOCAB, tiny_config, tiny_drafter
+
+CPU = torch.device("cpu")
+
+
+def vocab_of(size: int) -> DraftVocab:
+    counts = torch.randint(0, 50, (VOCAB,), generator=torch.Generator().manual_seed(0))
+    return build_draft_vocab(counts, size, [0])
+
+
+def export(
+    directory: Path, dtype: str = "float32", **changes: object
+) -> tuple[dict, torch.Tensor, DraftVocab]:
+    config = tiny_config(**changes)
+    drafter, frozen = tiny_drafter(config, torch.float32)
+    vocab = vocab_of(config.draft_vocab_size)
+    embed = frozen.embed_tokens.to(torch.bfloat16)
+    state = {name: p.detach() for name, p in drafter.named_parameters()}
+    write_export(directory, config, state, vocab, embed, dtype=dtype, provenance={"target": "x"})
+    return state, embed, vocab
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reload_equals_what_was_trained(tmp_path: Path, dtype: str) -> None:
+    state, embed, vocab = export(tmp_path / "e", dtype, num_hidden_layers=2)
+    loaded = load_export(tmp_path / "e", CPU)
+    for name, parameter in loaded.drafter.named_parameters():
+        assert torch.equal(parameter, state[name].to(getattr(torch, dtype)).float()), name
+    assert torch.equal(loaded.embed_tokens, embed.float())
+    assert loaded.draft_target_ids is not None
+    assert torch.equal(loaded.draft_target_ids, vocab.target_ids)
+    assert loaded.config["eagle31"] == {"target": "x"}
+
+
+def test_tensors_are_those_of_the_serving_contract(tmp_path: Path) -> None:
+    export(tmp_path / "e", "bfloat16")
+    tensors = load_file(tmp_path / "e" / "model.safetensors")
+    attention = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"]
+    mlp = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    expected = {
+        *attention,
+        *mlp,
+        *(f"midlayer.{name}.weight" for name in norms),
+        *(f"fc_norm.{i}.weight" for i in range(3)),
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "embed_tokens.weight",
+        "d2t",
+        "t2d",
+    }
+    assert set(tensors) == expected
+    assert tensors["fc.weight"].shape == (16, 60)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (24, 32)
+    assert tensors["lm_head.weight"].shape == (29, 16)
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+    targets = tensors["d2t"] + torch.arange(29)
+    assert torch.equal(targets, tensors["t2d"].nonzero().squeeze(1))
+
+
+def test_full_vocabulary_has_no_mapping(tmp_path: Path) -> None:
+    export(tmp_path / "e", draft_vocab_size=VOCAB)
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "e" / "model.safetensors"))
+    assert load_export(tmp_path / "e", CPU).draft_target_ids is None
+
+
+def test_an_older_export_is_replaced_whole(tmp_path: Path) -> None:
+    export(tmp_path / "e")
+    (tmp_path / "e" / "stale").touch()
+    export(tmp_path / "e")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "e", "model.safetensors"]
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    drafter, frozen = tiny_drafter(config, torch.float32)
+    state = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    state["norm.weight"][0] = float("nan")
+    with pytest.raises(UserError, match=r"norm\.weight"):
+        write_export(
+            tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, dtype="float32", provenance={}
+        )
+    assert not (tmp_path / "e").exists()
+
+
+def test_damaged_exports_are_refused(tmp_path: Path) -> None:
+    export(tmp_path / "e")
+    weights = tmp_path / "e" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="read"):
+        load_export(tmp_path / "e", CPU)
+    weights.unlink()
+    with pytest.raises(UserError, match="read"):
+        load_export(tmp_path / "e", CPU)
+
+
+def test_what_fails_before_the_end_leaves_the_older_export(tmp_path: Path) -> None:
+    export(tmp_path / "e")
+    before = (tmp_path / "e" / "config.json").read_bytes()
+    config = tiny_config(norm_output=False)
+    drafter, frozen = tiny_drafter(config, torch.float32)
+    state = {name: p.detach() for name, p in drafter.named_parameters()}
+
+    def refuse(beside: Path) -> None:
+        assert (beside / "model.safetensors").exists()
+        raise UserError("export", beside, "It is no good.")
+
+    common: dict = {"dtype": "float32", "provenance": {}, "complete": refuse}
+    with pytest.raises(UserError, match="no good"):
+        write_export(tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, **common)
+    assert (tmp_path / "e" / "config.json").read_bytes() == before

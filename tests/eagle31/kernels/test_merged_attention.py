@@ -1,0 +1,173 @@
+"""Merged attention against the scores as they are defined."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31.kernels import packed_attention as packed_block
+from eagle31.kernels.merged_attention import CausalBlock, merged_attention
+from eagle31.kernels.packed_attention import PackedBlock
+from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, Tiles
+from eagle31.model.attention import rollout_attention, visible_keys
+from eagle31.training.schedule import RolloutPlan, plan_rollout
+
+DIM = 8
+SCALE = 0.4  # other than DIM ** -0.5
+STEPS = 4
+
+
+def random_counted(total: int, document_ids: Tensor, seed: int) -> Tensor:
+    """Runs of rows that each lose some rows from step to step."""
+    generator = torch.Generator().manual_seed(seed)
+    first = (torch.rand(total, generator=generator) < 0.1).long().cumsum(0) % 2 == 1
+    columns = [first & (document_ids >= 0)]
+    for _ in range(STEPS - 1):
+        columns.append(columns[-1] & (torch.rand(total, generator=generator) < 0.9))
+    return torch.stack(columns, 1)
+
+
+def reference(tensors: list[Tensor], plan: RolloutPlan, step: int, document_ids: Tensor) -> Tensor:
+    query, keys, values, *own = tensors
+    rows = plan.steps[step].rows
+    visible = visible_keys(rows, document_ids)[:, plan.key_rows]
+    own = [x[places_of(plan, step, i % step + 1)] for i, x in enumerate(own)]
+    return rollout_attention(query, keys, values, visible, own[:step], own[step:], SCALE)
+
+
+def places_of(plan: RolloutPlan, step: int, earlier: int) -> Tensor:
+    return torch.searchsorted(plan.steps[earlier].rows, plan.steps[step].rows)
+
+
+def block_of(name: str, plan: RolloutPlan, step: int, dtype: torch.dtype) -> CausalBlock:
+    if name == "packed":
+        return PackedBlock(plan.steps[0].runs, torch.device("cpu"), SCALE).for_rows(plan.steps[step].first)
+    kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
+    longest = max(run.key_stop - run.key_start for run in plan.steps[0].runs)
+    return TiledBlock(plan.steps[step].runs, Tiles.for_keys(longest, torch.zeros(0, dtype=dtype)), kernel)
+
+
+def by_definition(
+    query: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities, scores' log-sum-exp and visibility as the packed kernel for CUDA documents them."""
+    rows, width = torch.arange(len(query)), torch.arange(len(keys))
+    run_q = torch.searchsorted(starts_q, rows, right=True) - 1
+    run_k = torch.searchsorted(starts_k, width, right=True) - 1
+    # Bottom-right alignment: the last query reads the last key.
+    shift = (starts_k[1:] - starts_q[1:])[run_q]
+    visible = (run_q[:, None] == run_k[None]) & (width[None] <= (rows + shift)[:, None])
+    group = query.shape[1] // keys.shape[1]
+    scores = torch.einsum("qhd,khd->qhk", query, keys.repeat_interleave(group, 1)) * SCALE
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    return scores.softmax(-1), scores.logsumexp(-1), visible
+
+
+class CudaKernel:
+    """Stands in for `aten._flash_attention_{forward,backward}`, by their definition."""
+
+    def _flash_attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object, scale: float
+    ):
+        assert scale == SCALE
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        probs, lse, _visible = by_definition(q, k, v, cq, ck)
+        out = torch.einsum("qhk,khd->qhd", probs, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
+        return out, lse.t().contiguous(), None, None, None
+
+    def _flash_attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cq: Tensor, ck: Tensor,
+        *_: object, scale: float,
+    ):  # fmt: skip
+        assert scale == SCALE
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == grad.shape[-1] == out.shape[-1]
+        group = q.shape[1] // k.shape[1]
+        wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        probs, own_lse, _visible = by_definition(q, k, v, cq, ck)
+        probs = probs * (own_lse - lse.t()).exp().unsqueeze(-1)  # the kernel takes the lse that it is given
+        slope = torch.einsum("qhd,khd->qhk", grad, wide_v) - (grad * out).sum(-1, keepdim=True)
+        slope = slope * probs * SCALE
+        shape = (len(k), k.shape[1], group, DIM)
+        grad_k = torch.einsum("qhk,qhd->khd", slope, q).view(shape).sum(2)
+        grad_v = torch.einsum("qhk,qhd->khd", probs, grad).view(shape).sum(2)
+        return torch.einsum("qhk,khd->qhd", slope, wide_k), grad_k, grad_v
+
+
+@pytest.mark.parametrize(
+    ("name", "value_width"),
+    [("flash", DIM), ("plain", DIM), ("packed", DIM), ("plain", 5), ("packed", 5)],
+)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("lengths", [(40, 9, 33), (2 * TILE + 75,)])
+def test_values_and_gradients_equal_the_definition(
+    name: str,
+    value_width: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_block, "kernels", CudaKernel())
+    document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    plan = plan_rollout(random_counted(sum(lengths), document_ids, seed=heads[0]), document_ids)
+    for step in range(STEPS):
+        tensors = random_tensors(plan, step, heads, torch.float64, value_width)
+        expected = reference(tensors, plan, step, document_ids)
+        grad = torch.randn_like(expected)
+        wanted = torch.autograd.grad(expected, tensors, grad)
+        places = [places_of(plan, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
+        query, keys, values, *own = tensors
+        block = block_of(name, plan, step, torch.float64)
+        found = merged_attention(block, query, keys, values, own[:step], own[step:], places)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        found_grads = torch.autograd.grad(found, tensors, grad)
+        for one, other in zip(found_grads, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["flash", "plain"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
+def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: float) -> None:
+    document_ids = torch.zeros(150, dtype=torch.long)
+    plan = plan_rollout(random_counted(150, document_ids, seed=1), document_ids)
+    step = 3
+    exact = random_tensors(plan, step, (4, 2), torch.float64)
+    exact = [x.detach().to(dtype).double().requires_grad_() for x in exact]
+    expected = reference(exact, plan, step, document_ids)
+    grad = torch.randn_like(expected).to(dtype)
+    wanted = torch.autograd.grad(expected, exact, grad.double())
+    query, keys, values, *own = [x.detach().to(dtype).requires_grad_() for x in exact]
+    places = [places_of(plan, step, 1), places_of(plan, step, 2), None]
+    block = block_of(name, plan, step, dtype)
+    found = merged_attention(block, query, keys, values, own[:step], own[step:], places)
+    assert found.dtype == dtype
+    pairs = [(found, expected)]
+    pairs += zip(torch.autograd.grad(found, [query, keys, values, *own], grad), wanted, strict=True)
+    for one, other in pairs:
+        assert (one.double() - other).abs().max() <= bound * other.abs().max()
+
+
+def random_tensors(
+    plan: RolloutPlan, step: int, heads: tuple[int, int], dtype: torch.dtype, value_width: int = DIM
+) -> list[Tensor]:
+    """Query, step-0 keys and values, own keys of steps 1..step, own values."""
+    generator = torch.Generator().manual_seed(step)
+    num_keys = len(plan.key_rows)
+    own = [(len(plan.steps[i].rows), heads[1]) for i in range(1, step + 1)]
+    query, keys = (len(plan.steps[step].rows), heads[0], DIM), (num_keys, heads[1], DIM)
+    values = (num_keys, heads[1], value_width)
+    own_shapes = [(*x, width) for width in (DIM, value_width) for x in own]
+    shapes = [query, keys, values, *own_shapes]
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["flash", "plain"])
+def test_no_queries_give_no_gradient(name: str) -> None:
+    document_ids = torch.zeros(6, dtype=torch.long)
+    counted = torch.zeros(6, 2, dtype=torch.bool)
+    counted[2, 0] = True
+    plan = plan_rollout(counted, document_ids)
+    tensors = random_tensors(plan, 1, (4, 2), torch.float64)
+    block = block_of(name, plan, 1, torch.float64)
+    found = merged_attention(block, *tensors[:3], tensors[3:4], tensors[4:], [None])
+    assert found.shape == (0, 4, DIM)
+    grads = torch.autograd.grad(found, tensors, torch.zeros_like(found))
+    assert all(not grad.any() for grad in grads)

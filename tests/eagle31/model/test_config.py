@@ -1,0 +1,117 @@
+import pytest
+
+from eagle31.errors import UserError
+from eagle31.model.config import MlaShape
+from tests.eagle31.tiny import MLA, tiny_config
+
+
+def test_json_has_what_vllm_reads() -> None:
+    written = tiny_config(aux_layer_ids=(1, 4)).to_json("float32")
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert written["model_type"] == "llama"
+    assert written["eagle_aux_hidden_state_layer_ids"] == [1, 4]
+    assert written["eagle_config"] == {
+        "eagle_aux_hidden_state_layer_ids": [1, 4],
+        "use_aux_hidden_state": True,
+    }
+    assert written["num_aux_hidden_states"] == 2
+    assert (written["fc_norm"], written["norm_output"], written["norm_before_residual"]) == (
+        True,
+        True,
+        False,
+    )
+    assert written["tie_word_embeddings"] is False
+    assert written["torch_dtype"] == "float32"
+
+
+def test_json_of_mla_has_what_vllm_reads() -> None:
+    written = tiny_config(**MLA).to_json("bfloat16")
+    assert written["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    assert written["model_type"] == "kimi_k2"
+    widths = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    assert [written[name] for name in widths] == [10, 7, 5, 4, 6]
+    assert written["num_key_value_heads"] == written["num_attention_heads"] == 4
+    assert "head_dim" not in written  # transformers may take it for qk_rope_head_dim
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"qk_rope_head_dim": 3}, "drafter.qk_rope_head_dim"),
+        ({"v_head_dim": 10}, "drafter.v_head_dim"),
+        ({"kv_lora_rank": 0}, "drafter.kv_lora_rank"),
+    ],
+)
+def test_impossible_widths_of_mla_are_refused(changes: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        MlaShape(**vars(MLA["mla"]) | changes)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"aux_layer_ids": (3, 1)}, "drafter.aux_layer_ids"),
+        ({"aux_layer_ids": ()}, "drafter.aux_layer_ids"),
+        ({"num_key_value_heads": 3}, "drafter.num_key_value_heads"),
+        ({"head_dim": 5}, "drafter.head_dim"),
+        ({"draft_vocab_size": 62}, "drafter.draft_vocab_size"),
+        ({"num_hidden_layers": 0}, "drafter.num_hidden_layers"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        tiny_config(**changes)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "drafter.rope_parameters.rope_type"),
+        ({"rope_type": "longrope"}, "drafter.rope_parameters.rope_type"),
+        (
+            {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+            "drafter.rope_parameters.partial_rotary_factor",
+        ),
+    ],
+)
+def test_rope_that_vllm_would_compute_otherwise_is_refused(rope: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        tiny_config(rope_parameters={"rope_theta": 1e4, **rope})
+    assert raised.value.field == field
+
+
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({"rope_type": "llama3"}, "rope_type"),
+        ({"rope_type": "linear"}, "rope_type"),
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        ({"mscale": 0.7}, "mscale, mscale_all_dim"),
+        ({"mscale_all_dim": 1.0}, "mscale, mscale_all_dim"),
+        ({"mscale": 0.0, "mscale_all_dim": 0.0}, "mscale, mscale_all_dim"),
+        ({"attention_factor": 1.0}, "attention_factor"),
+        ({"truncate": False}, "truncate"),
+    ],
+)
+def test_rope_that_vllm_would_compute_otherwise_for_mla_is_refused(rope: dict, field: str) -> None:
+    tiny_config(**MLA, rope_parameters=LATENT_YARN)
+    with pytest.raises(UserError) as raised:
+        tiny_config(**MLA, rope_parameters=LATENT_YARN | rope)
+    assert raised.value.field == f"drafter.rope_parameters.{field}"
+
+
+def test_rope_keys_that_nobody_reads_are_not_written() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = tiny_config(rope_parameters=rope)
+    assert config.served_rope == {"rope_type": "default", "rope_theta": 1e4}
+    assert config.to_json("float32")["rope_scaling"] is None

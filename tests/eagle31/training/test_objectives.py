@@ -1,0 +1,83 @@
+"""Every loss against its definition, and its closed-form gradient against autograd."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31.errors import UserError
+from eagle31.training.objectives import Loss, Objective, Teacher, loss_with_gradient, plain_loss
+
+ROWS, VOCAB, DRAFT_VOCAB = 7, 40, 13
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Teacher]:
+    """Draft logits, the target's distribution, the draft ids, and the teacher they make."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(ROWS, DRAFT_VOCAB, generator=generator, dtype=dtype) * 3
+    target = (torch.randn(ROWS, VOCAB, generator=generator, dtype=dtype) * 3).softmax(-1)
+    ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+    share = target[:, ids].sum(-1)
+    return logits, target, ids, Teacher(target[:, ids] / share[:, None], share, None)
+
+
+def padded_draft(logits: Tensor, ids: Tensor) -> Tensor:
+    """The drafter's distribution over the target's vocabulary."""
+    return logits.new_zeros(ROWS, VOCAB).index_copy(1, ids, logits.softmax(-1))
+
+
+def test_losses_are_what_their_definitions_say_over_the_target_vocabulary() -> None:
+    logits, target, ids, teacher = drawn(0)
+    draft = padded_draft(logits, ids)
+    distance = 0.5 * (target - draft).abs().sum(-1)
+    torch.testing.assert_close(plain_loss(Objective(Loss.tv), logits, teacher), distance)
+    torch.testing.assert_close(
+        plain_loss(Objective(Loss.lk_alpha), logits, teacher), -torch.log(1 - distance)
+    )
+    kept = target[:, ids] / target[:, ids].sum(-1, keepdim=True)
+    divergence = (kept * (kept / logits.softmax(-1)).log()).sum(-1)
+    weight = torch.exp(-2.0 * (1 - distance))
+    torch.testing.assert_close(
+        plain_loss(Objective(Loss.lk_lambda, lk_eta=2.0), logits, teacher),
+        weight * divergence + (1 - weight) * distance,
+    )
+    torch.testing.assert_close(plain_loss(Objective(Loss.full_kl), logits, teacher), divergence)
+    entropy = -(kept * kept.log()).sum(-1)
+    torch.testing.assert_close(plain_loss(Objective(Loss.kl), logits, teacher), divergence + entropy)
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("seed", range(3))
+def test_closed_form_gradients_equal_autograd(loss: Loss, seed: int) -> None:
+    logits, target, ids, teacher = drawn(seed)
+    objective = Objective(loss, lk_eta=2.5)
+    logits.requires_grad_()
+    expected = plain_loss(objective, logits, teacher)
+    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    gradient = logits.detach().clone()
+    entropy, scratch = teacher.entropy(), torch.empty_like(gradient)
+    value, alpha = loss_with_gradient(objective, gradient, teacher, entropy, scratch)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-13)
+    assert alpha is not None
+    overlap = torch.minimum(padded_draft(logits.detach(), ids), target).sum(-1)
+    torch.testing.assert_close(alpha, overlap, rtol=1e-12, atol=0)
+    assert wanted.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+def test_losses_are_finite_where_the_drafter_gives_nearly_nothing(loss: Loss) -> None:
+    logits, _, _, teacher = drawn(0, torch.float32)
+    logits = logits * 100
+    gradient = logits.clone()
+    value, _ = loss_with_gradient(
+        Objective(loss), gradient, teacher, teacher.entropy(), torch.empty_like(gradient)
+    )
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_full_kl_is_refused_for_a_pruned_drafter() -> None:
+    Objective(Loss.full_kl).check(pruned=False)
+    Objective(Loss.tv).check(pruned=True)
+    with pytest.raises(UserError, match=r"train\.loss=full_kl"):
+        Objective(Loss.full_kl).check(pruned=True)
