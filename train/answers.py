@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.answers import AnswerWriter, Sampling, answer_prompts
-from data.generate import TransformersWriter
+from data.generation.answers import AnswerWriter, answer_prompts
+from data.generation.transformers_writer import TransformersWriter
+from data.generation.vllm_writer import VllmWriter
+from data.sampling import Sampling
 from data.vllm.endpoint import Endpoint
 from data.vllm.engine import OwnEngine
-from data.vllm.generate import VllmWriter
 from train.config import TargetEngine
 from train.context import RunContext
 from train.vllm_capture import capture_engine, servers, wanted_states

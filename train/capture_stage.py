@@ -12,8 +12,8 @@ from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import FORMAT
-from data.target import tokenizer_fingerprint
-from data.template import template_fingerprint
+from data.target.fingerprints import tokenizer_fingerprint
+from data.text.template import template_fingerprint
 from train.capture_config import CaptureMode, CaptureSource
 from train.config import Stage
 from train.context import RunContext

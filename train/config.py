@@ -7,8 +7,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from data.template import Turns
-from data.tokenize import Overlong
+from data.text.template import Turns
+from data.text.tokenize import Overlong
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
 from eagle31.training.objectives import Loss, Objective

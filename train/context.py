@@ -8,21 +8,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data.architecture import active_intermediate_size, check_architecture
 from data.capture.hf import HiddenStateCapture, check_head
-from data.checkpoint import Checkpoint
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
-from data.target import (
-    TargetModules,
-    TargetParts,
-    TargetSpec,
-    check_aux_layer_ids,
-    default_aux_layer_ids,
-    load_target,
-    load_target_parts,
-    load_tokenizer,
-    locate,
-)
+from data.target.architecture import active_intermediate_size, check_architecture
+from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
+from data.target.checkpoint import Checkpoint
+from data.target.loading import load_target, load_tokenizer
+from data.target.modules import TargetModules, locate
+from data.target.parts import TargetParts, load_target_parts
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.layouts import check_layout
 from eagle31.export.read import LoadedExport

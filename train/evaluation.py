@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data.loader import pack_row
+from data.batches.loader import pack_row
 from data.store import HiddenStateStore
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import replay

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.loader import pack_row
+from data.batches.loader import pack_row
 from data.store import HiddenStateStore
-from data.target import tokenizer_fingerprint
-from data.template import template_fingerprint
+from data.target.fingerprints import tokenizer_fingerprint
+from data.text.template import template_fingerprint
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.verification import (

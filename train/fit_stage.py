@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.loader import RowLoader
+from data.batches.loader import RowLoader
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError

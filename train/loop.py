@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.loader import Delivery, RowLoader
+from data.batches.loader import Delivery, RowLoader
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import DepthSums, plan_batch
 from eagle31.training.supervision import counted_drafts

@@ -9,19 +9,16 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import read_conversations
-from data.decode import TargetDecoder
-from data.inspection import parse_template_kwargs
-from data.split import choose_prompts
-from data.target import (
-    TargetSpec,
-    check_aux_layer_ids,
-    load_target,
-    load_target_parts,
-    load_tokenizer,
-    locate,
-)
-from data.template import render_prompt
+from data.target.aux_layers import check_aux_layer_ids
+from data.target.cached_decoding import TargetDecoder
+from data.target.loading import load_target, load_tokenizer
+from data.target.modules import locate
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
+from data.text.inspection import parse_template_kwargs
+from data.text.sources import read_conversations
+from data.text.split import choose_prompts
+from data.text.template import render_prompt
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from eagle31.model.frozen import FrozenParts

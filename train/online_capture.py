@@ -17,10 +17,10 @@ from data.capture.hf_producer import hf_producer
 from data.capture.offline import WantedStore
 from data.capture.online import OnlineStates, StateShape
 from data.capture.processes import ProcessProducer
-from data.capture.torchspec import TorchSpecStates
-from data.capture.torchspec_settings import DTYPE as TORCHSPEC_DTYPE
-from data.capture.torchspec_settings import TorchSpecSettings
 from data.store.codec import Encoding
+from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
+from data.torchspec.settings import TorchSpecSettings
+from data.torchspec.states import TorchSpecStates
 from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
 from data.transport.protocol import Arrivals, Producer, Transport
 from data.transport.spool import file_bytes, open_spool

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from data.architecture import active_intermediate_size, expert_intermediate_size
-from data.target import check_aux_layer_ids, default_aux_layer_ids
+from data.target.architecture import active_intermediate_size, expert_intermediate_size
+from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from eagle31.export.layouts import check_layout
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig

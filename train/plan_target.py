@@ -7,8 +7,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from data.architecture import ParameterCounts, check_architecture, count_parameters, from_architecture
-from data.target import TargetSpec, config_at_hand, load_config
+from data.target.architecture import (
+    ParameterCounts,
+    check_architecture,
+    count_parameters,
+    from_architecture,
+)
+from data.target.loading import config_at_hand, load_config
+from data.target.spec import TargetSpec
 from train.capture_config import CaptureMode, CaptureSource
 from train.config import RunConfig, TargetConfig
 from train.context import EMBEDDED

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from data.target import TargetParts
+from data.target.parts import TargetParts
 from eagle31.errors import UserError
 from eagle31.export.layouts import layer_config, read_raw_config
 from eagle31.export.published_config import read_config, stated_ids

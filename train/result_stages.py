@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from datasets import load_from_disk
 
-from data.decode import TargetDecoder
 from data.store import HiddenStateStore
+from data.target.cached_decoding import TargetDecoder
 from eagle31.export.read import load_export
 from eagle31.json_files import read_json, write_json
 from eagle31.model.drafter import Drafter

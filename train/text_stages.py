@@ -14,19 +14,19 @@ import torch
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file, save_file
 
-from data.answers import AnswerWriter, answers_dataset
-from data.conversations import (
+from data.generation.answers import AnswerWriter, answers_dataset
+from data.generation.regenerate import regenerate
+from data.target.fingerprints import tokenizer_fingerprint
+from data.text.sources import (
     Conversation,
     ReadResult,
     first_reasons,
     read_conversations,
     source_fingerprint,
 )
-from data.regenerate import regenerate
-from data.split import choose_prompts, drop_prompts, held_out_split
-from data.target import tokenizer_fingerprint
-from data.template import TemplateRefused, render_prompt, template_fingerprint
-from data.tokenize import tokenize
+from data.text.split import choose_prompts, drop_prompts, held_out_split
+from data.text.template import TemplateRefused, render_prompt, template_fingerprint
+from data.text.tokenize import tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from data.loader import pack_row
-from data.packing import pack_epoch
+from data.batches.loader import pack_row
+from data.batches.packing import pack_epoch
 from data.samples import CapturedSample
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import replay

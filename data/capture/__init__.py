@@ -1,1 +1,1 @@
-"""Sources of the frozen target's hidden states."""
+"""Capturing the target's hidden states, into a store or straight into training."""

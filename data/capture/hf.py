@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from data.target import TargetHead, TargetModules, check_aux_layer_ids
+from data.target.aux_layers import check_aux_layer_ids
+from data.target.head import TargetHead
+from data.target.modules import TargetModules
 from eagle31.errors import UserError
 
 _PROBE_TOKENS = 16

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import torch
 
 from data.capture.processes import ProcessProducer
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from data.transport.protocol import Transport
 
 _WORKER = "data.capture.hf_worker"

@@ -12,7 +12,9 @@ def open_capture(settings: dict[str, Any]) -> Capture:
     import torch
 
     from data.capture.hf import HiddenStateCapture
-    from data.target import TargetSpec, load_target, locate
+    from data.target.loading import load_target
+    from data.target.modules import locate
+    from data.target.spec import TargetSpec
 
     spec = TargetSpec(**settings["target"])
     model = load_target(spec, torch.device(settings["device"]))

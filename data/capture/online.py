@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from data.batches.loader import Delivery
 from data.capture.tokens import TokenRows, dataset_lengths
-from data.loader import Delivery
 from data.samples import CapturedSample
 from data.transport.protocol import Arrivals, Producer, StateRequest
 from eagle31.errors import UserError

@@ -1,1 +1,1 @@
-"""The embedded target: a small language model trained on the running Python's own standard library."""
+"""The embedded target: a small Llama that is trained on this machine."""

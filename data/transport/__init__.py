@@ -1,1 +1,1 @@
-"""From a producer's process to a trainer's."""
+"""The ways from a process that captures to a trainer."""

@@ -1,1 +1,1 @@
-"""vLLM runs the target: a connector inside it, a client outside, an engine of the run's own."""
+"""vLLM runs the target: the client's side."""

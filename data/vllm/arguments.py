@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from data.vllm.facts import ROOM_TOKENS
+from data.vllm.server_info import ROOM_TOKENS
 from eagle31.errors import UserError
 
 _PIPELINE = "pipeline_parallel_size"
@@ -67,7 +67,7 @@ class CaptureEngine:
             },
             "kv_transfer_config": {
                 "kv_connector": "HiddenStatesConnector",
-                "kv_connector_module_path": "data.vllm.connector",
+                "kv_connector_module_path": "data.vllm.plugin.connector",
                 "kv_role": "kv_producer",
                 "kv_connector_extra_config": settings,
             },

@@ -13,10 +13,10 @@ from tqdm import tqdm
 from data.capture.offline import WantedStore, check_space, finish_store, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.shards import FinishedShards, refuse
+from data.vllm.capture_request import StateOrder, below, store_destination
 from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
 from data.vllm.endpoint import Endpoint, WantedTarget, check_target, other_server
-from data.vllm.facts import ServerFacts, facts_path
-from data.vllm.order import StateOrder, below, store_destination
+from data.vllm.server_info import ServerFacts, facts_path
 from eagle31.errors import UserError
 
 _POLL_SECONDS = 0.5

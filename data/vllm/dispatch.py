@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.answers import Sampling
+from data.sampling import Sampling
 from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
-from data.vllm.facts import ServerFacts, read_facts
+from data.vllm.server_info import ServerFacts, read_facts
 from eagle31.errors import UserError
 
 PATIENCE_SECONDS = 300.0  # servers are started again, and load their model

@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import torch
 
-from data.answers import Sampling
-from data.vllm.facts import ServerFacts
-from data.vllm.order import DESCRIBE, PARAMS
+from data.sampling import Sampling
+from data.vllm.capture_request import DESCRIBE, PARAMS
+from data.vllm.server_info import ServerFacts
 from eagle31.errors import UserError
 
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data.answers import Sampling
+from data.sampling import Sampling
 from data.vllm.arguments import CaptureEngine
 from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_answer, sampling_fields
 from data.vllm.environment import capture_environment, find_python
 from eagle31.errors import UserError
 
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER = Path(__file__).parent / "plugin" / "worker.py"
 # One after the other, with no prompt answered in between; one that was never ready is not tried again.
 _MAX_IDLE_DEATHS = 3
 _CONCURRENCY = 256

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from data.transport.protocol import StateRequest, Transport
+from data.vllm.capture_request import StateOrder
 from data.vllm.dispatch import Dispatcher, Prompt
 from data.vllm.endpoint import Endpoint
-from data.vllm.facts import ServerFacts
-from data.vllm.order import StateOrder
+from data.vllm.server_info import ServerFacts
 
 _ANSWERED_KEPT = 64  # as many as `OnlineStates` discards where they come twice
 

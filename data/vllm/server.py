@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from data.answers import Sampling
+from data.sampling import Sampling
 from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_answer, sampling_fields
 from eagle31.errors import UserError
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from data.capture.tokens import dataset_rows
 from data.store.codec import CODECS, LAST_STATES, Encoding, Rows, encoded_bytes
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 
 PREFILL = "prefill"
 

@@ -14,7 +14,8 @@ from data.capture.hf import HiddenStateCapture
 from data.capture.offline import WantedStore, batches_by_length, capture_to_store
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.codec import Encoding
-from data.target import load_target, locate
+from data.target.loading import load_target
+from data.target.modules import locate
 from scripts.capture.measure import PREFILL, OpenSource, RunSide, Task, Timing
 from scripts.capture.vllm_sides import open_vllm
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, ShardRecord
-from data.target import load_target_parts
+from data.target.parts import load_target_parts
 from data.vllm.arguments import CaptureEngine
+from data.vllm.capture_request import StateOrder, store_destination
 from data.vllm.engine import OwnEngine
-from data.vllm.order import StateOrder, store_destination
-from data.vllm.sink import IDLE_SECONDS
+from data.vllm.plugin.sink import IDLE_SECONDS
 from scripts.capture.measure import PREFILL, RunSide, Task, Timing
 
 _POLL_SECONDS = 0.05

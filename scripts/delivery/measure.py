@@ -13,9 +13,9 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from data.batches.loader import RowLoader
 from data.capture.online import OnlineStates, StateShape
 from data.capture.processes import ProcessProducer
-from data.loader import RowLoader
 from data.samples import CapturedSample, HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding

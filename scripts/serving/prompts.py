@@ -8,8 +8,8 @@ from typing import Any
 from datasets import load_from_disk
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import read_conversations
-from data.template import render_prompt
+from data.text.sources import read_conversations
+from data.text.template import render_prompt
 from eagle31.errors import UserError
 from eagle31.export.verification import read_probe
 

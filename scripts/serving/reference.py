@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data.decode import TargetDecoder
-from data.target import TargetParts, TargetSpec, load_target, locate
+from data.target.cached_decoding import TargetDecoder
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.parts import TargetParts
+from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded, decode_speculatively
 from eagle31.errors import UserError
 from eagle31.export.layouts import own_name, read_raw_config, read_tensors

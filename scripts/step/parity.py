@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from data.target import TargetHead
+from data.target.head import TargetHead
 from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts

@@ -16,7 +16,7 @@ def build(
 ) -> tuple[nn.Module, Callable[[int], Tensor], dict[str, Any]]:
     """Trains the head, or keeps it frozen outside the drafter, as `spec["head"]` says."""
     sys.path.insert(0, str(ROOT))
-    from data.target import TargetHead
+    from data.target.head import TargetHead
     from eagle31.model.drafter import Drafter
     from eagle31.model.frozen import FrozenParts
     from eagle31.training.batch import PackedBatch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.packing import pack_epoch
+from data.batches.packing import pack_epoch
 from eagle31.errors import UserError
 from scripts.step.shapes import Shape
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
-from tests.data import chat_templates as templates
-from tests.data.tiny_target import HIDDEN_SIZE, save_model
+from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
+from tests.data.text import chat_templates as templates
 from tests.train.tiny_export import write_tiny_export
 from train import measure as measurement
 from train.measure import Measurement, format_measurement, measure

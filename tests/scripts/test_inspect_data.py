@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from data.inspection import bracketed, coloured, parse_template_kwargs, pieces
-from data.template import RenderedConversation
+from data.text.inspection import bracketed, coloured, parse_template_kwargs, pieces
+from data.text.template import RenderedConversation
 from eagle31.errors import UserError
-from tests.data import chat_templates as templates
-from tests.data.chat_templates import byte_level_tokenizer
+from tests.data.text import chat_templates as templates
+from tests.data.text.chat_templates import byte_level_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_data"
 

@@ -7,9 +7,9 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from data.vllm.environment import ROOT
-from tests.data.tiny_target import NUM_LAYERS, save_target
+from tests.data.target.tiny_target import NUM_LAYERS, save_target
 
 
 def serve(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from data.target import TargetHead
+from data.target.head import TargetHead
 from eagle31.cost.flops import count_step
 from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.drafter import Drafter

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.loader import RowLoader
+from data.batches.loader import RowLoader
 from data.samples import CapturedSample
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group

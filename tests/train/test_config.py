@@ -8,7 +8,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import MissingMandatoryValue
 
-from data.tokenize import Overlong
+from data.text.tokenize import Overlong
 from eagle31.errors import UserError
 from tests.train.launch import ROOT, composed, environment
 from train.capture_config import CaptureMode

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
-from tests.data.chat_templates import sentencepiece_tokenizer
-from tests.data.tiny_target import VOCAB_SIZE, save_target
+from tests.data.target.tiny_target import VOCAB_SIZE, save_target
+from tests.data.text.chat_templates import sentencepiece_tokenizer
 from tests.eagle31.tiny import MLA, WIDE_MLA
 from tests.train.tiny_export import save_target_with_tokenizer, write_tiny_export
 from train.export_checks import require_valid, validate_export

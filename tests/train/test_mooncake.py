@@ -119,7 +119,7 @@ def engine_of(process: subprocess.Popen) -> psutil.Process:
     """The run's own engine."""
     children = psutil.Process(process.pid).children(recursive=True)
     [engine] = [
-        one for one in children if any(word.endswith("data/vllm/worker.py") for word in one.cmdline())
+        one for one in children if any(word.endswith("data/vllm/plugin/worker.py") for word in one.cmdline())
     ]
     return engine
 

@@ -14,7 +14,8 @@ import torch
 from huggingface_hub import constants
 
 from data.embedded.target import EmbeddedTarget
-from data.target import TargetSpec, load_target_parts
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
 from eagle31.json_files import read_json

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.read import load_export
 from eagle31.model.drafter import Drafter
-from tests.data.tiny_target import make_dataset, save_target
+from tests.data.target.tiny_target import make_dataset, save_target
 from tests.eagle31.tiny import WIDE_MLA
 from tests.train.test_export_checks import edit_config, edit_tensors
 from tests.train.tiny_export import save_target_with_tokenizer, write_tiny_export

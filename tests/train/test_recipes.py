@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.architecture import active_intermediate_size
+from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
 from tests.train.launch import ROOT, composed, run_here
 from train.config import check
@@ -43,7 +43,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a plan asks nobody")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
-    monkeypatch.setattr("data.checkpoint.Checkpoint.read_tensor", refused)
+    monkeypatch.setattr("data.target.checkpoint.Checkpoint.read_tensor", refused)
 
 
 def planned(recipe: str, *arguments: str) -> Plan:

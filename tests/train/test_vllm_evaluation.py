@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from tests.train.launch import composed
 from tests.train.tiny_export import save_target_with_tokenizer

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
-from data.target import TargetSpec, load_target_parts, load_tokenizer, tokenizer_fingerprint
+from data.target.fingerprints import tokenizer_fingerprint
+from data.target.loading import load_tokenizer
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.verification import (
     TrainingRecord,
@@ -19,8 +22,8 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import project_width
 from eagle31.model.vocab import build_draft_vocab
-from tests.data.chat_templates import byte_level_tokenizer
-from tests.data.tiny_target import AUX_LAYER_IDS, HIDDEN_SIZE, VOCAB_SIZE, save_target
+from tests.data.target.tiny_target import AUX_LAYER_IDS, HIDDEN_SIZE, VOCAB_SIZE, save_target
+from tests.data.text.chat_templates import byte_level_tokenizer
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 
 STEPS = 3

@@ -6,9 +6,18 @@ from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM
 
 from data.capture.hf import check_head
-from data.target import TargetHead, TargetSpec, load_target_parts
+from data.target.head import TargetHead
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
-from tests.data.tiny_target import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, make_capture, save_model, save_target
+from tests.data.target.tiny_target import (
+    HIDDEN_SIZE,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    make_capture,
+    save_model,
+    save_target,
+)
 
 
 def _batch(lengths: tuple[int, ...]) -> list[Tensor]:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from data.batches.loader import RowLoader
 from data.capture.hf_producer import hf_producer
 from data.capture.online import OnlineStates, StateShape
 from data.capture.processes import ProcessProducer
 from data.capture.worker import _answer, next_batch
-from data.loader import RowLoader
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
 from eagle31.errors import UserError
@@ -30,7 +30,13 @@ from tests.data.capture.delivery import (
     write_store,
 )
 from tests.data.capture.test_online import assert_batches_equal
-from tests.data.tiny_target import AUX_LAYER_IDS, HIDDEN_SIZE, make_capture, make_dataset, save_target
+from tests.data.target.tiny_target import (
+    AUX_LAYER_IDS,
+    HIDDEN_SIZE,
+    make_capture,
+    make_dataset,
+    save_target,
+)
 from tests.train.launch import ROOT
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from data.store.codec import Encoding, decode, encode
 from data.store.shards import FinishedShards, read_sidecar, refuse
 from data.store.writer import StoreWriter
 from eagle31.errors import UserError
-from tests.data.tiny_target import make_capture, make_dataset, save_target
+from tests.data.target.tiny_target import make_capture, make_dataset, save_target
 
 SHARD_TOKENS, BATCH_TOKENS = 40, 48
 FIELDS = {"target": "tiny", "aux_layer_ids": (0, 2, 5)}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.batches.loader import RowLoader
 from data.capture import online
 from data.capture.online import OnlineStates
-from data.loader import RowLoader
 from data.samples import CapturedSample
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool

@@ -7,7 +7,7 @@ from datasets import Dataset, Features, List, Value, load_from_disk
 
 from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
 from data.store.codec import LAST_STATES, Encoding, kept_rows
-from tests.data.tiny_target import make_dataset
+from tests.data.target.tiny_target import make_dataset
 
 
 def random_masks(num_samples: int) -> Dataset:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.loader import pack_row
+from data.batches.loader import pack_row
 from data.samples import CapturedSample
 from data.store.codec import (
     CODECS,

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from data.capture.offline import WantedStore
 from data.store.codec import Encoding
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from data.vllm.client import capture_through_vllm
 from data.vllm.engine import OwnEngine
 from data.vllm.server import VllmServer

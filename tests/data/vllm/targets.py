@@ -14,7 +14,10 @@ from transformers import (
 
 from data.capture.hf import HiddenStateCapture
 from data.store import HiddenStateStore
-from data.target import TargetSpec, load_target, load_target_parts, locate
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import WantedStates
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from data.vllm.capture_request import DESCRIBE
 from data.vllm.dispatch import Dispatcher, Prompt
 from data.vllm.endpoint import Refused, Unavailable
-from data.vllm.facts import ServerFacts, read_facts, remove_facts, write_facts, write_failure
-from data.vllm.order import DESCRIBE
+from data.vllm.server_info import ServerFacts, read_facts, remove_facts, write_facts, write_failure
 from eagle31.errors import UserError
 
 NUM_PROMPTS = 12

@@ -18,7 +18,8 @@ from data.capture.offline import WantedStore, capture_to_store
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import captured_ids
-from data.target import load_target, locate
+from data.target.loading import load_target
+from data.target.modules import locate
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import capture_through_vllm
 from data.vllm.engine import OwnEngine

@@ -17,20 +17,23 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from data.answers import Sampling, answer_prompts
 from data.capture.hf import HiddenStateCapture
 from data.capture.offline import WantedStore
 from data.capture.online import OnlineStates, StateShape
+from data.generation.answers import answer_prompts
+from data.generation.vllm_writer import VllmWriter
+from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids, refused
-from data.target import TargetSpec, load_target, locate
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.spec import TargetSpec
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
 from data.vllm.client import WantedStates, capture_through_vllm, check_server
 from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.environment import ROOT, capture_environment
-from data.vllm.generate import VllmWriter
 from data.vllm.producer import VllmProducer
 from data.vllm.server import VllmServer
 from eagle31.errors import UserError

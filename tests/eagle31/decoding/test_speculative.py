@@ -5,11 +5,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data.batches.loader import pack_row
 from data.capture.hf import HiddenStateCapture
-from data.decode import TargetDecoder
-from data.loader import pack_row
 from data.samples import CapturedSample
-from data.target import TargetHead, TargetModules, TargetSpec, locate
+from data.target.cached_decoding import TargetDecoder
+from data.target.head import TargetHead
+from data.target.modules import TargetModules, locate
+from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.chain import top_margin
 from eagle31.decoding.replay import replay

@@ -10,10 +10,10 @@ import torch
 
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
-from data.target import TargetSpec
+from data.target.spec import TargetSpec
 from scripts.capture import sources
 from scripts.capture.measure import PREFILL, RunSide, Task, Timing, measure, sizes, summary
-from tests.data.tiny_target import HIDDEN_SIZE, make_dataset, save_target
+from tests.data.target.tiny_target import HIDDEN_SIZE, make_dataset, save_target
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_capture"
 

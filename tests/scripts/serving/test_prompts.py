@@ -11,8 +11,8 @@ from eagle31.export.verification import Probe, TrainingRecord, write_verificatio
 from eagle31.model.config import DrafterConfig
 from eagle31.training.batch import PackedBatch
 from scripts.serving.prompts import check_prompts, find_prompts, read_prompts, run_directory
-from tests.data import chat_templates as templates
-from tests.data.chat_templates import byte_level_tokenizer
+from tests.data.text import chat_templates as templates
+from tests.data.text.chat_templates import byte_level_tokenizer
 from tests.eagle31.tiny import tiny_config
 
 TOKENIZER = byte_level_tokenizer(templates.THINKING)

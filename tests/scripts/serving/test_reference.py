@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.target import TargetSpec, load_target_parts
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from scripts.serving.reference import decode_reference, drafter_config, reference_drafter
 from tests.scripts.serving.mutations import MUTATIONS, mutate

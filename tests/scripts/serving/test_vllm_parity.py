@@ -11,7 +11,8 @@ import pytest
 import torch
 from datasets import load_from_disk
 
-from data.target import TargetSpec, load_target_parts
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.json_files import write_text

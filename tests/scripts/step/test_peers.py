@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.target import TargetHead
+from data.target.head import TargetHead
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.objectives import Objective

@@ -1,0 +1,1 @@
+"""From captured samples to packed rows."""

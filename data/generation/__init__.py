@@ -1,0 +1,1 @@
+"""Answers that the target writes: through transformers or vLLM, kept in a file."""

@@ -1,0 +1,1 @@
+"""The frozen target: loading it, its modules, its head, its config."""

@@ -1,0 +1,56 @@
+"""The target decoding one sequence with a key/value cache, its hidden states at hand."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from data.target.modules import TargetModules
+
+
+class TargetDecoder:
+    """Appends tokens, returns logits and aux hidden states, and rolls back rejected drafts."""
+
+    def __init__(
+        self, model: PreTrainedModel, modules: TargetModules, aux_layer_ids: tuple[int, ...]
+    ) -> None:
+        self.model = model
+        self.modules = modules
+        self.aux_layer_ids = aux_layer_ids
+        self.device = modules.embed_tokens.get_parameter("weight").device
+        self.start()
+
+    def start(self) -> None:
+        """Forgets the sequence."""
+        self.cache = DynamicCache()
+
+    def rollback(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` of the sequence."""
+        excess = self.cache.get_seq_length() - num_tokens
+        if excess:
+            self.cache.crop(-excess)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends int64 [n]; returns logits [n, V] and aux hidden states [n, A, Ht] in the target's dtype."""
+        states: dict[int, Tensor] = {}
+
+        def keep(layer_id: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+            states[layer_id] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        num_layers = len(self.modules.layers)
+        hooked = [
+            (i, self.modules.layers[i] if i < num_layers else self.modules.final_norm)
+            for i in self.aux_layer_ids
+        ]
+        handles = [m.register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i, m in hooked]
+        try:
+            output = self.model(
+                input_ids=token_ids.to(self.device)[None], past_key_values=self.cache, use_cache=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        aux = torch.stack([states[i].to(token_ids.device) for i in self.aux_layer_ids], dim=1)
+        return output.logits[0].to(token_ids.device), aux

@@ -1,0 +1,32 @@
+"""The target's final norm and lm_head."""
+
+from torch import Tensor, nn
+
+
+class TargetHead(nn.Module):
+    """The target's own final norm and lm_head, frozen."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.lm_head = lm_head
+        self.requires_grad_(False)
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, Ht]"""
+        return self.lm_head.get_parameter("weight")
+
+    def forward(self, last_hidden: Tensor) -> Tensor:
+        """last_hidden [..., Ht], before the final norm -> logits [..., V] in the parameters' dtype."""
+        return self.lm_head(self.norm(last_hidden.to(self.weight.dtype)))
+
+    def rows(self, t2d: Tensor) -> "TargetHead":
+        """The same head over the draft vocabulary only: t2d bool [V] -> logits [..., Vd]."""
+        t2d = t2d.to(self.weight.device)
+        bias = getattr(self.lm_head, "bias", None)
+        restricted = nn.Linear(self.weight.shape[1], int(t2d.sum()), bias=bias is not None, device="meta")
+        restricted.weight = nn.Parameter(self.weight[t2d], requires_grad=False)
+        if bias is not None:
+            restricted.bias = nn.Parameter(bias[t2d], requires_grad=False)
+        return TargetHead(self.norm, restricted)

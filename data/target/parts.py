@@ -1,0 +1,83 @@
+"""The few tensors of a target that training needs."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+)
+
+from data.target.checkpoint import read_modules
+from data.target.head import TargetHead
+from data.target.loading import auto_class, has_remote_code, load_config
+from data.target.modules import locate
+from data.target.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What training needs of a target whose hidden states are captured: a few tensors, not the model."""
+
+    config: PreTrainedConfig
+    embed_tokens: Tensor  # [V, Ht]
+    head: TargetHead
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]  # empty when the checkpoint names none
+    fingerprint: str
+
+
+def load_target_parts(spec: TargetSpec) -> TargetParts:
+    """Reads only the embedding, final norm and lm_head from the safetensors checkpoint, on the CPU.
+
+    The architecture is built without memory to learn the names.
+
+    Raises:
+        UserError: the checkpoint has no safetensors, or not these tensors in a plain floating-point dtype.
+    """
+    config = load_config(spec)
+    remote = has_remote_code(config, spec)
+    options = {"code_revision": spec.revision} if remote and spec.revision else {}
+    with spec.checkpoint.loading(), torch.device("meta"):
+        model = auto_class(config, spec).from_config(config, trust_remote_code=remote, **options)
+    modules = locate(model, spec)
+    wanted = (modules.embed_tokens, modules.final_norm, modules.lm_head)
+    embedding, norm, lm_head = read_modules(spec.checkpoint, model, wanted)
+    dtype = spec.torch_dtype or _config_dtype(config) or embedding["weight"].dtype
+    head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head)).to(dtype).eval()
+    return TargetParts(
+        config=config,
+        embed_tokens=embedding["weight"].to(dtype),
+        head=head,
+        num_layers=len(modules.layers),
+        hidden_size=head.weight.shape[1],
+        vocab_size=head.weight.shape[0],
+        eos_token_ids=_eos_token_ids(spec, config),
+        fingerprint=spec.checkpoint.fingerprint(),
+    )
+
+
+def _config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    dtype = config.dtype or config.get_text_config().dtype
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _filled(module: nn.Module, state: dict[str, Tensor]) -> nn.Module:
+    module = copy.deepcopy(module)
+    module.load_state_dict(state, assign=True)
+    return module
+
+
+def _eos_token_ids(spec: TargetSpec, config: PreTrainedConfig) -> tuple[int, ...]:
+    """The generation config's, where there is one: chat models end a turn with other tokens than a text."""
+    path = spec.checkpoint.find_file("generation_config.json")
+    eos = None if path is None else GenerationConfig.from_pretrained(path.parent).eos_token_id
+    if eos is None:
+        eos = getattr(config.get_text_config(), "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)

@@ -1,0 +1,1 @@
+"""From files and data sets of conversations to token ids and loss masks."""

@@ -1,0 +1,178 @@
+"""Conversations from JSONL, Parquet and `datasets`, in the schemas people keep them in."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from data.text.schemas import Conversation, MalformedRow, Schema, find_schema, to_conversation
+from eagle31.errors import UserError
+
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_NUM_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What a source held; malformed rows are kept out of `conversations`."""
+
+    conversations: list[Conversation]
+    num_rows: int
+    malformed: list[tuple[str, str]]  # (where, why): `file.jsonl:12` or `file.parquet[11]`
+
+    @property
+    def num_malformed(self) -> int:
+        return len(self.malformed)
+
+
+def read_conversations(
+    source: str,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    prompt_column: str | None = None,
+    response_column: str | None = None,
+    require_answer: bool = True,
+    max_malformed_fraction: float = 0.01,
+    field: str = "data.train",
+) -> ReadResult:
+    """Reads every conversation of `source`, in its order.
+
+    The schema is found from the first row: `messages` (OpenAI) or `conversations` (ShareGPT), or a prompt and
+    a response column (prompt/response, instruction/output, question/answer, or the two named).
+
+    Args:
+        source: a .jsonl, .json or .parquet file, a directory of `datasets.save_to_disk`, or a hub id.
+        split: of a hub id or a saved DatasetDict; files have none.
+        subset: of a hub data set that has several.
+        require_answer: false also takes prompts without an answer, among them MT-Bench's `turns`.
+        max_malformed_fraction: of the rows.
+        field: the recipe's name for `source`, for errors.
+
+    Raises:
+        UserError: no such source, no known schema, or more malformed rows than allowed.
+    """
+    conversations: list[Conversation] = []
+    malformed: list[tuple[str, str]] = []
+    schema: Schema | None = None
+    for where, row in _rows(source, split, subset, field):
+        try:
+            if isinstance(row, MalformedRow):
+                raise row
+            if not isinstance(row, dict):
+                raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
+            if schema is None:
+                schema = find_schema(row, source, prompt_column, response_column, require_answer, field)
+            conversations.append(to_conversation(row, schema, require_answer))
+        except MalformedRow as why:
+            malformed.append((where, str(why)))
+    num_rows = len(conversations) + len(malformed)
+    if num_rows == 0:
+        raise UserError(field, source, "It holds no rows; give a source with conversations.")
+    if not conversations or len(malformed) > max_malformed_fraction * num_rows:
+        raise UserError(
+            field,
+            source,
+            f"{len(malformed)} of {num_rows} rows are malformed, more than data.max_malformed_fraction="
+            f"{max_malformed_fraction} allows. Correct them or raise the limit. The first ones:"
+            f"{first_reasons(malformed)}",
+        )
+    return ReadResult(conversations, num_rows, malformed)
+
+
+def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
+    """Of (where, why) pairs the first few, each on a line of its own, behind a line break."""
+    shown = "".join(f"\n  {where}: {why}" for where, why in left_out[:_NUM_SHOWN])
+    return shown + ("\n  ..." if len(left_out) > _NUM_SHOWN else "")
+
+
+def source_fingerprint(
+    source: str, *, split: str = "train", subset: str | None = None, field: str = "data.train"
+) -> str:
+    """What identifies the content: a file's sha256, or the fingerprint that `datasets` keeps."""
+    if not _is_file(source, field):
+        return _dataset(source, split, subset, field)._fingerprint
+    digest = hashlib.sha256()
+    with Path(source).expanduser().open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _is_file(source: str, field: str) -> bool:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return False
+    named_as_file = path.suffix in (*_JSON_SUFFIXES, ".parquet")
+    if path.exists() and not named_as_file:
+        raise UserError(field, source, "Of files, only .jsonl, .json and .parquet are read.")
+    if not path.exists() and (named_as_file or not re.fullmatch(r"[\w.-]+/[\w.-]+", source)):
+        raise UserError(
+            field, source, "No such file or directory; give a path, or a hub id such as org/name."
+        )
+    return path.exists()
+
+
+def _rows(source: str, split: str, subset: str | None, field: str) -> Iterator[tuple[str, Any]]:
+    if not _is_file(source, field):
+        rows: Iterator[Any] = iter(_dataset(source, split, subset, field))
+    elif source.endswith(".parquet"):
+        file = pyarrow.parquet.ParquetFile(Path(source).expanduser())
+        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+    else:
+        yield from _json_rows(source, field)
+        return
+    for i, row in enumerate(rows):
+        yield f"{source}[{i}]", _without_nulls(row)
+
+
+def _json_rows(source: str, field: str) -> Iterator[tuple[str, Any]]:
+    path = Path(source).expanduser()
+    with path.open("rb") as stream:
+        if stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            yield from _json_array(source, field)
+            return
+        stream.seek(0)
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{source}:{number}", json.loads(line.decode("utf-8-sig"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                yield f"{source}:{number}", MalformedRow(f"no JSON ({error})")
+
+
+def _json_array(source: str, field: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(Path(source).expanduser().read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(field, source, f"It starts as a JSON array, and is not one: {error}.") from error
+    for i, row in enumerate(rows):
+        yield f"{source}[{i}]", row
+
+
+def _dataset(source: str, split: str, subset: str | None, field: str) -> Dataset:
+    path = Path(source).expanduser()
+    try:
+        loaded = load_from_disk(str(path)) if path.is_dir() else load_dataset(source, subset, split=split)
+    except (OSError, ValueError) as error:  # how datasets reports a missing name, split, config or network
+        reason = " ".join(str(error).split())
+        raise UserError(field, source, f"`datasets` cannot load it (split {split}): {reason}") from error
+    if isinstance(loaded, DatasetDict):
+        if split not in loaded:
+            raise UserError(field, source, f"It has the splits {', '.join(loaded)}, not {split}; name one.")
+        return loaded[split]
+    return loaded
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct the keys of all; templates ask whether a key is there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

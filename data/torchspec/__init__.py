@@ -1,0 +1,1 @@
+"""TorchSpec's engines run the target."""

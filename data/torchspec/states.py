@@ -1,0 +1,268 @@
+"""TorchSpec as a source: its engines run the target, and the states come through Mooncake."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.samples import CapturedSample
+from data.torchspec.settings import BRIDGE, DTYPE, TorchSpecSettings, check_torchspec
+from data.transport.mooncake import MooncakeTransport, library_directory
+from data.transport.protocol import StateRequest
+from eagle31.errors import UserError
+
+_CLOSE_SECONDS = 20.0
+_MAX_DEATHS = 3  # in a row, without an answer between them
+_LOG_LINES = 15
+_NORM_TOLERANCE = 1e-2
+
+
+class TorchSpecStates:
+    """A trainer rank's end of TorchSpec: producer and transport in one, as it chooses Mooncake's keys itself.
+
+    Args:
+        final_norm: any copy of the target's; the hf and sgl engines deliver the last state behind it.
+        run: names the run: the same on all its ranks, and no other's in the same Ray cluster.
+        rank: 0 starts the engines, the others find them.
+        log: what the bridge, Ray and TorchSpec print goes to the end of it.
+
+    Raises:
+        UserError: the environment or the master is not as it must be, or the engines do not start.
+    """
+
+    def __init__(
+        self, settings: TorchSpecSettings, final_norm: nn.Module, *, run: str, rank: int, log: Path
+    ) -> None:
+        self.settings = settings
+        self._order = {
+            "leads": rank == 0,
+            "namespace": f"eagle31-{run}",
+            "settings": settings.arguments(),
+            "rope": dict(settings.rope_parameters),
+            "start_seconds": settings.start_seconds,
+        }
+        self._log = log
+        check_torchspec(settings.python)
+        self._store = MooncakeTransport(
+            # The engines lend the memory.
+            replace(settings.mooncake, segment_bytes=0),
+            num_aux_layers=len(settings.aux_layer_ids),
+            hidden_size=settings.hidden_size,
+            dtype=DTYPE,
+        )
+        self._changed = threading.Condition()
+        self._owed: dict[str, StateRequest] = {}
+        self._stored: dict[str, str] = {}  # Mooncake's keys by ours
+        self._refused: dict[str, str] = {}
+        self.num_restarts = 0
+        self._num_deaths = 0
+        self._bridge = self._start()
+        prenorm = self._wait_until_ready()["prenorm"]
+        self._gain = None if prenorm else norm_gain(final_norm, settings.hidden_size)
+
+    def request(self, request: StateRequest) -> None:
+        """Asks for a sample and returns at once. What is asked for twice comes anew."""
+        self.discard(request.key)
+        with self._changed:
+            self._owed[request.key] = request
+        self._send(request)
+
+    def refusals(self) -> dict[str, str]:
+        """Requests since the last call that no engine will answer, by key, with the reason.
+
+        Starts the bridge again when it has died, and asks again for what it owed.
+
+        Raises:
+            UserError: it dies again and again.
+        """
+        if not self._bridge.alive:
+            self._restart()
+        with self._changed:
+            refused, self._refused = self._refused, {}
+        return refused
+
+    def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
+        """The sample, removed from Mooncake; None when it did not come within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._changed.wait_for(lambda: request.key in self._stored, timeout)
+            stored = self._stored.get(request.key)
+        if stored is None:
+            return None
+        sample = self._store.take(replace(request, key=stored), max(deadline - time.monotonic(), 0.0))
+        if sample is None:
+            return None
+        with self._changed:
+            self._stored.pop(request.key, None)
+            self._owed.pop(request.key, None)
+        if self._gain is None:
+            return sample
+        return replace(sample, last_hidden_states=before_norm(sample.last_hidden_states, self._gain))
+
+    def arrived(self, key: str) -> bool:
+        """Whether something waits under the key."""
+        with self._changed:
+            stored = self._stored.get(key)
+        return stored is not None and self._store.arrived(stored)
+
+    def discard(self, key: str) -> None:
+        """Removes what was put under the key, now or when it comes."""
+        with self._changed:
+            self._owed.pop(key, None)
+            stored = self._stored.pop(key, None)
+        if stored is not None:
+            self._store.discard(stored)
+
+    def close(self) -> None:
+        """Ends the bridge, and with rank 0's the engines."""
+        self._bridge.close()
+        self._store.close()
+
+    def _start(self) -> "_Bridge":
+        return _Bridge(self.settings.python, self._order, self._log, self._answered)
+
+    def _wait_until_ready(self) -> dict[str, Any]:
+        ready = self._bridge.wait_until_ready(self.settings.start_seconds)
+        if "fatal" not in ready:
+            return ready
+        self._bridge.close()
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        remedy = f"TorchSpec's engines do not run: {ready['fatal']}\n{tail}\nThe whole log: {self._log}"
+        raise UserError("capture.source", "torchspec", remedy)
+
+    def _restart(self) -> None:
+        self._num_deaths += 1
+        self._bridge.close()
+        if self._num_deaths > _MAX_DEATHS:
+            remedy = f"TorchSpec's bridge died {self._num_deaths} times in a row; see {self._log}."
+            raise UserError("capture.source", "torchspec", remedy)
+        with self._changed:
+            # The engines have died with it, and the memory that they lent.
+            self._stored.clear()
+            owed = list(self._owed.values())
+        self._bridge = self._start()
+        self._wait_until_ready()
+        self.num_restarts += 1
+        for request in owed:
+            self._send(request)
+
+    def _send(self, request: StateRequest) -> None:
+        self._bridge.send({"key": request.key, "input_ids": request.input_ids.tolist()})
+
+    def _answered(self, answer: dict[str, Any]) -> None:
+        """Called in the bridge's thread."""
+        key = answer["key"]
+        with self._changed:
+            wanted = key in self._owed and key not in self._stored
+            if "refused" in answer:
+                if wanted:
+                    del self._owed[key]
+                    self._refused[key] = answer["refused"]
+            elif wanted:
+                self._stored[key] = answer["stored"]
+            self._num_deaths = 0
+            self._changed.notify_all()
+        if not wanted and "stored" in answer:
+            self._store.discard(answer["stored"])
+
+
+class _Bridge:
+    """One life of the process that runs torchspec_bridge.py."""
+
+    def __init__(
+        self, python: str, order: dict[str, Any], log: Path, answered: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._answered = answered
+        self._began = threading.Event()
+        self._first: dict[str, Any] = {"fatal": "the bridge ended, or gave no sign in time"}
+        paths = [str(library_directory()), os.environ.get("LD_LIBRARY_PATH")]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                [python, BRIDGE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                cwd=log.parent,
+                env={**os.environ, "LD_LIBRARY_PATH": ":".join(path for path in paths if path)},
+            )
+        self.send(order)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, timeout: float) -> dict[str, Any]:
+        """What it says of itself; with `fatal`, why it cannot."""
+        self._began.wait(timeout)
+        return self._first
+
+    def send(self, content: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        # A dead bridge is noticed by `refusals`, which asks another for the same.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(content) + "\n")
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            if "key" in answer:
+                self._answered(answer)
+            elif not self._began.is_set():
+                self._first = answer
+                self._began.set()
+        self._began.set()
+
+
+def norm_gain(norm: nn.Module, hidden_size: int) -> Tensor:
+    """What an RMSNorm multiplies by, float32 [Ht], however it stores that.
+
+    Raises:
+        UserError: it is another norm, which cannot be undone.
+    """
+    parameter = next(norm.parameters())
+    with torch.no_grad():
+        gain = (
+            norm(torch.ones(1, hidden_size, dtype=parameter.dtype, device=parameter.device))[0].float().cpu()
+        )
+        probe = torch.randn(8, hidden_size, generator=torch.Generator().manual_seed(0))
+        normed = norm(probe.to(parameter)).float().cpu()
+        again = norm(before_norm(normed, gain).to(parameter)).float().cpu()
+    if not (again - normed).abs().max() <= _NORM_TOLERANCE * normed.abs().max():
+        remedy = (
+            f"This engine delivers the last state behind the final norm, and {type(norm).__name__} cannot be "
+            "undone; use inference.inference_engine_type=vllm, which delivers it before."
+        )
+        raise UserError("capture.torchspec.overrides", "inference.inference_engine_type", remedy)
+    return gain
+
+
+def before_norm(normed: Tensor, gain: Tensor) -> Tensor:
+    """A state whose RMSNorm is `normed`: the one before it, up to a factor for each token. Both [T, Ht].
+
+    The head reads nothing but the norm of it, to which that factor means nothing.
+    """
+    return (normed.float() / gain).to(normed.dtype)

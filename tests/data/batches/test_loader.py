@@ -1,0 +1,222 @@
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from data.batches.loader import Delivery, RowLoader, pack_row
+from data.batches.packing import pack_epoch
+from data.samples import CapturedSample
+from eagle31.errors import UserError
+from eagle31.training.batch import PackedBatch
+
+ROW_TOKENS, NUM_SAMPLES = 64, 40
+
+
+class ListSource:
+    """Samples whose every value tells which sample and token it is."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.lengths = [3 + 7 * i % 30 for i in range(num_samples)]
+        self.requests: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> CapturedSample:
+        ids = 1000 * (index + 1) + torch.arange(self.lengths[index])
+        states = ids[:, None].float() + torch.tensor([0.0, 0.25])
+        return CapturedSample(ids, ids % 2 == 0, torch.stack([states, -states, states], dim=1), states)
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        self.requests.append(list(indices))
+        return [self[i] for i in indices]
+
+
+def _loader(rank: int = 0, world_size: int = 1, **changes) -> RowLoader:
+    options = {"row_tokens": ROW_TOKENS, "rows_per_step": 4, "seed": 0} | changes
+    return RowLoader(ListSource(), rank=rank, world_size=world_size, **options)
+
+
+def _samples(batches: list[PackedBatch]) -> list[list[int]]:
+    """The sample indices in each row, from the tokens."""
+    return [
+        (b.input_ids[b.position_ids == 0][: b.document_ids.max() + 1] // 1000 - 1).tolist() for b in batches
+    ]
+
+
+def test_row_is_laid_end_to_end_and_padded() -> None:
+    source = ListSource()
+    batch = pack_row([source[1], source[2]], num_tokens=32)
+    n, m = source.lengths[1], source.lengths[2]
+    used = n + m
+    assert batch.input_ids.tolist() == [
+        *source[1].input_ids.tolist(),
+        *source[2].input_ids.tolist(),
+        *[0] * (32 - used),
+    ]
+    assert batch.document_ids.tolist() == [0] * n + [1] * m + [-1] * (32 - used)
+    assert batch.position_ids[:used].tolist() == [*range(n), *range(m)]
+    assert not batch.loss_mask[used:].any()
+    assert batch.loss_mask.dtype == torch.bool
+    assert torch.equal(batch.aux_hidden_states[n:used], source[2].aux_hidden_states)
+    assert torch.equal(batch.last_hidden_states[:n], source[1].last_hidden_states)
+    assert batch.aux_hidden_states.shape == (32, 3, 2)
+    assert not batch.last_hidden_states[used:].any()
+
+
+def test_rows_are_padded_to_a_multiple_and_never_past_the_row() -> None:
+    lengths = [len(batch.input_ids) for step in range(4) for batch in _loader(pad_multiple=24).batches(step)]
+    assert set(lengths) <= {24, 48, 64}
+
+
+def test_an_epoch_has_every_sample_once() -> None:
+    loader = _loader(rows_per_step=1)
+    seen = [i for step in range(loader.rows_per_epoch) for row in _samples(loader.batches(step)) for i in row]
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+    assert loader.steps_per_epoch == loader.rows_per_epoch
+
+
+def test_ranks_cover_the_same_rows_as_one() -> None:
+    alone, ranks = _loader(), [_loader(rank, world_size=2) for rank in range(2)]
+    assert alone.rows_per_epoch % 4  # a step goes over the epoch's end
+    for step in range(12):
+        whole = _samples(alone.batches(step))
+        halves = [_samples(loader.batches(step)) for loader in ranks]
+        assert whole == alone.rows(step)
+        assert whole == [halves[i % 2][i // 2] for i in range(4)]
+
+
+def test_step_number_is_all_the_state() -> None:
+    through = _loader()
+    steps = [through.batches(step) for step in range(9)]
+    for wanted, found in zip(steps[7], _loader().batches(7), strict=True):
+        assert torch.equal(wanted.input_ids, found.input_ids)
+        assert torch.equal(wanted.aux_hidden_states, found.aux_hidden_states)
+    assert _samples(through.batches(2)) == _samples(steps[2])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_order_is_a_function_of_seed_and_epoch_alone(world_size: int) -> None:
+    ranks = [_loader(rank, world_size) for rank in range(world_size)]
+    steps = int(2.5 * ranks[0].steps_per_epoch)
+    rows = [[ranks[i % world_size].rows(step)[i // world_size] for i in range(4)] for step in range(steps)]
+    assert rows == [_loader().rows(step) for step in range(steps)]
+    assert rows != [_loader(seed=1).rows(step) for step in range(steps)]
+    every = [row for step in rows for row in step]
+    first, second = (every[i * ranks[0].rows_per_epoch :][: ranks[0].rows_per_epoch] for i in range(2))
+    assert sorted(i for row in first for i in row) == sorted(i for row in second for i in row)
+    assert first != second
+
+
+def test_steps_are_read_ahead_and_only_once() -> None:
+    loader = _loader(steps_ahead=3)
+    source = loader.source
+    for step in range(3):
+        loader.batches(step)
+    assert [step for step, _ in loader._ahead] == [3, 4, 5]
+    loader._ahead[-1][1].result(timeout=10)
+    assert source.requests == [[i for row in loader.rows(step) for i in row] for step in range(6)]
+
+
+class OrderedListSource(ListSource):
+    """Remembers what it was told to expect, and insists on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: list[int] = []
+        self.most_ahead = 0
+        self.arriving = threading.Event()
+        self.arriving.set()
+
+    def expect(self, indices: Sequence[int]) -> None:
+        self.expected += indices
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        self.most_ahead = max(self.most_ahead, len(self.expected))
+        assert self.arriving.wait(timeout=30)
+        wanted, self.expected = self.expected[: len(indices)], self.expected[len(indices) :]
+        assert wanted == list(indices)
+        return super().get_many(indices)
+
+    def delivery(self) -> Delivery:
+        return Delivery(len(self.expected), 0.0, 0.0, 0)
+
+    def stop(self) -> None:
+        self.arriving.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_ordered_source_is_told_what_comes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+
+    def pack(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+        packed.append(epoch)
+        return pack_epoch(lengths, row_tokens, seed, epoch)
+
+    monkeypatch.setattr("data.batches.loader.pack_epoch", pack)
+    source = OrderedListSource()
+    loader = RowLoader(
+        source, row_tokens=ROW_TOKENS, rows_per_step=2, rank=rank, world_size=2, seed=0, steps_announced=100
+    )
+    epoch = int(loader.steps_per_epoch)
+    assert loader.steps_announced == epoch
+    for step in range(5, 5 + 3 * epoch):
+        loader.batches(step)
+    loader.close()
+    # An epoch ahead, and yet every epoch is packed once.
+    assert source.most_ahead > NUM_SAMPLES / 3
+    assert packed == sorted(set(packed))
+    assert loader.delivery() is not None
+    assert _loader().delivery() is None
+
+
+def test_close_ends_a_wait_for_states() -> None:
+    source = OrderedListSource()
+    source.arriving.clear()
+    loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=2, seed=0)
+    loader.read_ahead(0)
+    loader.close()
+    assert source.arriving.is_set()
+
+
+def test_samples_without_tokens_leave_no_trace() -> None:
+    source = ListSource()
+    empty = CapturedSample(*(value[:0] for value in vars(source[0]).values()))
+    with_empty = pack_row([empty, source[1], empty, source[2]], num_tokens=64)
+    for name, value in vars(pack_row([source[1], source[2]], num_tokens=64)).items():
+        assert torch.equal(getattr(with_empty, name), value)
+    alone = pack_row([empty], num_tokens=16)
+    assert alone.document_ids.tolist() == [-1] * 16
+    assert not alone.loss_mask.any()
+    assert alone.aux_hidden_states.shape == (16, 3, 2)
+
+
+def test_a_row_of_refused_samples_still_has_a_length() -> None:
+    loader = _loader()
+    empty = CapturedSample(*(value[:0] for value in vars(loader.source[0]).values()))
+    loader.source.get_many = lambda indices: [empty for _ in indices]
+    assert {len(batch.input_ids) for batch in loader.batches(0)} == {64}
+
+
+def test_an_error_in_the_background_reaches_the_caller() -> None:
+    loader = _loader()
+    loader.source.get_many = lambda indices: (_ for _ in ()).throw(UserError("store", "x", "damaged"))
+    with pytest.raises(UserError, match="damaged"):
+        loader.batches(0)
+
+
+def test_close_ends_the_thread() -> None:
+    loader = _loader()
+    others = set(threading.enumerate())
+    loader.batches(0)
+    [own] = set(threading.enumerate()) - others
+    loader.close()
+    assert not own.is_alive()
+
+
+def test_rows_that_do_not_divide_or_suffice_are_refused() -> None:
+    with pytest.raises(UserError, match=r"train\.rows_per_step=4: Must be a multiple of the 3"):
+        _loader(world_size=3)
+    with pytest.raises(UserError, match=r"train\.rows_per_step=100: The data fills"):
+        _loader(rows_per_step=100)

@@ -1,0 +1,249 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from data.generation.answers import answer_prompts
+from data.generation.regenerate import regenerate
+from data.generation.transformers_writer import TransformersWriter
+from data.sampling import Sampling
+from data.text.sources import Conversation
+from data.text.template import render_prompt
+from eagle31.errors import UserError
+from tests.data.text.chat_templates import CHATML, STRICT, byte_level_tokenizer
+
+MAX_NEW_TOKENS = 10
+
+
+def conversation(id: str, *turns: tuple[str, str]) -> Conversation:
+    return Conversation(id, tuple({"role": role, "content": content} for role, content in turns))
+
+
+CONVERSATIONS = [
+    conversation("one", ("user", "what is two"), ("assistant", "XXXX")),
+    conversation(
+        "two",
+        ("system", "it is four"),
+        ("user", "and"),
+        ("assistant", "XXXX"),
+        ("user", "three"),
+        ("assistant", "XXXX"),
+        ("user", "never answered"),
+    ),
+    conversation(
+        "tool",
+        ("user", "six"),
+        ("assistant", "XXXX"),
+        ("tool", "seven"),
+        ("assistant", "XXXX"),
+        ("assistant", "XXXX"),
+    ),
+    conversation("another", ("user", "the lazy dog jumps"), ("assistant", "XXXX")),
+]
+TURNS = {"one": 1, "two": 2, "tool": 3, "another": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level_tokenizer(CHATML)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def writer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **changes: Any
+) -> Callable[[list[list[int]], Path], list[list[int]]]:
+    settings: dict[str, Any] = {"temperature": 0.0, "model_fingerprint": "the target"} | changes
+    sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), settings["temperature"], seed=0)
+    own, fingerprint = TransformersWriter(model, batch_size=2), settings["model_fingerprint"]
+    return lambda prompts, output: answer_prompts(
+        own, prompts, sampling, output=output, model_fingerprint=fingerprint
+    )
+
+
+def regenerated(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    *,
+    max_tokens: int = 500,
+    conversations: list[Conversation] = CONVERSATIONS,
+    **changes: Any,
+) -> Dataset:
+    return regenerate(
+        conversations,
+        tokenizer,
+        writer(model, tokenizer, **changes),
+        max_tokens=max_tokens,
+        template_kwargs={},
+        directory=directory,
+        on_refused=[].append,
+    )
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: list[int], eos_token_id: int) -> list[int]:
+    answer: list[int] = []
+    while len(answer) < MAX_NEW_TOKENS and eos_token_id not in answer:
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
+def expected(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, tuple[list[int], list[int]]]:
+    """(prompt, answer) by the sample's id, one conversation and one token after the other."""
+    found = {}
+    for conversation in CONVERSATIONS:
+        history: list[dict] = []
+        turn = 0
+        for message in conversation.messages:
+            if message["role"] != "assistant":
+                history.append(message)
+                continue
+            prompt = render_prompt(tokenizer, history, None, {})
+            answer = greedy(model, prompt, tokenizer.eos_token_id)
+            found[f"{conversation.id}/{turn}"] = (prompt, answer)
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            history.append({"role": "assistant", "content": text})
+            turn += 1
+    return found
+
+
+def test_every_turn_is_the_targets_own_behind_its_own_earlier_ones(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    dataset = regenerated(model, tokenizer, tmp_path)
+    wanted = expected(model, tokenizer)
+    assert len(wanted) == sum(TURNS.values())
+    assert set(dataset["id"]) == set(wanted)
+    for row in dataset:
+        prompt, answer = wanted[row["id"]]
+        assert row["input_ids"] == [*prompt, *answer]
+        assert row["loss_mask"] == [False] * len(prompt) + [True] * len(answer)
+        assert row["num_prompt_tokens"] == len(prompt)
+        assert "XXXX" not in tokenizer.decode(row["input_ids"])
+    # What the target wrote first stands in the second turn's prompt.
+    [first, second] = [wanted[f"two/{turn}"] for turn in range(2)]
+    written = tokenizer.decode(first[1], skip_special_tokens=True)
+    assert written.strip()
+    assert f"<|im_start|>assistant\n{written}<|im_end|>" in tokenizer.decode(second[0])
+
+
+def test_an_interrupted_one_goes_on_and_redoes_nothing(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = regenerated(model, tokenizer, tmp_path / "whole").to_list()
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert names == ["turn-000.jsonl", "turn-001.jsonl", "turn-002.jsonl"]
+    lines = (tmp_path / "whole" / "turn-000.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + len(CONVERSATIONS)
+    (tmp_path / "half").mkdir()
+    half = tmp_path / "half" / "turn-000.jsonl"
+    half.write_bytes(b"".join(lines[:3]) + lines[3][:9])  # the first batch, and a line cut off by a kill
+    asked = []
+    generate = model.generate
+
+    def counting(input_ids: torch.Tensor, **options: Any) -> Any:
+        asked.append(len(input_ids))
+        return generate(input_ids, **options)
+
+    monkeypatch.setattr(model, "generate", counting)
+    assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
+    assert half.read_bytes().startswith(b"".join(lines[:3]))
+    # The first turn's other two, the second turn's two, the third turn's one.
+    assert asked == [2, 2, 1]
+    assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
+    assert asked == [2, 2, 1]
+
+
+def test_answers_carry_where_they_come_from(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    regenerated(model, tokenizer, tmp_path)
+    for path in tmp_path.iterdir():
+        header = json.loads(path.read_text().splitlines()[0])
+        assert header["model"] == "the target"
+        assert header["temperature"] == 0.0
+        assert header["max_new_tokens"] == MAX_NEW_TOKENS
+    with pytest.raises(UserError, match="another model"):
+        regenerated(model, tokenizer, tmp_path, model_fingerprint="another")
+    with pytest.raises(UserError, match="another temperature"):
+        regenerated(model, tokenizer, tmp_path, temperature=1.0)
+
+
+def test_answers_are_cut_and_prompts_without_room_left_out(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    wanted = expected(model, tokenizer)
+    # Room for two tokens behind the prompt of the first turn, for none behind that of the second.
+    max_tokens = len(wanted["two/0"][0]) + 2
+    rows = {row["id"]: row for row in regenerated(model, tokenizer, tmp_path, max_tokens=max_tokens)}
+    assert "two/1" not in rows
+    for name, row in rows.items():
+        prompt, answer = wanted[name]
+        assert row["input_ids"] == [*prompt, *answer][:max_tokens]
+        assert row["loss_mask"] == ([False] * len(prompt) + [True] * len(answer))[:max_tokens]
+    assert len(rows["two/0"]["input_ids"]) == max_tokens
+    assert len(wanted["two/0"][1]) > 2
+    nothing = regenerated(model, tokenizer, tmp_path / "none", max_tokens=2)
+    assert len(nothing) == 0
+    assert nothing.column_names == ["id", "input_ids", "loss_mask", "num_prompt_tokens"]
+
+
+def test_what_the_template_refuses_is_left_out_and_told_as_long_as_it_is_little(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    tokenizer = byte_level_tokenizer(STRICT)
+    bad = conversation("bad", ("user", "six"), ("user", "seven"), ("assistant", "XXXX"))
+    good = [conversation(str(i), ("user", "six"), ("assistant", "XXXX")) for i in range(100)]
+    told: list[list[tuple[str, str]]] = []
+
+    def answer(prompts: list[list[int]], _output: Path) -> list[list[int]]:
+        return [[5, 6]] * len(prompts)
+
+    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": told.append}
+    dataset = regenerate([bad, *good], tokenizer, answer, directory=tmp_path, **rest)
+    assert len(dataset) == len(good)
+    [[(name, _reason)]] = told
+    assert name == "bad"
+    with pytest.raises(UserError, match="1 of 2 conversations refused"):
+        regenerate([bad, good[0]], tokenizer, answer, directory=tmp_path, **rest)
+
+
+def test_a_conversation_ends_where_the_target_has_no_answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    own = writer(model, tokenizer)
+
+    def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
+        written = own(prompts, output)
+        return [[], []] if len(prompts) == 2 else written  # the second turns
+
+    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
+    rows = regenerate(CONVERSATIONS, tokenizer, answer, directory=tmp_path, **rest)
+    masks = {row["id"]: sum(row["loss_mask"]) for row in rows}
+    assert {name for name, counted in masks.items() if counted} == {f"{name}/0" for name in TURNS}
+    assert "tool/2" not in masks

@@ -1,0 +1,130 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from data.generation.answers import answer_prompts
+from data.generation.transformers_writer import TransformersWriter
+from data.sampling import Sampling
+from data.target.loading import load_target
+from tests.data.target.tiny_target import VOCAB_SIZE, save_target
+
+MAX_NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return load_target(save_target(tmp_path_factory.mktemp("target")), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 15, (7,), generator=generator).tolist()
+    return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _answers(
+    model: PreTrainedModel, prompts: list[list[int]], output: Path, **changes: Any
+) -> list[list[int]]:
+    options: dict[str, Any] = {
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "stop_token_ids": (2, 3),
+        "temperature": 0.0,
+        "seed": 0,
+        "batch_size": 3,
+    }
+    options |= changes
+    writer = TransformersWriter(model, options.pop("batch_size"))
+    return answer_prompts(writer, prompts, Sampling(**options), output=output, model_fingerprint="f")
+
+
+@torch.no_grad()
+def _argmax_loop(model: PreTrainedModel, prompt: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:
+    answer: list[int] = []
+    while len(answer) < MAX_NEW_TOKENS and not (answer and answer[-1] in eos_token_ids):
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
+def _ends(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[int, ...]:
+    """Tokens that the model writes in the middle of its answers, to stand as end tokens."""
+    return tuple({_argmax_loop(model, prompt, ())[4] for prompt in prompts[:2]})
+
+
+def test_greedy_equals_an_argmax_loop(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    ends = _ends(model, prompts)
+    wanted = [_argmax_loop(model, prompt, ends) for prompt in prompts]
+    assert any(answer[-1] in ends for answer in wanted)
+    assert any(len(answer) == MAX_NEW_TOKENS for answer in wanted)
+    assert _answers(model, prompts, tmp_path / "answers.jsonl", stop_token_ids=ends) == wanted
+
+
+def test_the_models_own_generation_settings_do_not_leak(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    greedy = _answers(model, prompts, tmp_path / "greedy.jsonl")
+    sampled = _answers(model, prompts, tmp_path / "sampled.jsonl", temperature=1.0)
+    own = model.generation_config
+    settings = {
+        "do_sample": True,
+        "temperature": 3.0,
+        "top_k": 1,
+        "repetition_penalty": 5.0,
+        "min_new_tokens": 9,
+    }
+    leaking = type(own)(**settings)
+    model.generation_config = leaking
+    try:
+        assert _answers(model, prompts, tmp_path / "greedy2.jsonl") == greedy
+        assert _answers(model, prompts, tmp_path / "sampled2.jsonl", temperature=1.0) == sampled
+        assert model.generation_config is leaking
+    finally:
+        model.generation_config = own
+
+
+def test_sampling_draws_from_the_whole_distribution(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    many = [prompts[0]] * 400
+    hot = _answers(model, many, tmp_path / "a.jsonl", temperature=100.0, max_new_tokens=1, batch_size=400)
+    assert len({answer[0] for answer in hot}) > 80  # of 100; top_k=50 would allow 50
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kept_lines", [0, 1, 3, 6])
+def test_resume_after_a_kill_gives_the_same_answers(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, temperature: float, kept_lines: int
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    wanted = _answers(model, prompts, output, temperature=temperature)
+    lines = output.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + len(prompts)
+    output.write_bytes(b"".join(lines[:kept_lines]) + lines[kept_lines][:7])
+    torch.manual_seed(kept_lines)
+    state = torch.get_rng_state()
+    assert _answers(model, prompts, output, temperature=temperature) == wanted
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sorted(output.read_bytes().splitlines()) == sorted(line.rstrip() for line in lines)
+
+
+def test_finished_answers_are_not_generated_again(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = _answers(model, prompts, tmp_path / "answers.jsonl")
+    monkeypatch.setattr(model, "generate", lambda *_, **__: pytest.fail("generated again"))
+    assert _answers(model, prompts, tmp_path / "answers.jsonl") == wanted
+
+
+def test_seeds_differ_by_batch_and_by_seed(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    same = [prompts[0]] * 2
+    first = _answers(model, same, tmp_path / "0.jsonl", temperature=2.0, batch_size=1)
+    assert first[0] != first[1]
+    assert _answers(model, same, tmp_path / "1.jsonl", temperature=2.0, batch_size=1, seed=1) != first

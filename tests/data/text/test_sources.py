@@ -1,0 +1,226 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from data.text.sources import ReadResult, read_conversations, source_fingerprint
+from eagle31.errors import UserError
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+TOOL_MESSAGES = [
+    {"role": "system", "content": "Count."},
+    {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "and two"}]},
+    {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "", "tool_call_id": "1"},
+    {"role": "assistant", "content": "four", "tool_calls": []},
+]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def pair(question: str = "two?", answer: str = "2") -> dict[str, str]:
+    return {"question": question, "answer": answer}
+
+
+def roles_and_contents(result: ReadResult) -> list[list[tuple[str, str]]]:
+    return [[(m["role"], m["content"]) for m in c.messages] for c in result.conversations]
+
+
+def test_openai_messages_keep_what_templates_know(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"id": 7, "messages": TOOL_MESSAGES, "tools": [TOOL]}])
+    (conversation,) = read_conversations(source).conversations
+    assert conversation.id == "7"
+    assert conversation.tools == (TOOL,)
+    system, user, call, tool, answer = conversation.messages
+    assert system["content"] == "Count."
+    assert user["content"] == "two\nand two"
+    assert call["content"] == ""
+    assert call["reasoning_content"] == "I add."
+    assert call["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    assert tool == {"role": "tool", "content": "", "tool_call_id": "1"}
+    assert answer == {"role": "assistant", "content": "four"}
+
+
+def test_sharegpt_roles(tmp_path):
+    items = [("system", "s"), ("human", "h"), ("gpt", "g"), ("observation", "o"), ("gpt", "a"), ("user", "u")]
+    row = {"conversations": [{"from": role, "value": value} for role, value in items]}
+    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    expected = ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert [role for role, _ in roles_and_contents(read_conversations(source))[0]] == expected
+
+
+def test_conversations_column_with_openai_messages(tmp_path):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"conversations": messages}])
+    assert roles_and_contents(read_conversations(source)) == [[("user", "q"), ("assistant", "a")]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("prompt", "response"), ("instruction", "output"), ("question", "answer")]
+)
+def test_default_pairs(tmp_path, prompt, answer):
+    source = write_jsonl(tmp_path / "a.jsonl", [{prompt: "q", answer: "a", "other": 1}])
+    assert roles_and_contents(read_conversations(source)) == [[("user", "q"), ("assistant", "a")]]
+
+
+def test_named_columns_win_over_those_found(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "response": "no", "solution": "a"}])
+    result = read_conversations(source, prompt_column="prompt", response_column="solution")
+    assert roles_and_contents(result) == [[("user", "q"), ("assistant", "a")]]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        ({"text": "x", "label": 1}, {}, "text, label"),
+        ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
+        ({"instruction": "a", "input": "b", "output": "c"}, {}, "instruction, input, output"),
+        ({"prompt": "a", "response": "b"}, {"prompt_column": "prompt"}, "Name both"),
+        (
+            {"prompt": "a", "response": "b"},
+            {"prompt_column": "prompt", "response_column": "reply"},
+            "no column reply",
+        ),
+        ({"turns": ["a"]}, {}, "No known schema"),
+    ],
+)
+def test_unknown_and_ambiguous_columns_are_refused(tmp_path, row, columns, said):
+    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(UserError, match=said):
+        read_conversations(source, **columns)
+
+
+def test_prompts_without_answers(tmp_path):
+    turns = write_jsonl(tmp_path / "a.jsonl", [{"turns": ["first", "second"]}])
+    result = read_conversations(turns, require_answer=False)
+    assert roles_and_contents(result) == [[("user", "first"), ("user", "second")]]
+    prompts = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p"}])
+    assert roles_and_contents(read_conversations(prompts, require_answer=False)) == [[("user", "p")]]
+
+
+def test_malformed_rows_are_kept_out_with_their_lines(tmp_path):
+    def messages(*items: tuple[Any, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": content} for role, content in items]}
+
+    good = messages(("user", "q"), ("user", "and"), ("assistant", "a"))
+    rows = [
+        good,
+        '{"messages": ',
+        "",
+        messages(("user", "q")),
+        messages(("user", "q"), ("narrator", "n"), ("assistant", "a")),
+        messages(("user", "q"), ("assistant", "  ")),
+        messages(("user", 3), ("assistant", "a")),
+        messages(("assistant", "a"), ("user", "q"), ("assistant", "a")),
+        {"messages": "q"},
+        [1, 2],
+        {"message": []},
+        messages(("user", [{"type": "image_url"}]), ("assistant", "a")),
+        good,
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    result = read_conversations(source, max_malformed_fraction=0.9)
+    assert len(result.conversations) == 2
+    assert result.num_rows == 12
+    assert [where.rpartition(":")[2] for where, _ in result.malformed] == [
+        str(line) for line in (2, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+    ]
+    whys = [why for _, why in result.malformed]
+    for why, said in zip(
+        whys,
+        (
+            "no JSON",
+            "no assistant turn",
+            "unknown role 'narrator'",
+            "empty content",
+            "a int, not text",
+            "no user message before",
+            "a str, not a list",
+            "the row is a list",
+            "missing, not a list",
+            "a content part is not text",
+        ),
+        strict=True,
+    ):
+        assert said in why
+
+
+def test_too_many_malformed_rows_are_refused_with_the_first_five(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [pair()] * 100 + ["{"] * 7)
+    with pytest.raises(UserError, match="7 of 107 rows") as caught:
+        read_conversations(source, max_malformed_fraction=0.05, field="data.eval")
+    assert caught.value.field == "data.eval"
+    assert "a.jsonl:105: " in str(caught.value)
+    assert "a.jsonl:106: " not in str(caught.value)
+    assert read_conversations(source, max_malformed_fraction=0.07).num_malformed == 7
+
+
+def test_bytes_that_are_no_text_are_a_malformed_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(pair()).encode() + b'\n{"question": "\xff"}\n')
+    result = read_conversations(str(path), max_malformed_fraction=0.5)
+    assert [where.rpartition(":")[2] for where, _ in result.malformed] == ["2"]
+
+
+def test_json_array_parquet_and_saved_dataset_hold_the_same(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]}
+        for i in (1, 2)
+    ]
+    # Arrow gives every message this key.
+    rows[0]["messages"][1]["tool_calls"] = [CALL]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(str(tmp_path / "a.parquet"))
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=dataset).save_to_disk(str(tmp_path / "splits"))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    expected = read_conversations(str(tmp_path / "a.json")).conversations
+    assert "tool_calls" not in expected[1].messages[1]
+    for name in ("a.parquet", "one", "splits"):
+        assert read_conversations(str(tmp_path / name)).conversations == expected
+    with pytest.raises(UserError, match="splits train, not test"):
+        read_conversations(str(tmp_path / "splits"), split="test")
+
+
+def test_ids_come_from_the_row_or_its_content(tmp_path):
+    rows = [pair("a") | {"id": "mine"}, pair("b"), pair("c"), pair("b")]
+    first, second, third, fourth = read_conversations(write_jsonl(tmp_path / "a.jsonl", rows)).conversations
+    assert first.id == "mine"
+    assert second.id == fourth.id
+    assert second.id != third.id
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "folder/missing.jsonl", "./a/b/c", "missing"])
+def test_missing_sources_are_named(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="No such file") as caught:
+        read_conversations(source)
+    assert caught.value.value == source
+
+
+def test_other_files_and_directories_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n")
+    with pytest.raises(UserError, match=r"only \.jsonl"):
+        read_conversations(str(tmp_path / "a.csv"))
+    with pytest.raises(UserError, match="cannot load it"):
+        read_conversations(str(tmp_path))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="no rows"):
+        read_conversations(str(tmp_path / "empty.jsonl"))
+
+
+def test_fingerprint_is_of_the_content(tmp_path):
+    first = write_jsonl(tmp_path / "a.jsonl", [pair("a")])
+    same = write_jsonl(tmp_path / "b.jsonl", [pair("a")])
+    other = write_jsonl(tmp_path / "c.jsonl", [pair("b")])
+    assert source_fingerprint(first) == source_fingerprint(same) != source_fingerprint(other)
+    datasets.Dataset.from_list([pair()]).save_to_disk(str(tmp_path / "saved"))
+    saved = source_fingerprint(str(tmp_path / "saved"))
+    assert saved == source_fingerprint(str(tmp_path / "saved"))
