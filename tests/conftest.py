@@ -10,7 +10,7 @@ import torch
 from data.vllm.environment import ROOT, find_python
 from eagle31.export.read import load_export
 from eagle31.export.verification import Difference, read_probe, replay_probe
-from train import export_checks
+from train.drafter import export_checks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

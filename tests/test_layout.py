@@ -36,12 +36,3 @@ def test_the_model_knows_no_launcher() -> None:
 
 def test_main_stays_short() -> None:
     assert len((ROOT / "train" / "main.py").read_text().splitlines()) < 80
-
-
-def test_the_readme_lists_every_file() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for layer in LAYERS:
-        for file in (ROOT / layer).rglob("*"):
-            hidden = "__pycache__" in file.parts or file.name == "__init__.py"
-            if file.is_file() and not hidden:
-                assert file.name in readme, file

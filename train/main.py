@@ -12,9 +12,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from eagle31.errors import UserError
 from eagle31.malloc import keep_freed_memory
-from train.config import RunConfig, check, register
+from train.config.overrides import checked
+from train.config.run import RunConfig, check, register
 from train.distributed import World, leave_process_group
-from train.overrides import checked
 
 
 @record

@@ -19,25 +19,22 @@ from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact
-from train.capture_config import check_ranks
-from train.capture_stage import capture_inputs, run_capture
-from train.config import RunConfig, Stage
+from train.config.capture import check_ranks
+from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World, wait_for
-from train.export_stage import export_inputs, link_export, run_export
-from train.fit_stage import run_train, train_inputs
-from train.hub import check_push, push_run
-from train.plan_stage import announce_plan, announce_work
+from train.reporting.hub import check_push
 from train.requirements import check_environment, check_store
-from train.result_stages import evaluate_inputs, run_evaluate, run_report
-from train.text_stages import (
-    answers_inputs,
-    data_inputs,
-    run_answers,
-    run_data,
-    run_vocab,
-    vocab_inputs,
-)
+from train.stages.answers import answers_inputs, run_answers
+from train.stages.capture import capture_inputs, run_capture
+from train.stages.data import data_inputs, run_data
+from train.stages.evaluate import evaluate_inputs, run_evaluate
+from train.stages.export import export_inputs, link_export, run_export
+from train.stages.plan import announce_plan, announce_work
+from train.stages.push import push_run
+from train.stages.report import run_report
+from train.stages.train import run_train, train_inputs
+from train.stages.vocab import run_vocab, vocab_inputs
 from train.versions import git_revision, package_versions
 
 

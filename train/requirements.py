@@ -4,8 +4,9 @@ from collections.abc import Set
 
 from data.transport.mooncake import load_mooncake, reach
 from data.vllm.environment import check_mooncake, find_python
-from train.capture_config import CaptureMode, CaptureSource, TransportKind
-from train.config import RunConfig, Stage, TargetEngine
+from train.config.capture import CaptureMode, CaptureSource, TransportKind
+from train.config.run import RunConfig, Stage
+from train.config.target import TargetEngine
 
 
 def check_environment(config: RunConfig) -> None:

@@ -16,9 +16,9 @@ from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
 from tests.data.text import chat_templates as templates
-from tests.train.tiny_export import write_tiny_export
-from train import measure as measurement
-from train.measure import Measurement, format_measurement, measure
+from tests.train.drafter.tiny_export import write_tiny_export
+from train.evaluation import measure as measurement
+from train.evaluation.measure import Measurement, format_measurement, measure
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate"
 VOCAB_SIZE = 512  # room for the tokenizer

@@ -8,8 +8,8 @@ import pytest
 from data.embedded.corpus import standard_library
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_embedded_target
 from data.embedded.training import TrainingSettings
-from tests.train.launch import run_here, torchrun
 from tests.train.small_run import MAIN, RECIPE, TEXT_STAGES, arguments
+from tests.train.torchrun import run_here, torchrun
 
 SETTINGS = TargetSettings(
     vocab_size=512,

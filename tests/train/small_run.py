@@ -9,7 +9,7 @@ import psutil
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
-from tests.train.launch import ROOT, environment, torchrun_command
+from tests.train.torchrun import ROOT, environment, torchrun_command
 
 MAIN = "train/main.py"
 RECIPE = "any_target"

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from eagle31.model.frozen import project_width
-from tests.train.launch import torchrun
 from tests.train.small_run import (
     MAIN,
     RECIPE,
@@ -22,6 +21,7 @@ from tests.train.small_run import (
     start,
     wait_for_step,
 )
+from tests.train.torchrun import torchrun
 
 
 def hf_workers(process: subprocess.Popen) -> list[psutil.Process]:

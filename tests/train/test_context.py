@@ -7,8 +7,8 @@ from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig
 
 from eagle31.errors import UserError
 from eagle31.model.config import MlaShape
-from train.config import Attention, DrafterShape
-from train.context import attention_heads
+from train.config.drafter import Attention, DrafterShape
+from train.drafter.shape import attention_heads
 
 DEEPSEEK = DeepseekV3Config(
     hidden_size=96,

@@ -19,10 +19,7 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from scripts.serving.compare import check_case
-from scripts.serving.reference import decode_reference, reference_drafter
-from tests.train.hub_server import TOKEN, running_hub
-from tests.train.launch import composed, run_here, torchrun
+from tests.train.reporting.hub_server import TOKEN, running_hub
 from tests.train.small_run import (
     MAIN,
     RECIPE,
@@ -35,16 +32,20 @@ from tests.train.small_run import (
     start,
     wait_for_step,
 )
-from train import vllm_evaluation
-from train.capture_stage import open_source
-from train.config import Stage, TargetEngine
+from tests.train.torchrun import composed, run_here, torchrun
+from train.config.run import Stage
+from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
-from train.fit_stage import train_inputs
+from train.evaluation import vllm as vllm_evaluation
+from train.parity.compare import check_case
+from train.parity.reference import decode_reference, reference_drafter
 from train.pipeline import STAGES, StageRun, exclusive, run_stage, run_stages
-from train.result_stages import run_report
 from train.serving.drafts import common_length
 from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
+from train.stages.capture import open_source
+from train.stages.report import run_report
+from train.stages.train import train_inputs
 
 CPU = torch.device("cpu")
 

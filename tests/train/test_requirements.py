@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
-from tests.train.launch import composed
-from train.config import check
+from tests.train.torchrun import composed
+from train.config.run import check
 from train.context import RunContext
 from train.distributed import World
 from train.pipeline import run_stages

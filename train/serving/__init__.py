@@ -1,0 +1,1 @@
+"""vLLM with a drafter, driven from outside."""

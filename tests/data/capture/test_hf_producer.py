@@ -37,7 +37,7 @@ from tests.data.target.tiny_target import (
     make_dataset,
     save_target,
 )
-from tests.train.launch import ROOT
+from tests.train.torchrun import ROOT
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,236 @@
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.errors import HydraException
+from omegaconf import MissingMandatoryValue
+
+from data.text.tokenize import Overlong
+from eagle31.errors import UserError
+from tests.train.torchrun import ROOT, composed, environment
+from train.config.capture import CaptureMode
+from train.config.run import RunConfig, Stage, check
+from train.config.training import Schedule
+
+RECIPES = ROOT / "recipes"
+NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
+
+
+def changed(key: str, value: Any) -> RunConfig:
+    config = RunConfig()
+    *groups, name = key.split(".")
+    owner = reduce(getattr, groups, config)
+    assert hasattr(owner, name), key
+    setattr(owner, name, value)
+    return config
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (RECIPES / "recipe").glob("*.yaml")))
+def test_every_recipe_composes_and_is_sound(recipe: str) -> None:
+    check(composed(recipe, *NEEDED))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    sorted(f"{p.parent.name}={p.stem}" for p in RECIPES.glob("*/*.yaml") if p.parent.name != "recipe"),
+)
+def test_every_group_can_be_chosen(choice: str) -> None:
+    check(composed("any_target", choice, *NEEDED))
+
+
+def test_values_reach_their_fields_in_their_types() -> None:
+    config = composed(
+        "any_target",
+        *NEEDED,
+        "drafter=eagle3",
+        "deepspeed=zero2",
+        "capture.mode=online",
+        "data.overlong=drop",
+        "optim.schedule=linear",
+        "optim.lr=1e-3",
+        "drafter.aux_layer_ids=[1,2]",
+        "stages=[data,report]",
+        "train.max_steps=null",
+    )
+    assert (config.drafter.fc_norm, config.drafter.norm_output) == (False, False)
+    assert config.deepspeed.zero_stage == 2
+    assert config.capture.mode is CaptureMode.online
+    assert config.data.overlong is Overlong.drop
+    assert config.optim.schedule is Schedule.linear
+    assert config.optim.lr == pytest.approx(1e-3)
+    assert config.drafter.aux_layer_ids == [1, 2]
+    assert config.stages == [Stage.data, Stage.report]
+    assert config.train.max_steps is None
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "eagle31"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["drafter.rope_parameters={rope_type: default,rope_theta: 1e6}"],
+        ["drafter.rope_parameters.rope_type=default", "drafter.rope_parameters.rope_theta=1e6"],
+    ],
+)
+def test_rope_can_be_set(drafter: str, arguments: list[str]) -> None:
+    assert composed("any_target", *NEEDED, f"drafter={drafter}").drafter.rope_parameters == {}
+    config = composed("any_target", *NEEDED, f"drafter={drafter}", *arguments)
+    assert config.drafter.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+
+
+def test_template_kwargs_take_keys_that_no_recipe_has() -> None:
+    one_by_one = composed(
+        "any_target", *NEEDED, "data.template_kwargs.enable_thinking=false", "data.template_kwargs.a.b=1"
+    )
+    assert one_by_one.data.template_kwargs == {"enable_thinking": False, "a": {"b": 1}}
+    assert composed("any_target", *NEEDED, "data.template_kwargs={c: x}").data.template_kwargs == {"c": "x"}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "train.max_steps=many",
+        "optim.lr=fast",
+        "drafter.fc_norm=7.5",
+        "drafter.aux_layer_ids=[a]",
+        "deepspeed.zero_stage=two",
+        "deepspeed.precision=fp16",
+        "capture.mode=sideways",
+        "optim.schedule=sawtooth",
+        "stages=[fly]",
+        "data.regenerate.batch_size=1.5",
+        "train.ttt_steps=null",
+        "deepspeed=zero4",
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_key(argument: str) -> None:
+    with pytest.raises(HydraException) as caught:
+        composed("any_target", *NEEDED, argument)
+    key, _, value = argument.partition("=")
+    told = f"{caught.value} {caught.value.__cause__}"
+    assert key in told
+    assert value.strip("[]") in told or value == "null"
+
+
+def test_the_entry_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
+    command = [sys.executable, "train/main.py", "recipe=any_target", f"output_dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [*command, *NEEDED, "train.max_steps=many"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "train.max_steps" in done.stderr
+    assert "'many'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+POSITIVE = (
+    *("data.max_tokens", "data.num_validation", "data.num_test"),
+    *("capture.shard_tokens", "capture.batch_tokens", "capture.spool_gb", "capture.processes"),
+    *("vllm.max_concurrency", "capture.mooncake.segment_gb"),
+    *("train.ttt_steps", "train.row_tokens", "train.rows_per_step", "train.num_epochs"),
+    *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
+    *("evaluate.draft_tokens", "evaluate.max_new_tokens"),
+    *("optim.lr", "optim.max_grad_norm", "optim.eps"),
+    *("data.regenerate.max_new_tokens", "data.regenerate.batch_size"),
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in POSITIVE for value in (0, -1)),
+        ("optim.lr", float("nan")),
+        ("train.max_steps", 0),
+        ("capture.max_samples", 0),
+        ("capture.codec", "fp4"),
+        ("capture.last_states", "some"),
+        ("train.step_decay", 0.0),
+        ("train.step_decay", 1.01),
+        ("data.max_tokens", 2049),
+        ("deepspeed.zero_stage", 4),
+        ("deepspeed.zero_stage", -1),
+        ("deepspeed.offload_optimizer", True),
+        ("deepspeed.offload_parameters", True),
+        ("optim.warmup_fraction", -0.1),
+        ("optim.warmup_fraction", 1.0),
+        ("optim.betas", [0.9]),
+        ("optim.betas", [0.9, 1.0]),
+        ("optim.min_lr_fraction", 1.5),
+        ("optim.weight_decay", -0.1),
+        ("data.max_malformed_fraction", -0.1),
+        ("data.num_workers", 0),
+        ("data.regenerate.temperature", -1.0),
+        ("evaluate.max_new_tokens", 2048),
+        ("optim.betas", [0.9, 0.95, 0.99]),
+        ("evaluate.temperature", 0.0),
+        ("stages", []),
+    ],
+)
+def test_a_value_that_no_stage_could_use_is_refused_with_its_field(key: str, value: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        check(changed(key, value))
+    assert caught.value.field == key
+    assert caught.value.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.max_steps", 1),
+        ("train.max_steps", None),
+        ("capture.max_samples", 1),
+        ("train.step_decay", 1.0),
+        ("data.max_tokens", 2048),
+        ("deepspeed.zero_stage", 3),
+        ("optim.warmup_fraction", 0.0),
+        ("optim.betas", [0.8, 0.9]),
+        ("stages", [Stage.report]),
+    ],
+)
+def test_values_at_the_edge_are_taken(key: str, value: Any) -> None:
+    check(changed(key, value))
+
+
+def test_a_mandatory_value_that_is_left_out_is_named() -> None:
+    with pytest.raises(MissingMandatoryValue) as caught:
+        composed("any_target", "target.model=somewhere")
+    assert caught.value.full_key == "data.train"
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "sound"),
+    [
+        (1, "offload_optimizer", True),
+        (3, "offload_optimizer", True),
+        (2, "offload_parameters", False),
+        (3, "offload_parameters", True),
+    ],
+)
+def test_what_can_be_offloaded_depends_on_the_zero_stage(stage: int, offload: str, sound: bool) -> None:
+    config = changed("deepspeed.zero_stage", stage)
+    setattr(config.deepspeed, offload, True)
+    if sound:
+        check(config)
+    else:
+        with pytest.raises(UserError, match=f"deepspeed.{offload}"):
+            check(config)
+
+
+def test_torchspec_needs_its_environment() -> None:
+    with pytest.raises(UserError, match=r"capture\.torchspec\.python"):
+        check(composed("any_target", *NEEDED, "capture.source=torchspec"))
+
+
+@pytest.mark.parametrize("how", ["capture.transport=mooncake", "capture.source=torchspec"])
+def test_a_mooncake_store_holds_what_may_wait_in_it(how: str) -> None:
+    settings = [*NEEDED, "capture=online", how, "capture.torchspec.python=python", "capture.spool_gb=8"]
+    with pytest.raises(UserError, match=r"capture\.mooncake\.segment_gb"):
+        check(composed("any_target", *settings))
+    check(composed("any_target", *settings, "capture.mooncake.segment_gb=9"))

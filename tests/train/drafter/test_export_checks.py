@@ -1,0 +1,293 @@
+"""Every mistake that is made with exports, made on a good one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.target.spec import TargetSpec
+from eagle31.errors import UserError
+from eagle31.export.layouts import Layout
+from tests.data.target.tiny_target import VOCAB_SIZE, save_target
+from tests.data.text.chat_templates import sentencepiece_tokenizer
+from tests.eagle31.tiny import MLA, WIDE_MLA
+from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
+from train.drafter.export_checks import require_valid, validate_export
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "validate_export"
+IDS = "eagle_aux_hidden_state_layer_ids"
+LATENT_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+Edit = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
+    return save_target_with_tokenizer(tmp_path_factory.mktemp("target") / "t")
+
+
+@pytest.fixture(scope="module")
+def good(spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
+    root = tmp_path_factory.mktemp("good")
+    for layout in Layout:
+        write_tiny_export(root / layout.value, spec, layout=layout, num_hidden_layers=2)
+    return {layout: root / layout.value for layout in Layout}
+
+
+@pytest.fixture
+def export(good: dict[Layout, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good[Layout.vllm], tmp_path / "export"))
+
+
+def edit_config(export: Path, edit: Edit) -> None:
+    path = export / "config.json"
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+
+
+def edit_tensors(export: Path, edit: Edit) -> None:
+    path = export / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def fields(export: Path, spec: TargetSpec) -> list[str]:
+    return [finding.field for finding in validate_export(export, spec)]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_good_export_is_valid_in_a_fresh_process(
+    good: dict[Layout, Path], spec: TargetSpec, layout: Layout
+) -> None:
+    assert validate_export(good[layout], spec) == []
+
+
+@pytest.mark.usefixtures("reload_here")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fc_norm": False, "norm_output": False, "norm_before_residual": True},
+        {"draft_vocab_size": VOCAB_SIZE},
+        {"hidden_size": 16, "aux_layer_ids": (1, 4)},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "dtype": "bfloat16"},
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+                "original_max_position_embeddings": 128,
+            }
+        },
+        MLA | {"rope_parameters": LATENT_YARN},
+        WIDE_MLA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ],
+)
+def test_every_shape_is_valid(tmp_path: Path, spec: TargetSpec, changes: dict) -> None:
+    write_tiny_export(tmp_path / "e", spec, **changes)
+    assert validate_export(tmp_path / "e", spec) == []
+
+
+def test_a_dropped_norm_output_is_named_and_drafts_otherwise(export: Path, spec: TargetSpec) -> None:
+    edit_config(export, lambda raw: raw.update(norm_output=False))
+    findings = {finding.field: finding for finding in validate_export(export, spec)}
+    assert set(findings) == {"norm_output", "reload"}
+    assert (findings["norm_output"].found, findings["norm_output"].expected) == ("false", "true")
+    assert "speculation step" in findings["reload"].found
+
+
+def off_by_one(raw: dict[str, Any]) -> None:
+    raw[IDS] = raw["eagle_config"][IDS] = [1, 3, 4]
+
+
+def without_ids(raw: dict[str, Any]) -> None:
+    del raw[IDS], raw["eagle_config"], raw["num_aux_hidden_states"]
+
+
+@pytest.mark.usefixtures("reload_here")
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (off_by_one, IDS),
+        (without_ids, IDS),
+        (lambda raw: raw[IDS].reverse(), IDS),
+        (lambda raw: raw["eagle_config"].pop(IDS), f"eagle_config.{IDS}"),
+        (lambda raw: raw.update({IDS: [0, 2, 6], "eagle_config": {IDS: [0, 2, 6]}}), IDS),
+        (lambda raw: raw.pop("norm_output"), "norm_output"),
+        (lambda raw: raw.update(norm_before_residual=True), "norm_before_residual"),
+        (lambda raw: raw.update(fc_norm=False), "fc_norm"),
+        (lambda raw: raw.update(rope_scaling=None), "rope_parameters"),
+        (lambda raw: raw["rope_scaling"].update(factor=4.0), "rope_parameters"),
+        (lambda raw: raw.update(rope_theta=5e5), "rope_parameters"),
+        (lambda raw: raw.update(max_position_embeddings=64), "max_position_embeddings"),
+        (lambda raw: raw.update(tie_word_embeddings=True), "tie_word_embeddings"),
+        (lambda raw: raw.update(model_type="mistral"), "model_type"),
+        (lambda raw: raw.update(num_aux_hidden_states=2), "num_aux_hidden_states"),
+        (lambda raw: raw.update(vocab_size=99), "vocab_size"),
+        (lambda raw: raw.update(target_hidden_size=64), "target_hidden_size"),
+        (lambda raw: raw.update(rms_norm_eps=1e-5), "rms_norm_eps"),
+        (lambda raw: raw.update(num_hidden_layers=3), "layers.2.self_attn.q_proj.weight"),
+        (lambda raw: raw.update(architectures=["LlamaForCausalLM"]), "architectures"),
+    ],
+)
+def test_a_mistake_in_config_json_is_named(export: Path, spec: TargetSpec, edit: Edit, expected: str) -> None:
+    edit_config(export, edit)
+    assert expected in fields(export, spec)
+
+
+@pytest.mark.usefixtures("reload_here")
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda raw: raw.update(model_type="deepseek_v3"), "model_type"),
+        (lambda raw: raw.update(kv_lora_rank=8), "mla"),
+        (lambda raw: raw.update(qk_nope_head_dim=6), "head_dim"),
+        (lambda raw: raw.update(rope_scaling=None), "rope_parameters"),
+        (lambda raw: raw["rope_scaling"].update(factor=2.0), "rope_parameters"),
+        # The table stays the same, as it has the ratio of the two.
+        (lambda raw: raw["rope_scaling"].update(mscale=2.0, mscale_all_dim=2.0), "scale of the scores"),
+        (lambda raw: raw.update(v_head_dim=5), "midlayer.self_attn.kv_b_proj.weight"),
+    ],
+)
+def test_a_mistake_in_the_config_of_mla_is_named(
+    tmp_path: Path, spec: TargetSpec, edit: Edit, expected: str
+) -> None:
+    write_tiny_export(tmp_path / "e", spec, **MLA, rope_parameters=LATENT_YARN)
+    edit_config(tmp_path / "e", edit)
+    assert expected in fields(tmp_path / "e", spec)
+
+
+def absolute_ids(tensors: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def random_embedding(tensors: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    tensors["embed_tokens.weight"] = torch.randn_like(tensors["embed_tokens.weight"])
+
+
+@pytest.mark.usefixtures("reload_here")
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (absolute_ids, "d2t"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"].int()), "d2t"),
+        (lambda tensors: tensors["t2d"].logical_not_(), "d2t"),
+        (random_embedding, "embed_tokens.weight"),
+        (lambda tensors: tensors.pop("fc_norm.1.weight"), "fc_norm.1.weight"),
+        (lambda tensors: tensors.pop("t2d"), "t2d"),
+        (lambda tensors: tensors.pop("embed_tokens.weight"), "embed_tokens.weight"),
+        (lambda tensors: tensors["norm.weight"].fill_(float("nan")), "norm.weight"),
+        (lambda tensors: tensors.update(mask_hidden=torch.ones(3)), "mask_hidden"),
+        (lambda tensors: tensors.update({"fc.weight": torch.ones(2, 2)}), "fc.weight"),
+        (lambda tensors: tensors["lm_head.weight"][3].add_(0.1), "lm_head.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": tensors.pop("norm.weight")}),
+            "model.norm.weight",
+        ),
+    ],
+)
+def test_a_mistake_in_the_weights_is_named(export: Path, spec: TargetSpec, edit: Edit, expected: str) -> None:
+    edit_tensors(export, edit)
+    assert expected in fields(export, spec)
+
+
+@pytest.mark.usefixtures("reload_here")
+def test_absolute_ids_are_called_by_their_name(export: Path, spec: TargetSpec) -> None:
+    edit_tensors(export, absolute_ids)
+    assert "absolute ids" in [f.found for f in validate_export(export, spec) if f.field == "d2t"]
+
+
+@pytest.mark.usefixtures("reload_here")
+def test_all_findings_come_at_once(export: Path, spec: TargetSpec) -> None:
+    edit_config(export, lambda raw: raw.update(norm_output=False, rope_scaling=None))
+    edit_tensors(export, random_embedding)
+    assert {"norm_output", "rope_parameters", "embed_tokens.weight", "reload"} <= set(fields(export, spec))
+    with pytest.raises(UserError, match="norm_output: found false, expected true") as raised:
+        require_valid(export, spec)
+    assert "rope_parameters" in str(raised.value)
+
+
+def test_a_truncated_file_is_a_finding(export: Path, spec: TargetSpec) -> None:
+    weights = export / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    [finding] = validate_export(export, spec)
+    assert finding.field == "model.safetensors"
+    assert "damaged" in finding.remedy
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "verification/probe.safetensors"])
+def test_a_missing_file_is_a_finding(export: Path, spec: TargetSpec, name: str) -> None:
+    (export / name).unlink()
+    assert fields(export, spec) == [Path(name).name]
+
+
+@pytest.mark.usefixtures("reload_here")
+def test_another_target_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
+    other = save_target(tmp_path / "other", "qwen3")
+    for file in Path(spec.model).glob("tokenizer*"):
+        shutil.copy(file, other.model)
+    findings = {finding.field: finding for finding in validate_export(export, other)}
+    assert "another target" in findings["target_fingerprint"].remedy
+    assert "tokenizer_fingerprint" not in findings
+
+
+@pytest.mark.usefixtures("reload_here")
+def test_a_wrong_tokenizer_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(spec.model, tmp_path / "other"))
+    for file in other.glob("tokenizer*"):
+        file.unlink()
+    sentencepiece_tokenizer("").save_pretrained(other)
+    [finding] = validate_export(export, TargetSpec(str(other)))
+    assert finding.field == "tokenizer_fingerprint"
+    assert "wrong tokenizer" in finding.remedy
+
+
+def test_a_published_checkpoint_gets_the_checks_that_need_no_record(tmp_path: Path, spec: TargetSpec) -> None:
+    write_tiny_export(tmp_path / "e", spec, verified=False)
+    edit_config(tmp_path / "e", lambda raw: raw.pop("eagle31"))
+    edit_config(tmp_path / "e", lambda raw: raw.pop("norm_before_residual"))
+    edit_tensors(tmp_path / "e", lambda tensors: tensors.pop("embed_tokens.weight"))
+    assert validate_export(tmp_path / "e", spec) == []
+    edit_tensors(tmp_path / "e", absolute_ids)
+    assert fields(tmp_path / "e", spec) == ["d2t"]
+
+
+@pytest.mark.usefixtures("reload_here")
+def test_speculators_flags_at_the_top_level_count(
+    good: dict[Layout, Path], spec: TargetSpec, tmp_path: Path
+) -> None:
+    export = Path(shutil.copytree(good[Layout.speculators], tmp_path / "e"))
+    edit_config(export, lambda raw: raw.pop("norm_before_residual"))
+    assert {"norm_before_residual", "reload"} <= set(fields(export, spec))
+
+
+def run_script(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_script_says_what_is_wrong(export: Path, spec: TargetSpec) -> None:
+    edit_config(export, lambda raw: raw.update(fc_norm=False))
+    done = run_script(export, "--target", spec.model)
+    assert done.returncode == 1, done.stderr
+    assert "fc_norm" in done.stdout
+    assert "false" in done.stdout
+    assert "fc_norm.0.weight" in done.stdout
+
+
+def test_script_on_a_good_export_and_on_none(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
+    done = run_script(export, "--target", spec.model)
+    assert (done.returncode, done.stdout) == (0, "valid\n")
+    done = run_script(export, "--target", tmp_path / "nothing")
+    assert done.returncode == 2
+    assert done.stderr.startswith("validate_export: target.model=")

@@ -1,0 +1,225 @@
+"""Starting from a checkpoint, as the stages do it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.target.spec import TargetSpec
+from eagle31.errors import UserError
+from eagle31.export.read import load_export
+from eagle31.model.drafter import Drafter
+from tests.data.target.tiny_target import make_dataset, save_target
+from tests.eagle31.tiny import WIDE_MLA
+from tests.train.drafter.test_export_checks import edit_config, edit_tensors
+from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
+from train.artifact import Artifact
+from train.config.data import DataConfig
+from train.config.drafter import Attention, DrafterShape
+from train.config.run import RunConfig, Stage, check
+from train.config.target import TargetConfig
+from train.config.training import Precision
+from train.context import RunContext
+from train.distributed import World
+from train.drafter.build import build_drafter, frozen_rows
+from train.drafter.published import fetch_checkpoint
+from train.stages.train import train_inputs
+from train.stages.vocab import load_vocab, run_vocab, vocab_inputs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
+    return save_target_with_tokenizer(tmp_path_factory.mktemp("target") / "t")
+
+
+@pytest.fixture
+def checkpoint(spec: TargetSpec, tmp_path: Path) -> Path:
+    write_tiny_export(tmp_path / "checkpoint", spec)
+    return tmp_path / "checkpoint"
+
+
+def context(spec: TargetSpec, checkpoint: Path | str | None, directory: Path, **shape: Any) -> RunContext:
+    """With what is left of the data stage."""
+    config = RunConfig(
+        target=TargetConfig(model=spec.model),
+        drafter=DrafterShape(init_from=None if checkpoint is None else str(checkpoint), **shape),
+        data=DataConfig(train="none"),
+        recipe_name="test",
+        output_dir=str(directory),
+        cache_dir=str(directory),
+    )
+    config.deepspeed.precision = Precision.fp32
+    made = RunContext(config, World(0, 0, 1))
+    data = Artifact.locate(directory, "data", {})
+    make_dataset().save_to_disk(data.directory / "train")
+    made.artifacts[Stage.data] = data
+    return made
+
+
+def started(made: RunContext, directory: Path) -> tuple[Drafter, dict[str, torch.Tensor]]:
+    """The drafter before its first step, and the vocabulary's file."""
+    directory.mkdir(exist_ok=True)
+    made.check_drafter()
+    run_vocab(made, directory)
+    vocab = load_vocab(Artifact("vocab", {}, directory))
+    drafter, _ = build_drafter(made, vocab)
+    return drafter, load_file(directory / "vocab.safetensors")
+
+
+def test_training_starts_with_the_checkpoints_weights_and_vocabulary(
+    spec: TargetSpec, checkpoint: Path, tmp_path: Path
+) -> None:
+    made = context(spec, checkpoint, tmp_path)
+    drafter, vocab = started(made, tmp_path / "vocab")
+    published = load_export(checkpoint, CPU)
+    own_ends = {"bos_token_id": None, "eos_token_id": None}  # those of the target, whatever the drafter's
+    assert replace(drafter.config, **own_ends) == published.drafter.config
+    for name, tensor in published.drafter.state_dict().items():
+        assert torch.equal(drafter.state_dict()[name], tensor), name
+    own = load_file(checkpoint / "model.safetensors")
+    assert torch.equal(vocab["d2t"], own["d2t"])
+    assert torch.equal(vocab["t2d"], own["t2d"])
+    coverage = json.loads((tmp_path / "vocab" / "vocab.json").read_text())["coverage"]
+    assert 0 < coverage < 1
+
+
+def test_a_drafter_with_mla_goes_on_as_one(spec: TargetSpec, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    write_tiny_export(tmp_path / "e", spec, **WIDE_MLA, rope_parameters=rope)
+    drafter, _ = started(context(spec, tmp_path / "e", tmp_path), tmp_path / "vocab")
+    assert drafter.config.mla == WIDE_MLA["mla"]
+    own = load_file(tmp_path / "e" / "model.safetensors")
+    weight = drafter.state_dict()["layers.0.self_attn.kv_b_proj.weight"]
+    assert torch.equal(weight, own["midlayer.self_attn.kv_b_proj.weight"])
+    with pytest.raises(UserError, match=r"drafter\.attention"):
+        context(spec, tmp_path / "e", tmp_path, attention=Attention.gqa).check_drafter()
+
+
+def test_a_frozen_head_is_the_checkpoints(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
+    made = context(spec, checkpoint, tmp_path, train_lm_head=False)
+    started(made, tmp_path / "vocab")
+    vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
+    _, frozen = build_drafter(made, vocab)
+    own = load_file(checkpoint / "model.safetensors")
+    assert frozen.lm_head is not None
+    assert torch.equal(frozen.lm_head.weight, own["lm_head.weight"])
+    # What is exported at the end.
+    assert torch.equal(frozen_rows(made, vocab)[1], own["lm_head.weight"])
+
+
+def test_a_narrower_checkpoint_keeps_its_own_embedding(spec: TargetSpec, tmp_path: Path) -> None:
+    write_tiny_export(tmp_path / "e", spec, hidden_size=16)
+    edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
+    made = context(spec, tmp_path / "e", tmp_path)
+    started(made, tmp_path / "vocab")
+    _, frozen = build_drafter(made, load_vocab(Artifact("vocab", {}, tmp_path / "vocab")))
+    own = load_file(tmp_path / "e" / "model.safetensors")
+    assert torch.equal(frozen.embed_tokens, own["embed_tokens.weight"])
+
+
+def test_eagle31_starts_from_eagle3_with_new_norms(
+    spec: TargetSpec, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_tiny_export(tmp_path / "e", spec, fc_norm=False, norm_output=False)
+    drafter, _ = started(context(spec, tmp_path / "e", tmp_path), tmp_path / "vocab")
+    assert drafter.config.fc_norm
+    assert drafter.config.norm_output
+    for norm in drafter.fc_norm:
+        assert torch.equal(norm.get_parameter("weight"), torch.ones(32))
+    printed = capsys.readouterr().out
+    assert "fc_norm was False and is True from now on; its new weights are ones." in printed
+    assert "norm_output was False" in printed
+    own = load_file(tmp_path / "e" / "model.safetensors")
+    assert torch.equal(drafter.fc.weight, own["fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ({"intermediate_size": 48}, "24"),
+        ({"num_hidden_layers": 2}, "1"),
+        ({"draft_vocab_size": 30}, "40"),
+        ({"aux_layer_ids": [1, 2, 3]}, "[0, 2, 5]"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "llama3"),
+    ],
+)
+def test_a_conflict_names_both(
+    spec: TargetSpec, checkpoint: Path, tmp_path: Path, shape: dict, found: str
+) -> None:
+    [(name, given)] = shape.items()
+    with pytest.raises(UserError) as raised:
+        context(spec, checkpoint, tmp_path, **shape).check_drafter()
+    assert raised.value.field == f"drafter.{name}"
+    assert str(given) in str(raised.value)
+    assert found in str(raised.value)
+
+
+def test_what_the_recipe_says_as_well_is_no_conflict(
+    spec: TargetSpec, checkpoint: Path, tmp_path: Path
+) -> None:
+    same: dict[str, Any] = {"draft_vocab_size": 40, "aux_layer_ids": [0, 2, 5], "intermediate_size": 24}
+    context(spec, checkpoint, tmp_path, **same).check_drafter()
+
+
+def test_ids_counted_as_layer_outputs_may_be_put_right(
+    spec: TargetSpec, checkpoint: Path, tmp_path: Path
+) -> None:
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}
+    edit_config(checkpoint, lambda raw: raw.update(ids, eagle_config=ids))
+    made = context(spec, checkpoint, tmp_path, aux_layer_ids=[1, 2, 5])
+    made.check_drafter()
+    assert made.aux_layer_ids == (1, 2, 5)
+
+
+def test_another_target_is_refused_before_any_stage(checkpoint: Path, tmp_path: Path) -> None:
+    edit_config(checkpoint, lambda raw: raw.update(vocab_size=101))
+    (tmp_path / "t").mkdir()
+    spec = save_target(tmp_path / "t" / "target")
+    with pytest.raises(UserError, match=r"vocab_size: found 101, expected 100"):
+        context(spec, checkpoint, tmp_path).check_drafter()
+
+
+def test_a_map_that_does_not_ascend_is_refused(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
+    def swap(tensors: dict[str, Any]) -> None:
+        tensors["d2t"][0], tensors["d2t"][1] = tensors["d2t"][1] + 1, tensors["d2t"][0] - 1
+
+    edit_tensors(checkpoint, swap)
+    with pytest.raises(UserError, match="ascend"):
+        started(context(spec, checkpoint, tmp_path), tmp_path / "vocab")
+
+
+def test_stages_depend_on_the_weights_and_not_on_where_they_lie(
+    spec: TargetSpec, checkpoint: Path, tmp_path: Path
+) -> None:
+    def inputs(start: Path | None) -> tuple[dict, dict]:
+        made = context(spec, start, tmp_path)
+        for stage in (Stage.capture, Stage.vocab):
+            made.artifacts[stage] = made.artifacts[Stage.data]
+        return vocab_inputs(made), train_inputs(made)
+
+    first = inputs(checkpoint)
+    moved = checkpoint.rename(tmp_path / "moved")
+    assert inputs(moved) == first
+    edit_tensors(moved, lambda tensors: tensors["norm.weight"].add_(1.0))
+    changed, fresh = inputs(moved), inputs(None)
+    for index in range(2):
+        assert changed[index] != first[index]
+        assert "init_from" not in json.dumps(fresh[index])
+
+
+def test_where_a_checkpoint_lies(tmp_path: Path) -> None:
+    assert fetch_checkpoint(str(tmp_path), None, "x") == tmp_path
+    with pytest.raises(UserError, match="No such directory"):
+        fetch_checkpoint(str(tmp_path / "none"), None, "drafter.init_from")
+
+
+def test_a_revision_without_a_checkpoint_is_refused(spec: TargetSpec, tmp_path: Path) -> None:
+    config = context(spec, None, tmp_path).config
+    with pytest.raises(UserError, match=r"drafter\.init_revision"):
+        check(replace(config, drafter=DrafterShape(init_revision="main")))

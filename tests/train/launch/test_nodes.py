@@ -1,0 +1,211 @@
+"""Several nodes: with and without Slurm they train as one does. About 90 s on two quiet cores."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data.embedded.target import EmbeddedTarget
+from tests.train.launch.slurm_cluster import Cluster, free_ports, running_cluster, wait_for
+from tests.train.small_run import MAIN, RECIPE, metrics_of, saved_steps, wait_for_step
+from tests.train.small_run import arguments as tiny_arguments
+from tests.train.torchrun import ROOT, environment, torchrun
+from train.config.launcher import LauncherConfig
+from train.launch.slurm import Submission, render
+
+STEPS = 40
+
+
+def arguments(target: EmbeddedTarget, directory: Path) -> list[str]:
+    """Training alone; what it saves before its end, it saves because it was told to stop."""
+    own = [f"train.max_steps={STEPS}", "train.save_every=1000", "stages=[train]"]
+    return [*tiny_arguments(target, directory), *own]
+
+
+@pytest.fixture(scope="module")
+def one_node(
+    small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict]:
+    """The training curve of two processes on one node."""
+    directory = tmp_path_factory.mktemp("one_node") / "run"
+    shutil.copytree(captured, directory)
+    torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), num_processes=2)
+    return metrics_of(directory)
+
+
+def test_two_nodes_without_slurm(
+    small_target: EmbeddedTarget, captured: Path, one_node: list[dict], tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(captured, directory)
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=nodes"]
+    command += [MAIN, f"recipe={RECIPE}", *arguments(small_target, directory)]
+    nodes = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    for node in nodes:
+        printed, _ = node.communicate(timeout=240)
+        assert node.returncode == 0, printed
+    assert metrics_of(directory) == one_node
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as running:
+        yield running
+
+
+def submit(cluster: Cluster, *more: str) -> str:
+    """The job's number."""
+    launcher = ["launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=0", "launcher.cpus_per_task=1"]
+    launcher += ["launcher.time=30", "launcher.signal_seconds=100"]
+    printed = cluster.call(sys.executable, "scripts/submit", f"recipe={RECIPE}", *launcher, *more)
+    return printed.split()[1].rstrip(",")
+
+
+def workers(directory: Path) -> list[psutil.Process]:
+    """The run's two processes, without torchrun and srun above them."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if f"output_dir={directory}" in command and command[1:3] == ["-u", str(ROOT / MAIN)]:
+            found.append(process)
+    assert len(found) == 2, found
+    return found
+
+
+def hold_at(directory: Path, step: int) -> list[psutil.Process]:
+    """Stops the run's processes once it has come so far."""
+    wait_for_step(directory, step)
+    held = workers(directory)
+    for process in held:
+        process.send_signal(signal.SIGSTOP)
+    return held
+
+
+def wait_for_signal(log: Path, behind: str) -> None:
+    """Until both nodes' torchrun has been told to end, after the log had this line."""
+    deadline = time.monotonic() + 120
+    while log.read_text().partition(behind)[2].count("Received 15 death signal") < 2:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+
+
+def start_again(cluster: Cluster, job: str, restarts: int) -> None:
+    """Slurm holds a job back that was queued again, for two minutes by default.
+
+    Some seconds it needs: slurmd tells a credential from the one it revoked by the second of its making.
+    """
+    cluster.wait(job, Restarts=str(restarts), JobState="PENDING")
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=30", "StartTime=now+3")
+    cluster.wait(job, JobState="RUNNING")
+
+
+def stopped_at(directory: Path) -> int:
+    """The step of the newest checkpoint, after which nothing was trained."""
+    step = int(saved_steps(directory)[-1].removeprefix("step-"))
+    assert metrics_of(directory)[-1]["step"] == step
+    return step
+
+
+def test_a_job_goes_on_behind_a_requeue_and_behind_its_time_limit(
+    small_target: EmbeddedTarget, captured: Path, one_node: list[dict], cluster: Cluster, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(captured, directory)
+    job = submit(cluster, *arguments(small_target, directory))
+    log = directory / f"slurm-{job}.out"
+
+    hold_at(directory, 3)
+    cluster.call("scontrol", "requeue", job)  # Slurm lets stopped processes continue
+    start_again(cluster, job, 1)
+    first = stopped_at(directory)
+    assert 3 <= first < STEPS - 8
+
+    held = hold_at(directory, first + 3)
+    # From now on the signal is due; Slurm looks every 30 s.
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=2")
+    wait_for_signal(log, "the time limit is near")
+    for process in held:
+        process.send_signal(signal.SIGCONT)
+    start_again(cluster, job, 2)
+    second = stopped_at(directory)
+    assert first + 3 <= second < STEPS
+
+    facts = cluster.wait(job, JobState="COMPLETED")
+    assert (facts["Restarts"], facts["ExitCode"]) == ("2", "0:0")
+    printed = log.read_text()
+    assert f"resuming behind step {first} of" in printed
+    assert f"resuming behind step {second} of" in printed
+    assert printed.count("queued again") == 1
+    assert metrics_of(directory) == one_node
+
+
+# Stand-ins where it is the batch script that is looked at.
+SERVER = """#!/usr/bin/env python3
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+print("serves", *sys.argv[1:], flush=True)
+HTTPServer(("", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+TRAINER = """
+import os, sys, urllib.request
+server = sys.argv[-1].partition("=[")[2].rstrip("]")
+urllib.request.urlopen(server + "/health")
+print("trains", os.environ["SLURMD_NODENAME"], os.environ["WORLD_SIZE"], *sys.argv[1:])
+"""
+
+
+def start(cluster: Cluster, directory: Path, launcher: LauncherConfig, trainer: str) -> tuple[str, Path]:
+    """A job of a checkout that holds stand-ins; its number and its log."""
+    checkout = directory / "checkout"
+    for name, text in {"scripts/serve_target": SERVER, "train/main.py": trainer}.items():
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).write_text(text)
+    submission = Submission(["data.train=a b"], RECIPE, directory, sys.executable, checkout)
+    (directory / "slurm.sh").write_text(render(submission, launcher))
+    job = cluster.call("sbatch", "--parsable", str(directory / "slurm.sh")).strip()
+    return job, directory / f"slurm-{job}.out"
+
+
+def test_capture_servers_and_trainers_share_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    launcher = LauncherConfig(nodes=2, capture_nodes=1, capture_port=port, cpus_per_task=1)
+    job, log = start(cluster, tmp_path, launcher, TRAINER)
+    cluster.wait(job, JobState="COMPLETED")
+    printed = log.read_text().splitlines()
+    assert f"serves --host 0.0.0.0 --port {port} {RECIPE} data.train=a b" in printed
+    given = f"recipe={RECIPE} data.train=a b capture.source=vllm vllm.servers=[http://127.0.0.1:{port}]"
+    assert f"trains n2 1 {given}" in printed
+
+
+@pytest.mark.parametrize(
+    ("trainer", "state"), [("raise SystemExit(3)", "FAILED"), ("import time; time.sleep(100)", "CANCELLED")]
+)
+def test_a_job_that_fails_or_is_cancelled_does_not_queue_again(
+    cluster: Cluster, tmp_path: Path, trainer: str, state: str
+) -> None:
+    job, log = start(
+        cluster, tmp_path, LauncherConfig(cpus_per_task=1), f"print('here', flush=True); {trainer}"
+    )
+    wait_for(lambda: log.exists() and "here" in log.read_text())
+    if state == "CANCELLED":
+        cluster.call("scancel", job)
+    facts = cluster.wait(job, JobState=state)
+    assert facts["Restarts"] == "0"
+    assert "queued again" not in log.read_text()

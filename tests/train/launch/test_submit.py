@@ -1,0 +1,262 @@
+"""What scripts/submit refuses, and the batch script. About 15 s."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle31.errors import UserError
+from tests.train.launch.slurm_cluster import debian_packages
+from tests.train.torchrun import environment, torchrun_command
+from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
+from train.launch.recipe import CHECKOUT, composed
+from train.launch.slurm import Submission, check_rows, render
+
+NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
+
+
+def script(launcher: LauncherConfig, *arguments: str, output_dir: str = "/shared/run") -> str:
+    return render(
+        Submission(arguments, "any_target", Path(output_dir), "/env/bin/python", CHECKOUT), launcher
+    )
+
+
+def options_of(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_options_reach_sbatch() -> None:
+    launcher = LauncherConfig(
+        LauncherKind.slurm,
+        gpus_per_node=4,
+        nodes=3,
+        cpus_per_task=32,
+        mem="512G",
+        partition="gpu",
+        account="lab",
+        qos="long",
+        constraint="a100&ib",
+        time="1-12:00:00",
+        signal_seconds=600,
+        sbatch=["--reservation=x"],
+        setup=["module load cuda"],
+    )
+    check_launcher(launcher)
+    text = script(launcher)
+    assert options_of(text) == [
+        "--job-name=eagle31-any_target",
+        "--output=/shared/run/slurm-%j.out",
+        "--open-mode=append",
+        "--nodes=3",
+        "--ntasks-per-node=1",
+        "--requeue",
+        "--signal=B:USR1@600",
+        "--gpus-per-node=4",
+        "--cpus-per-task=32",
+        "--mem=512G",
+        "--partition=gpu",
+        "--account=lab",
+        "--qos=long",
+        "--constraint=a100&ib",
+        "--time=1-12:00:00",
+        "--reservation=x",
+    ]
+    assert "\nmodule load cuda\n" in text
+    assert "--nnodes=3 --nproc-per-node=4" in text
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600" in text
+
+
+def test_what_is_left_out_is_the_clusters_choice() -> None:
+    options = options_of(script(LauncherConfig(LauncherKind.slurm)))
+    assert "--exclusive" in options
+    names = ("--gpus", "--cpus", "--mem", "--partition", "--account", "--qos", "--constraint", "--time")
+    assert not [option for option in options if option.startswith(names)]
+
+
+@pytest.mark.parametrize("capture_nodes", [0, 2])
+def test_the_script_is_clean_bash_that_hands_the_arguments_on(tmp_path: Path, capture_nodes: int) -> None:
+    arguments = ["data.train=a b's $HOME.jsonl", "recipe=any_target", "data.template_kwargs={a: [1,2]}"]
+    launcher = LauncherConfig(LauncherKind.slurm, nodes=4, capture_nodes=capture_nodes)
+    path = tmp_path / "slurm.sh"
+    path.write_text(script(launcher, *arguments))
+    shellcheck = debian_packages() / "usr" / "bin" / "shellcheck"
+    checked = subprocess.run([shellcheck, path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    array = path.read_text().partition("\nrun=(")[2].partition("\n)\n")[0]
+    printed = subprocess.check_output(["bash", "-c", f"run=({array}\n); printf '%s\\n' \"${{run[@]}}\""])
+    assert printed.decode().splitlines() == ["recipe=any_target", arguments[0], arguments[2]]
+
+
+def test_tokens_stay_in_the_environment(tmp_path: Path) -> None:
+    tokens = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
+    command = [sys.executable, "scripts/submit", "--dry-run", "recipe=any_target", "launcher=slurm", *NEEDED]
+    done = subprocess.run(
+        [*command, f"output_dir={tmp_path}/run"],
+        cwd=CHECKOUT,
+        env=environment() | tokens,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gpus-per-node=8" in done.stdout
+    assert "secret" not in done.stdout
+    assert "--export" not in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("2:00:05", 7205),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-12:30:05", 131405),
+    ],
+)
+def test_times_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
+    assert time_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("nodes", 0),
+        ("gpus_per_node", -1),
+        ("capture_nodes", 2),
+        ("capture_nodes", -1),
+        ("capture_port", 80),
+        ("cpus_per_task", 0),
+        ("signal_seconds", 0),
+        ("signal_seconds", 65536),
+        ("max_requeues", -1),
+        ("mem", "lots"),
+        ("mem", "-1"),
+        ("time", "1h"),
+        ("time", "1-"),
+        ("time", "1:2:3:4"),
+        ("time", "5"),
+        ("time", "0"),
+        ("partition", "two words"),
+        ("account", 'a"b'),
+        ("constraint", "a#b"),
+        ("qos", ""),
+        ("sbatch", ["reservation"]),
+        ("sbatch", ["--a\n--b"]),
+    ],
+)
+def test_what_slurm_would_refuse_is_refused_before_the_queue(key: str, value: object) -> None:
+    launcher = LauncherConfig(LauncherKind.slurm, nodes=2)
+    setattr(launcher, key, value)
+    with pytest.raises(UserError) as caught:
+        check_launcher(launcher)
+    assert caught.value.field == f"launcher.{key}"
+    assert caught.value.remedy.endswith(".")
+
+
+def test_a_log_path_that_sbatch_would_misread_is_refused() -> None:
+    with pytest.raises(UserError, match="output_dir"):
+        script(LauncherConfig(LauncherKind.slurm), output_dir="/shared/my run")
+    with pytest.raises(UserError, match="output_dir"):
+        script(LauncherConfig(LauncherKind.slurm), output_dir="/shared/%j")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["launcher=slurm", *NEEDED], "recipe"),
+        (["recipe=any_target", "launcher=slurm"], "target.model"),
+        (["recipe=any_target", "launcher=slurm", "launcher.node=2", *NEEDED], "launcher.node"),
+        (["recipe=any_target", "launcher=slurm", "launcher.time=soon", *NEEDED], "launcher.time"),
+        (["recipe=any_target", "launcher=pbs", *NEEDED], "recipe"),
+    ],
+)
+def test_the_recipe_is_checked_first(arguments: list[str], field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed(arguments)
+    assert caught.value.field == field
+
+
+def test_rows_have_to_divide_among_the_processes_that_train() -> None:
+    launcher = LauncherConfig(LauncherKind.slurm, nodes=3, capture_nodes=1, gpus_per_node=4)
+    check_rows(16, launcher)
+    with pytest.raises(UserError, match=r"train\.rows_per_step=12: .* 8 processes"):
+        check_rows(12, launcher)
+
+
+# What the batch script calls, as far as its end needs it; srun stands for the run itself.
+COMMANDS = {
+    "srun": 'echo $$ > "$HERE/pid"; trap "exit 143" TERM; touch "$HERE/started"; while :; do sleep 0.1; done',
+    "scontrol": 'case "$1 $2" in "show hostnames") echo n1 ;; requeue*) touch "$HERE/requeued" ;; esac',
+    "squeue": "echo 1.0 train",
+    "scancel": 'mkdir -p "$ADDED"; touch "$ADDED/kept"; kill "$(cat "$HERE/pid")"',
+}
+
+
+@pytest.mark.parametrize(
+    ("restarts", "added", "last_line"),
+    [
+        (0, "elsewhere", "slurm: queued again"),
+        (1, "run/artifacts/train-0/step-00000002", "slurm: queued again"),
+        (1, "run/artifacts/.data-0.partial", "slurm: not queued again: nothing was added to "),
+        (2, "run/artifacts/train-0/step-00000002", "slurm: not queued again: started again 2 times "),
+    ],
+)
+def test_a_job_queues_again_while_it_gets_on_and_not_for_ever(
+    tmp_path: Path, restarts: int, added: str, last_line: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, body in COMMANDS.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    before = tmp_path / "run" / "artifacts" / "train-0"
+    before.mkdir(parents=True)
+    (before / "kept").touch()
+    launcher = LauncherConfig(LauncherKind.slurm, max_requeues=2)
+    (tmp_path / "slurm.sh").write_text(script(launcher, output_dir=str(tmp_path / "run")))
+    told = {"HERE": str(tmp_path), "ADDED": str(tmp_path / added), "SLURM_RESTART_COUNT": str(restarts)}
+    told |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
+    told |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    job = subprocess.Popen(
+        ["bash", tmp_path / "slurm.sh"], env=environment() | told, stdout=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    printed, _ = job.communicate(timeout=30)
+    assert printed.splitlines()[-1].startswith(last_line)
+    assert (tmp_path / "requeued").exists() == (last_line == "slurm: queued again")
+    assert job.returncode == 143
+
+
+SLOW_TO_SAVE = """
+import signal, sys, time
+from pathlib import Path
+def save(*_):
+    time.sleep(3)
+    Path(sys.argv[1], "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+Path(sys.argv[1], "started").touch()
+time.sleep(60)
+"""
+
+
+def test_torchrun_waits_as_long_as_the_script_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
+    command = torchrun_command(str(tmp_path / "slow.py"), str(tmp_path))
+    grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    process = subprocess.Popen(command, env=environment() | grace, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    process.wait(timeout=60)
+    assert not (tmp_path / "saved").exists()

@@ -1,0 +1,84 @@
+"""The plan's memory model against measured peaks of real training steps, in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.train.torchrun import ROOT
+
+TOLERANCE = 0.15
+GQA: dict[str, Any] = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 12288,
+    "draft_vocab_size": 4096,
+    "target_hidden_size": 384,
+    "aux_layer_ids": [2, 8, 13],
+}
+MLA = GQA | {
+    "num_key_value_heads": 6,
+    "head_dim": 96,
+    "draft_vocab_size": 12288,
+    "mla": {
+        "q_lora_rank": 192,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+    },
+}
+SETTINGS: dict[str, Any] = {
+    "zero_stage": 0,
+    "bf16": False,
+    "offload_optimizer": False,
+    "offload_parameters": False,
+    "train_lm_head": True,
+    "activation_checkpointing": False,
+    "row_tokens": 640,
+    "rows_per_step": 2,
+    "world_size": 1,
+}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "every token counted": (GQA, {}, 0),
+    "a long prompt": (GQA, {"row_tokens": 1536}, 1280),
+    "checkpointed": (GQA, {"activation_checkpointing": True}, 0),
+    "frozen head, ZeRO 2": (GQA, {"train_lm_head": False, "zero_stage": 2}, 0),
+    "MLA, whole vocabulary, ZeRO 1": (MLA, {"zero_stage": 1}, 0),
+    "bf16": (GQA, {"bf16": True, "zero_stage": 1, "row_tokens": 128}, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    specs = [
+        {"config": config, "settings": SETTINGS | settings, "num_steps": 3, "prompt_tokens": prompt_tokens}
+        for config, settings, prompt_tokens in CASES.values()
+    ]
+    # Freed memory goes back at once, so that the process holds what its tensors take.
+    own = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "tests/train/planning/memory_worker.py", json.dumps(specs)],
+        cwd=ROOT,
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"peak"')]
+    return dict(zip(CASES, map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plans_memory_is_what_a_step_takes(case: str, measured: dict[str, Any]) -> None:
+    found = measured[case]
+    assert found["planned"] == pytest.approx(found["peak"], rel=TOLERANCE), found["memory"]

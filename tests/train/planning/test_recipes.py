@@ -1,0 +1,187 @@
+"""Every recipe composes, is sound, and can be planned without its target's weights or a hub."""
+
+import json
+import socket
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.target.architecture import active_intermediate_size
+from eagle31.errors import UserError
+from tests.train.torchrun import ROOT, composed, run_here
+from train.config.run import check
+from train.context import RunContext
+from train.distributed import World
+from train.planning.memory import USABLE_FRACTION, worst_counts
+from train.planning.plan import Plan, make_plan
+from train.planning.table import format_plan
+from train.planning.target import planned_config
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
+NAMED = [name for name in RECIPES if name != "any_target"]
+# Parameters in 10^9, all and those of one token's products, as the models' cards give them.
+SIZES = {
+    "kimi_k2_6": (1000, 32),
+    "kimi_k2_5": (1000, 32),
+    "deepseek_v3": (671, 37),
+    "qwen3_0_6b": (0.6, 0.6),
+    "qwen3_8b": (8.2, 7.6),
+    "qwen3_30b_a3b": (30.5, 3.3),
+    "llama3_1_8b": (8.03, 7.5),
+    "llama3_3_70b": (70.6, 69.5),
+    "gpt_oss_20b": (20.9, 3.6),
+    "gpt_oss_120b": (116.8, 5.1),
+    "minimax_m2_5": (229, 10),
+    "glm_4_6": (355, 32),
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("a plan asks nobody")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr("data.target.checkpoint.Checkpoint.read_tensor", refused)
+
+
+def planned(recipe: str, *arguments: str) -> Plan:
+    config = composed(recipe, *arguments)
+    check(config)
+    return make_plan(RunContext(config, World(rank=0, local_rank=0, size=1)))
+
+
+@cache
+def plain(recipe: str) -> Plan:
+    """The recipe's as it is, where nothing has run."""
+    return planned(recipe, "output_dir=/nothing/has/run/here")
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_a_recipe_is_planned_and_fits(recipe: str) -> None:
+    plan = plain(recipe)
+    assert not plan.misfits
+    assert plan.work.steps
+    assert plan.num_parameters == sum(_count(shape) for shape in plan.tensors.values())
+    json.dumps(plan.to_json())
+    table = format_plan(plan)
+    assert recipe in table
+    assert "unknown" not in table or recipe == "quickstart"
+
+
+@pytest.mark.parametrize("recipe", SIZES)
+def test_the_target_has_the_parameters_of_its_card(recipe: str) -> None:
+    total, active = SIZES[recipe]
+    found = plain(recipe).target.parameters
+    assert found.total / 1e9 == pytest.approx(total, rel=0.03)
+    assert found.active / 1e9 == pytest.approx(active, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters"),
+    [("quickstart", "2.427 M"), ("qwen3_0_6b", "596 M"), ("qwen3_8b", "8.191 B"), ("kimi_k2_6", "1,026 B")],
+)
+def test_the_targets_parameters_are_shown_in_a_unit_that_fits(recipe: str, parameters: str) -> None:
+    assert f" {parameters} parameters, " in format_plan(plain(recipe))
+
+
+@pytest.mark.parametrize("recipe", SIZES)
+def test_a_recipe_names_its_sources_and_that_it_never_ran(recipe: str) -> None:
+    own = (ROOT / "recipes" / "recipe" / f"{recipe}.yaml").read_text()
+    assert "Never run." in own
+    assert "Source" in (ROOT / "recipes" / "target" / f"{recipe}.yaml").read_text()
+
+
+def test_kimis_drafter_is_that_of_the_published_ones() -> None:
+    plan = plain("kimi_k2_6")
+    assert plan.drafter.aux_layer_ids == (2, 30, 58)
+    assert plan.tensors["lm_head.weight"] == [163840, 7168]
+    assert plan.tensors["fc.weight"] == [7168, 3 * 7168]
+    assert plan.tensors["layers.0.self_attn.q_a_proj.weight"] == [1536, 2 * 7168]
+    assert plan.tensors["layers.0.self_attn.kv_a_proj_with_mqa.weight"] == [512 + 64, 2 * 7168]
+    assert plan.tensors["layers.0.self_attn.kv_b_proj.weight"] == [64 * 256, 512]
+    assert plan.tensors["layers.0.mlp.up_proj.weight"] == [18432, 7168]
+    assert plan.target.gpus_per_replica == 8
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "gpt_oss_120b", "minimax_m2_5", "glm_4_6", "kimi_k2_6"])
+def test_a_mixtures_drafter_is_as_wide_as_what_a_token_passes_through(recipe: str, tmp_path: Path) -> None:
+    plan = plain(recipe)
+    width = active_intermediate_size(planned_config(composed(recipe).target))
+    assert plan.drafter.intermediate_size == width
+    assert not any("narrower" in note for note in plan.notes)
+    narrow = planned(recipe, f"output_dir={tmp_path}", "drafter.intermediate_size=768")
+    assert any("narrower" in note and str(width) in note for note in narrow.notes)
+
+
+@pytest.mark.parametrize("gpu_memory", [34, 24])
+def test_what_does_not_fit_comes_with_a_change_that_makes_it_fit(gpu_memory: int, tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path}", f"plan.gpu_memory_gb={gpu_memory}"]
+    (misfit,) = [one for one in planned("kimi_k2_6", *arguments).misfits if one.what == "training"]
+    assert misfit.needed_bytes > misfit.available_bytes == int(gpu_memory * 1e9 * USABLE_FRACTION)
+    changes = [word for word in misfit.change.split() if "=" in word]
+    assert changes
+    after = planned("kimi_k2_6", *arguments, *changes, "data.max_tokens=512").misfits
+    assert not [one for one in after if one.what == "training"]
+
+
+def test_a_target_that_is_too_large_is_split_further(tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path}", "plan.gpu_memory_gb=80", "plan.target_gpus=16"]
+    (misfit,) = [one for one in planned("kimi_k2_6", *arguments).misfits if one.what == "the target"]
+    changes = [word for word in misfit.change.split() if "=" in word]
+    after = planned("kimi_k2_6", *arguments, *changes)
+    assert after.target.gpus_per_replica == 16
+    assert not [one for one in after.misfits if one.what == "the target"]
+
+
+def test_the_plan_stage_alone_writes_the_plan_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_here("kimi_k2_6", "stages=[plan]", f"output_dir={tmp_path}")
+    assert "1,841.2 M" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["num_parameters"] == 1_841_220_608
+    assert not (tmp_path / "artifacts").exists()
+
+
+def test_a_recipe_for_another_version_of_the_target_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    text = {"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "vocab_size": 151936}
+    (target / "config.json").write_text(json.dumps(text))
+    with pytest.raises(UserError, match=r"target\.architecture\.head_dim|target\.architecture\.") as caught:
+        planned("qwen3_0_6b", f"target.model={target}", f"output_dir={tmp_path}")
+    assert "config.json" in caught.value.remedy
+
+
+def test_tokens_are_measured_once_there_is_data(tmp_path: Path) -> None:
+    facts = {"num_tokens": 163_840_000, "num_samples": 800_000}  # the recipe takes 400,000
+    stage = tmp_path / "artifacts" / "data-0123"
+    stage.mkdir(parents=True)
+    (stage / "stage.json").write_text(json.dumps({"facts": facts}))
+    work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
+    assert (work.tokens.count, work.tokens.source) == (81_920_000, "measured")
+    assert work.steps == 81_920_000 // (16 * 8192)
+
+
+def test_hours_come_from_a_measured_rate_where_there_is_one(tmp_path: Path) -> None:
+    run = tmp_path / "artifacts" / "train-0123"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text(
+        '{"kind": "train", "tokens_per_second": 10000}\n{"kind": "validation"}\n'
+    )
+    work = planned("kimi_k2_6", f"output_dir={tmp_path}", "train.max_steps=1000").work
+    assert work.train_hours == pytest.approx(1000 * 16 * 8192 / 10000 / 3600)
+    assert "measured" in (work.rate or "")
+
+
+def test_no_row_takes_more_than_the_worst() -> None:
+    assert worst_counts(10, 3).rows == (8, 7, 6)
+
+
+def _count(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

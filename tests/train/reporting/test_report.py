@@ -1,0 +1,249 @@
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from eagle31.json_files import read_json, write_json, write_jsonl
+from tests.train.reporting.run_records import (
+    evaluation,
+    facts,
+    run_records,
+    train_records,
+    validation_record,
+)
+from train.reporting.plots import COLOURS, build_panels, to_svg
+from train.reporting.report import format_table, refresh_page, write_report
+
+PICTURES = {
+    "loss.png",
+    "acceptance_over_training.png",
+    "draft_length.png",
+    "acceptance_by_position.png",
+    "summary.png",
+}
+
+
+class Page(HTMLParser):
+    """The visible text of a page, the ids in it, and what it would load from elsewhere."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.classes: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name == "class":
+                self.classes.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#"):
+                self.links.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(directory: Path, metrics: list[dict[str, Any]], measured: dict[str, Any], **known: Any) -> Page:
+    metrics_path = directory / "metrics.jsonl"
+    write_jsonl(metrics_path, metrics)
+    path = write_report(directory, metrics_path, measured, facts() | known)
+    assert path == directory / "report" / "index.html"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def pictures(directory: Path) -> set[str]:
+    return {path.name for path in (directory / "report").glob("*.png")}
+
+
+def test_full_report(tmp_path: Path) -> None:
+    style = dict(matplotlib.rcParams)
+    page = report(tmp_path, run_records(), evaluation())
+    assert pictures(tmp_path) == PICTURES
+    saved = read_json(tmp_path / "report" / "metrics.json")
+    assert saved == {"evaluation": evaluation(), "facts": facts(), "metrics": run_records()}
+    for shown in (
+        "2.53",
+        "1.80×",
+        "31/32",
+        "temperature 0",
+        "temperature 1",
+        "eagle31 (transformers, float32, cpu)",
+    ):
+        assert shown in page.text.replace("\xa0", " ")
+    assert "vllm serve /home/someone/.cache/eagle31/embedded-3f2a91" in page.text
+    assert page.tags.count("svg") == 6
+    assert dict(matplotlib.rcParams) == style
+
+    assert page.links == []  # a single file
+    assert "script" not in page.tags
+    assert len(page.ids) == len(set(page.ids))
+
+    height, width, _ = imread(tmp_path / "report" / "summary.png").shape
+    assert width >= 1800
+    assert 2 < width / height < 4
+
+
+def test_report_without_the_optional_parts(tmp_path: Path) -> None:
+    missing = {"sampling": None, "untrained": None, "replay": None}
+    measured = evaluation() | missing | {"by_draft_length": [{"k": 1, "trained": 1.5, "untrained": None}]}
+    page = report(tmp_path, [], measured)
+    assert "2.53" in page.text
+    assert "temperature 1" not in page.text.replace("\xa0", " ")
+    assert pictures(tmp_path) == {"draft_length.png", "acceptance_by_position.png", "summary.png"}
+    assert "2.53" in format_table(measured, facts())
+
+
+def test_an_untrained_drafter_that_was_only_replayed_is_said_to_be_so(tmp_path: Path) -> None:
+    measured = evaluation() | {"engine": "vLLM 0.32.0, bfloat16, cuda, 8 at a time", "untrained": None}
+    page = report(tmp_path, run_records(), measured)
+    assert "untrained 1.00 by replay, perfect 5" in page.text
+    assert "vLLM 0.32.0, bfloat16, cuda, 8 at a time" in page.text
+    assert "untrained, by replay" in format_table(measured, facts())
+    assert "untrained, by replay" not in format_table(evaluation(), facts())
+
+
+def test_early_report_drops_the_pictures_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "report").mkdir()
+    for name in PICTURES:
+        (tmp_path / "report" / name).touch()
+    records = train_records(num_steps=2, num_depths=1)
+    page = report(tmp_path, records, {}, best_step=None, draft_vocab_size=None, git_revision=None)
+    assert "Not evaluated yet" in page.text
+    assert pictures(tmp_path) == {"loss.png", "acceptance_over_training.png", "summary.png"}
+    assert "export" in format_table({}, facts())
+
+
+def test_page_shows_names_as_text(tmp_path: Path) -> None:
+    page = report(tmp_path, [], {}, target="<script>alert(1)</script>")
+    assert "script" not in page.tags
+
+
+def test_the_embedded_target_has_a_name_and_is_served_from_its_directory(tmp_path: Path) -> None:
+    page = report(tmp_path, [], evaluation(), target="/cache/embedded-3f2a91/model", target_embedded=True)
+    assert "Drafter for eagle31's embedded target" in page.text
+    assert "vllm serve /cache/embedded-3f2a91/model " in page.text
+
+
+def test_different_texts_are_pointed_out(tmp_path: Path) -> None:
+    measured = evaluation() | {"by_draft_length": None}
+    measured["greedy"] |= {"num_identical": 29, "num_different": 2}
+    page = report(tmp_path, [], measured)
+    assert "29/32" in page.text
+    assert "warning small" in page.classes
+    assert "2 differ" in format_table(measured, facts())
+
+
+def test_depth_curves_show_what_was_logged() -> None:
+    records = train_records(num_steps=6, every=1, num_depths=3)
+    axes = Figure().subplots()
+    build_panels(records, {})["loss"].draw(axes)
+    assert len(axes.lines) == 3
+    np.testing.assert_array_equal(np.asarray(axes.lines[2].get_xdata()), [1, 2, 3, 4, 5, 6])
+    np.testing.assert_allclose(
+        np.asarray(axes.lines[2].get_ydata(), float), [r["depth"][2]["loss"] for r in records]
+    )
+
+
+@pytest.mark.parametrize("key", ["loss", "agreement"])
+def test_diverged_run_is_drawn(key: str) -> None:
+    records = train_records(num_steps=6, every=1, num_depths=2)
+    for depth in records[-1]["depth"]:
+        depth[key] = float("nan")
+    assert to_svg(build_panels(records, {})[key]).startswith("<svg")
+
+
+def test_long_runs_are_drawn_as_means() -> None:
+    records = train_records(num_steps=1001, every=1, num_depths=1)
+    axes = Figure().subplots()
+    build_panels(records, {})["loss"].draw(axes)
+    y = np.asarray(axes.lines[0].get_ydata())
+    assert len(y) <= 80
+    assert y[0] == pytest.approx(np.mean([r["depth"][0]["loss"] for r in records[:13]]))
+    assert y[-1] == pytest.approx(np.mean([r["depth"][0]["loss"] for r in records[13 * (len(y) - 1) :]]))
+
+
+def test_names_of_close_curves_do_not_overlap() -> None:
+    record = validation_record(400)
+    record["acceptance_length"] = {str(k): 1.5 + 0.001 * k for k in range(1, 6)}
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    build_panels([record], {})["replay"].draw(axes)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text().startswith("k = ")]
+    boxes.sort(key=lambda box: box.y0)
+    assert len(boxes) == 5
+    assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(boxes))
+
+
+def test_svg_follows_the_page(tmp_path: Path) -> None:
+    for panel in build_panels(run_records(), evaluation(), best_step=360).values():
+        svg = to_svg(panel)
+        ET.fromstring(svg)
+        assert "font-family" not in svg
+        outside = re.sub(r"light-dark\(#[0-9a-f]{6}, #[0-9a-f]{6}\)", "", svg)
+        fixed = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", outside))
+        assert fixed <= {"#ffffff"}, panel.name  # nothing of a colour that one of the schemes would hide
+
+
+def test_text_is_legible_in_both_schemes() -> None:
+    for scheme in (0, 1):
+        surface = luminance(COLOURS["surface"][scheme])
+        for name in ("ink", "muted", "accent", "warning"):
+            pair = sorted((luminance(COLOURS[name][scheme]), surface))
+            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, name  # WCAG 2.2, 1.4.3
+
+
+def luminance(colour: str) -> float:
+    channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def test_table_columns_are_aligned() -> None:
+    text = format_table(evaluation(), facts() | {"report": Path("/runs/report/index.html")})
+    rows = text.split("\n\n")[0].splitlines()
+    assert rows[0].split("  ")[0] == "drafter"
+    ends = {
+        row.index(value) + len(value)
+        for row, value in zip(rows[1:], ("2.53", "2.15", "1.00", "2.53"), strict=True)
+    }
+    assert ends == {rows[0].index("acceptance length") + len("acceptance length")}
+    assert "engine   eagle31 (transformers, float32, cpu)" in text
+    assert text.endswith("report   /runs/report/index.html")
+
+
+def test_speed_in_vllm_is_shown_for_the_export_it_was_measured_with(tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    report(tmp_path, run_records(), evaluation())
+    spread = {"median": 41.5, "lowest": 40.0, "highest": 43.0}
+    numbers = {
+        "engine": "vLLM 0.32.0",
+        "device": "a CPU",
+        "dtype": "float32",
+        "k": 4,
+        "temperature": 0,
+        "max_new_tokens": 64,
+        "ignore_eos": False,
+        "acceptance_length": 2.5,
+        "rounds": 3,
+        "rows": [{"concurrency": 16, "plain": spread, "drafter": spread, "speedup": spread}],
+    }
+    for measured, shown in ((export, True), (tmp_path / "another", False)):
+        write_json(tmp_path / "report" / "serving.json", numbers | {"export": str(measured.resolve())})
+        page = Page(refresh_page(tmp_path).read_text(encoding="utf-8"))
+        assert ("per second per user" in page.text) == shown
+        assert ("41.5" in page.text) == shown

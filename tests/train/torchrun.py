@@ -1,0 +1,51 @@
+"""Starting real runs, under torchrun and in this process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from train.config.overrides import checked
+from train.config.run import RunConfig, register
+from train.distributed import World
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun_command(script: str, *arguments: str, num_processes: int = 1) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(num_processes), script, *arguments]
+
+
+def environment() -> dict[str, str]:
+    own = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    # A test that ran W&B in this process leaves its service's address, and runs that share one share ids.
+    return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | own
+
+
+def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool = True) -> str:
+    """Returns stdout and stderr together."""
+    command = torchrun_command(script, *arguments, num_processes=num_processes)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert not check or done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def composed(recipe: str, *arguments: str) -> RunConfig:
+    """As `train/main.py` composes it, which knows the recipe's name from Hydra."""
+    register()
+    overrides = checked([f"recipe={recipe}", f"recipe_name={recipe}", *arguments])
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes")):
+        return OmegaConf.to_object(compose("train", overrides=overrides))  # type: ignore[return-value]
+
+
+def run_here(recipe: str, *arguments: str) -> None:
+    """The pipeline in this process: spares what a launch takes where no stage needs processes."""
+    from train.pipeline import run_pipeline
+
+    run_pipeline(composed(recipe, *arguments), World(rank=0, local_rank=0, size=1))

@@ -1,0 +1,99 @@
+"""The sides that run the target through vLLM, in two engines of which the idle one sleeps."""
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from data.capture.tokens import TokenRows, dataset_lengths
+from data.store.codec import Encoding
+from data.store.shards import FinishedShards, ShardRecord
+from data.target.parts import load_target_parts
+from data.vllm.arguments import CaptureEngine
+from data.vllm.capture_request import StateOrder, store_destination
+from data.vllm.engine import OwnEngine
+from data.vllm.plugin.sink import IDLE_SECONDS
+from train.bench.capture.measure import PREFILL, RunSide, Task, Timing
+
+_POLL_SECONDS = 0.05
+
+Pass = Callable[[], Coroutine[None, None, Timing]]
+
+
+@contextmanager
+def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
+    """Prefill by the same engine without hidden states, neither with prefix caching."""
+    parts, scratch = load_target_parts(task.spec), task.scratch
+    engine = CaptureEngine(
+        target=task.spec.checkpoint.path,
+        aux_layer_ids=task.aux_layer_ids,
+        num_layers=parts.num_layers,
+        max_tokens=max(dataset_lengths(task.dataset)),
+        roots=[str(scratch.resolve())],
+        dtype=str(parts.embed_tokens.dtype).removeprefix("torch."),
+        trust_remote_code=task.spec.trust_remote_code,
+        mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
+        extra={"enable_prefix_caching": False},  # every round has the same prompts
+    )
+    plain = OwnEngine(engine.plain_arguments(), scratch / "plain.log")
+    capturing = OwnEngine(engine.arguments(), scratch / "capture.log")
+    loop, numbers = asyncio.new_event_loop(), count()
+
+    def side(own: Pass) -> RunSide:
+        return lambda: loop.run_until_complete(own())
+
+    async def capture(encoding: Encoding) -> Timing:
+        store = scratch / f"store-{next(numbers)}"
+        timing = await _pass(capturing, task, store, encoding)
+        shutil.rmtree(store)
+        return timing
+
+    sides = {encoding.codec: side(partial(capture, encoding)) for encoding in task.encodings}
+    try:
+        yield {PREFILL: side(partial(_pass, plain, task)), **sides}
+    finally:
+        for own in (plain, capturing):
+            loop.run_until_complete(own.close())
+        loop.close()
+
+
+async def _pass(
+    engine: OwnEngine, task: Task, store: Path | None = None, encoding: Encoding | None = None
+) -> Timing:
+    """All samples once; into a store if there is one, until the last state is on disk."""
+    samples = [(ids.tolist(), mask) for ids, mask in TokenRows(task.dataset).read(range(len(task.dataset)))]
+    orders: list[dict] = [{} for _ in samples]
+    if store is not None and encoding is not None:
+        destination = store_destination(store, encoding, task.shard_tokens)
+        orders = [
+            StateOrder.of(destination, str(i), ids, mask).to_params() for i, (ids, mask) in enumerate(samples)
+        ]
+    if engine.process_id is None:
+        await engine.send(samples[0][0], {})
+    cpu_before, started, begun = _cpu_seconds(engine), time.perf_counter(), time.time()
+    await asyncio.gather(*(engine.send(ids, order) for (ids, _), order in zip(samples, orders, strict=True)))
+    seconds = time.perf_counter() - started
+    if store is not None:
+        seconds = max(seconds, await _written(store, len(samples)) - begun)
+    return Timing(seconds, _cpu_seconds(engine) - cpu_before)
+
+
+async def _written(store: Path, num_samples: int) -> float:
+    """When the last sample was on disk, but for the pause after which an open shard is ended."""
+    shards = FinishedShards(store)
+    records: list[ShardRecord] = []
+    while sum(len(record.sample_ids) for record in records) < num_samples:
+        await asyncio.sleep(_POLL_SECONDS)
+        records = shards.records() if store.exists() else []
+    times = [(store / record.file).stat().st_mtime for record in records]
+    return max(times) - IDLE_SECONDS
+
+
+def _cpu_seconds(engine: OwnEngine) -> float:
+    fields = Path(f"/proc/{engine.process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

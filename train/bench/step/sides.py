@@ -1,0 +1,147 @@
+"""The sides of a measurement from outside: which there are, their processes, questions and answers."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle31.errors import UserError
+from train.bench.step.shapes import Shape
+
+HERE = Path(__file__).parent
+SETUP = HERE.parents[2] / "scripts" / "bench" / "setup_peers"
+# Python's own settings belong to our environment, not to a peer's.
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_TAIL_LINES = 12
+
+
+class SideFailure(RuntimeError):
+    """A side's process failed; the message says why and where its log is."""
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """Whose step, and whether it trains the draft head."""
+
+    name: str
+    head: Literal["trained", "frozen"]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, head {self.head}"
+
+
+OURS = (SideSpec("eagle31", "trained"), SideSpec("eagle31", "frozen"))
+# As each of them trains: speculators freezes the head that it copies from the target, SpecForge trains it.
+PEER_SIDES = {
+    "speculators": SideSpec("speculators", "frozen"),
+    "specforge": SideSpec("specforge", "trained"),
+}
+
+
+def find_python(name: str) -> Path:
+    """Python of a side's environment.
+
+    Raises:
+        UserError: the peer is not installed.
+    """
+    if name == "eagle31":
+        return Path(sys.executable)
+    printed = subprocess.run([str(SETUP), "--print", name], capture_output=True, text=True, check=True)
+    python = Path(printed.stdout.strip())
+    if not (python.parent.parent / ".eagle31-stamp").exists():
+        raise UserError("--peers", name, f"It is not installed; run scripts/bench/setup_peers {name}.")
+    return python
+
+
+class SideProcess:
+    """A running `worker.py`; use it in a `with` block."""
+
+    def __init__(
+        self,
+        side: SideSpec,
+        shape: Shape,
+        data: Path,
+        num_rows: int,
+        *,
+        threads: int,
+        dtype: str,
+        device: str,
+        log_path: Path,
+    ) -> None:
+        self.side = side
+        self.log_path = log_path
+        spec = {
+            "side_file": str(HERE / f"side_{side.name}.py"),
+            "head": side.head,
+            "shape": shape.to_json(),
+            "data": str(data),
+            "num_rows": num_rows,
+            "threads": threads,
+            "dtype": dtype,
+            "device": device,
+        }
+        environment = {name: value for name, value in os.environ.items() if name not in _OURS}
+        # Threads that spin while they wait would count as work.
+        environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(find_python(side.name)), "-I", str(HERE / "worker.py"), json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=log_path.parent,
+            )
+        self.about: dict[str, Any] = {}
+
+    def __enter__(self) -> "SideProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def start(self) -> None:
+        """Waits until it is built.
+
+        Raises:
+            SideFailure
+        """
+        self.about = self._answer()
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """One request and its answer.
+
+        Raises:
+            SideFailure
+        """
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer says why
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait()
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            raise SideFailure(f"{self.side.label}: ended with {how}.\n{self._tail()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise SideFailure(f"{self.side.label}: {answer['error']}\n{self._tail()}")
+        return answer
+
+    def _tail(self) -> str:
+        lines: Sequence[str] = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join([*(f"  | {line}" for line in lines), f"The whole log: {self.log_path}"])

@@ -1,0 +1,1 @@
+"""The recipe's schema, one file per group of settings."""

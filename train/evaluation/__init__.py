@@ -1,0 +1,1 @@
+"""Acceptance length by real decoding."""

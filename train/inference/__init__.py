@@ -1,0 +1,1 @@
+"""Who runs the target in a run: transformers, vLLM, TorchSpec."""

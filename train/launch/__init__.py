@@ -1,0 +1,1 @@
+"""Starting a run from outside: recipes composed, Slurm."""

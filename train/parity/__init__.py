@@ -1,0 +1,1 @@
+"""An export in vLLM compared with eagle31's own evaluator."""

@@ -1,0 +1,192 @@
+"""What serving is checked and measured with: target, drafter, prompts; everything cheap is refused first."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.target.loading import load_tokenizer
+from data.target.parts import TargetParts, load_target_parts
+from data.target.spec import TargetSpec
+from eagle31.errors import UserError
+from eagle31.export.layouts import Layout, layout_of, read_raw_config
+from eagle31.model.config import DrafterConfig
+from train.parity.prompts import Prompts, check_prompts, find_prompts
+from train.parity.reference import drafter_config
+from train.serving.engine import EngineSpec, draft_room
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What check_serving and bench/serving share."""
+    parser.add_argument("export", type=Path, help="an export's directory, or a published drafter's")
+    parser.add_argument("--target", required=True, help="the target: its directory or hub id")
+    parser.add_argument("--revision", help="of a target on the hub")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSONL of conversations or of prompt_token_ids; by default what the export's run held out",
+    )
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="the first N of them (default: all)")
+    parser.add_argument("-k", type=int, default=4, help="tokens a draft (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of target and drafter; auto is the target's own"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument(
+        "--engine-args",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further arguments of vllm.LLM, such as tensor_parallel_size=8",
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write every number")
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises UserError for what can be refused without reading a weight."""
+    for name in ("k", "max_new_tokens", "num_prompts", "rounds", "num_requests"):
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            flag = "-k" if name == "k" else f"--{name.replace('_', '-')}"
+            raise UserError(flag, value, "It must be at least 1.")
+    if not arguments.export.is_dir():
+        raise UserError("export", arguments.export, "No such directory; give what a run left in export/.")
+    read_raw_config(arguments.export)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Read once; `prompts` and the limits are checked against target and drafter."""
+
+    export: Path
+    spec: TargetSpec  # with the dtype that is served
+    parts: TargetParts
+    config: DrafterConfig
+    prompts: Prompts
+    prompts_source: str
+    stop_token_ids: tuple[int, ...]
+    k: int
+    max_new_tokens: int
+    engine_arguments: dict[str, Any]
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = self.spec.torch_dtype
+        assert dtype is not None, "auto was resolved"
+        return dtype
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(read_raw_config(self.export))
+
+    def engine(self, *, drafter: bool, **options: Any) -> EngineSpec:
+        """The engine with the drafter, or the target alone."""
+        longest = max(map(len, self.prompts)) + self.max_new_tokens
+        return EngineSpec(
+            target=self.spec.checkpoint.path,
+            export=self.export.absolute() if drafter else None,
+            k=self.k,
+            dtype=self.dtype,
+            revision=self.spec.revision,
+            trust_remote_code=self.spec.trust_remote_code,
+            max_model_len=longest + draft_room(self.k),
+            extra=self.engine_arguments,
+            **options,
+        )
+
+
+def load_inputs(arguments: argparse.Namespace) -> Inputs:
+    """Reads the target's parts, the drafter's config and the prompts.
+
+    Raises:
+        UserError: one of them can not be read, or they do not fit each other.
+    """
+    spec = target_spec(arguments)
+    parts = load_target_parts(spec)
+    own_dtype = str(parts.embed_tokens.dtype).removeprefix("torch.")
+    spec = replace(spec, dtype=own_dtype if arguments.dtype == "auto" else arguments.dtype)
+    config = drafter_config(arguments.export, parts)
+    tokenizer = load_tokenizer(spec)
+    prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
+    check_prompts(
+        prompts,
+        vocab_size=parts.vocab_size,
+        room=_positions(parts, config) - draft_room(arguments.k),
+        max_new_tokens=arguments.max_new_tokens,
+    )
+    ends = {*parts.eos_token_ids, tokenizer.eos_token_id} - {None}
+    return Inputs(
+        export=arguments.export,
+        spec=spec,
+        parts=parts,
+        config=config,
+        prompts=prompts,
+        prompts_source=source,
+        stop_token_ids=tuple(sorted(ends)),
+        k=arguments.k,
+        max_new_tokens=arguments.max_new_tokens,
+        engine_arguments=parse_engine_arguments(arguments.engine_args),
+    )
+
+
+def target_spec(arguments: argparse.Namespace) -> TargetSpec:
+    """In its own dtype."""
+    return TargetSpec(
+        arguments.target, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code
+    )
+
+
+def log_file(json_file: Path | None, name: str) -> Path:
+    """Where vLLM's output goes: beside the results, else among the temporary files."""
+    if json_file is not None:
+        return json_file.with_suffix(".vllm.log")
+    return Path(tempfile.gettempdir()) / f"eagle31-{name}-{os.getpid()}.log"
+
+
+def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """`tensor_parallel_size=2 quantization=fp8`: JSON where it can be, else text.
+
+    Raises:
+        UserError: one has no `=`.
+    """
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UserError("--engine-args", pair, "Give arguments of vllm.LLM as name=value.")
+        try:
+            parsed[name] = json.loads(value)
+        except json.JSONDecodeError:
+            parsed[name] = value
+    return parsed
+
+
+def announce(message: str) -> None:
+    """Progress, apart from the results on stdout."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _positions(parts: TargetParts, config: DrafterConfig) -> int:
+    """Tokens that both have positions for."""
+    target = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
+    return min(target or config.max_position_embeddings, config.max_position_embeddings)

@@ -1,0 +1,86 @@
+"""Comparisons as aligned text."""
+
+from collections.abc import Sequence
+
+from eagle31.decoding.acceptance import AcceptanceStats
+from train.parity.compare import Comparison, Difference, count_texts
+from train.parity.server import ServerComparison
+
+_NUM_SHOWN = 8
+
+
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """Counts of both sides, what differs, and the verdict."""
+    num_near, num_different = len(comparison.near_ties), len(comparison.differences)
+    lines = [*_counts(comparison.ours, comparison.vllm), ""]
+    lines.append(
+        f"drafts compared              {comparison.num_compared}: {comparison.num_equal} equal, "
+        f"{num_near} near-tie, {num_different} different"
+    )
+    num = comparison.num_texts
+    lines.append(f"text against vLLM's own      {_texts(comparison.plain_texts, num)}")
+    lines.append(f"text against the evaluator's {_texts(comparison.texts, num)}")
+    if comparison.exact:
+        lines += _listed("drafts that differ", comparison.drafts)
+        lines += _listed("texts that differ", [*comparison.plain_texts, *comparison.texts])
+    lines += ["", _verdict(comparison.failures)]
+    if not comparison.ours.num_accepted:
+        lines.append("note: not one drafted token was accepted, which shows little; train the drafter first.")
+    return lines
+
+
+def server_lines(comparison: ServerComparison) -> list[str]:
+    lines = [*_counts(comparison.ours, comparison.vllm), ""]
+    lines.append(f"text against the evaluator's {_texts(comparison.texts, comparison.num_texts)}")
+    if comparison.exact:
+        lines += _listed("texts that differ", comparison.texts)
+    return [*lines, "", _verdict(comparison.failures)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _counts(ours: AcceptanceStats, vllm: AcceptanceStats) -> list[str]:
+    sides = (ours, vllm)
+    rows = [
+        ["", "eagle31", "vLLM"],
+        ["drafts", *(str(side.num_drafts) for side in sides)],
+        ["acceptance length", *(f"{side.acceptance_length:.3f}" for side in sides)],
+    ]
+    for position in range(ours.k):
+        rows.append(
+            [
+                f"accepted at position {position + 1}",
+                *(str(side.accepted_per_position[position]) for side in sides),
+            ]
+        )
+    return aligned(rows)
+
+
+def _texts(differences: Sequence[Difference], num_texts: int) -> str:
+    counts = count_texts(differences, num_texts)
+    return ", ".join(f"{counts[name]} {name}" for name in ("identical", "near-tie", "different"))
+
+
+def _listed(title: str, differences: Sequence[Difference]) -> list[str]:
+    """Real differences first: near-ties are what rounding does."""
+    if not differences:
+        return []
+    ordered = sorted(differences, key=lambda one: one.near_tie)
+    shown = [f"  {'near-tie' if one.near_tie else 'different'}: {one}" for one in ordered[:_NUM_SHOWN]]
+    rest = len(ordered) - len(shown)
+    return ["", f"{title}:", *shown, *([f"  and {rest} more (--json has them)"] if rest else [])]
+
+
+def _verdict(failures: Sequence[str]) -> str:
+    if not failures:
+        return "verdict: vLLM serves what was trained"
+    return f"verdict: vLLM does not serve what was trained: {'; '.join(failures)}"

@@ -1,0 +1,143 @@
+"""The plan: what a run will take, before any weight is touched."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from data.target.architecture import active_intermediate_size, expert_intermediate_size
+from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
+from eagle31.export.layouts import check_layout
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from train.config.run import RunConfig, Stage
+from train.config.training import Precision
+from train.context import RunContext
+from train.drafter.shape import complete_shape
+from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
+from train.planning.misfits import Misfit, misfits
+from train.planning.target import TargetPlan, planned_config, target_plan
+from train.planning.work import WorkPlan, newest_data_facts, work_plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `plan.json` has."""
+
+    recipe: str
+    target_model: str
+    drafter: DrafterConfig
+    tensors: dict[str, list[int]]  # shape by name, of what is trained
+    num_parameters: int
+    settings: TrainerSettings
+    memory: TrainerMemory
+    target: TargetPlan
+    work: WorkPlan
+    gpu_bytes: int | None
+    misfits: list[Misfit]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        values["memory"]["total"] = self.memory.total
+        values["target"] |= {
+            "bytes_per_gpu": self.target.bytes_per_gpu,
+            "num_replicas": self.target.num_replicas,
+        }
+        return values
+
+
+def make_plan(context: RunContext) -> Plan:
+    """From the recipe and the target's config; the drafter is built without memory.
+
+    Raises:
+        UserError: the recipe contradicts the target's config, or no drafter can be made of them.
+    """
+    config = context.config
+    target_config = planned_config(config.target)
+    text = target_config.get_text_config()
+    ids = config.drafter.aux_layer_ids
+    if ids is None:
+        aux_layer_ids = default_aux_layer_ids(text.num_hidden_layers)
+    else:
+        aux_layer_ids = check_aux_layer_ids(ids, text.num_hidden_layers)
+    drafter = complete_shape(
+        config.drafter,
+        target_config,
+        aux_layer_ids,
+        text.vocab_size,
+        config.drafter.draft_vocab_size or text.vocab_size,
+    )
+    check_layout(drafter, config.export.layout)
+    with torch.device("meta"):
+        parameters = dict(Drafter(drafter, with_head=config.drafter.train_lm_head).named_parameters())
+    num_parameters = sum(parameter.numel() for parameter in parameters.values())
+    num_gpus = config.plan.num_gpus or context.world.size
+    settings = trainer_settings(config, num_gpus)
+    gpu_bytes = available_gpu_bytes(config)
+    device = "cuda" if gpu_bytes is not None else context.world.device.type
+
+    def memory_of(settings: TrainerSettings) -> TrainerMemory:
+        counts = worst_counts(settings.row_tokens, config.train.ttt_steps)
+        return trainer_memory(drafter, num_parameters, settings, counts, device)
+
+    target = target_plan(config, target_config, num_gpus)
+    data = context.artifacts.get(Stage.data)
+    facts = data.record["facts"] if data is not None else newest_data_facts(context.output_dir)
+    work = work_plan(config, drafter, target, num_gpus, facts)
+    return Plan(
+        recipe=config.recipe_name,
+        target_model=config.target.model,
+        drafter=drafter,
+        tensors={name: list(parameter.shape) for name, parameter in parameters.items()},
+        num_parameters=num_parameters,
+        settings=settings,
+        memory=memory_of(settings),
+        target=target,
+        work=work,
+        gpu_bytes=gpu_bytes,
+        misfits=misfits(config, settings, memory_of, target, work, gpu_bytes, for_this_machine(config)),
+        notes=notes(config, drafter, target_config),
+    )
+
+
+def trainer_settings(config: RunConfig, num_gpus: int) -> TrainerSettings:
+    return TrainerSettings(
+        zero_stage=config.deepspeed.zero_stage,
+        bf16=config.deepspeed.precision is Precision.bf16,
+        offload_optimizer=config.deepspeed.offload_optimizer,
+        offload_parameters=config.deepspeed.offload_parameters,
+        train_lm_head=config.drafter.train_lm_head,
+        activation_checkpointing=config.train.activation_checkpointing,
+        row_tokens=config.train.row_tokens,
+        rows_per_step=config.train.rows_per_step,
+        world_size=num_gpus,
+    )
+
+
+def available_gpu_bytes(config: RunConfig) -> int | None:
+    """What the recipe says, else this machine's first GPU has; None without either."""
+    if config.plan.gpu_memory_gb is not None:
+        return int(config.plan.gpu_memory_gb * 1e9)
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def for_this_machine(config: RunConfig) -> bool:
+    """Not where the recipe tells of GPUs that are not here."""
+    return config.plan.gpu_memory_gb is None or torch.cuda.is_available()
+
+
+def notes(config: RunConfig, drafter: DrafterConfig, target_config: Any) -> list[str]:
+    """What the plan cannot see, and what looks like a mistake."""
+    found = []
+    if config.drafter.init_from is not None:
+        found.append("drafter.init_from is not read here: its checkpoint may complete the drafter's shape")
+    if not for_this_machine(config):
+        found.append("there is no GPU here: disks and the spool's memory are not looked at")
+    active, single = active_intermediate_size(target_config), expert_intermediate_size(target_config)
+    if single is not None and active is not None and drafter.intermediate_size < active:
+        found.append(
+            f"drafter.intermediate_size={drafter.intermediate_size} is narrower than what one token of the "
+            f"target passes through: its experts together are {active} wide, one of them {single}"
+        )
+    return found

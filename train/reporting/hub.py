@@ -1,0 +1,154 @@
+"""An export on the Hugging Face Hub: weights, card, plots, in one commit."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+
+from eagle31.errors import UserError
+from eagle31.json_files import read_json
+from train.config.result import HubConfig
+from train.reporting.model_card import is_hub_id, model_card, public_name
+from train.reporting.report import read_serving
+
+TOKEN = "HF_TOKEN"
+
+
+PLOTS = ("summary.png", "acceptance_by_position.png")
+
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one push consists of, by path in the repository: a file of the run, or the card's text."""
+
+    files: dict[str, Path | bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.sizes())
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        for name, content in sorted(self.files.items()):
+            yield name, len(content) if isinstance(content, bytes) else content.stat().st_size
+
+    def operations(self) -> list[CommitOperationAdd]:
+        return [CommitOperationAdd(name, content) for name, content in sorted(self.files.items())]
+
+
+def check_push(hub: HubConfig, needs_token: bool = True) -> None:
+    """Refuses a push that could not succeed.
+
+    Raises:
+        UserError: no name, one that the Hub would refuse, or no token.
+    """
+    if hub.repo_id is None:
+        raise UserError("hub.repo_id", None, "Say where the export is to be pushed: OWNER/NAME.")
+    for field, name in (("hub.repo_id", hub.repo_id), ("hub.base_model", hub.base_model)):
+        if name is None:
+            continue
+        if "/" not in name:
+            raise UserError(field, name, "Give it with its owner: OWNER/NAME.")
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise UserError(field, name, str(error)) from None
+    if needs_token:
+        hub_token()
+
+
+def hub_token() -> str:
+    """From the environment alone, where no log and no configuration shows it.
+
+    Raises:
+        UserError: it is not set.
+    """
+    token = os.environ.get(TOKEN, "").strip()
+    if not token:
+        remedy = "Set it in the environment to a token of yours that may write: it is read from nowhere else."
+        raise UserError(TOKEN, None, remedy)
+    return token
+
+
+def prepare_upload(output_dir: Path, hub: HubConfig) -> Upload:
+    """A run's export, its plots, and a card that says what was measured and how to serve it from the Hub.
+
+    Raises:
+        UserError: the run has no export yet, or no report.
+    """
+    output_dir = Path(output_dir)
+    export, report = output_dir / "export", output_dir / "report"
+    for path, stage in ((export / "config.json", "export"), (report / "metrics.json", "report")):
+        if not path.exists():
+            raise UserError("OUTPUT_DIR", output_dir, f"Has no {path.name}: run the stage '{stage}' first.")
+    files: dict[str, Path | bytes] = {
+        path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if path.is_file()
+    }
+    plots = {f"plots/{name}": report / name for name in PLOTS if (report / name).exists()}
+    files |= plots
+    files[CARD] = card(output_dir, hub, list(plots)).encode()
+    return Upload(files)
+
+
+def card(output_dir: Path, hub: HubConfig, plots: list[str]) -> str:
+    """The export's card, as it reads on the Hub."""
+    known = read_json(output_dir / "report" / "metrics.json")
+    facts: dict[str, Any] = known["facts"] | {"hub_id": hub.repo_id, "license": hub.license}
+    if hub.base_model is not None:
+        facts |= {"target": hub.base_model, "target_embedded": False}
+    config = read_json(output_dir / "export" / "config.json")
+    return model_card(facts, known["evaluation"], config, read_serving(output_dir), plots)
+
+
+def local_names(output_dir: Path) -> list[str]:
+    """What config.json names by a path of this machine: it goes up as it is."""
+    config = read_json(Path(output_dir) / "export" / "config.json")
+    names = {config.get("eagle31", {}).get("target")}
+    names.add(config.get("speculators_config", {}).get("verifier", {}).get("name_or_path"))
+    return sorted(name for name in names if name and not is_hub_id(name) and public_name(name) != name)
+
+
+def commit_message(output_dir: Path) -> str:
+    """With the number that tells one push from another."""
+    greedy = read_json(Path(output_dir) / "report" / "metrics.json")["evaluation"]["greedy"]
+    return f"Acceptance length {greedy['acceptance_length']:.2f} at k = {greedy['k']}, temperature 0"
+
+
+def push(upload: Upload, hub: HubConfig, message: str) -> str:
+    """Uploads everything and then makes one commit of it: the repository never shows a part.
+
+    A repository that is not there is made; one that is keeps the visibility that it has.
+
+    Returns:
+        The commit's URL.
+
+    Raises:
+        UserError: no token, no right to write there, or the Hub cannot be reached.
+    """
+    assert hub.repo_id is not None
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi(token=hub_token())
+    try:
+        api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
+        commit = api.create_commit(hub.repo_id, upload.operations(), commit_message=message)
+    except (HTTPError, OfflineModeIsEnabled, RuntimeError) as error:  # RuntimeError: a file's upload
+        raise UserError("hub.repo_id", hub.repo_id, _reason(error)) from None
+    return str(commit.commit_url)
+
+
+def _reason(error: BaseException) -> str:
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status in (401, 403):
+        return f"The Hub refuses it ({status}): the token in {TOKEN} may not write there."
+    causes = (error, error.__cause__) if isinstance(error, RuntimeError) else (error,)
+    lines = [str(one).strip().partition("\n")[0] or type(one).__name__ for one in causes if one is not None]
+    return f"Nothing was committed: {' '.join(lines)}"

@@ -1,0 +1,1 @@
+"""The pipeline's stages, one file each, named after them."""

@@ -1,0 +1,43 @@
+"""The answers stage: the target answers the held-out prompts. Rank 0 runs it."""
+
+from pathlib import Path
+from typing import Any
+
+from data.generation.answers import AnswerWriter, answers_dataset
+from eagle31.errors import UserError
+from eagle31.json_files import read_json
+from train.config.run import Stage
+from train.context import RunContext
+from train.inference.completions import answer_writer, target_answers
+from train.stages.data import HELD_OUT, save_dataset
+
+
+def answers_inputs(context: RunContext) -> dict[str, Any]:
+    return {
+        "data": context.artifacts[Stage.data].key,
+        "target": context.parts.fingerprint,
+        "dtype": context.config.target.dtype,
+        "engine": context.config.target.engine.value,
+        "max_new_tokens": context.config.evaluate.max_new_tokens,
+    }
+
+
+def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
+    """The target answers the held-out prompts greedily, once: `validation/` and `test/` (Arrow)."""
+    prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
+    with answer_writer(context) as writer:
+        return {name: _answer_split(context, writer, name, prompts[name], directory) for name in HELD_OUT}
+
+
+def _answer_split(
+    context: RunContext, writer: AnswerWriter, name: str, prompts: list[dict], directory: Path
+) -> dict[str, int]:
+    token_ids = [prompt["input_ids"] for prompt in prompts]
+    output, limit = directory / f"{name}.jsonl", context.config.evaluate.max_new_tokens
+    answers = target_answers(context, writer, token_ids, output, max_new_tokens=limit, temperature=0.0)
+    dataset = answers_dataset(token_ids, answers, [prompt["id"] for prompt in prompts])
+    dataset = dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
+    if not len(dataset):
+        raise UserError("target.model", context.config.target.model, "It answers no held-out prompt.")
+    save_dataset(dataset, directory / name)
+    return {"num_prompts": len(dataset), "num_tokens": sum(len(answer) for answer in answers)}

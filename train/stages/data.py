@@ -1,0 +1,227 @@
+"""The data stage: reads, holds prompts out, renders and tokenizes. Rank 0 runs it."""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+from datasets import Dataset
+
+from data.generation.regenerate import regenerate
+from data.target.fingerprints import tokenizer_fingerprint
+from data.text.sources import (
+    Conversation,
+    ReadResult,
+    first_reasons,
+    read_conversations,
+    source_fingerprint,
+)
+from data.text.split import choose_prompts, drop_prompts, held_out_split
+from data.text.template import TemplateRefused, render_prompt, template_fingerprint
+from data.text.tokenize import tokenize
+from eagle31.errors import UserError
+from eagle31.json_files import write_json
+from train.config.target import TargetEngine
+from train.context import RunContext
+from train.inference.completions import answer_writer, target_answers
+
+HELD_OUT = ("validation", "test")
+
+
+def data_inputs(context: RunContext) -> dict[str, Any]:
+    """What the tokenised data depends on."""
+    data = context.config.data
+    inputs: dict[str, Any] = {
+        "train": source_fingerprint(context.train_source, split=data.split, subset=data.subset),
+        "eval": context.eval_source
+        and source_fingerprint(
+            context.eval_source, split=data.eval_split, subset=data.subset, field="data.eval"
+        ),
+        "columns": [data.prompt_column, data.response_column],
+        "tokenizer": tokenizer_fingerprint(context.tokenizer),
+        "template": template_fingerprint(context.tokenizer, context.template_kwargs),
+        "eos_token_ids": context.eos_token_ids,
+        "turns": data.turns.value,
+        "max_tokens": data.max_tokens,
+        "overlong": data.overlong.value,
+        "held_out": [data.num_validation, data.num_test, _prompt_room(context)],
+        "seed": context.config.seed,
+    }
+    if data.regenerate.enabled:
+        engine = context.config.target.engine
+        inputs["regenerate"] = asdict(data.regenerate)
+        inputs["regenerate"] |= {"target": context.parts.fingerprint, "engine": engine.value}
+        if engine is TargetEngine.vllm:
+            del inputs["regenerate"]["batch_size"]
+        inputs["max_samples"] = context.config.capture.max_samples
+    return inputs
+
+
+def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Reads, holds prompts out, renders and tokenizes: `train/` (Arrow) and `held_out.json`."""
+    data = context.config.data
+    conversations, held_out, facts = _read(context)
+    prompts = _held_out_prompts(context, held_out)
+    write_json(directory / "held_out.json", prompts)
+    facts |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
+    if data.regenerate.enabled:
+        dataset = _regenerated(context, conversations, directory)
+        save_dataset(dataset, directory / "train")
+        facts |= _sizes(dataset)
+    else:
+        # Left behind by a run that was ended before it could record the stage.
+        shutil.rmtree(directory / "train", ignore_errors=True)
+        report = tokenize(
+            conversations,
+            context.tokenizer,
+            turns=data.turns,
+            template_kwargs=context.template_kwargs,
+            max_tokens=data.max_tokens,
+            overlong=data.overlong,
+            num_workers=data.num_workers or os.cpu_count() or 1,
+            output_dir=directory / "train",
+            eos_token_ids=context.eos_token_ids,
+            progress=True,
+            on_refused=_print_refused,
+        )
+        facts |= asdict(report)
+    if not facts["num_samples"]:
+        raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
+    return facts
+
+
+def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
+    """Training conversations, those that are held out, and counts; no prompt is in both."""
+    data, seed = context.config.data, context.config.seed
+    shared: dict[str, Any] = {
+        "subset": data.subset,
+        "prompt_column": data.prompt_column,
+        "response_column": data.response_column,
+        "max_malformed_fraction": data.max_malformed_fraction,
+    }
+    read = read_conversations(context.train_source, split=data.split, field="data.train", **shared)
+    _print_malformed(context.train_source, read)
+    facts = {"num_conversations_read": len(read.conversations), "num_malformed": len(read.malformed)}
+    num_held_out = data.num_validation + data.num_test
+    if context.eval_source is None:
+        train, held_out = held_out_split(read.conversations, num_held_out, seed)
+    else:
+        eval_read = read_conversations(
+            context.eval_source,
+            split=data.eval_split,
+            field="data.eval",
+            require_answer=False,
+            **shared,
+        )
+        _print_malformed(context.eval_source, eval_read)
+        held_out = eval_read.conversations
+        train = drop_prompts(read.conversations, held_out)
+        facts["num_dropped_as_held_out"] = len(read.conversations) - len(train)
+    held_out = choose_prompts(held_out, num_held_out, seed)
+    if not train or len(held_out) < 2:
+        raise UserError(
+            "data.train",
+            data.train,
+            f"{len(train)} conversations are left to train on and {len(held_out)} prompts are held out; give "
+            "more data, or lower data.num_validation and data.num_test.",
+        )
+    return train, held_out, facts
+
+
+def _print_malformed(source: str, read: ReadResult) -> None:
+    if read.malformed:
+        _print_left_out(f"of {read.num_rows:,} rows of {source} are malformed", read.malformed)
+
+
+def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
+    _print_left_out("conversations are refused by the template", refused)
+
+
+def _print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
+    print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)
+
+
+def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict[str, list[dict]]:
+    """Prompt token ids up to the last assistant turn, shared out between validation and test."""
+    data = context.config.data
+    rendered = []
+    refusals: list[tuple[str, str]] = []
+    for conversation in held_out:
+        messages = list(conversation.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        try:
+            ids = render_prompt(context.tokenizer, messages, conversation.tools, context.template_kwargs)
+        except TemplateRefused as refused:
+            refusals.append((conversation.id, refused.remedy))
+            continue
+        if len(ids) <= _prompt_room(context):
+            rendered.append({"id": conversation.id, "input_ids": list(ids)})
+    if refusals:
+        _print_refused(refusals)
+    num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
+    if not 0 < num_validation < len(rendered):
+        raise UserError(
+            "train.row_tokens",
+            context.config.train.row_tokens,
+            f"Only {len(rendered)} held-out prompts leave room for evaluate.max_new_tokens answers "
+            f"({context.config.evaluate.max_new_tokens}); raise the one or lower the other.",
+        )
+    return {"validation": rendered[:num_validation], "test": rendered[num_validation:]}
+
+
+def _prompt_room(context: RunContext) -> int:
+    return context.config.train.row_tokens - context.config.evaluate.max_new_tokens
+
+
+def _regenerated(context: RunContext, conversations: list[Conversation], directory: Path) -> Dataset:
+    settings, limit = context.config.data.regenerate, context.config.capture.max_samples
+    if limit is not None and limit < len(conversations):
+        # What is never captured need not be written.
+        conversations = random.Random(context.config.seed).sample(conversations, limit)
+    with answer_writer(context) as writer:
+
+        def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
+            limit, temperature = settings.max_new_tokens, settings.temperature
+            return target_answers(
+                context, writer, prompts, output, max_new_tokens=limit, temperature=temperature
+            )
+
+        dataset = regenerate(
+            conversations,
+            context.tokenizer,
+            answer,
+            max_tokens=context.config.data.max_tokens,
+            template_kwargs=context.template_kwargs,
+            directory=directory / "regenerated",
+            on_refused=_print_refused,
+        )
+    return dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
+
+
+def _sizes(dataset: Dataset) -> dict[str, int]:
+    """As `TokenizeReport` has them."""
+    masks = dataset.with_format("arrow", columns=["loss_mask"])[:]["loss_mask"]
+    return {
+        "num_samples": len(dataset),
+        "num_tokens": pc.sum(pc.list_value_length(masks)).as_py() or 0,
+        "num_counted_tokens": pc.sum(pc.list_flatten(masks)).as_py() or 0,
+    }
+
+
+def save_dataset(dataset: Dataset, directory: Path) -> None:
+    """Writes beside and renames."""
+    write_beside(directory, lambda path: dataset.save_to_disk(str(path)))
+
+
+def write_beside(directory: Path, write: Callable[[Path], object]) -> None:
+    """`write` fills a directory beside, which then takes the place of `directory`."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)

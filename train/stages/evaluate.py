@@ -1,0 +1,138 @@
+"""The evaluate stage: the export decodes the test prompts. Rank 0 runs it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_from_disk
+
+from data.store import HiddenStateStore
+from data.target.cached_decoding import TargetDecoder
+from eagle31.export.read import load_export
+from eagle31.json_files import write_json
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from train.config.run import Stage
+from train.config.target import TargetEngine
+from train.context import RunContext
+from train.drafter.build import build_drafter
+from train.evaluation.decoding import greedy_report, plain_texts, replay_by_length, sampling_report
+from train.evaluation.vllm import decode_in_vllm
+from train.stages.vocab import load_vocab
+
+Candidate = tuple[Drafter, FrozenParts]
+
+
+def evaluate_inputs(context: RunContext) -> dict[str, Any]:
+    config = context.config
+    inputs: dict[str, Any] = {
+        "export": context.artifacts[Stage.export].key,
+        "answers": context.artifacts[Stage.answers].key,
+        "capture": context.artifacts[Stage.capture].key,
+        "draft_tokens": config.evaluate.draft_tokens,
+        "sampling": config.evaluate.sampling and config.evaluate.temperature,
+        "untrained": config.evaluate.untrained,
+        "seed": config.seed,
+    }
+    if config.target.engine is TargetEngine.vllm:
+        # Its arguments may change numbers (dtype, quantization) and do change how fast it is.
+        inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
+    return inputs
+
+
+def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Decodes the test prompts with the exported weights, and replays their answers: `evaluation.json`."""
+    evaluate = context.config.evaluate
+    tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
+    prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
+    store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
+    store.verify()
+    in_vllm = context.config.target.engine is TargetEngine.vllm
+    # Before a drafter is loaded: the engine wants the GPU for itself.
+    decoded = decode_in_vllm(context, prompts) if in_vllm else None
+    trained = exported_drafter(context)
+    fresh = untrained_drafter(context) if evaluate.untrained else None
+    if decoded is None:
+        decoded = decode_in_transformers(context, prompts, trained, fresh)
+    evaluation = {
+        "k": evaluate.draft_tokens,
+        "max_new_tokens": evaluate.max_new_tokens,
+        **decoded,
+        **replayed(context, store, trained, fresh),
+    }
+    write_json(directory / "evaluation.json", evaluation)
+    return {"acceptance_length": evaluation["greedy"]["acceptance_length"], "k": evaluate.draft_tokens}
+
+
+def decode_in_transformers(
+    context: RunContext, prompts: Sequence[Sequence[int]], trained: Candidate, fresh: Candidate | None
+) -> dict[str, Any]:
+    """What decoding gives of `evaluation.json`, by eagle31's own engine."""
+    evaluate, device = context.config.evaluate, context.world.device
+    model, modules = context.load_target()
+    target = TargetDecoder(model, modules, context.aux_layer_ids)
+    limits: dict[str, Any] = {
+        "max_new_tokens": evaluate.max_new_tokens,
+        "eos_token_ids": context.eos_token_ids,
+    }
+    plain = plain_texts(target, prompts, device=device, **limits)
+    chain: dict[str, Any] = {"draft_tokens": evaluate.draft_tokens, **limits}
+    greedy = greedy_report(target, *trained, prompts, plain, **chain, label="speculative decoding")
+    untrained = fresh and greedy_report(target, *fresh, prompts, plain, **chain, label="untrained")
+    sampling = None
+    if evaluate.sampling:
+        sampling = sampling_report(
+            target,
+            *trained,
+            prompts,
+            **chain,
+            temperature=evaluate.temperature,
+            seed=context.config.seed,
+            device=device,
+        )
+    return {
+        "engine": f"eagle31 (transformers, {str(model.dtype).removeprefix('torch.')}, {device.type})",
+        "num_prompts": len(prompts),
+        "greedy": greedy,
+        "sampling": sampling,
+        "untrained": untrained,
+    }
+
+
+def replayed(
+    context: RunContext, store: HiddenStateStore, trained: Candidate, fresh: Candidate | None
+) -> dict[str, Any]:
+    """What replay gives of `evaluation.json`; it needs no target."""
+    draft_tokens, device = context.config.evaluate.draft_tokens, context.world.device
+    ours = replay_by_length(*trained, store, draft_tokens, device)
+    theirs = fresh and replay_by_length(*fresh, store, draft_tokens, device)
+    return {
+        "replay": ours[draft_tokens].to_json(),
+        "by_draft_length": [
+            {
+                "k": k,
+                "trained": stats.acceptance_length,
+                "untrained": theirs and theirs[k].acceptance_length,
+            }
+            for k, stats in ours.items()
+        ],
+    }
+
+
+def exported_drafter(context: RunContext) -> Candidate:
+    """What lies in the export, in float32 on the CPU and in its own dtype elsewhere."""
+    device = context.world.device
+    dtype = torch.float32 if device.type == "cpu" else context.dtype
+    loaded = load_export(context.artifacts[Stage.export].directory / "checkpoint", device, dtype)
+    frozen = FrozenParts(
+        loaded.embed_tokens, context.parts.head.to(device), loaded.draft_target_ids, lm_head=None
+    )
+    return loaded.drafter, frozen
+
+
+def untrained_drafter(context: RunContext) -> Candidate:
+    """The drafter as it was before the first step."""
+    drafter, frozen = build_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
+    drafter = drafter.to(device=context.world.device, dtype=frozen.embed_tokens.dtype)
+    return drafter.requires_grad_(False), frozen

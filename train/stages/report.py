@@ -1,0 +1,57 @@
+"""The report stage. Rank 0 runs it."""
+
+import platform
+from typing import Any
+
+from eagle31.json_files import read_json
+from train.config.capture import CaptureMode
+from train.config.run import Stage
+from train.context import EMBEDDED, RunContext
+from train.reporting.model_card import write_model_card
+from train.reporting.report import format_table, write_report
+from train.versions import git_revision, package_versions
+
+
+def run_report(context: RunContext) -> str:
+    """Writes `report/` and the export's model card with the measured numbers; returns the table to print."""
+    evaluation = read_json(context.artifacts[Stage.evaluate].directory / "evaluation.json")
+    facts = run_facts(context) | {"export": context.output_dir / "export"}
+    metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
+    facts["report"] = write_report(context.output_dir, metrics, evaluation, facts)
+    export = context.artifacts[Stage.export].directory / "checkpoint"
+    write_model_card(export, facts, evaluation, read_json(export / "config.json"))
+    return format_table(evaluation, facts)
+
+
+def run_facts(context: RunContext) -> dict[str, Any]:
+    """What the report and the model card say of the run."""
+    config = context.config
+    records = {
+        stage.value: artifact.record for stage, artifact in context.artifacts.items() if artifact.finished
+    }
+    data, vocab, training = (records[name]["facts"] for name in ("data", "vocab", "train"))
+    captured = records["capture"]["facts"] if config.capture.mode is CaptureMode.offline else {}
+    return {
+        "recipe": config.recipe_name,
+        "target": context.spec.model,
+        "target_embedded": config.target.model == EMBEDDED,
+        "train_data": config.data.train,
+        "drafter_parameters": training["drafter_parameters"],
+        "aux_layer_ids": list(context.aux_layer_ids),
+        "draft_vocab_size": vocab["draft_vocab_size"],
+        "vocab_coverage": vocab["coverage"],
+        "num_samples": captured.get("num_samples", {}).get("train", data["num_samples"]),
+        "num_tokens": captured.get("num_tokens", {}).get("train", data.get("num_tokens")),
+        "ttt_steps": config.train.ttt_steps,
+        "layout": config.export.layout.value,
+        "steps": training["steps"],
+        "best_step": training["best_step"],
+        "regenerated": config.data.regenerate.enabled,
+        "versions": package_versions(),
+        "python": platform.python_version(),
+        "git_revision": git_revision(),
+        "stages": [
+            {"name": name, "seconds": record["seconds"], "reused": name in context.reused}
+            for name, record in records.items()
+        ],
+    }

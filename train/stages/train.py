@@ -1,0 +1,184 @@
+"""The train stage: builds the drafter, the engine and the loader, and runs the loop."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from data.batches.loader import RowLoader
+from data.samples import HiddenStateSource
+from data.store import HiddenStateStore
+from eagle31.errors import UserError
+from eagle31.model.drafter import Drafter
+from eagle31.training.objectives import Objective
+from train.config.run import Stage
+from train.context import RunContext
+from train.drafter.build import build_drafter
+from train.stages.capture import opened_source
+from train.stages.vocab import load_vocab
+from train.trainer.checkpoints import CheckpointDirectory
+from train.trainer.engine import (
+    TrainedModule,
+    deepspeed_config,
+    ensure_process_group,
+    initialize_engine,
+    let_go,
+)
+from train.trainer.loop import LoopSettings, train
+from train.trainer.tracking import open_tracker
+from train.trainer.validation import ReplayValidation
+
+
+def train_inputs(context: RunContext) -> dict[str, Any]:
+    config = context.config
+    training = asdict(config.train)
+    # How often something is written or measured does not change the weights, but for the choice of the best.
+    for name in ("log_every", "save_every", "keep_checkpoints"):
+        training.pop(name)
+    vocab = context.artifacts[Stage.vocab]
+    drafter = asdict(config.drafter)
+    drafter.pop("init_revision")
+    if drafter.pop("init_from") is not None:
+        drafter["init_from"] = context.initial_fingerprint
+    return {
+        "capture": context.artifacts[Stage.capture].key,
+        "max_samples": config.capture.max_samples,
+        "vocab": vocab.key,
+        "drafter": _plain(drafter),
+        "optim": _plain(asdict(config.optim)),
+        "deepspeed": _plain(asdict(config.deepspeed)),
+        "train": _plain(training),
+        "draft_tokens": config.evaluate.draft_tokens,
+        "seed": config.seed,
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: getattr(value, "value", value) for key, value in values.items()}
+
+
+def initialize(drafter: Drafter, std: float = 0.02) -> None:
+    """Normal weights as in Llama; norms are one."""
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+
+
+def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Trains: `checkpoints/` with the newest states and `best/`, and `metrics.jsonl`."""
+    with opened_source(context) as source:
+        return train_on(source, context, directory)
+
+
+def train_on(source: HiddenStateSource, context: RunContext, directory: Path) -> dict[str, Any]:
+    """Builds what training needs, and trains."""
+    config, world = context.config, context.world
+    ensure_process_group()
+    vocab = load_vocab(context.artifacts[Stage.vocab])
+    drafter, frozen = build_drafter(context, vocab)
+    num_parameters = sum(p.numel() for p in drafter.parameters())
+    module = TrainedModule(
+        drafter,
+        frozen,
+        config.train.ttt_steps,
+        config.train.step_decay,
+        Objective(config.train.loss, config.train.lk_eta, config.train.count_outside_vocab),
+        config.train.activation_checkpointing,
+    )
+    loader = RowLoader(
+        source,
+        row_tokens=config.train.row_tokens,
+        rows_per_step=config.train.rows_per_step,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.seed,
+    )
+    settings = loop_settings(context, loader.steps_per_epoch)
+    engine = initialize_engine(
+        module,
+        deepspeed_config(
+            zero_stage=config.deepspeed.zero_stage,
+            bf16=context.dtype is torch.bfloat16,
+            micro_batches=config.train.rows_per_step // world.size,
+            world_size=world.size,
+            max_grad_norm=config.optim.max_grad_norm,
+            offload_optimizer=config.deepspeed.offload_optimizer,
+            offload_parameters=config.deepspeed.offload_parameters,
+        ),
+        lr=config.optim.lr,
+        betas=(config.optim.betas[0], config.optim.betas[1]),
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+    )
+    checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
+    check_world_size(checkpoints, world.size)
+    state = checkpoints.resume(engine)
+    if state.step and world.is_main:
+        print(f"train: resuming behind step {state.step} of {settings.max_steps}")
+    held_out = HiddenStateStore(context.artifacts[Stage.capture].directory / "validation")
+    held_out.verify()
+    validation = ReplayValidation(
+        held_out.get_many(range(len(held_out))), config.train.row_tokens, config.evaluate.draft_tokens, world
+    )
+    tracker = open_tracker(
+        config.tracking.mode,
+        project=config.tracking.project,
+        name=config.tracking.name or config.recipe_name,
+        config=_tracked_config(context),
+        directory=directory,
+        metrics_path=directory / "metrics.jsonl",
+        resume_step=state.step,
+        is_main=world.is_main,
+    )
+    try:
+        state = train(engine, loader, validation, checkpoints, tracker, settings, state, world, context.dtype)
+    finally:
+        tracker.close()
+        loader.close()
+    let_go(engine)
+    return {
+        "steps": state.step,
+        "best_step": state.best_step,
+        "best_validation_acceptance_length": state.best_acceptance_length,
+        "counted_rows": state.counted_rows,
+        "drafter_parameters": num_parameters,
+        "world_size": dist.get_world_size(),
+    }
+
+
+def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:
+    """Lengths in steps from the recipe's epochs and fractions."""
+    config = context.config
+    max_steps = config.train.max_steps or max(1, math.floor(steps_per_epoch * config.train.num_epochs))
+    return LoopSettings(
+        max_steps=max_steps,
+        warmup_steps=math.ceil(config.optim.warmup_fraction * max_steps),
+        peak_lr=config.optim.lr,
+        min_lr_fraction=config.optim.min_lr_fraction,
+        schedule=config.optim.schedule.value,
+        num_depths=config.train.ttt_steps,
+        log_every=config.train.log_every,
+        validate_every=config.train.validate_every,
+        save_every=config.train.save_every,
+        draft_tokens=config.evaluate.draft_tokens,
+    )
+
+
+def check_world_size(checkpoints: CheckpointDirectory, world_size: int) -> None:
+    """Raises UserError when the run to resume had another number of processes."""
+    saved = checkpoints.saved_world_size()
+    if saved is not None and saved != world_size:
+        raise UserError(
+            "nproc",
+            world_size,
+            f"The interrupted run in {checkpoints.root} had {saved} processes and its optimizer state is "
+            f"split among them; resume with {saved}, or delete that directory to start over.",
+        )
+
+
+def _tracked_config(context: RunContext) -> dict[str, Any]:
+    return asdict(context.config)

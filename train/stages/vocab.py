@@ -1,0 +1,54 @@
+"""The vocab stage: the draft vocabulary. Rank 0 runs it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+
+from eagle31.json_files import read_json, write_json
+from eagle31.model.vocab import DraftVocab, build_draft_vocab
+from train.artifact import Artifact
+from train.config.run import Stage
+from train.context import RunContext
+from train.drafter.published import starting_vocab
+
+
+def vocab_inputs(context: RunContext) -> dict[str, Any]:
+    inputs: dict[str, Any] = {
+        "data": context.artifacts[Stage.data].key,
+        "draft_vocab_size": context.config.drafter.draft_vocab_size,
+    }
+    if context.initial_fingerprint is not None:
+        inputs["init_from"] = context.initial_fingerprint
+    return inputs
+
+
+def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Counts the assistant's tokens and writes `vocab.safetensors`: d2t, t2d.
+
+    A drafter that starts from a checkpoint keeps that one's vocabulary, which its head was trained for.
+    """
+    dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
+    counts = np.zeros(context.parts.vocab_size, dtype=np.int64)
+    for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            counts += np.bincount(ids[mask], minlength=len(counts))
+    special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
+    if context.initial is not None:
+        vocab = starting_vocab(context.initial, torch.from_numpy(counts))
+    else:
+        size = context.config.drafter.draft_vocab_size
+        vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
+    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / "vocab.safetensors")
+    facts = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
+    write_json(directory / "vocab.json", facts)
+    return facts
+
+
+def load_vocab(artifact: Artifact) -> DraftVocab:
+    tensors = load_file(artifact.directory / "vocab.safetensors")
+    coverage = read_json(artifact.directory / "vocab.json")["coverage"]
+    return DraftVocab(tensors["d2t"], tensors["t2d"], coverage)
