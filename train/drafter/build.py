@@ -8,7 +8,6 @@ from eagle31.model.frozen import FrozenParts, project_width
 from eagle31.model.vocab import DraftVocab
 from train.context import RunContext
 from train.drafter.published import start_from
-from train.stages.train import initialize
 
 
 def draft_rows(rows: Tensor, vocab: DraftVocab) -> Tensor:
@@ -63,3 +62,10 @@ def frozen_rows(context: RunContext, vocab: DraftVocab) -> tuple[Tensor, Tensor]
     own_width = width != parts.hidden_size
     embed_tokens = context.initial.embed_tokens if own_width else parts.embed_tokens
     return embed_tokens, context.initial.drafter.lm_head.weight.detach()
+
+
+def initialize(drafter: Drafter, std: float = 0.02) -> None:
+    """Normal weights as in Llama; norms are one."""
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from data.batches.loader import RowLoader
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
-from eagle31.model.drafter import Drafter
 from eagle31.training.objectives import Objective
 from train.config.run import Stage
 from train.context import RunContext
@@ -59,13 +57,6 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {key: getattr(value, "value", value) for key, value in values.items()}
-
-
-def initialize(drafter: Drafter, std: float = 0.02) -> None:
-    """Normal weights as in Llama; norms are one."""
-    for module in drafter.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=std)
 
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
