@@ -14,7 +14,7 @@ class CapturedSample:
     input_ids: Tensor  # int64 [T]
     loss_mask: Tensor  # bool [T]
     aux_hidden_states: Tensor  # target dtype [T, A, Ht]
-    last_hidden_states: Tensor  # target dtype [T, Ht], before the final norm
+    final_hidden_states: Tensor  # target dtype [T, Ht], before the final norm
 
 
 class HiddenStateSource(Protocol):

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def vllm_python() -> Path:
     """vLLM's environment, made where it is missing."""
     if "EAGLE31_VLLM_PYTHON" not in os.environ:
-        subprocess.run([ROOT / "scripts" / "setup_vllm"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([ROOT / "scripts" / "setup" / "vllm"], check=True, stdout=subprocess.DEVNULL)
     return find_python()
 
 

@@ -184,5 +184,5 @@ def pack_row(samples: Sequence[CapturedSample], num_tokens: int) -> PackedBatch:
         document_ids=lay([document_ids], padding=-1),
         position_ids=lay(position_ids or [document_ids]),
         aux_hidden_states=lay([sample.aux_hidden_states for sample in samples]),
-        last_hidden_states=lay([sample.last_hidden_states for sample in samples]),
+        final_hidden_states=lay([sample.final_hidden_states for sample in samples]),
     )

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from data.capture.offline import (
     CapturedStates,
-    WantedStore,
+    StoreSpec,
     check_space,
     finish_store,
     open_store,
@@ -22,7 +22,7 @@ _WRITER = "online"
 
 
 def drain_to_store(
-    wanted: WantedStore,
+    wanted: StoreSpec,
     source: OnlineStates | None,
     states: CapturedStates,
     *,

@@ -53,7 +53,7 @@ class Capture(CapturedStates, Protocol):
 
 
 @dataclass(frozen=True)
-class WantedStore:
+class StoreSpec:
     """A store that is to be filled."""
 
     directory: Path
@@ -62,7 +62,7 @@ class WantedStore:
 
 
 def capture_to_store(
-    wanted: WantedStore,
+    wanted: StoreSpec,
     capture: Capture,
     *,
     shard_tokens: int,
@@ -117,7 +117,7 @@ def capture_samples(
             yield sample_id, CapturedSample(*row, aux, last)
 
 
-def store_fields(wanted: WantedStore, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
+def store_fields(wanted: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a store says of its making: `manifest_fields`, its encoding, and which samples it is of."""
     return as_read_back(
         {
@@ -167,7 +167,7 @@ def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) ->
     return encoded_bytes(encoding, total, num_layers, states.hidden_size, states.dtype)
 
 
-def check_space(wanted: WantedStore, missing: Sequence[int], states: CapturedStates) -> None:
+def check_space(wanted: StoreSpec, missing: Sequence[int], states: CapturedStates) -> None:
     """Says how much is to be captured, and refuses what the disk cannot hold.
 
     Raises:
@@ -185,7 +185,7 @@ def check_space(wanted: WantedStore, missing: Sequence[int], states: CapturedSta
         raise disk_full(wanted.directory, what)
 
 
-def finish_store(wanted: WantedStore, fields: Mapping[str, Any], rank: int = 0) -> None:
+def finish_store(wanted: StoreSpec, fields: Mapping[str, Any], rank: int = 0) -> None:
     """Waits until every sample is captured or refused; rank 0 declares the store finished, the others wait.
 
     Args:

@@ -71,7 +71,7 @@ def _arrays(table: pa.Table) -> tuple[NDArray, NDArray, NDArray]:
 
 
 def _kept_rows(lengths: NDArray, mask: NDArray, encoding: Encoding) -> NDArray:
-    if encoding.last_states == "all":
+    if encoding.final_states == "all":
         return np.stack([lengths] * 3, axis=1)
     starts = lengths.cumsum() - lengths
     sample = np.repeat(np.arange(len(lengths)), lengths)

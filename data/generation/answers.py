@@ -31,7 +31,7 @@ _FEATURES = Features(
 )
 
 
-class AnswerWriter(Protocol):
+class AnswerGenerator(Protocol):
     """Runs the target."""
 
     engine: str  # of the header
@@ -56,7 +56,7 @@ class AnswerWriter(Protocol):
 
 
 def answer_prompts(
-    writer: AnswerWriter,
+    writer: AnswerGenerator,
     prompts: Prompts,
     sampling: Sampling,
     *,

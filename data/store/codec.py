@@ -11,8 +11,8 @@ from data.samples import CapturedSample
 from eagle31.errors import UserError
 
 CODECS = ("exact", "bf16", "fp8")  # each holds less than the one before
-LAST_STATES = ("all", "counted")
-STATES = ("aux_hidden_states", "last_hidden_states")
+FINAL_STATES = ("all", "supervised")
+STATES = ("aux_hidden_states", "final_hidden_states")
 # Which of `Rows` an encoded tensor has.
 ROWS_OF = {"input_ids": "tokens", "loss_mask": "tokens"} | {
     name + suffix: rows
@@ -35,17 +35,17 @@ class Encoding:
 
     codec: `exact` the target's dtype; `bf16`; `fp8`, e4m3 with a power of two for each token and layer, from
         which bfloat16 comes back without another rounding.
-    last_states: `all`; `counted` leaves out the states that no counted draft reads, which come back as zeros.
+    final_states: `all`; `supervised` leaves out states that no supervised draft reads (zeros are read back).
 
     Raises:
         UserError: a name that is none of these.
     """
 
     codec: str = "exact"
-    last_states: str = "counted"
+    final_states: str = "supervised"
 
     def __post_init__(self) -> None:
-        for name, names in (("codec", CODECS), ("last_states", LAST_STATES)):
+        for name, names in (("codec", CODECS), ("final_states", FINAL_STATES)):
             if getattr(self, name) not in names:
                 raise UserError(f"capture.{name}", getattr(self, name), f"Is one of {', '.join(names)}.")
 
@@ -65,7 +65,7 @@ class Rows:
         return Rows(self.tokens + other.tokens, self.aux + other.aux, self.last + other.last)
 
 
-def counted_last(loss_mask: Tensor) -> Tensor:
+def supervised_final(loss_mask: Tensor) -> Tensor:
     """Where a draft that counts is held against the target's distribution. bool [T] -> bool [T].
 
     Index j teaches the row t = j-1-k at step k when all of x[t+1] .. x[j+1] is the assistant's; there is such
@@ -76,7 +76,7 @@ def counted_last(loss_mask: Tensor) -> Tensor:
     return counted
 
 
-def counted_aux(counted: Tensor) -> int:
+def supervised_aux(counted: Tensor) -> int:
     """How many aux states are read: up to the last row that is drafted from, whose keys are all before it."""
     places = torch.nonzero(counted)
     return int(places[-1]) if len(places) else 0
@@ -85,10 +85,10 @@ def counted_aux(counted: Tensor) -> int:
 def kept_rows(encoding: Encoding, loss_mask: Tensor) -> Rows:
     """Of one sample, loss_mask bool [T]."""
     num_tokens = len(loss_mask)
-    if encoding.last_states == "all":
+    if encoding.final_states == "all":
         return Rows(num_tokens, num_tokens, num_tokens)
-    counted = counted_last(loss_mask)
-    return Rows(num_tokens, counted_aux(counted), int(counted.sum()))
+    counted = supervised_final(loss_mask)
+    return Rows(num_tokens, supervised_aux(counted), int(counted.sum()))
 
 
 def encoded_bytes(
@@ -108,13 +108,13 @@ def encode(sample: CapturedSample, encoding: Encoding) -> dict[str, Tensor]:
     """Runs where the sample's states are.
 
     Returns:
-        input_ids int32 [T], loss_mask bool [T], aux_hidden_states [Ra, A, Ht], last_hidden_states [Rl, Ht];
+        input_ids int32 [T], loss_mask bool [T], aux_hidden_states [Ra, A, Ht], final_hidden_states [Rl, Ht];
         with fp8 their `_exponents` uint8 [Ra, A] and [Rl]. Ra and Rl are those of `kept_rows`.
     """
-    aux, last = sample.aux_hidden_states, sample.last_hidden_states
-    if encoding.last_states == "counted":
-        counted = counted_last(sample.loss_mask)
-        aux, last = aux[: counted_aux(counted)], last[counted.to(last.device)]
+    aux, last = sample.aux_hidden_states, sample.final_hidden_states
+    if encoding.final_states == "supervised":
+        counted = supervised_final(sample.loss_mask)
+        aux, last = aux[: supervised_aux(counted)], last[counted.to(last.device)]
     tensors = {"input_ids": sample.input_ids.to(torch.int32), "loss_mask": sample.loss_mask}
     for name, states in zip(STATES, (aux, last), strict=True):
         if encoding.codec == "fp8":
@@ -130,7 +130,7 @@ def decode(tensors: Mapping[str, Tensor]) -> CapturedSample:
     aux, last = (_states(tensors, name) for name in STATES)
     num_tokens = len(loss_mask)
     if len(last) < num_tokens:
-        kept = counted_last(loss_mask).to(last.device)
+        kept = supervised_final(loss_mask).to(last.device)
         last = last.new_zeros(num_tokens, *last.shape[1:]).index_put_((kept,), last)
         aux = torch.cat((aux, aux.new_zeros(num_tokens - len(aux), *aux.shape[1:])))
     return CapturedSample(tensors["input_ids"].long(), loss_mask, aux, last)

@@ -14,7 +14,7 @@ from data.store.shards import DamagedShard, FinishedShards, ShardRecord, file_sh
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 
-FORMAT = 2
+FORMAT = 3
 SETTINGS = "capture.json"
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from data.store.codec import CODECS, LAST_STATES, Encoding, Rows, decode, encoded_bytes
+from data.store.codec import CODECS, FINAL_STATES, Encoding, Rows, decode, encoded_bytes
 from data.store.index import (
     SETTINGS,
     build_index,
@@ -145,8 +145,8 @@ def convert(
     """
     contents = Contents.read(store)
     old = contents.encoding
-    order = (CODECS, LAST_STATES)
-    for option, names in zip(("codec", "last_states"), order, strict=True):
+    order = (CODECS, FINAL_STATES)
+    for option, names in zip(("codec", "final_states"), order, strict=True):
         has, wants = getattr(old, option), getattr(encoding, option)
         if names.index(wants) < names.index(has):
             remedy = f"The store holds {has} only; what that left out does not come back. Capture anew."

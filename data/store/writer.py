@@ -84,7 +84,7 @@ class StoreWriter:
             UserError: the disk is full. Shards that are finished by then are kept.
             Exception: whatever else stopped the writing of this or an earlier sample.
         """
-        num_bytes = sample.aux_hidden_states.nbytes + sample.last_hidden_states.nbytes
+        num_bytes = sample.aux_hidden_states.nbytes + sample.final_hidden_states.nbytes
         self._put(_Waiting(sample_id, sample, len(sample.input_ids), num_bytes))
 
     def append_encoded(self, sample_id: int, tensors: Mapping[str, Tensor]) -> None:

@@ -17,9 +17,9 @@ class TargetHead(nn.Module):
         """[V, Ht]"""
         return self.lm_head.get_parameter("weight")
 
-    def forward(self, last_hidden: Tensor) -> Tensor:
-        """last_hidden [..., Ht], before the final norm -> logits [..., V] in the parameters' dtype."""
-        return self.lm_head(self.norm(last_hidden.to(self.weight.dtype)))
+    def forward(self, final_hidden: Tensor) -> Tensor:
+        """final_hidden [..., Ht], before the final norm -> logits [..., V] in the parameters' dtype."""
+        return self.lm_head(self.norm(final_hidden.to(self.weight.dtype)))
 
     def rows(self, t2d: Tensor) -> "TargetHead":
         """The same head over the draft vocabulary only: t2d bool [V] -> logits [..., Vd]."""

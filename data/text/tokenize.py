@@ -59,7 +59,7 @@ class TokenizeReport:
     num_refused: int  # conversations that the template does not take
     num_samples: int  # written
     num_tokens: int
-    num_counted_tokens: int  # the assistant's
+    num_supervised_tokens: int  # the assistant's
     num_overlong: int  # samples cut or dropped for their length
     num_uncounted: int  # samples dropped because no row of them counts
     num_straddling: int  # tokens left out because they lie on both sides of a turn's edge
@@ -238,7 +238,7 @@ def _tokenize_chunk(settings: _Settings, conversations: list[Conversation]) -> _
         samples += [(conversation.id, sample) for sample in _kept(rendered, settings, counts)]
     for _, sample in samples:
         counts["num_tokens"] += len(sample.input_ids)
-        counts["num_counted_tokens"] += sum(sample.loss_mask)
+        counts["num_supervised_tokens"] += sum(sample.loss_mask)
     counts["num_samples"] = len(samples)
     return _Chunk(_record_batch(samples), counts, refused)
 
@@ -275,7 +275,7 @@ def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> Tokeniz
         num_refused=num_refused,
         num_samples=counts["num_samples"],
         num_tokens=counts["num_tokens"],
-        num_counted_tokens=counts["num_counted_tokens"],
+        num_supervised_tokens=counts["num_supervised_tokens"],
         num_overlong=counts["num_overlong"],
         num_uncounted=counts["num_uncounted"],
         num_straddling=counts["num_straddling"],

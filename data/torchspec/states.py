@@ -106,7 +106,7 @@ class TorchSpecStates:
             self._owed.pop(request.key, None)
         if self._gain is None:
             return sample
-        return replace(sample, last_hidden_states=before_norm(sample.last_hidden_states, self._gain))
+        return replace(sample, final_hidden_states=before_norm(sample.final_hidden_states, self._gain))
 
     def arrived(self, key: str) -> bool:
         """Whether something waits under the key."""

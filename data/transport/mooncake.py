@@ -274,14 +274,14 @@ def load_mooncake() -> Any:
         raise UserError("capture.transport", "mooncake", remedy) from error
     except ImportError as error:
         remedy = (
-            f"Mooncake lacks a system library ({error}): run scripts/setup_mooncake, which needs no root."
+            f"Mooncake lacks a system library ({error}): run scripts/setup/mooncake, which needs no root."
         )
         raise UserError("capture.transport", "mooncake", remedy) from error
     return mooncake.store
 
 
 def library_directory() -> Path:
-    """Where scripts/setup_mooncake puts libraries that the system lacks."""
+    """Where scripts/setup/mooncake puts libraries that the system lacks."""
     own = os.environ.get("EAGLE31_CACHE")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
     return (Path(own) if own else cache) / "mooncake-libraries"

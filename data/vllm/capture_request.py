@@ -20,7 +20,7 @@ DESCRIBE = {PARAMS: {"describe": True}}
 
 
 @dataclass(frozen=True)
-class StateOrder:
+class CaptureRequest:
     """One sample's states: whose, of which tokens, and where to.
 
     destination: of `store_destination`, or what a transport's `to_json` says.
@@ -36,8 +36,8 @@ class StateOrder:
     @staticmethod
     def of(
         destination: Mapping[str, Any], key: str, input_ids: Sequence[int], loss_mask: Tensor
-    ) -> "StateOrder":
-        return StateOrder(destination, key, tokens_sha256(input_ids), mask_spans(loss_mask))
+    ) -> "CaptureRequest":
+        return CaptureRequest(destination, key, tokens_sha256(input_ids), mask_spans(loss_mask))
 
     def to_params(self) -> dict[str, Any]:
         """Of `kv_transfer_params`."""
@@ -50,7 +50,7 @@ class StateOrder:
         return {PARAMS: own}
 
     @staticmethod
-    def from_params(own: Mapping[str, Any]) -> "StateOrder":
+    def from_params(own: Mapping[str, Any]) -> "CaptureRequest":
         """Of what stands under `eagle31`.
 
         Raises:
@@ -63,7 +63,7 @@ class StateOrder:
         if "store" in destination:
             Encoding(**destination["encoding"])
             int(key), int(destination["shard_tokens"])
-        return StateOrder(destination, key, str(own["tokens_sha256"]), spans)
+        return CaptureRequest(destination, key, str(own["tokens_sha256"]), spans)
 
     def loss_mask(self, num_tokens: int) -> Tensor:
         """bool [T]"""

@@ -10,13 +10,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.capture.offline import WantedStore, check_space, finish_store, open_store, store_fields
+from data.capture.offline import StoreSpec, check_space, finish_store, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.shards import FinishedShards, refuse
-from data.vllm.capture_request import StateOrder, below, store_destination
+from data.vllm.capture_request import CaptureRequest, below, store_destination
 from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
-from data.vllm.endpoint import Endpoint, WantedTarget, check_target, other_server
-from data.vllm.server_info import ServerFacts, facts_path
+from data.vllm.endpoint import Endpoint, ExpectedTarget, check_target, other_server
+from data.vllm.server_info import ServerInfo, info_path
 from eagle31.errors import UserError
 
 _POLL_SECONDS = 0.5
@@ -25,7 +25,7 @@ _REFUSER = "client"
 
 
 @dataclass(frozen=True)
-class WantedStates(WantedTarget):
+class ExpectedStates(ExpectedTarget):
     """What every server has to give; has what `check_space` asks for."""
 
     aux_layer_ids: tuple[int, ...]
@@ -34,8 +34,8 @@ class WantedStates(WantedTarget):
 
 
 def capture_through_vllm(
-    stores: Sequence[WantedStore],
-    wanted: WantedStates,
+    stores: Sequence[StoreSpec],
+    wanted: ExpectedStates,
     endpoints: Sequence[Endpoint],
     *,
     shard_tokens: int,
@@ -85,7 +85,7 @@ async def _run_all(
 
 
 def check_server(
-    endpoint: Endpoint, facts: ServerFacts, wanted: WantedStates, directory: Path | None, longest: int
+    endpoint: Endpoint, facts: ServerInfo, wanted: ExpectedStates, directory: Path | None, longest: int
 ) -> None:
     """Raises UserError for a server that would capture something else, or elsewhere.
 
@@ -106,7 +106,7 @@ def check_server(
         found = f"{', '.join(facts.roots)}, and {directory} is below none of them"
         raise other_server(endpoint, "roots are", found)
     root = next(root for root in facts.roots if below(str(directory.resolve()), [root]))
-    if not facts_path(root, facts.id).exists():
+    if not info_path(root, facts.id).exists():
         remedy = f"Its {root} is another one than here; mount the same directory at the same path."
         raise UserError("vllm.servers", endpoint.name, remedy)
 
@@ -116,8 +116,8 @@ class _Capture:
 
     def __init__(
         self,
-        store: WantedStore,
-        wanted: WantedStates,
+        store: StoreSpec,
+        wanted: ExpectedStates,
         missing: Sequence[int],
         shard_tokens: int,
     ) -> None:
@@ -191,6 +191,6 @@ class _Capture:
         ids = [self.unsent.pop() for _ in range(min(room - len(self.under_way), len(self.unsent)))]
         for sample_id, (input_ids, loss_mask) in zip(ids, self.tokens.read(ids), strict=True):
             own = input_ids.tolist()
-            order = StateOrder.of(self.destination, str(sample_id), own, loss_mask)
+            order = CaptureRequest.of(self.destination, str(sample_id), own, loss_mask)
             dispatcher.add(Prompt(sample_id, str(sample_id), own, order.to_params()))
             self.under_way.add(sample_id)

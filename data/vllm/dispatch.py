@@ -10,7 +10,7 @@ from typing import Any
 
 from data.sampling import Sampling
 from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
-from data.vllm.server_info import ServerFacts, read_facts
+from data.vllm.server_info import ServerInfo, read_info
 from eagle31.errors import UserError
 
 PATIENCE_SECONDS = 300.0  # servers are started again, and load their model
@@ -38,7 +38,7 @@ class Link:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.facts: ServerFacts | None = None
+        self.facts: ServerInfo | None = None
         self.down_since: float | None = time.monotonic()
         self.reason = "not reached yet"
         self.num_failures = 0
@@ -54,7 +54,7 @@ class Link:
     async def until_up(self) -> None:
         await self._up.wait()
 
-    def went_up(self, facts: ServerFacts) -> None:
+    def went_up(self, facts: ServerInfo) -> None:
         self.facts, self.down_since = facts, None
         self._up.set()
 
@@ -98,7 +98,7 @@ class Dispatcher:
         self,
         endpoints: Sequence[Endpoint],
         *,
-        check: Callable[[Endpoint, ServerFacts], None],
+        check: Callable[[Endpoint, ServerInfo], None],
         answered: Callable[[Prompt, str, list[int]], None],
         refused: Callable[[Prompt, str], None],
         patience_seconds: float,
@@ -213,7 +213,7 @@ async def _compute(endpoint: Endpoint, prompt: Prompt) -> list[int]:
     return []
 
 
-def _impossible(prompt: Prompt, facts: ServerFacts) -> str | None:
+def _impossible(prompt: Prompt, facts: ServerInfo) -> str | None:
     """Why an engine cannot compute a prompt, if so; it ends with some of these instead of refusing them."""
     largest = max(prompt.input_ids, default=-1)
     if not 0 <= min(prompt.input_ids, default=-1) <= largest < facts.vocab_size:
@@ -230,7 +230,7 @@ def _raise_failure(link: Link) -> None:
     if link.facts is None:
         return
     for root in link.facts.roots:
-        left = read_facts(root, link.facts.id)
+        left = read_info(root, link.facts.id)
         if left is not None and left.failure is not None:
             remedy = f"It ended, and says why: {left.failure} What is finished is kept."
             raise UserError("vllm.servers", link.endpoint.name, remedy)

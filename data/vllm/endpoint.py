@@ -7,7 +7,7 @@ import torch
 
 from data.sampling import Sampling
 from data.vllm.capture_request import DESCRIBE, PARAMS
-from data.vllm.server_info import ServerFacts
+from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
 
@@ -43,13 +43,13 @@ class Endpoint(Protocol):
     async def close(self) -> None: ...
 
 
-async def describe(endpoint: Endpoint) -> ServerFacts:
+async def describe(endpoint: Endpoint) -> ServerInfo:
     """Raises what `send` does, and UserError for a server without the connector."""
     answer = await endpoint.send([0], DESCRIBE)
     if "id" not in answer:
         remedy = "Runs without eagle31's connector; start it with scripts/serve_target."
         raise UserError("vllm.servers", endpoint.name, remedy)
-    return ServerFacts.from_json(answer)
+    return ServerInfo.from_json(answer)
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def check_finished(reason: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class WantedTarget:
+class ExpectedTarget:
     """What every server has to run."""
 
     target: str  # as vLLM is told
@@ -84,7 +84,7 @@ class WantedTarget:
     dtype: torch.dtype
 
 
-def check_target(endpoint: Endpoint, facts: ServerFacts, wanted: WantedTarget, longest: int) -> None:
+def check_target(endpoint: Endpoint, facts: ServerInfo, wanted: ExpectedTarget, longest: int) -> None:
     """Raises UserError for a server of another target, or one that was started for less.
 
     Args:

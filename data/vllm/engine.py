@@ -21,7 +21,7 @@ _CLOSE_SECONDS = 120.0  # what was captured is written
 _LINE_BYTES = 1 << 26
 
 
-class OwnEngine:
+class LocalEngine:
     """Ends with this process, however it ends.
 
     Args:
@@ -45,8 +45,8 @@ class OwnEngine:
         self._was_ready = False
 
     @staticmethod
-    def of(engine: CaptureEngine, log_path: Path, concurrency: int = _CONCURRENCY) -> "OwnEngine":
-        return OwnEngine(engine.arguments(), log_path, concurrency)
+    def of(engine: CaptureEngine, log_path: Path, concurrency: int = _CONCURRENCY) -> "LocalEngine":
+        return LocalEngine(engine.arguments(), log_path, concurrency)
 
     @property
     def process_id(self) -> int | None:

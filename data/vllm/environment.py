@@ -8,20 +8,20 @@ from data.transport.mooncake import REQUIREMENT
 from eagle31.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-SETUP = ROOT / "scripts" / "setup_vllm"
+SETUP = ROOT / "scripts" / "setup" / "vllm"
 # Python's own settings, and a launcher's, belong to our processes and not to vLLM's.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def find_python() -> Path:
-    """Python of vLLM's environment: EAGLE31_VLLM_PYTHON, else what `scripts/setup_vllm` made.
+    """Python of vLLM's environment: EAGLE31_VLLM_PYTHON, else what `scripts/setup/vllm` made.
 
     Raises:
         UserError: there is none.
     """
     remedy = (
-        "vLLM's environment is not there; run scripts/setup_vllm, or name the Python of your own with "
+        "vLLM's environment is not there; run scripts/setup/vllm, or name the Python of your own with "
         "EAGLE31_VLLM_PYTHON."
     )
     own = os.environ.get("EAGLE31_VLLM_PYTHON")

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from data.transport.protocol import StateRequest, Transport
-from data.vllm.capture_request import StateOrder
+from data.vllm.capture_request import CaptureRequest
 from data.vllm.dispatch import Dispatcher, Prompt
 from data.vllm.endpoint import Endpoint
-from data.vllm.server_info import ServerFacts
+from data.vllm.server_info import ServerInfo
 
 _ANSWERED_KEPT = 64  # as many as `OnlineStates` discards where they come twice
 
@@ -30,7 +30,7 @@ class VllmProducer:
         self,
         endpoints: Sequence[Endpoint],
         transport: Transport,
-        check: Callable[[Endpoint, ServerFacts], None],
+        check: Callable[[Endpoint, ServerInfo], None],
         patience_seconds: float,
     ) -> None:
         self._transport = transport
@@ -60,7 +60,7 @@ class VllmProducer:
 
     def request(self, request: StateRequest) -> None:
         input_ids = request.input_ids.tolist()
-        order = StateOrder.of(self._destination, request.key, input_ids, request.loss_mask)
+        order = CaptureRequest.of(self._destination, request.key, input_ids, request.loss_mask)
         with self._lock:
             if request.key in self._owed:
                 return  # It is on its way.

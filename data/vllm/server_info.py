@@ -16,7 +16,7 @@ _FAILURE_LETTERS = 1000  # with the rest less than a page
 
 
 @dataclass(frozen=True)
-class ServerFacts:
+class ServerInfo:
     """One engine; a server that starts again is another one."""
 
     id: str
@@ -41,21 +41,21 @@ class ServerFacts:
         return asdict(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> "ServerFacts":
+    def from_json(raw: dict[str, Any]) -> "ServerInfo":
         tuples = {name: tuple(raw[name]) for name in ("aux_layer_ids", "roots")}
-        return ServerFacts(**raw | tuples)
+        return ServerInfo(**raw | tuples)
 
 
-def engine_facts(
+def engine_info(
     config: Any,
     id: str,
     target_fingerprint: str | None = None,
     aux_layer_ids: tuple[int, ...] = (),
     roots: tuple[str, ...] = (),
-) -> ServerFacts:
+) -> ServerInfo:
     """Of an engine with this VllmConfig."""
     model = config.model_config
-    return ServerFacts(
+    return ServerInfo(
         id=id,
         model=model.model,
         target_fingerprint=target_fingerprint,
@@ -70,32 +70,32 @@ def engine_facts(
     )
 
 
-def facts_path(root: str, server_id: str) -> Path:
+def info_path(root: str, server_id: str) -> Path:
     return Path(root) / f".vllm-{server_id}.json"
 
 
-def write_facts(facts: ServerFacts) -> None:
+def write_info(facts: ServerInfo) -> None:
     for root in facts.roots:
-        write_json(facts_path(root, facts.id), facts.to_json())
+        write_json(info_path(root, facts.id), facts.to_json())
 
 
-def write_failure(facts: ServerFacts, why: str) -> None:
+def write_failure(facts: ServerInfo, why: str) -> None:
     """Over what stands there, as the disk may be full: that the file has its place already."""
     text = json.dumps(replace(facts, failure=why[:_FAILURE_LETTERS]).to_json())
     for root in facts.roots:
-        with facts_path(root, facts.id).open("r+") as file:
+        with info_path(root, facts.id).open("r+") as file:
             file.write(text)
             file.truncate()
 
 
-def remove_facts(facts: ServerFacts) -> None:
+def remove_info(facts: ServerInfo) -> None:
     """Of a server that ends as it should; one that failed leaves the reason."""
     for root in facts.roots:
-        path = facts_path(root, facts.id)
+        path = info_path(root, facts.id)
         if path.exists() and read_json(path)["failure"] is None:
             path.unlink()
 
 
-def read_facts(root: str, server_id: str) -> ServerFacts | None:
-    path = facts_path(root, server_id)
-    return ServerFacts.from_json(read_json(path)) if path.exists() else None
+def read_info(root: str, server_id: str) -> ServerInfo | None:
+    path = info_path(root, server_id)
+    return ServerInfo.from_json(read_json(path)) if path.exists() else None

@@ -11,7 +11,7 @@ import torch
 
 from eagle31.model.config import DrafterConfig
 from eagle31.training.batch import PackedBatch
-from eagle31.training.supervision import counted_drafts
+from eagle31.training.supervision import supervised_drafts
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def count_step(batch: PackedBatch, num_steps: int) -> StepCounts:
 
     Keys reach from each document's start to its last drafted row, a row is rolled out as long as it counts.
     """
-    counted = counted_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    counted = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     num_tokens = len(batch.input_ids)
     rows = counted[:, 0].nonzero().squeeze(1)
     documents, lengths = batch.document_ids.unique_consecutive(return_counts=True)

@@ -26,12 +26,12 @@ class AcceptanceStats:
 
     @property
     def absolute_acceptance(self) -> tuple[float, ...]:
-        """Share of all drafts accepted up to and including each position."""
+        """TokenProjection of all drafts accepted up to and including each position."""
         return tuple(n / max(self.num_drafts, 1) for n in self.accepted_per_position)
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:
-        """Share accepted at each position among the drafts accepted at the one before."""
+        """TokenProjection accepted at each position among the drafts accepted at the one before."""
         before = (self.num_drafts, *self.accepted_per_position)
         return tuple(n / max(m, 1) for n, m in zip(self.accepted_per_position, before, strict=False))
 

@@ -17,7 +17,7 @@ from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.drafter import Drafter
 from eagle31.training.batch import PackedBatch
 from eagle31.training.rollout import rollout
-from eagle31.training.supervision import counted_drafts, counted_rows
+from eagle31.training.supervision import supervised_drafts, supervised_positions
 
 # A subdirectory: vLLM takes every safetensors file beside config.json for weights.
 DIRECTORY, RECORD, PROBE = "verification", "record.json", "probe.safetensors"
@@ -85,7 +85,7 @@ def probe_piece(batch: PackedBatch, num_steps: int) -> PackedBatch | None:
 
     batch: one document, unpadded.
     """
-    rows = counted_rows(counted_drafts(batch.loss_mask, batch.document_ids, num_steps))
+    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, num_steps))
     if not len(rows):
         return None
     states = batch.aux_hidden_states
@@ -103,8 +103,8 @@ def make_probe(drafter: Drafter, embed_tokens: Tensor, piece: PackedBatch, num_s
         drafter: float32, its weights rounded to the export's dtype.
         embed_tokens: float32 [V, H].
     """
-    counted = counted_drafts(piece.loss_mask, piece.document_ids, num_steps)
-    rows = counted_rows(counted)[:MAX_ROWS]
+    counted = supervised_drafts(piece.loss_mask, piece.document_ids, num_steps)
+    rows = supervised_positions(counted)[:MAX_ROWS]
     logits = draft_logits(drafter, embed_tokens, piece, rows, num_steps)
     top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
     return Probe(piece, rows, top.indices, top.values, logits.logsumexp(-1))

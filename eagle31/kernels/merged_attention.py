@@ -38,12 +38,12 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: CausalBlock, places: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
         query, keys, values, *own = tensors
-        num_own = len(own) // 2
-        own = [_taken(x, places[i % num_own]) for i, x in enumerate(own)]
+        num_rollout = len(own) // 2
+        own = [_taken(x, places[i % num_rollout]) for i, x in enumerate(own)]
         output, lse = block.forward(query, keys, values)
-        if num_own:
-            scores = _own_scores(query, own[:num_own], block.scale)
-            output, lse = _merge(output, lse, scores, own[num_own:])
+        if num_rollout:
+            scores = _rollout_scores(query, own[:num_rollout], block.scale)
+            output, lse = _merge(output, lse, scores, own[num_rollout:])
         ctx.block, ctx.places = block, places
         ctx.save_for_backward(output, lse, *tensors)
         return output
@@ -54,15 +54,22 @@ class _MergedAttention(torch.autograd.Function):
         output, lse, query, keys, values, *own = ctx.saved_tensors
         grad = grad.contiguous()
         grad_query, grad_keys, grad_values = ctx.block.backward(grad, query, keys, values, output, lse)
-        num_own = len(own) // 2
-        grads_own: list[Tensor] = []
-        if num_own:
-            taken = [_taken(x, ctx.places[i % num_own]) for i, x in enumerate(own)]
-            grad_query, grads_own = _own_backward(
-                grad, query, taken[:num_own], taken[num_own:], output, lse, grad_query, ctx.block.scale
+        num_rollout = len(own) // 2
+        gradients: list[Tensor] = []
+        if num_rollout:
+            taken = [_taken(x, ctx.places[i % num_rollout]) for i, x in enumerate(own)]
+            grad_query, gradients = _rollout_backward(
+                grad,
+                query,
+                taken[:num_rollout],
+                taken[num_rollout:],
+                output,
+                lse,
+                grad_query,
+                ctx.block.scale,
             )
-            grads_own = [_put_back(x, ctx.places[i % num_own], own[i]) for i, x in enumerate(grads_own)]
-        return None, None, grad_query, grad_keys, grad_values, *grads_own
+            gradients = [_put_back(x, ctx.places[i % num_rollout], own[i]) for i, x in enumerate(gradients)]
+        return None, None, grad_query, grad_keys, grad_values, *gradients
 
 
 def merged_attention(
@@ -70,8 +77,8 @@ def merged_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    own_keys: Sequence[Tensor],
-    own_values: Sequence[Tensor],
+    rollout_keys: Sequence[Tensor],
+    rollout_values: Sequence[Tensor],
     places: Sequence[Tensor | None],
 ) -> Tensor:
     """Softmax over the block's step-0 keys and the row's own keys of steps 1..k.
@@ -80,13 +87,13 @@ def merged_attention(
         query: [R, Hq, D], rotated.
         keys: [S, Hkv, D] of step 0, rotated.
         values: [S, Hkv, Dv] of step 0; Dv may be less than D.
-        own_keys, own_values: k tensors [R_i, Hkv, D] and [R_i, Hkv, Dv] of steps 1..k.
+        rollout_keys, rollout_values: k tensors [R_i, Hkv, D] and [R_i, Hkv, Dv] of steps 1..k.
         places: int64 [R] for each of these, the queries' rows within theirs; None when they are the same.
 
     Returns:
         [R, Hq, Dv] in the query's dtype; the softmax is float32 or wider.
     """
-    return _MergedAttention.apply(block, places, query, keys, values, *own_keys, *own_values)
+    return _MergedAttention.apply(block, places, query, keys, values, *rollout_keys, *rollout_values)
 
 
 def _taken(x: Tensor, places: Tensor | None) -> Tensor:
@@ -103,49 +110,51 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.to(widened(x.dtype)).unflatten(1, (num_kv_heads, -1))
 
 
-def _own_scores(query: Tensor, own_keys: Sequence[Tensor], scale: float) -> Tensor:
+def _rollout_scores(query: Tensor, rollout_keys: Sequence[Tensor], scale: float) -> Tensor:
     """Scaled scores [R, Hq, k]."""
-    grouped = _grouped(query, own_keys[0].shape[1])
-    scores = [torch.linalg.vecdot(grouped, key.to(grouped.dtype).unsqueeze(2)) for key in own_keys]
+    grouped = _grouped(query, rollout_keys[0].shape[1])
+    scores = [torch.linalg.vecdot(grouped, key.to(grouped.dtype).unsqueeze(2)) for key in rollout_keys]
     return torch.stack(scores, dim=-1).flatten(1, 2).mul_(scale)
 
 
 def _merge(
-    output: Tensor, lse: Tensor, scores: Tensor, own_values: Sequence[Tensor]
+    output: Tensor, lse: Tensor, scores: Tensor, rollout_values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Adds the own terms to the block's output and log-sum-exp."""
     lse = lse.to(scores.dtype)
     merged_lse = torch.cat((lse.unsqueeze(-1), scores), dim=-1).logsumexp(-1)
-    num_kv_heads = own_values[0].shape[1]
+    num_kv_heads = rollout_values[0].shape[1]
     weights = (scores - merged_lse.unsqueeze(-1)).exp_().unflatten(1, (num_kv_heads, -1))
     merged = _grouped(output, num_kv_heads) * (lse - merged_lse).exp_().unflatten(
         1, (num_kv_heads, -1)
     ).unsqueeze(-1)
-    for step, value in enumerate(own_values):
+    for step, value in enumerate(rollout_values):
         merged.addcmul_(weights[..., step, None], value.to(merged.dtype).unsqueeze(2))
     return merged.flatten(1, 2).to(output.dtype), merged_lse
 
 
-def _own_backward(
+def _rollout_backward(
     grad: Tensor,
     query: Tensor,
-    own_keys: Sequence[Tensor],
-    own_values: Sequence[Tensor],
+    rollout_keys: Sequence[Tensor],
+    rollout_values: Sequence[Tensor],
     output: Tensor,
     lse: Tensor,
     grad_query: Tensor,
     scale: float,
 ) -> tuple[Tensor, list[Tensor]]:
     """The query's gradient with the own terms added, and those of the own keys and values."""
-    num_kv_heads = own_keys[0].shape[1]
+    num_kv_heads = rollout_keys[0].shape[1]
     wide_query, wide_grad = _grouped(query, num_kv_heads), _grouped(grad, num_kv_heads)
     weights = (
-        (_own_scores(query, own_keys, scale) - lse.unsqueeze(-1)).exp_().unflatten(1, (num_kv_heads, -1))
+        (_rollout_scores(query, rollout_keys, scale) - lse.unsqueeze(-1))
+        .exp_()
+        .unflatten(1, (num_kv_heads, -1))
     )
     delta = torch.linalg.vecdot(wide_grad, _grouped(output, num_kv_heads))
     total = _grouped(grad_query, num_kv_heads)
     grad_keys, grad_values = [], []
-    for step, (key, value) in enumerate(zip(own_keys, own_values, strict=True)):
+    for step, (key, value) in enumerate(zip(rollout_keys, rollout_values, strict=True)):
         weight = weights[..., step]
         along = torch.linalg.vecdot(wide_grad, value.to(wide_grad.dtype).unsqueeze(2))
         slope = (along.sub_(delta).mul_(weight).mul_(scale)).unsqueeze(-1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.kernels.query_run import Run
+from eagle31.kernels.query_run import QueryRun
 
 kernels = torch.ops.aten
 
@@ -29,7 +29,7 @@ class PackedBlock:
         scale: of the scores.
     """
 
-    def __init__(self, runs: Sequence[Run], device: torch.device, scale: float) -> None:
+    def __init__(self, runs: Sequence[QueryRun], device: torch.device, scale: float) -> None:
         self.scale = scale
         self.places: Tensor | None = None
         self.num_rows = runs[-1].query_stop if runs else 0
@@ -125,7 +125,7 @@ def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
-def _gather(runs: Sequence[Run], device: torch.device) -> Tensor | None:
+def _gather(runs: Sequence[QueryRun], device: torch.device) -> Tensor | None:
     """The keys run by run; None when the runs follow one another, which is one run a document."""
     starts, stops = [run.key_start for run in runs], [run.key_stop for run in runs]
     if starts == [0, *stops[:-1]]:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class QueryRun(NamedTuple):
     """Queries at consecutive rows of one document; they are the last rows of the keys that they may read."""
 
     query_start: int  # into the step's rows

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-class Share(NamedTuple):
+class TokenProjection(NamedTuple):
     """Products with the first input, and which of them each row adds."""
 
     products: Tensor  # [U, out]
@@ -45,14 +45,14 @@ class SplitLinear(nn.Linear):
     One module call whatever is computed, as sharded weights are gathered by module.
     """
 
-    def forward(self, x: Tensor, share: Share | None = None) -> Tensor:
+    def forward(self, x: Tensor, share: TokenProjection | None = None) -> Tensor:
         """[N, out] of both inputs [N, in], of the first alone [N, in // 2], or of the second and a share."""
         if share is not None:
             return _AddedProduct.apply(x, self.weight, share.products, share.at)
         return F.linear(x, self.weight[:, : x.shape[1]])
 
 
-def projected(projection: nn.Module, x: Tensor, share: Share | None) -> Tensor:
+def projected(projection: nn.Module, x: Tensor, share: TokenProjection | None) -> Tensor:
     """With a share, `projection` is a `SplitLinear` and `x` its second input alone."""
     product: Tensor = projection(x) if share is None else projection(x, share)
     return product

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle31.kernels.elementwise import widened
-from eagle31.kernels.query_run import Run
+from eagle31.kernels.query_run import QueryRun
 
 # Queries of one kernel call. More make fewer calls, but more of the masked triangle is computed in vain.
 TILE = 128
@@ -126,7 +126,7 @@ class Tiles:
 class TiledBlock:
     """Runs cut into tiles of queries, one kernel call each."""
 
-    def __init__(self, runs: Sequence[Run], tiles: Tiles, kernel: Kernel) -> None:
+    def __init__(self, runs: Sequence[QueryRun], tiles: Tiles, kernel: Kernel) -> None:
         self.kernel = kernel
         self.scale = kernel.scale
         self.tiles = [
@@ -177,9 +177,9 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-def _tiles_of(run: Run) -> list[Run]:
+def _tiles_of(run: QueryRun) -> list[QueryRun]:
     tiles = []
     for start in range(run.query_start, run.query_stop, TILE):
         stop = min(start + TILE, run.query_stop)
-        tiles.append(Run(start, stop, run.key_start, run.key_stop - (run.query_stop - stop)))
+        tiles.append(QueryRun(start, stop, run.key_start, run.key_stop - (run.query_stop - stop)))
     return tiles

@@ -32,8 +32,8 @@ def rollout_attention(
     keys: Tensor,
     values: Tensor,
     visible: Tensor,
-    own_keys: Sequence[Tensor],
-    own_values: Sequence[Tensor],
+    rollout_keys: Sequence[Tensor],
+    rollout_values: Sequence[Tensor],
     scale: float,
 ) -> Tensor:
     """Softmax over the visible step-0 keys and the row's own keys of steps 1..k.
@@ -43,7 +43,7 @@ def rollout_attention(
         keys: [T, Hkv, D] of step 0, rotated.
         values: [T, Hkv, Dv] of step 0.
         visible: bool [R, T].
-        own_keys, own_values: k tensors [R, Hkv, D] and [R, Hkv, Dv], the row's own of steps 1..k.
+        rollout_keys, rollout_values: k tensors [R, Hkv, D] and [R, Hkv, Dv], the row's own of steps 1..k.
         scale: of the scores.
 
     Returns:
@@ -57,13 +57,13 @@ def rollout_attention(
     scores = (grouped @ keys.permute(1, 2, 0).unsqueeze(1)).to(wide)  # shape: [Hkv, group, R, T]
     scores = scores.masked_fill(~visible, float("-inf"))
     # shape: [Hkv, group, R, k]
-    own = [(grouped * key.permute(1, 0, 2).unsqueeze(1)).sum(-1, dtype=wide) for key in own_keys]
+    own = [(grouped * key.permute(1, 0, 2).unsqueeze(1)).sum(-1, dtype=wide) for key in rollout_keys]
     if own:
         scores = torch.cat((scores, torch.stack(own, dim=-1)), dim=-1)
     weights = (scores * scale).softmax(dim=-1).to(query.dtype)
     num_keys = keys.shape[0]
     out = weights[..., :num_keys] @ values.permute(1, 0, 2).unsqueeze(1)
-    for step, value in enumerate(own_values):
+    for step, value in enumerate(rollout_values):
         out = out + weights[..., num_keys + step, None] * value.permute(1, 0, 2).unsqueeze(1)
     return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, values.shape[-1])
 
@@ -101,8 +101,8 @@ def attend_by_document(
     keys: Tensor,
     values: Tensor,
     spans: Sequence[DocumentSpan],
-    own_keys: Sequence[Tensor],
-    own_values: Sequence[Tensor],
+    rollout_keys: Sequence[Tensor],
+    rollout_values: Sequence[Tensor],
     scale: float,
 ) -> Tensor:
     """`rollout_attention` over each document's own keys; same shapes, `spans` in place of the mask."""
@@ -114,8 +114,8 @@ def attend_by_document(
             keys[span.keys],
             values[span.keys],
             span.visible,
-            [key[span.queries] for key in own_keys],
-            [value[span.queries] for value in own_values],
+            [key[span.queries] for key in rollout_keys],
+            [value[span.queries] for value in rollout_values],
             scale,
         )
         for span in spans

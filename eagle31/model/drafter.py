@@ -23,8 +23,8 @@ class LayerKeys:
 
     keys: Tensor  # [T, Hkv, D]
     values: Tensor  # [T, Hkv, Dv]
-    own_keys: list[Tensor] = field(default_factory=list)  # each [R, Hkv, D]
-    own_values: list[Tensor] = field(default_factory=list)
+    rollout_keys: list[Tensor] = field(default_factory=list)  # each [R, Hkv, D]
+    rollout_values: list[Tensor] = field(default_factory=list)
 
 
 class MLP(nn.Module):
@@ -170,16 +170,16 @@ class Drafter(nn.Module):
         for layer, context in zip(self.decoder_layers, contexts, strict=True):
             layer_input, residual = layer.attention_input(state, embeds)
             key, value = layer.self_attn.key_value(layer_input, cos, sin)
-            context.own_keys.append(key)
-            context.own_values.append(value)
+            context.rollout_keys.append(key)
+            context.rollout_values.append(value)
             query = layer.self_attn.query(layer_input, cos, sin)
             attended = attend_by_document(
                 query,
                 context.keys,
                 context.values,
                 spans,
-                context.own_keys,
-                context.own_values,
+                context.rollout_keys,
+                context.rollout_values,
                 self.config.attention_scale,
             )
             state = layer.output(attended, residual)

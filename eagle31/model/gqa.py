@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import rotate
-from eagle31.kernels.split_linear import Share, SplitLinear, projected
+from eagle31.kernels.split_linear import SplitLinear, TokenProjection, projected
 from eagle31.model.config import DrafterConfig
 
 
@@ -36,12 +36,12 @@ class GroupedQueryAttention(nn.Module):
         """The projections that `key_value` starts from."""
         return self.k_proj, self.v_proj
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: Share | None = None) -> Tensor:
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: TokenProjection | None = None) -> Tensor:
         """[N, in] -> rotated [N, Hq, D]."""
         return rotate(self._heads(self.q_proj, x, share), cos, sin)
 
     def key_value(
-        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[Share] | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
         """[N, in] -> rotated keys and values, both [N, Hkv, D]."""
         key_share, value_share = shares or (None, None)
@@ -52,5 +52,5 @@ class GroupedQueryAttention(nn.Module):
         """[N, Hq, D] -> [N, H]."""
         return self.o_proj(attended.flatten(1))
 
-    def _heads(self, projection: nn.Module, x: Tensor, share: Share | None) -> Tensor:
+    def _heads(self, projection: nn.Module, x: Tensor, share: TokenProjection | None) -> Tensor:
         return projected(projection, x, share).unflatten(-1, (-1, self.head_dim))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import RMSNorm, rotate_pairs
-from eagle31.kernels.split_linear import Share, SplitLinear, projected
+from eagle31.kernels.split_linear import SplitLinear, TokenProjection, projected
 from eagle31.model.config import DrafterConfig
 
 
@@ -51,14 +51,14 @@ class LatentAttention(nn.Module):
         """The projection that `key_value` starts from."""
         return (self.kv_a_proj_with_mqa,)
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: Share | None = None) -> Tensor:
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: TokenProjection | None = None) -> Tensor:
         """[N, in] -> [N, Hq, D], the last part of each head rotated."""
         query = self.q_b_proj(self.q_a_layernorm(projected(self.q_a_proj, x, share)))
         plain, turned = query.unflatten(-1, (self.num_heads, -1)).split(self.key_widths, dim=-1)
         return torch.cat((plain, rotate_pairs(turned, cos, sin)), dim=-1)
 
     def key_value(
-        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[Share] | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
         """[N, in] -> keys [N, Hq, D], the last part of each head rotated, and values [N, Hq, Dv]."""
         (share,) = shares or (None,)

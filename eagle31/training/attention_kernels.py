@@ -6,11 +6,11 @@ from eagle31.kernels.merged_attention import CausalBlock
 from eagle31.kernels.packed_attention import PackedBlock, can_pack
 from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, Tiles
 from eagle31.model.config import DrafterConfig
-from eagle31.training.schedule import RolloutPlan
+from eagle31.training.schedule import RolloutSchedule
 
 
 def causal_blocks(
-    plan: RolloutPlan, config: DrafterConfig, like: Tensor
+    plan: RolloutSchedule, config: DrafterConfig, like: Tensor
 ) -> tuple[CausalBlock, list[CausalBlock]]:
     """For all key rows as queries, which layers before the last have at step 0, and for each step's rows.
 

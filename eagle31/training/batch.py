@@ -18,12 +18,12 @@ class PackedBatch:
     document_ids: Tensor  # int64 [T], 0, 1, 2, ... in order; -1 for padding
     position_ids: Tensor  # int64 [T], starts at 0 in every document
     aux_hidden_states: Tensor  # target dtype [T, A, Ht]
-    last_hidden_states: Tensor  # target dtype [T, Ht], the last layer's output before the final norm
+    final_hidden_states: Tensor  # target dtype [T, Ht], the last layer's output before the final norm
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "PackedBatch":
         """Moves every tensor; hidden states are also cast to `dtype` when given."""
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
         if dtype is not None:
             moved["aux_hidden_states"] = moved["aux_hidden_states"].to(dtype)
-            moved["last_hidden_states"] = moved["last_hidden_states"].to(dtype)
+            moved["final_hidden_states"] = moved["final_hidden_states"].to(dtype)
         return PackedBatch(**moved)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from eagle31.kernels.elementwise import widened
 from eagle31.training.objectives import Loss, Objective, Teacher, loss_with_gradient
-from eagle31.training.schedule import RolloutPlan
+from eagle31.training.schedule import RolloutSchedule
 
 # Rows of logits that the elementwise part handles at once on the CPU: they stay in its caches.
 BLOCK_ROWS = 32
@@ -51,7 +51,7 @@ def one_pass_loss(
     states: Sequence[Tensor],
     weight: Tensor,
     teacher: Callable[[Tensor], Teacher],
-    plan: RolloutPlan,
+    plan: RolloutSchedule,
     objective: Objective,
     step_weights: Sequence[float],
     chunk_rows: int,
@@ -79,7 +79,7 @@ class _Walk:
     def __init__(
         self,
         teacher: Callable[[Tensor], Teacher],
-        plan: RolloutPlan,
+        plan: RolloutSchedule,
         objective: Objective,
         step_weights: tuple[float, ...],
         chunk_rows: int,
@@ -121,7 +121,7 @@ class _Walk:
         """The first teacher position of each chunk, and the rows of each step that are held against it."""
         num_positions = len(self.plan.teacher_rows)
         edges = torch.arange(0, num_positions + self.chunk_size, self.chunk_size)
-        bounds = [torch.searchsorted(step.teacher_at_host, edges).tolist() for step in self.plan.steps]
+        bounds = [torch.searchsorted(step.teacher_index_host, edges).tolist() for step in self.plan.steps]
         for chunk, first in enumerate(range(0, num_positions, self.chunk_size)):
             yield first, [slice(b[chunk], b[chunk + 1]) for b in bounds]
 
@@ -138,7 +138,7 @@ class _Walk:
         for step, piece in enumerate(pieces):
             # Where every position of the chunk has a row at this step, the places are simply 0, 1, 2, ...
             whole = piece.stop - piece.start == num_positions
-            places = self.plan.steps[step].teacher_at[piece] - first
+            places = self.plan.steps[step].teacher_index[piece] - first
             for start in range(0, piece.stop - piece.start, block_rows):
                 own = slice(start, min(start + block_rows, piece.stop - piece.start))
                 own_places = own if whole else places[own]

@@ -15,7 +15,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective, plain_loss
 from eagle31.training.step import DepthSums, whole_teacher
-from eagle31.training.supervision import counted_drafts, counted_rows
+from eagle31.training.supervision import supervised_drafts, supervised_positions
 
 
 def reference_rollout(
@@ -54,8 +54,8 @@ def reference_loss(
 ) -> tuple[Tensor, DepthSums]:
     """Same results as `eagle31.training.step.rollout_loss`."""
     objective = objective or Objective()
-    counted = counted_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    rows = counted_rows(counted)
+    counted = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    rows = supervised_positions(counted)
     lm_head = frozen.lm_head or drafter.lm_head
     total = torch.zeros((), device=rows.device)
     sums = []
@@ -63,7 +63,7 @@ def reference_loss(
     for step, (normed, state) in enumerate(steps):
         alive = torch.nonzero(counted[rows, step]).squeeze(1)
         with torch.no_grad():
-            target_logits = frozen.target_head(batch.last_hidden_states[rows[alive] + 1 + step])
+            target_logits = frozen.target_head(batch.final_hidden_states[rows[alive] + 1 + step])
             teacher = whole_teacher(target_logits, frozen.draft_target_ids)
         assert teacher.share is not None
         assert teacher.greedy is not None

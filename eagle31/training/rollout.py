@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from eagle31.kernels.merged_attention import CausalBlock, merged_attention
-from eagle31.kernels.split_linear import Share
+from eagle31.kernels.split_linear import TokenProjection
 from eagle31.model.drafter import Drafter
 from eagle31.training.attention_kernels import causal_blocks
 from eagle31.training.batch import PackedBatch
-from eagle31.training.schedule import RolloutPlan, StepPlan, plan_rollout
+from eagle31.training.schedule import RolloutSchedule, StepSchedule, schedule_rollout
 
 
 def rollout(
@@ -32,15 +32,15 @@ def rollout(
     """
     chosen = torch.zeros(len(batch.input_ids), num_steps, dtype=torch.bool)
     chosen[rows.cpu()] = True
-    plan = plan_rollout(chosen, batch.document_ids.cpu(), rows.device)
-    yield from planned_rollout(drafter, embed_tokens, batch, plan)
+    plan = schedule_rollout(chosen, batch.document_ids.cpu(), rows.device)
+    yield from scheduled_rollout(drafter, embed_tokens, batch, plan)
 
 
-def planned_rollout(
+def scheduled_rollout(
     drafter: Drafter,
     embed_tokens: Tensor,
     batch: PackedBatch,
-    plan: RolloutPlan,
+    plan: RolloutSchedule,
     activation_checkpointing: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rolls the plan's rows out.
@@ -66,10 +66,10 @@ def planned_rollout(
                 state = state[own.kept]
                 contexts = [context.narrowed(own.kept) for context in contexts]
             position_ids = batch.position_ids[own.rows] + step
-            output, own_keys = run(
+            output, rollout_keys = run(
                 _later_step, drafter, shared.later_shares(own), position_ids, state, block, contexts
             )
-            contexts = [a.extended(*b) for a, b in zip(contexts, own_keys, strict=True)]
+            contexts = [a.extended(*b) for a, b in zip(contexts, rollout_keys, strict=True)]
         normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state
@@ -78,8 +78,8 @@ def planned_rollout(
 class _Shares(NamedTuple):
     """The embedding's part in the first layer's projections of some rows."""
 
-    query: Share
-    key_value: tuple[Share, ...]
+    query: TokenProjection
+    key_value: tuple[TokenProjection, ...]
 
 
 _NO_SHARES = (None, None)  # of the layers behind the first
@@ -95,27 +95,27 @@ class _SharedProducts(NamedTuple):
     key_value: tuple[Tensor, ...]
     all_queries: bool
 
-    def first_shares(self, plan: RolloutPlan) -> _Shares:
+    def first_shares(self, plan: RolloutSchedule) -> _Shares:
         """Of step 0: every key row has a key, and a query too where a layer comes behind."""
-        return self._shares(plan.key_token_at, plan.steps[0].teacher_at)
+        return self._shares(plan.key_token_index, plan.steps[0].teacher_index)
 
-    def later_shares(self, step: StepPlan) -> _Shares:
-        return self._shares(step.token_at, step.teacher_at)
+    def later_shares(self, step: StepSchedule) -> _Shares:
+        return self._shares(step.token_index, step.teacher_index)
 
-    def _shares(self, token_at: Tensor, teacher_at: Tensor) -> _Shares:
-        query = Share(self.query, token_at if self.all_queries else teacher_at)
-        return _Shares(query, tuple(Share(products, token_at) for products in self.key_value))
+    def _shares(self, token_index: Tensor, teacher_index: Tensor) -> _Shares:
+        query = TokenProjection(self.query, token_index if self.all_queries else teacher_index)
+        return _Shares(query, tuple(TokenProjection(products, token_index) for products in self.key_value))
 
 
 def _shared_products(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, plan: RolloutPlan
+    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, plan: RolloutSchedule
 ) -> _SharedProducts:
     layer, all_queries = drafter.decoder_layers[0], len(drafter.decoder_layers) > 1
     embeds = layer.input_layernorm(F.embedding(batch.input_ids[plan.tokens], embed_tokens))
     attention = layer.self_attn
     key_value = tuple(projection(embeds) for projection in attention.key_value_inputs)
     if not all_queries:
-        embeds = embeds[plan.teacher_token_at]
+        embeds = embeds[plan.teacher_token_index]
     return _SharedProducts(attention.query_input(embeds), key_value, all_queries)
 
 
@@ -125,8 +125,8 @@ class _Keys:
 
     keys: Tensor  # [S, Hkv, D]
     values: Tensor  # [S, Hkv, Dv]
-    own_keys: tuple[Tensor, ...] = ()  # [R_i, Hkv, D] of steps 1..k
-    own_values: tuple[Tensor, ...] = ()  # [R_i, Hkv, Dv]
+    rollout_keys: tuple[Tensor, ...] = ()  # [R_i, Hkv, D] of steps 1..k
+    rollout_values: tuple[Tensor, ...] = ()  # [R_i, Hkv, Dv]
     places: tuple[Tensor | None, ...] = ()  # of the present rows within each of these; None: the same rows
 
     def narrowed(self, kept: Tensor) -> "_Keys":
@@ -138,14 +138,14 @@ class _Keys:
         return _Keys(
             self.keys,
             self.values,
-            (*self.own_keys, key),
-            (*self.own_values, value),
+            (*self.rollout_keys, key),
+            (*self.rollout_values, value),
             (*self.places, None),
         )
 
     def attend(self, block: CausalBlock, query: Tensor) -> Tensor:
         return merged_attention(
-            block, query, self.keys, self.values, self.own_keys, self.own_values, self.places
+            block, query, self.keys, self.values, self.rollout_keys, self.rollout_values, self.places
         )
 
 
@@ -157,7 +157,7 @@ def _first_step(
     drafter: Drafter,
     shares: _Shares,
     batch: PackedBatch,
-    plan: RolloutPlan,
+    plan: RolloutSchedule,
     keys_block: CausalBlock,
     block: CausalBlock,
 ) -> tuple[Tensor, list[_Keys]]:

@@ -9,39 +9,41 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from eagle31.kernels.query_run import Run
+from eagle31.kernels.query_run import QueryRun
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepSchedule:
     """The rows of one speculation step, ascending. A row is dropped once none of its later steps counts."""
 
     rows: Tensor  # int64 [R], into the T rows
     kept: Tensor | None  # int64 [R], into the rows of the step before; None when they are the same
     first: Tensor | None  # int64 [R], into the rows of step 0; None when they are the same
-    runs: tuple[Run, ...]
-    token_at: Tensor  # int64 [R], into the plan's tokens: what the row reads beside its state
-    teacher_at: Tensor  # int64 [R], into the plan's teacher rows, ascending
-    teacher_at_host: Tensor  # the same on the CPU
+    runs: tuple[QueryRun, ...]
+    token_index: Tensor  # int64 [R], into the plan's tokens: what the row reads beside its state
+    teacher_index: Tensor  # int64 [R], into the plan's teacher rows, ascending
+    teacher_index_host: Tensor  # the same on the CPU
 
 
 @dataclass(frozen=True)
-class RolloutPlan:
+class RolloutSchedule:
     """S keys, U tokens, J teacher distributions, K steps."""
 
     key_rows: Tensor  # int64 [S], the rows that a query may read, and no others
     first_queries: Tensor  # int64 [R], the rows of step 0 within the key rows
     tokens: Tensor  # int64 [U], the indices j whose embedding some row reads
-    key_token_at: Tensor  # int64 [S], into the tokens: what each key row reads
+    key_token_index: Tensor  # int64 [S], into the tokens: what each key row reads
     # int64 [J], the indices j = t+1+k: a counted pair reads the token there, and is held against the target's
     # distribution there.
     teacher_rows: Tensor
-    teacher_token_at: Tensor  # int64 [J], into the tokens
-    steps: tuple[StepPlan, ...]  # K
-    documents: tuple[Run, ...]  # every key row as a query
+    teacher_token_index: Tensor  # int64 [J], into the tokens
+    steps: tuple[StepSchedule, ...]  # K
+    documents: tuple[QueryRun, ...]  # every key row as a query
 
 
-def plan_rollout(counted: Tensor, document_ids: Tensor, device: torch.device | None = None) -> RolloutPlan:
+def schedule_rollout(
+    counted: Tensor, document_ids: Tensor, device: torch.device | None = None
+) -> RolloutSchedule:
     """Lays out the rollout of the counted (row, step) pairs.
 
     Args:
@@ -61,30 +63,30 @@ def plan_rollout(counted: Tensor, document_ids: Tensor, device: torch.device | N
     last = len(document_ids) - 1
     tokens_of_keys, tokens_of_rows = (key_rows + 1).clamp(max=last), teacher_rows.clamp(max=last)
     tokens = torch.cat((tokens_of_keys, tokens_of_rows)).unique()
-    token_at = torch.searchsorted(tokens, tokens_of_rows)
+    token_index = torch.searchsorted(tokens, tokens_of_rows)
     steps = []
     for step, own in enumerate(rows):
         before = rows[max(step - 1, 0)]
-        teacher_at = torch.searchsorted(teacher_rows, own + 1 + step)
+        teacher_index = torch.searchsorted(teacher_rows, own + 1 + step)
         steps.append(
-            StepPlan(
+            StepSchedule(
                 rows=own.to(device, non_blocking=True),
                 kept=_places(own, before, device),
                 first=_places(own, rows[0], device),
                 runs=_runs(own, key_rows, documents),
-                token_at=token_at[teacher_at].to(device, non_blocking=True),
-                teacher_at=teacher_at.to(device, non_blocking=True),
-                teacher_at_host=teacher_at,
+                token_index=token_index[teacher_index].to(device, non_blocking=True),
+                teacher_index=teacher_index.to(device, non_blocking=True),
+                teacher_index_host=teacher_index,
             )
         )
     first_queries = torch.searchsorted(key_rows, rows[0])
-    return RolloutPlan(
+    return RolloutSchedule(
         key_rows=key_rows.to(device, non_blocking=True),
         first_queries=first_queries.to(device, non_blocking=True),
         tokens=tokens.to(device, non_blocking=True),
-        key_token_at=torch.searchsorted(tokens, tokens_of_keys).to(device, non_blocking=True),
+        key_token_index=torch.searchsorted(tokens, tokens_of_keys).to(device, non_blocking=True),
         teacher_rows=teacher_rows.to(device, non_blocking=True),
-        teacher_token_at=token_at.to(device, non_blocking=True),
+        teacher_token_index=token_index.to(device, non_blocking=True),
         steps=tuple(steps),
         documents=_runs(key_rows, key_rows, documents),
     )
@@ -121,7 +123,7 @@ def _document_starts(key_rows: Tensor, document_ids: Tensor) -> Tensor:
     return (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
 
 
-def _runs(rows: Tensor, key_rows: Tensor, document_starts: Tensor) -> tuple[Run, ...]:
+def _runs(rows: Tensor, key_rows: Tensor, document_starts: Tensor) -> tuple[QueryRun, ...]:
     """Splits ascending `rows` where one is left out, or a document ends."""
     if not len(rows):
         return ()
@@ -131,5 +133,5 @@ def _runs(rows: Tensor, key_rows: Tensor, document_starts: Tensor) -> tuple[Run,
     new[1:] = (rows[1:] != rows[:-1] + 1) | (starts[1:] != starts[:-1])
     bounds = [*torch.nonzero(new).squeeze(1).tolist(), len(rows)]
     return tuple(
-        Run(start, stop, int(starts[start]), int(at[stop - 1]) + 1) for start, stop in pairwise(bounds)
+        QueryRun(start, stop, int(starts[start]), int(at[stop - 1]) + 1) for start, stop in pairwise(bounds)
     )

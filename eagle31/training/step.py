@@ -12,9 +12,9 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.fused_loss import one_pass_loss
 from eagle31.training.objectives import Objective, Teacher
-from eagle31.training.rollout import planned_rollout
-from eagle31.training.schedule import RolloutPlan, plan_rollout
-from eagle31.training.supervision import counted_drafts
+from eagle31.training.rollout import scheduled_rollout
+from eagle31.training.schedule import RolloutSchedule, schedule_rollout
+from eagle31.training.supervision import supervised_drafts
 
 # Logits held at once, the teacher's and the drafter's: on the CPU few enough to stay off fresh pages, on a
 # GPU enough to fill it.
@@ -41,11 +41,11 @@ class DepthSums:
         return DepthSums(*stacked.unbind(0))
 
 
-def plan_batch(batch: PackedBatch, num_steps: int, device: torch.device | None = None) -> RolloutPlan:
+def schedule_batch(batch: PackedBatch, num_steps: int, device: torch.device | None = None) -> RolloutSchedule:
     """What the step computes of this row. From a batch that is still on the CPU it waits for no device."""
     device = device or batch.input_ids.device
     loss_mask, document_ids = batch.loss_mask.cpu(), batch.document_ids.cpu()
-    return plan_rollout(counted_drafts(loss_mask, document_ids, num_steps), document_ids, device)
+    return schedule_rollout(supervised_drafts(loss_mask, document_ids, num_steps), document_ids, device)
 
 
 def rollout_loss(
@@ -57,7 +57,7 @@ def rollout_loss(
     step_decay: float,
     objective: Objective | None = None,
     measure: bool = True,
-    plan: RolloutPlan | None = None,
+    plan: RolloutSchedule | None = None,
     activation_checkpointing: bool = False,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, DepthSums]:
@@ -70,7 +70,7 @@ def rollout_loss(
         objective: cross entropy on the draft vocabulary by default.
         measure: also sums agreement and expected acceptance, which take the target's distribution over its
             whole vocabulary; they are zero without.
-        plan: `plan_batch` of the same batch and steps, when it was made ahead.
+        plan: `schedule_batch` of the same batch and steps, when it was made ahead.
         activation_checkpointing: keep only what passes between the steps, and compute the rest again in the
             backward pass.
         chunk_rows: rows of draft logits held at once; None keeps a chunk, the teacher's logits included, near
@@ -84,10 +84,12 @@ def rollout_loss(
     """
     objective = objective or Objective()
     objective.check(pruned=frozen.draft_target_ids is not None)
-    plan = plan or plan_batch(batch, num_steps)
+    plan = plan or schedule_batch(batch, num_steps)
     lm_head = frozen.lm_head or drafter.lm_head
     states, norms = [], []
-    for normed, state in planned_rollout(drafter, frozen.embed_tokens, batch, plan, activation_checkpointing):
+    for normed, state in scheduled_rollout(
+        drafter, frozen.embed_tokens, batch, plan, activation_checkpointing
+    ):
         states.append(normed)
         norms.append(state.detach().norm(dim=-1, dtype=widened(state.dtype)).sum())
     weights = [step_decay**step for step in range(num_steps)]
@@ -124,7 +126,7 @@ def teacher_of(frozen: FrozenParts, batch: PackedBatch, whole: bool) -> Callable
 
     @torch.no_grad()
     def at(rows: Tensor) -> Teacher:
-        hidden = batch.last_hidden_states[rows]
+        hidden = batch.final_hidden_states[rows]
         if not whole:
             return Teacher(_softmax(frozen.draft_logits(hidden)), None, None)
         return whole_teacher(frozen.target_head(hidden), frozen.draft_target_ids)
@@ -162,11 +164,11 @@ def greedy_hits(
     Returns:
         hits bool [T, K], row t's step-k prediction equals x[t+2+k]; counted bool [T, K].
     """
-    counted = counted_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    plan = plan_batch(batch, num_steps)
+    counted = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    plan = schedule_batch(batch, num_steps)
     lm_head = frozen.lm_head or drafter.lm_head
     hits = torch.zeros_like(counted)
-    for step, (normed, _) in enumerate(planned_rollout(drafter, frozen.embed_tokens, batch, plan)):
+    for step, (normed, _) in enumerate(scheduled_rollout(drafter, frozen.embed_tokens, batch, plan)):
         rows = plan.steps[step].rows
         greedy = torch.cat([lm_head(part).argmax(dim=-1) for part in normed.split(chunk_rows)])
         if frozen.draft_target_ids is not None:

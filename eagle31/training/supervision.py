@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def counted_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:
+def supervised_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:
     """Which (row, step) pairs are drafts that serving would make.
 
     Serving drafts only behind a token that the target itself sampled, so (t, k) counts when every token of
@@ -31,6 +31,6 @@ def counted_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> T
     return counted
 
 
-def counted_rows(counted: Tensor) -> Tensor:
+def supervised_positions(counted: Tensor) -> Tensor:
     """Rows with a counted first step, the only ones to roll out. bool [T, K] -> int64 [R]."""
     return torch.nonzero(counted[:, 0]).squeeze(1)

@@ -141,7 +141,7 @@ def naive_loss(
     decay: float,
 ) -> Tensor:
     total = torch.zeros((), dtype=batch.aux_hidden_states.dtype)
-    teacher_logits = frozen.target_head(batch.last_hidden_states)
+    teacher_logits = frozen.target_head(batch.final_hidden_states)
     if frozen.draft_target_ids is not None:
         teacher_logits = teacher_logits[:, frozen.draft_target_ids]
     teacher = teacher_logits.softmax(-1)

@@ -79,5 +79,5 @@ def random_batch(
         document_ids=documents,
         position_ids=positions,
         aux_hidden_states=torch.randn(aux_shape, generator=generator, dtype=dtype) * scales,
-        last_hidden_states=torch.randn(total, config.target_hidden_size, generator=generator, dtype=dtype),
+        final_hidden_states=torch.randn(total, config.target_hidden_size, generator=generator, dtype=dtype),
     )

@@ -50,7 +50,7 @@ class CaptureConfig:
     shard_tokens: int = 65536
     batch_tokens: int = 8192  # of one forward pass of source hf
     codec: str = "exact"  # exact: the target's dtype; bf16; fp8
-    last_states: str = "counted"  # where a counted draft needs them; all
+    final_states: str = "supervised"  # where a counted draft needs them; all
     # online
     transport: TransportKind = TransportKind.spool
     spool_dir: str | None = None  # null: memory (/dev/shm)
@@ -78,7 +78,7 @@ def check_capture(capture: CaptureConfig) -> None:
             raise UserError(f"capture.{name}", value, "It must be greater than 0.")
     if capture.max_samples is not None and capture.max_samples < 1:
         raise UserError("capture.max_samples", capture.max_samples, "Give at least 1, or null for all.")
-    Encoding(capture.codec, capture.last_states)
+    Encoding(capture.codec, capture.final_states)
     torchspec = capture.source is CaptureSource.torchspec
     if torchspec and capture.torchspec.python is None:
         remedy = "Give the Python of the environment that TorchSpec is installed in."

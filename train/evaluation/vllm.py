@@ -133,7 +133,7 @@ def pass_numbers(drafted: DecodedPass, alone: DecodedPass, draft_tokens: int) ->
         EngineFailure: the recorded drafts are not those that vLLM counts.
     """
     served = drafted.served
-    accepted = [draft.num_accepted for drafts in served.counted_drafts for draft in drafts]
+    accepted = [draft.num_accepted for drafts in served.supervised_drafts for draft in drafts]
     if len(accepted) != drafted.counters.num_drafts:
         counted = drafted.counters.num_drafts
         raise EngineFailure(f"{len(accepted)} drafts were recorded and vLLM counts {counted}.")

@@ -4,26 +4,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.generation.answers import AnswerWriter, answer_prompts
-from data.generation.transformers_writer import TransformersWriter
-from data.generation.vllm_writer import VllmWriter
+from data.generation.answers import AnswerGenerator, answer_prompts
+from data.generation.hf import TransformersGenerator
+from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.vllm.endpoint import Endpoint
-from data.vllm.engine import OwnEngine
+from data.vllm.engine import LocalEngine
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.inference.vllm import capture_engine, servers, wanted_states
+from train.inference.vllm import capture_engine, expected_states, servers
 
 
 @contextmanager
-def answer_writer(context: RunContext) -> Iterator[AnswerWriter]:
+def answer_generator(context: RunContext) -> Iterator[AnswerGenerator]:
     """The recipe's engine; what it holds is free at the end."""
     config = context.config
     if config.target.engine is TargetEngine.hf:
         model, _ = context.load_target()
-        yield TransformersWriter(model, config.data.regenerate.batch_size)
+        yield TransformersGenerator(model, config.data.regenerate.batch_size)
         return
-    writer = VllmWriter(_endpoints(context), wanted_states(context))
+    writer = VllmGenerator(_endpoints(context), expected_states(context))
     try:
         yield writer
     finally:
@@ -32,7 +32,7 @@ def answer_writer(context: RunContext) -> Iterator[AnswerWriter]:
 
 def target_answers(
     context: RunContext,
-    writer: AnswerWriter,
+    writer: AnswerGenerator,
     prompts: Sequence[Sequence[int]],
     output: Path,
     *,
@@ -54,4 +54,4 @@ def target_answers(
 def _endpoints(context: RunContext) -> list[Endpoint]:
     """The recipe's servers, or an engine that captures nothing; starts nothing yet."""
     arguments = capture_engine(context).answer_arguments()
-    return servers(context) or [OwnEngine(arguments, context.output_dir / "vllm-answers.log")]
+    return servers(context) or [LocalEngine(arguments, context.output_dir / "vllm-answers.log")]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.capture.drain import drain_to_store
 from data.capture.hf_producer import hf_producer
-from data.capture.offline import WantedStore
+from data.capture.offline import StoreSpec
 from data.capture.online import OnlineStates, StateShape
 from data.capture.processes import ProcessProducer
 from data.store.codec import Encoding
@@ -29,7 +29,7 @@ from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.producer import VllmProducer
 from train.config.capture import CaptureSource, TransportKind
 from train.context import RunContext
-from train.inference.vllm import capture_endpoints, wanted_states
+from train.inference.vllm import capture_endpoints, expected_states
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def open_transport(
     """The way from this rank's producers, the dtype in which states arrive, what each takes of the bound."""
     capture, parts = context.config.capture, context.parts
     num_aux_layers, target_dtype = len(context.aux_layer_ids), parts.embed_tokens.dtype
-    encoding = Encoding(capture.codec, capture.last_states)
+    encoding = Encoding(capture.codec, capture.final_states)
     dtype = target_dtype if capture.codec == "exact" else torch.bfloat16
     if capture.transport is TransportKind.mooncake:
         transport = MooncakeTransport(
@@ -115,7 +115,7 @@ def open_producer(context: RunContext, transport: Transport) -> VllmProducer | P
     """Who runs the target; puts what it is asked for into the transport."""
     capture = context.config.capture
     if capture.source is CaptureSource.vllm:
-        wanted, longest = wanted_states(context), context.config.data.max_tokens
+        wanted, longest = expected_states(context), context.config.data.max_tokens
         spool = transport.to_json().get("spool")
         directory = None if spool is None else Path(spool)
         return VllmProducer(
@@ -172,7 +172,7 @@ def torchspec_source(context: RunContext, states: TorchSpecStates, dataset: Data
 
 
 def capture_by_torchspec(
-    context: RunContext, stores: Sequence[WantedStore], manifest_fields: Mapping[str, Any]
+    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Rank 0 has TorchSpec's engines capture and writes what comes; the others wait for the end."""
     capture, world = context.config.capture, context.world
@@ -181,7 +181,7 @@ def capture_by_torchspec(
             drain_to_store(
                 store,
                 None if states is None else torchspec_source(context, states, store.dataset),
-                replace(wanted_states(context), dtype=TORCHSPEC_DTYPE),
+                replace(expected_states(context), dtype=TORCHSPEC_DTYPE),
                 shard_tokens=capture.shard_tokens,
                 manifest_fields={**manifest_fields, "dtype": str(TORCHSPEC_DTYPE).removeprefix("torch.")},
                 progress=world.is_main,

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.capture.offline import WantedStore
+from data.capture.offline import StoreSpec
 from data.transport.spool import MEMORY
 from data.vllm.arguments import CaptureEngine
-from data.vllm.client import WantedStates, capture_through_vllm
+from data.vllm.client import ExpectedStates, capture_through_vllm
 from data.vllm.endpoint import Endpoint
-from data.vllm.engine import OwnEngine
+from data.vllm.engine import LocalEngine
 from data.vllm.server import VllmServer
 from train.config.capture import CaptureMode, TransportKind
 from train.context import RunContext
@@ -41,10 +41,10 @@ def capture_engine(context: RunContext) -> CaptureEngine:
     )
 
 
-def wanted_states(context: RunContext) -> WantedStates:
+def expected_states(context: RunContext) -> ExpectedStates:
     """What every server has to give."""
     parts = context.parts
-    return WantedStates(
+    return ExpectedStates(
         target=context.spec.checkpoint.path,
         target_fingerprint=parts.fingerprint,
         aux_layer_ids=context.aux_layer_ids,
@@ -62,18 +62,18 @@ def servers(context: RunContext) -> list[Endpoint]:
 
 def capture_endpoints(context: RunContext) -> list[Endpoint]:
     """The recipe's servers, or an engine of the run's own; starts nothing yet."""
-    own = OwnEngine.of(capture_engine(context), context.output_dir / f"vllm-{context.world.rank}.log")
+    own = LocalEngine.of(capture_engine(context), context.output_dir / f"vllm-{context.world.rank}.log")
     return servers(context) or [own]
 
 
 def capture_by_vllm(
-    context: RunContext, stores: Sequence[WantedStore], manifest_fields: Mapping[str, Any]
+    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Rank 0 sends the prompts, vLLM writes; the others wait for the end."""
     capture, world = context.config.capture, context.world
     capture_through_vllm(
         stores,
-        wanted_states(context),
+        expected_states(context),
         capture_endpoints(context) if world.is_main else (),
         shard_tokens=capture.shard_tokens,
         manifest_fields=manifest_fields,

@@ -124,7 +124,7 @@ def check_case(
         k: tokens a draft.
     """
     ours = [placed_drafts(one) for one in reference]
-    theirs = served.counted_drafts
+    theirs = served.supervised_drafts
     num_compared, differences = 0, []
     for prompt, one in enumerate(reference):
         compared, found = compare_drafts(prompt, one, ours[prompt], theirs[prompt], served.texts[prompt])

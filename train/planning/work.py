@@ -136,11 +136,11 @@ def _store_bytes(config: RunConfig, drafter: DrafterConfig, num_tokens: int | No
     if num_tokens is None:
         return None
     counted = round(num_tokens * config.plan.assistant_fraction)
-    last = counted if capture.last_states == "counted" else num_tokens
+    last = counted if capture.final_states == "supervised" else num_tokens
     # Of an unknown dtype the usual one.
     dtype = getattr(torch, config.target.dtype, torch.bfloat16)
     return encoded_bytes(
-        Encoding(capture.codec, capture.last_states),
+        Encoding(capture.codec, capture.final_states),
         Rows(num_tokens, num_tokens, last),
         len(drafter.aux_layer_ids),
         drafter.target_hidden_size,

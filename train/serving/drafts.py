@@ -21,7 +21,7 @@ class Served:
     drafts: list[list[PlacedDraft]] = field(default_factory=list)  # empty when they were not recorded
 
     @property
-    def counted_drafts(self) -> list[list[PlacedDraft]]:
+    def supervised_drafts(self) -> list[list[PlacedDraft]]:
         """As the evaluator counts them."""
         return [cut_to_text(drafts, len(text)) for drafts, text in zip(self.drafts, self.texts, strict=True)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, load_from_disk
 
-from data.capture.offline import WantedStore, capture_to_store
+from data.capture.offline import StoreSpec, capture_to_store
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -33,7 +33,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
         "source": capture.source.value,
         "mode": capture.mode.value,
     }
-    inputs |= {"codec": capture.codec, "last_states": capture.last_states, "format": FORMAT}
+    inputs |= {"codec": capture.codec, "final_states": capture.final_states, "format": FORMAT}
     if capture.mode is CaptureMode.offline:
         inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
     return inputs
@@ -65,8 +65,8 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         "dtype": str(context.parts.embed_tokens.dtype).removeprefix("torch."),
     }
     # Replay gives what is served only from the states as they are.
-    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": Encoding(capture.codec, capture.last_states)}
-    wanted = [WantedStore(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
+    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": Encoding(capture.codec, capture.final_states)}
+    wanted = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
     SOURCES[capture.source](context, wanted, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     return {
@@ -77,7 +77,7 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
 
 
 def capture_by_hf(
-    context: RunContext, stores: Sequence[WantedStore], manifest_fields: Mapping[str, Any]
+    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Every rank runs the target over its share."""
     capture, target = context.config.capture, context.open_capture()

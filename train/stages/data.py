@@ -27,7 +27,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.inference.completions import answer_writer, target_answers
+from train.inference.completions import answer_generator, target_answers
 
 HELD_OUT = ("validation", "test")
 
@@ -183,7 +183,7 @@ def _regenerated(context: RunContext, conversations: list[Conversation], directo
     if limit is not None and limit < len(conversations):
         # What is never captured need not be written.
         conversations = random.Random(context.config.seed).sample(conversations, limit)
-    with answer_writer(context) as writer:
+    with answer_generator(context) as writer:
 
         def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
             limit, temperature = settings.max_new_tokens, settings.temperature
@@ -209,7 +209,7 @@ def _sizes(dataset: Dataset) -> dict[str, int]:
     return {
         "num_samples": len(dataset),
         "num_tokens": pc.sum(pc.list_value_length(masks)).as_py() or 0,
-        "num_counted_tokens": pc.sum(pc.list_flatten(masks)).as_py() or 0,
+        "num_supervised_tokens": pc.sum(pc.list_flatten(masks)).as_py() or 0,
     }
 
 

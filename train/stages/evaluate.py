@@ -16,9 +16,9 @@ from eagle31.model.frozen import FrozenParts
 from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.drafter.build import build_drafter
 from train.evaluation.decoding import greedy_report, plain_texts, replay_by_length, sampling_report
 from train.evaluation.vllm import decode_in_vllm
+from train.stages.drafters import build_drafter
 from train.stages.vocab import load_vocab
 
 Candidate = tuple[Drafter, FrozenParts]

@@ -27,9 +27,9 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import Stage
 from train.context import RunContext
-from train.drafter.build import frozen_rows
 from train.drafter.export_checks import require_valid
 from train.reporting.model_card import write_model_card
+from train.stages.drafters import frozen_rows
 from train.stages.report import run_facts
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory

@@ -15,8 +15,8 @@ from eagle31.errors import UserError
 from eagle31.training.objectives import Objective
 from train.config.run import Stage
 from train.context import RunContext
-from train.drafter.build import build_drafter
 from train.stages.capture import opened_source
+from train.stages.drafters import build_drafter
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
 from train.trainer.engine import (
@@ -135,7 +135,7 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
         "steps": state.step,
         "best_step": state.best_step,
         "best_validation_acceptance_length": state.best_acceptance_length,
-        "counted_rows": state.counted_rows,
+        "supervised_positions": state.supervised_positions,
         "drafter_parameters": num_parameters,
         "world_size": dist.get_world_size(),
     }

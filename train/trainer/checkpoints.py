@@ -24,7 +24,7 @@ class TrainState:
     step: int = 0  # optimizer steps done
     best_step: int | None = None
     best_acceptance_length: float = 0.0
-    counted_rows: int = 0  # trained on, over all ranks
+    supervised_positions: int = 0  # trained on, over all ranks
 
 
 class CheckpointDirectory:

@@ -13,7 +13,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
-from eagle31.training.schedule import RolloutPlan
+from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
 
 
@@ -38,7 +38,7 @@ class TrainedModule(nn.Module):
         self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self, batch: PackedBatch, plan: RolloutPlan | None = None, measure: bool = True
+        self, batch: PackedBatch, plan: RolloutSchedule | None = None, measure: bool = True
     ) -> tuple[Tensor, DepthSums]:
         """The unnormalised loss of one micro-batch, and the sums per depth; see `rollout_loss`."""
         return rollout_loss(

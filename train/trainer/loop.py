@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from data.batches.loader import Delivery, RowLoader
 from eagle31.training.batch import PackedBatch
-from eagle31.training.step import DepthSums, plan_batch
-from eagle31.training.supervision import counted_drafts
+from eagle31.training.step import DepthSums, schedule_batch
+from eagle31.training.supervision import supervised_drafts
 from train.distributed import World, sum_over_ranks
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import full_state, partitioned
@@ -170,9 +170,11 @@ def train(
             )
             state.step += 1
             logs = state.step % settings.log_every == 0 or state.step == settings.max_steps
-            num_counted, grad_norm = optimizer_step(engine, batches, lr, window, world, dtype, measure=logs)
+            num_supervised, grad_norm = optimizer_step(
+                engine, batches, lr, window, world, dtype, measure=logs
+            )
             window.step_seconds += time.perf_counter() - waiting
-            state.counted_rows += num_counted
+            state.supervised_positions += num_supervised
             bar.update()
             if logs:
                 record = window.record(world, module.step_decay)
@@ -213,15 +215,15 @@ def optimizer_step(
         The counted rows of all ranks, and the gradient's norm before clipping.
     """
     device, num_steps = world.device, engine.module.num_steps
-    local = sum(int(counted_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
-    num_counted = int(sum_over_ranks(torch.tensor(local, device=device)))
+    local = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
+    num_supervised = int(sum_over_ranks(torch.tensor(local, device=device)))
     # DeepSpeed averages over micro-batches and ranks; the loss is a sum over all of them, divided once.
-    scale = len(batches) * world.size / max(num_counted, 1)
+    scale = len(batches) * world.size / max(num_supervised, 1)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     grad_norm: Tensor | float = 0.0
     for batch in batches:
-        plan = plan_batch(batch, num_steps, device)
+        plan = schedule_batch(batch, num_steps, device)
         loss, sums = engine(batch.to(device, dtype), plan, measure)
         engine.backward(loss * scale)
         if engine.is_gradient_accumulation_boundary() and not partitioned(engine):
@@ -229,7 +231,7 @@ def optimizer_step(
             grad_norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters()])
         engine.step()
         window.add(sums, measure, batch.input_ids.shape[0])
-    return num_counted, engine.get_global_grad_norm() if partitioned(engine) else grad_norm
+    return num_supervised, engine.get_global_grad_norm() if partitioned(engine) else grad_norm
 
 
 def validate(

@@ -26,10 +26,10 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionL
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
-from data.vllm.capture_request import PARAMS, StateOrder, refusal, tokens_sha256
+from data.vllm.capture_request import PARAMS, CaptureRequest, refusal, tokens_sha256
 from data.vllm.plugin.cache_copy import CacheReader
 from data.vllm.plugin.sink import Delivery, StateSink
-from data.vllm.server_info import ServerFacts, engine_facts, remove_facts, write_facts, write_failure
+from data.vllm.server_info import ServerInfo, engine_info, remove_info, write_failure, write_info
 
 _STATES_LAYER = "cache_only_layers."  # as vLLM's ExtractHiddenStatesModel names its layer
 
@@ -39,7 +39,7 @@ class PendingCopy:
     """A finished prompt whose blocks are kept until they are copied."""
 
     request_id: str
-    order: StateOrder
+    order: CaptureRequest
     input_ids: list[int]
     block_ids: list[int]
 
@@ -71,7 +71,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._sink: StateSink | None = None
         self._copying: dict[str, Any] = {}
         if role is KVConnectorRole.SCHEDULER:
-            write_facts(self._facts)
+            write_info(self._facts)
 
     # The scheduler's half.
 
@@ -88,7 +88,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return False, {PARAMS: {"error": f"vLLM gave the request up: {request.status.name}"}}
         input_ids = list(request.prompt_token_ids)
         try:
-            order = StateOrder.from_params(own)
+            order = CaptureRequest.from_params(own)
             reason = self._refusal(order, input_ids)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"No order for hidden states: {error!r}"
@@ -100,7 +100,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def _refusal(self, order: StateOrder, input_ids: list[int]) -> str | None:
+    def _refusal(self, order: CaptureRequest, input_ids: list[int]) -> str | None:
         if tokens_sha256(input_ids) != order.tokens_sha256:
             return "The token ids that vLLM computed are not those that were sent."
         if len(input_ids) > self._facts.max_tokens:
@@ -182,14 +182,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             sink, self._sink = self._sink, None
             sink.close()
         if self.role is KVConnectorRole.SCHEDULER:
-            remove_facts(self._facts)
+            remove_info(self._facts)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBNHC"  # a token's states of all layers lie together
 
 
-def _facts(config: VllmConfig, settings: dict[str, Any]) -> ServerFacts:
+def _facts(config: VllmConfig, settings: dict[str, Any]) -> ServerInfo:
     """Of this engine.
 
     Raises:
@@ -213,7 +213,7 @@ def _facts(config: VllmConfig, settings: dict[str, Any]) -> ServerFacts:
         raise ValueError("kv_cache_dtype must be auto: the hidden states' cache would have it, too.")
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("pipeline_parallel_size must be 1: hidden states are on the last stage only.")
-    return engine_facts(
+    return engine_info(
         config,
         config.kv_transfer_config.engine_id,
         settings.get("target_fingerprint"),

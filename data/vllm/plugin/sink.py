@@ -15,7 +15,7 @@ from data.store.codec import Encoding
 from data.store.writer import StoreWriter
 from data.transport.opening import open_transport
 from data.transport.protocol import StateRequest, Transport
-from data.vllm.capture_request import StateOrder
+from data.vllm.capture_request import CaptureRequest
 from data.vllm.plugin.cache_copy import HostCopy
 
 # Without a control channel, a pause of this length ends a shard: the last ones appear by themselves.
@@ -26,7 +26,7 @@ IDLE_SECONDS = 1.0
 class Delivery:
     """One sample on its way."""
 
-    order: StateOrder
+    order: CaptureRequest
     input_ids: Tensor  # int64 [T]
     copy: HostCopy
 

@@ -85,7 +85,7 @@ def add(engine: Any, prompt: Json, answers: TextIO) -> None:
 
     config = engine.vllm_config
     if config.kv_transfer_config is None and "describe" in prompt["params"].get("eagle31", {}):
-        say(answers, {"number": prompt["number"], "answer": facts_without_capture(config)})
+        say(answers, {"number": prompt["number"], "answer": info_without_capture(config)})
         return
     try:
         sampling = SamplingParams(
@@ -100,12 +100,12 @@ def add(engine: Any, prompt: Json, answers: TextIO) -> None:
         say(answers, {"number": prompt["number"], "refused": str(error)})
 
 
-def facts_without_capture(config: Any) -> Json:
+def info_without_capture(config: Any) -> Json:
     """What the connector says where there is one."""
-    from data.vllm.server_info import engine_facts
+    from data.vllm.server_info import engine_info
 
     name = f"{os.uname().nodename}-{os.getpid()}"
-    return engine_facts(config, name).to_json()
+    return engine_info(config, name).to_json()
 
 
 def say(answers: TextIO, message: Json) -> None:

@@ -60,9 +60,9 @@ def test_row_is_laid_end_to_end_and_padded() -> None:
     assert not batch.loss_mask[used:].any()
     assert batch.loss_mask.dtype == torch.bool
     assert torch.equal(batch.aux_hidden_states[n:used], source[2].aux_hidden_states)
-    assert torch.equal(batch.last_hidden_states[:n], source[1].last_hidden_states)
+    assert torch.equal(batch.final_hidden_states[:n], source[1].final_hidden_states)
     assert batch.aux_hidden_states.shape == (32, 3, 2)
-    assert not batch.last_hidden_states[used:].any()
+    assert not batch.final_hidden_states[used:].any()
 
 
 def test_rows_are_padded_to_a_multiple_and_never_past_the_row() -> None:

@@ -98,7 +98,7 @@ def test_a_process_of_the_target_gives_its_states(tmp_path: Path) -> None:
         assert sample.input_ids.tolist() == dataset[index]["input_ids"]
         [(aux, last)] = capture.capture([sample.input_ids])
         kept = sample.loss_mask[1:-1] & sample.loss_mask[2:]
-        assert torch.equal(sample.last_hidden_states[1:-1][kept], last[1:-1][kept])
+        assert torch.equal(sample.final_hidden_states[1:-1][kept], last[1:-1][kept])
         drafted = 1 + int(kept.nonzero()[-1]) if kept.any() else 0
         assert torch.equal(sample.aux_hidden_states[:drafted], aux[:drafted])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.capture.hf import HiddenStateCapture
 from data.capture.offline import (
-    WantedStore,
+    StoreSpec,
     capture_to_store,
     estimate_bytes,
     finish_store,
@@ -53,7 +53,7 @@ def _capture(
     capture: HiddenStateCapture, directory: Path, rank: int = 0, world_size: int = 1, **changes
 ) -> None:
     own = {"dataset": make_dataset(), "encoding": ENCODING} | changes
-    wanted = WantedStore(directory, own.pop("dataset"), own.pop("encoding"))
+    wanted = StoreSpec(directory, own.pop("dataset"), own.pop("encoding"))
     options = {"shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | own
     capture_to_store(
         wanted,
@@ -75,7 +75,7 @@ def _captured(capture: CountingCapture, dataset: Dataset) -> list[int]:
     return sorted(ids.index(own) for own in chain(*getattr(capture, "batches", [])))
 
 
-@pytest.mark.parametrize("encoding", [ENCODING, Encoding("fp8", "counted")], ids=str)
+@pytest.mark.parametrize("encoding", [ENCODING, Encoding("fp8", "supervised")], ids=str)
 def test_a_store_holds_what_the_target_gives_one_by_one(
     tmp_path: Path, capture: CountingCapture, encoding: Encoding
 ) -> None:
@@ -212,7 +212,7 @@ def _fill(directory: Path, dataset: Dataset, ids: Sequence[int], encoding: Encod
 
 def test_tokens_of_whoever_wrote_are_held_against_the_dataset(tmp_path: Path) -> None:
     dataset = make_dataset()
-    wanted = WantedStore(tmp_path, dataset, ENCODING)
+    wanted = StoreSpec(tmp_path, dataset, ENCODING)
     fields = store_fields(wanted, FIELDS)
     assert open_store(tmp_path, fields) == list(range(12))
     _fill(tmp_path, dataset.select([1, 0, *range(2, 12)]), range(12))
@@ -227,7 +227,7 @@ def test_tokens_of_whoever_wrote_are_held_against_the_dataset(tmp_path: Path) ->
 
 def test_refused_samples_count_as_done(tmp_path: Path) -> None:
     dataset = make_dataset()
-    wanted = WantedStore(tmp_path, dataset, ENCODING)
+    wanted = StoreSpec(tmp_path, dataset, ENCODING)
     fields = store_fields(wanted, FIELDS)
     open_store(tmp_path, fields)
     refuse(tmp_path, "other", 7, "the server does not take it")

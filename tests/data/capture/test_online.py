@@ -58,7 +58,7 @@ def assert_right(samples: list[CapturedSample], order: list[int]) -> None:
         assert sample.loss_mask.tolist() == DATASET[index]["loss_mask"]
         kept = sample.loss_mask[1:-1] & sample.loss_mask[2:]
         expected = random_states(sample.input_ids)[1][1:-1][kept]
-        assert torch.equal(sample.last_hidden_states[1:-1][kept], expected)
+        assert torch.equal(sample.final_hidden_states[1:-1][kept], expected)
 
 
 def assert_batches_equal(found: list[PackedBatch], expected: list[PackedBatch]) -> None:

@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
 
 from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
-from data.store.codec import LAST_STATES, Encoding, kept_rows
+from data.store.codec import FINAL_STATES, Encoding, kept_rows
 from tests.data.target.tiny_target import make_dataset
 
 
@@ -18,9 +18,9 @@ def random_masks(num_samples: int) -> Dataset:
     return Dataset.from_dict({"input_ids": [list(range(n)) for n in lengths], "loss_mask": masks})
 
 
-@pytest.mark.parametrize("last_states", LAST_STATES)
-def test_rows_of_a_dataset_are_those_of_its_samples(last_states: str) -> None:
-    dataset, encoding = random_masks(1100), Encoding("fp8", last_states)
+@pytest.mark.parametrize("final_states", FINAL_STATES)
+def test_rows_of_a_dataset_are_those_of_its_samples(final_states: str) -> None:
+    dataset, encoding = random_masks(1100), Encoding("fp8", final_states)
     found = dataset_rows(dataset, encoding)
     for row, mask in zip(found.tolist(), dataset["loss_mask"], strict=True):
         wanted = kept_rows(encoding, torch.tensor(mask))

@@ -9,8 +9,8 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from data.generation.answers import answer_prompts
+from data.generation.hf import TransformersGenerator
 from data.generation.regenerate import regenerate
-from data.generation.transformers_writer import TransformersWriter
 from data.sampling import Sampling
 from data.text.sources import Conversation
 from data.text.template import render_prompt
@@ -73,7 +73,7 @@ def writer(
 ) -> Callable[[list[list[int]], Path], list[list[int]]]:
     settings: dict[str, Any] = {"temperature": 0.0, "model_fingerprint": "the target"} | changes
     sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), settings["temperature"], seed=0)
-    own, fingerprint = TransformersWriter(model, batch_size=2), settings["model_fingerprint"]
+    own, fingerprint = TransformersGenerator(model, batch_size=2), settings["model_fingerprint"]
     return lambda prompts, output: answer_prompts(
         own, prompts, sampling, output=output, model_fingerprint=fingerprint
     )

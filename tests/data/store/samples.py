@@ -22,7 +22,7 @@ def make_sample(index: int, dtype: torch.dtype = torch.bfloat16) -> CapturedSamp
         input_ids=torch.randint(100_000, (length,), generator=generator),
         loss_mask=torch.rand(length, generator=generator) < 0.6,
         aux_hidden_states=torch.randn(length, NUM_LAYERS, HIDDEN_SIZE, generator=generator).to(dtype),
-        last_hidden_states=torch.randn(length, HIDDEN_SIZE, generator=generator).to(dtype),
+        final_hidden_states=torch.randn(length, HIDDEN_SIZE, generator=generator).to(dtype),
     )
 
 

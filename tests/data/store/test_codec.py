@@ -9,22 +9,22 @@ from data.batches.loader import pack_row
 from data.samples import CapturedSample
 from data.store.codec import (
     CODECS,
-    LAST_STATES,
+    FINAL_STATES,
     ROWS_OF,
     Encoding,
-    counted_last,
     decode,
     encode,
     encoded_bytes,
     kept_rows,
+    supervised_final,
 )
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
-from eagle31.training.step import greedy_hits, plan_batch, rollout_loss
+from eagle31.training.step import greedy_hits, rollout_loss, schedule_batch
 from tests.data.store.samples import HIDDEN_SIZE, NUM_LAYERS, make_sample
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 
-ENCODINGS = [Encoding(*names) for names in product(CODECS, LAST_STATES)]
+ENCODINGS = [Encoding(*names) for names in product(CODECS, FINAL_STATES)]
 FP8 = Encoding("fp8", "all")
 
 
@@ -68,8 +68,8 @@ def test_exact_gives_back_what_it_was_given() -> None:
 def test_what_counted_leaves_out_is_read_by_no_loss_and_no_replay(seed: int, layers: int) -> None:
     config = tiny_config(num_hidden_layers=layers)
     whole = random_batch((9, 4, 17, 1, 2, 30), config, seed=seed)
-    packed = pack_row(samples_of(whole, Encoding("exact", "counted")), len(whole.input_ids))
-    assert not torch.equal(packed.last_hidden_states, whole.last_hidden_states)
+    packed = pack_row(samples_of(whole, Encoding("exact", "supervised")), len(whole.input_ids))
+    assert not torch.equal(packed.final_hidden_states, whole.final_hidden_states)
     assert not torch.equal(packed.aux_hidden_states, whole.aux_hidden_states)
     found = []
     for batch in (whole, packed):
@@ -84,8 +84,8 @@ def test_what_counted_leaves_out_is_read_by_no_loss_and_no_replay(seed: int, lay
 @pytest.mark.parametrize("seed", range(4))
 def test_no_more_is_kept_than_a_step_reads(seed: int) -> None:
     batch = random_batch((40,), tiny_config(), seed=seed)
-    plan = plan_batch(batch, num_steps=7)
-    counted = counted_last(batch.loss_mask)
+    plan = schedule_batch(batch, num_steps=7)
+    counted = supervised_final(batch.loss_mask)
     assert torch.nonzero(counted).squeeze(1).tolist() == plan.teacher_rows.tolist()
     assert kept_rows(Encoding(), batch.loss_mask).aux == len(plan.key_rows)
 
@@ -95,7 +95,7 @@ def test_fp8_keeps_three_bits_of_mantissa_at_any_magnitude() -> None:
     magnitudes = torch.tensor([1e-30, 1e-3, 1.0, 447.9, 448.1, 1e5, 1e30])
     states = (1 + torch.rand(7, 64, generator=generator)) * magnitudes[:, None]
     states[:, ::2] *= -1
-    found = decode(encode(with_states(states), FP8)).last_hidden_states
+    found = decode(encode(with_states(states), FP8)).final_hidden_states
     assert found.dtype == torch.bfloat16
     assert ((found.float() - states).abs() / states.abs()).max() <= 2**-4
 
@@ -112,7 +112,7 @@ def test_fp8_decodes_every_code_as_torch_does_and_encodes_it_back() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # no nan
     sample = decode(encode(with_states(codes.float()[None]), FP8))
-    assert torch.equal(sample.last_hidden_states[0].float(), codes.float())
+    assert torch.equal(sample.final_hidden_states[0].float(), codes.float())
     again = decode(encode(sample, FP8))
     assert torch.equal(again.aux_hidden_states, sample.aux_hidden_states)
 
@@ -121,7 +121,7 @@ def test_fp8_keeps_zeros_and_marks_rows_that_are_not_finite() -> None:
     states = torch.ones(4, 8)
     states[0] = 0
     states[1, 3], states[2, 0] = torch.inf, torch.nan
-    found = decode(encode(with_states(states), FP8)).last_hidden_states
+    found = decode(encode(with_states(states), FP8)).final_hidden_states
     assert torch.equal(found[[0, 3]].float(), states[[0, 3]])
     assert found[1:3].isnan().all()
 
@@ -129,5 +129,5 @@ def test_fp8_keeps_zeros_and_marks_rows_that_are_not_finite() -> None:
 def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(UserError, match=r"capture\.codec=fp4: Is one of exact, bf16, fp8"):
         Encoding("fp4")
-    with pytest.raises(UserError, match=r"capture\.last_states=none"):
+    with pytest.raises(UserError, match=r"capture\.final_states=none"):
         Encoding("fp8", "none")

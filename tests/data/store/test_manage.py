@@ -89,7 +89,7 @@ def test_damaged_samples_are_not_copied(tmp_path: Path) -> None:
 
 def test_converted_is_as_if_captured_so(tmp_path: Path) -> None:
     write_store(tmp_path / "exact")
-    for encoding in (Encoding("bf16", "all"), Encoding("fp8", "counted")):
+    for encoding in (Encoding("bf16", "all"), Encoding("fp8", "supervised")):
         assert convert(tmp_path / "exact", tmp_path / encoding.codec, encoding) == 0
         store = HiddenStateStore(tmp_path / encoding.codec)
         assert store.manifest["encoding"] == encoding.to_json()
@@ -99,9 +99,9 @@ def test_converted_is_as_if_captured_so(tmp_path: Path) -> None:
 
 
 def test_nothing_comes_back_by_converting(tmp_path: Path) -> None:
-    write_store(tmp_path / "fp8", Encoding("fp8", "counted"))
+    write_store(tmp_path / "fp8", Encoding("fp8", "supervised"))
     for encoding, field in (
-        (Encoding("bf16", "counted"), "--codec"),
+        (Encoding("bf16", "supervised"), "--codec"),
         (Encoding("fp8", "all"), "--last-states"),
     ):
         with pytest.raises(UserError, match=f"{field}=.*does not come back"):

@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("last_states", ["all", "counted"])
-def test_samples_come_in_one_order_whoever_wrote_them(tmp_path: Path, codec: str, last_states: str) -> None:
-    encoding = Encoding(codec, last_states)
+@pytest.mark.parametrize("final_states", ["all", "supervised"])
+def test_samples_come_in_one_order_whoever_wrote_them(tmp_path: Path, codec: str, final_states: str) -> None:
+    encoding = Encoding(codec, final_states)
     write_store(tmp_path, encoding)
     store = HiddenStateStore(tmp_path)
     assert len(store) == len(LENGTHS)
@@ -103,7 +103,7 @@ def test_store_of_an_older_version_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text()) | {"format": 1}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="has format 1, not 2; delete it and capture again"):
+    with pytest.raises(UserError, match="has format 1, not 3; delete it and capture again"):
         HiddenStateStore(tmp_path)
 
 

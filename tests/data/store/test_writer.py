@@ -83,7 +83,7 @@ def test_append_waits_while_too_much_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int, queue_samples: int
 ) -> None:
     most, sample = 0, make_sample(0)  # 5 tokens
-    size = sample.aux_hidden_states.nbytes + sample.last_hidden_states.nbytes
+    size = sample.aux_hidden_states.nbytes + sample.final_hidden_states.nbytes
 
     def encode_slowly(*arguments):
         nonlocal most
@@ -110,13 +110,13 @@ def test_what_fails_behind_the_back_is_raised_and_what_is_finished_stays(tmp_pat
     writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=5)
     writer.append(0, make_sample(0))
     writer.flush()
-    writer.append(1, replace(make_sample(5), last_hidden_states=torch.zeros(1, 4).bfloat16()))
+    writer.append(1, replace(make_sample(5), final_hidden_states=torch.zeros(1, 4).bfloat16()))
     writer.append(2, make_sample(1))
-    with pytest.raises(AssertionError, match="last_hidden_states"):
+    with pytest.raises(AssertionError, match="final_hidden_states"):
         writer.flush()
-    with pytest.raises(AssertionError, match="last_hidden_states"):
+    with pytest.raises(AssertionError, match="final_hidden_states"):
         writer.append(3, make_sample(3))
-    with pytest.raises(AssertionError, match="last_hidden_states"):
+    with pytest.raises(AssertionError, match="final_hidden_states"):
         writer.close()
     append_all(tmp_path, [1, 2])
     assert captured_ids(tmp_path) == {0, 1, 2}
@@ -134,7 +134,7 @@ def test_what_was_captured_before_the_caller_failed_is_kept(tmp_path: Path) -> N
 
 
 def test_encoded_samples_are_taken_as_they_are(tmp_path: Path) -> None:
-    encoding = Encoding("fp8", "counted")
+    encoding = Encoding("fp8", "supervised")
     with StoreWriter(tmp_path, "a", encoding, 100) as writer:
         for sample_id in range(7):
             writer.append_encoded(sample_id, encode(make_sample(sample_id), encoding))

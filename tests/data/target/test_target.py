@@ -61,8 +61,8 @@ def test_parts_read_from_the_checkpoint_give_the_models_logits(
     spec = save_target(tmp_path, family, tied, sharded)
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     parts = load_target_parts(spec)
-    last_hidden, logits = _last_hidden_and_logits(spec)
-    torch.testing.assert_close(parts.head(last_hidden), logits, rtol=0, atol=0)
+    final_hidden, logits = _last_hidden_and_logits(spec)
+    torch.testing.assert_close(parts.head(final_hidden), logits, rtol=0, atol=0)
     model = load_target(spec, CPU)
     assert torch.equal(parts.embed_tokens, model.get_input_embeddings().weight)
     assert (parts.num_layers, parts.hidden_size, parts.vocab_size) == (NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE)
@@ -188,9 +188,9 @@ def test_multimodal_wrapper(tmp_path: Path) -> None:
     assert modules.decoder is model.model.language_model
     assert len(modules.layers) == 3
     # Its checkpoint keeps names of an older layout.
-    last_hidden, logits = _last_hidden_and_logits(spec)
+    final_hidden, logits = _last_hidden_and_logits(spec)
     parts = load_target_parts(spec)
-    torch.testing.assert_close(parts.head(last_hidden), logits, rtol=0, atol=0)
+    torch.testing.assert_close(parts.head(final_hidden), logits, rtol=0, atol=0)
     assert torch.equal(parts.embed_tokens, modules.embed_tokens.weight)
 
 

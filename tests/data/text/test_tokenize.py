@@ -45,7 +45,7 @@ def test_dataset_and_report(tmp_path):
         num_refused=0,
         num_samples=2,
         num_tokens=sum(len(row["input_ids"]) for row in dataset),
-        num_counted_tokens=sum(sum(row["loss_mask"]) for row in dataset),
+        num_supervised_tokens=sum(sum(row["loss_mask"]) for row in dataset),
         num_overlong=0,
         num_uncounted=0,
         num_straddling=0,

@@ -86,7 +86,7 @@ class Plane:
         assert sample.aux_hidden_states.dtype == torch.bfloat16
         for place in range(len(AUX_LAYER_IDS)):
             assert difference(sample.aux_hidden_states[:, place], aux[:, place]) < 0.01
-        assert difference(norm(sample.last_hidden_states), norm(last)) < 0.01
+        assert difference(norm(sample.final_hidden_states), norm(last)) < 0.01
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

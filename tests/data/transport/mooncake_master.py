@@ -67,7 +67,7 @@ class Master:
 def running_master(directory: Path) -> Iterator[Master]:
     if find_spec("mooncake") is None:
         pytest.skip(f"Mooncake is not installed: pip install '{REQUIREMENT}'")
-    setup = subprocess.run([ROOT / "scripts" / "setup_mooncake"], capture_output=True, text=True)
+    setup = subprocess.run([ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True)
     if setup.returncode != 0:
         pytest.skip(setup.stderr.strip())
     master = Master(setup.stdout.strip(), directory / "mooncake_master.log")

@@ -39,7 +39,7 @@ def main(order: dict) -> None:
             taken = transport.take(request, _TAKE_SECONDS)
             assert taken is not None, f"{request.key} never came"
             assert taken.aux_hidden_states.equal(aux)
-            assert taken.last_hidden_states.equal(last)
+            assert taken.final_hidden_states.equal(last)
         print(index, flush=True)
     if order["role"] == "put" and order["settings"]["segment_bytes"]:
         time.sleep(600)  # what it stored lies in its own memory

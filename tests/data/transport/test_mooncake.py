@@ -48,7 +48,7 @@ def check(trainer: MooncakeTransport, index: int, num_tokens: int) -> None:
     taken = trainer.take(request, 60.0)
     assert taken is not None
     assert taken.aux_hidden_states.equal(aux)
-    assert taken.last_hidden_states.equal(last)
+    assert taken.final_hidden_states.equal(last)
 
 
 def test_one_process_feeds_two_ranks_through_a_store_that_holds_a_third(

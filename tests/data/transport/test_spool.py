@@ -14,7 +14,7 @@ from data.transport.spool import MEMORY, Spool, file_bytes, open_spool
 from eagle31.errors import UserError
 
 NUM_LAYERS, HIDDEN_SIZE = 3, 64
-ENCODINGS = [Encoding(codec, last_states) for codec in CODECS for last_states in ("all", "counted")]
+ENCODINGS = [Encoding(codec, final_states) for codec in CODECS for final_states in ("all", "supervised")]
 
 
 @pytest.fixture(params=["memory", "disk"])

@@ -6,22 +6,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from data.capture.offline import WantedStore
+from data.capture.offline import StoreSpec
 from data.store.codec import Encoding
 from data.target.spec import TargetSpec
 from data.vllm.client import capture_through_vllm
-from data.vllm.engine import OwnEngine
+from data.vllm.engine import LocalEngine
 from data.vllm.server import VllmServer
-from tests.data.vllm.targets import capture_engine, make_samples, wanted_states
+from tests.data.vllm.targets import capture_engine, expected_states, make_samples
 
 if __name__ == "__main__":
     target, root, ids, num_samples, *server = sys.argv[1:]
     spec, aux_layer_ids = TargetSpec(target), tuple(json.loads(ids))
     engine = capture_engine(spec, aux_layer_ids, Path(root))
-    own = OwnEngine.of(engine, Path(root) / "engine.log", concurrency=4)
+    own = LocalEngine.of(engine, Path(root) / "engine.log", concurrency=4)
     capture_through_vllm(
-        [WantedStore(Path(root) / "store", make_samples(int(num_samples)), Encoding("exact", "all"))],
-        wanted_states(spec, aux_layer_ids),
+        [StoreSpec(Path(root) / "store", make_samples(int(num_samples)), Encoding("exact", "all"))],
+        expected_states(spec, aux_layer_ids),
         [VllmServer(server[0], concurrency=2)] if server else [own],
         shard_tokens=500,
         manifest_fields={"target": "tiny"},

@@ -19,7 +19,7 @@ from data.target.modules import locate
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from data.vllm.arguments import CaptureEngine
-from data.vllm.client import WantedStates
+from data.vllm.client import ExpectedStates
 
 VOCAB_SIZE, MAX_TOKENS = 100, 150
 ANSWER_TOKENS, STOP_TOKEN_IDS, NEAR_TIE = 12, (2, 57, 91), 1e-4
@@ -112,9 +112,9 @@ def capture_engine(
     )
 
 
-def wanted_states(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> WantedStates:
+def expected_states(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> ExpectedStates:
     parts = load_target_parts(spec)
-    return WantedStates(
+    return ExpectedStates(
         spec.model, parts.fingerprint, torch.float32, aux_layer_ids, parts.hidden_size, parts.num_layers
     )
 
@@ -133,7 +133,7 @@ def largest_difference(
         [(aux, last)] = capture.capture([found.input_ids])
         for ours, theirs in (
             (found.aux_hidden_states, aux),
-            (found.last_hidden_states[:, None], last[:, None]),
+            (found.final_hidden_states[:, None], last[:, None]),
         ):
             error = (ours - theirs).abs().amax(dim=(0, 2)) / theirs.abs().amax(dim=(0, 2))
             difference = max(difference, float(error.max()))

@@ -6,7 +6,7 @@ import torch
 from data.store.codec import Encoding
 from data.vllm.capture_request import (
     PARAMS,
-    StateOrder,
+    CaptureRequest,
     below,
     mask_spans,
     refusal,
@@ -18,9 +18,9 @@ from data.vllm.capture_request import (
 def test_an_order_survives_its_way() -> None:
     mask = torch.tensor([True, False, False, True, True, False, True])
     destination = store_destination(Path("/store"), Encoding("fp8"), 100)
-    order = StateOrder.of(destination, "7", [5, 6, 7, 8, 9, 10, 11], mask)
+    order = CaptureRequest.of(destination, "7", [5, 6, 7, 8, 9, 10, 11], mask)
     assert mask_spans(mask) == ((0, 1), (3, 5), (6, 7))
-    again = StateOrder.from_params(order.to_params()[PARAMS])
+    again = CaptureRequest.from_params(order.to_params()[PARAMS])
     assert again == order
     assert again.loss_mask(7).equal(mask)
     assert mask_spans(torch.zeros(3, dtype=torch.bool)) == ()
@@ -32,9 +32,11 @@ def test_an_order_survives_its_way() -> None:
     [{"key": "../7"}, {"key": "a"}, {"destination": {"store": "/store"}}, {"loss_spans": 3}],
 )
 def test_what_would_end_the_writer_is_no_order(change: dict) -> None:
-    order = StateOrder.of(store_destination(Path("/store"), Encoding(), 100), "7", [1], torch.tensor([True]))
+    order = CaptureRequest.of(
+        store_destination(Path("/store"), Encoding(), 100), "7", [1], torch.tensor([True])
+    )
     with pytest.raises((KeyError, TypeError, ValueError)):
-        StateOrder.from_params(order.to_params()[PARAMS] | change)
+        CaptureRequest.from_params(order.to_params()[PARAMS] | change)
 
 
 def test_only_what_lies_below_a_root_is_written(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 from data.vllm.capture_request import DESCRIBE
 from data.vllm.dispatch import Dispatcher, Prompt
 from data.vllm.endpoint import Refused, Unavailable
-from data.vllm.server_info import ServerFacts, read_facts, remove_facts, write_facts, write_failure
+from data.vllm.server_info import ServerInfo, read_info, remove_info, write_failure, write_info
 from eagle31.errors import UserError
 
 NUM_PROMPTS = 12
-FACTS = ServerFacts("a", "target", None, (1,), 2, 8, "float32", "cpu", vocab_size=50, max_tokens=20, roots=())
+FACTS = ServerInfo("a", "target", None, (1,), 2, 8, "float32", "cpu", vocab_size=50, max_tokens=20, roots=())
 
 
 class Computer:
@@ -26,7 +26,7 @@ class Computer:
         name: str,
         concurrency: int,
         compute: Callable[["Computer", int], None],
-        facts: ServerFacts = FACTS,
+        facts: ServerInfo = FACTS,
     ) -> None:
         self.facts = facts
         self.name, self.concurrency, self.compute = name, concurrency, compute
@@ -137,7 +137,7 @@ def test_what_no_engine_can_compute_is_not_sent() -> None:
 
 def test_an_engine_that_says_why_it_ended_is_not_tried_again(tmp_path: Path) -> None:
     facts = replace(FACTS, roots=(str(tmp_path),))
-    write_facts(facts)
+    write_info(facts)
 
     def ends(computer: Computer, token: int) -> None:
         write_failure(facts, "the disk is full")
@@ -147,8 +147,8 @@ def test_an_engine_that_says_why_it_ended_is_not_tried_again(tmp_path: Path) -> 
     with pytest.raises(UserError, match="says why: the disk is full"):
         dispatch(one)
     assert one.num_starts == 1
-    remove_facts(facts)
-    assert read_facts(str(tmp_path), facts.id).failure == "the disk is full"  # type: ignore[union-attr]
+    remove_info(facts)
+    assert read_info(str(tmp_path), facts.id).failure == "the disk is full"  # type: ignore[union-attr]
 
 
 def test_endpoints_that_stay_away_are_named() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import WantedStore, capture_to_store
+from data.capture.offline import StoreSpec, capture_to_store
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import captured_ids
@@ -22,15 +22,15 @@ from data.target.loading import load_target
 from data.target.modules import locate
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import capture_through_vllm
-from data.vllm.engine import OwnEngine
+from data.vllm.engine import LocalEngine
 from data.vllm.environment import ROOT
 from eagle31.errors import UserError
 from tests.data.vllm.targets import (
     capture_engine,
+    expected_states,
     largest_difference,
     make_samples,
     save_mla,
-    wanted_states,
 )
 
 IDS = (1, 2, 3, 4)
@@ -70,7 +70,7 @@ def test_an_engine_is_started_again_and_ends_with_its_parent(vllm_python: Path, 
     assert before < num_captured() < NUM_SAMPLES
     model = load_target(spec, torch.device("cpu"))
     capture_to_store(
-        WantedStore(store, dataset, Encoding("exact", "all")),
+        StoreSpec(store, dataset, Encoding("exact", "all")),
         HiddenStateCapture(model, locate(model, spec), IDS),
         shard_tokens=500,
         batch_tokens=2000,
@@ -83,12 +83,12 @@ def test_an_engine_is_started_again_and_ends_with_its_parent(vllm_python: Path, 
 
 def test_an_engine_that_cannot_start_says_why(vllm_python: Path, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
-    engine = OwnEngine({"model": str(tmp_path / "target")}, tmp_path / "engine.log")
+    engine = LocalEngine({"model": str(tmp_path / "target")}, tmp_path / "engine.log")
     spec = save_mla(tmp_path / "other")
     with pytest.raises(UserError, match=r"before it was ready:\n  \| (.|\n)*engine\.log"):
         capture_through_vllm(
-            [WantedStore(tmp_path / "store", make_samples(2), Encoding())],
-            wanted_states(spec, IDS),
+            [StoreSpec(tmp_path / "store", make_samples(2), Encoding())],
+            expected_states(spec, IDS),
             [engine],
             shard_tokens=500,
             manifest_fields=FIELDS,

@@ -18,10 +18,10 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import WantedStore
+from data.capture.offline import StoreSpec
 from data.capture.online import OnlineStates, StateShape
 from data.generation.answers import answer_prompts
-from data.generation.vllm_writer import VllmWriter
+from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -31,7 +31,7 @@ from data.target.modules import locate
 from data.target.spec import TargetSpec
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
-from data.vllm.client import WantedStates, capture_through_vllm, check_server
+from data.vllm.client import ExpectedStates, capture_through_vllm, check_server
 from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.environment import ROOT, capture_environment
 from data.vllm.producer import VllmProducer
@@ -43,12 +43,12 @@ from tests.data.vllm.targets import (
     STOP_TOKEN_IDS,
     VOCAB_SIZE,
     capture_engine,
+    expected_states,
     greedy_answers,
     largest_difference,
     make_prompts,
     make_samples,
     save_gqa,
-    wanted_states,
 )
 
 IDS = (0, 1, 2, 3, 4)
@@ -102,11 +102,11 @@ def server(vllm_python: Path, spec: TargetSpec, root: Path) -> Iterator[ServerPr
 
 
 def capture(
-    server: ServerProcess, dataset: Dataset, directory: Path, wanted: WantedStates, **changes: object
+    server: ServerProcess, dataset: Dataset, directory: Path, wanted: ExpectedStates, **changes: object
 ) -> None:
     options = {"shard_tokens": 500, "manifest_fields": {"target": "tiny"}} | changes
     endpoints = [VllmServer(server.url, concurrency=8)]
-    stores = [WantedStore(directory, dataset, ENCODING)]
+    stores = [StoreSpec(directory, dataset, ENCODING)]
     capture_through_vllm(stores, wanted, endpoints, **options)  # type: ignore[arg-type]
 
 
@@ -118,7 +118,7 @@ def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) ->
 
 
 def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
-    dataset, wanted = make_samples(4), wanted_states(spec, IDS)
+    dataset, wanted = make_samples(4), expected_states(spec, IDS)
     cases = {
         r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": replace(wanted, aux_layer_ids=(0, 2)),
         "dtype is float32, not bfloat16": replace(wanted, dtype=torch.bfloat16),
@@ -135,7 +135,7 @@ def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: Targe
         capture(server, too_long, root / "refused-long", wanted)
     with pytest.raises(UserError, match=r"None has answered .*No server answers there"):
         capture_through_vllm(
-            [WantedStore(root / "refused-down", dataset, ENCODING)],
+            [StoreSpec(root / "refused-down", dataset, ENCODING)],
             wanted,
             [VllmServer("http://127.0.0.1:9", 1)],  # the discard port
             shard_tokens=500,
@@ -149,7 +149,7 @@ def test_states_reach_a_trainer_and_bad_requests_are_told(
 ) -> None:
     spool = Spool(root / "spool", ENCODING)
     spool.directory.mkdir()
-    wanted, dataset = wanted_states(spec, IDS), make_samples(3).with_format("torch")
+    wanted, dataset = expected_states(spec, IDS), make_samples(3).with_format("torch")
 
     def check(endpoint, facts) -> None:
         check_server(endpoint, facts, wanted, spool.directory, MAX_TOKENS)
@@ -178,10 +178,10 @@ def test_states_reach_a_trainer_and_bad_requests_are_told(
 def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
-    prompts, wanted = make_prompts(24), wanted_states(spec, IDS)
+    prompts, wanted = make_prompts(24), expected_states(spec, IDS)
     greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
     before = sorted(root.rglob("*.safetensors"))
-    writer = VllmWriter([VllmServer(server.url, 8)], wanted)
+    writer = VllmGenerator([VllmServer(server.url, 8)], wanted)
     answers = answer_prompts(writer, prompts, greedy, output=root / "a.jsonl", model_fingerprint="f")
     sampled = replace(greedy, temperature=1.0)
     with pytest.raises(UserError, match="Captures on a CPU, where vLLM samples wrongly"):
@@ -199,13 +199,13 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
 def test_a_server_of_another_target_writes_no_answers(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
-    wanted = wanted_states(spec, IDS)
+    wanted = expected_states(spec, IDS)
     cases = {
         "or other weights": (replace(wanted, target_fingerprint="another"), ANSWER_TOKENS),
         "tokens where a sample has": (wanted, MAX_TOKENS),
     }
     for number, (message, (other, num_tokens)) in enumerate(cases.items()):
-        writer, sampling = VllmWriter([VllmServer(server.url, 8)], other), Sampling(num_tokens, (), 0.0, 0)
+        writer, sampling = VllmGenerator([VllmServer(server.url, 8)], other), Sampling(num_tokens, (), 0.0, 0)
         output = root / f"other-{number}.jsonl"
         with pytest.raises(UserError, match=message):
             answer_prompts(writer, [[1, 2]], sampling, output=output, model_fingerprint="f")
@@ -216,7 +216,7 @@ def test_training_goes_on_when_the_server_is_killed(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
     """What was under way, or answered and not yet written, comes from the next one; all in order."""
-    spool, wanted = Spool(root / "killed", ENCODING), wanted_states(spec, IDS)
+    spool, wanted = Spool(root / "killed", ENCODING), expected_states(spec, IDS)
     spool.directory.mkdir()
     dataset = make_samples(80)
     shape = StateShape(len(IDS), wanted.hidden_size, wanted.dtype)
@@ -248,13 +248,13 @@ def test_training_goes_on_when_the_server_is_killed(
         assert sample.input_ids.tolist() == dataset[index]["input_ids"]
         ((aux, last),) = capture.capture([sample.input_ids])
         torch.testing.assert_close(sample.aux_hidden_states, aux, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sample.last_hidden_states, last, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sample.final_hidden_states, last, rtol=1e-4, atol=1e-4)
 
 
 def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
     bad = Dataset.from_dict({"input_ids": [[3, VOCAB_SIZE + 7, 4]], "loss_mask": [[False, True, True]]})
     dataset = concatenate_datasets([make_samples(3), bad])
-    capture(server, dataset, root / "with_bad", wanted_states(spec, IDS))
+    capture(server, dataset, root / "with_bad", expected_states(spec, IDS))
     store = HiddenStateStore(root / "with_bad")
     assert list(refused(store.directory)) == [3]
     assert [one["sample_id"] for one in store.manifest["refused"]] == [3]
@@ -282,7 +282,7 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
 
     killer = Thread(target=kill_server_midway)
     killer.start()
-    capture(server, dataset, store, wanted_states(spec, IDS))
+    capture(server, dataset, store, expected_states(spec, IDS))
     killer.join()
     finished = HiddenStateStore(store)
     assert len(finished) == NUM_SAMPLES
@@ -291,5 +291,5 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
     # What is captured stays so: the same command again asks nobody.
     shards = {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")}
     server.kill()
-    capture(server, dataset, store, wanted_states(spec, IDS))
+    capture(server, dataset, store, expected_states(spec, IDS))
     assert {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")} == shards

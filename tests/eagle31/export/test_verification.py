@@ -21,7 +21,7 @@ from eagle31.export.verification import (
     write_verification,
 )
 from eagle31.training.batch import PackedBatch
-from eagle31.training.supervision import counted_drafts
+from eagle31.training.supervision import supervised_drafts
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
 STEPS = 3
@@ -96,9 +96,9 @@ def test_a_piece_is_small_and_has_drafts_that_count() -> None:
     batch = replace(batch, loss_mask=torch.arange(300) >= 200)
     piece = probe_piece(batch, STEPS)
     assert piece is not None
-    states = (piece.aux_hidden_states, piece.last_hidden_states)
+    states = (piece.aux_hidden_states, piece.final_hidden_states)
     assert sum(one.numel() * one.element_size() for one in states) <= MAX_STATE_BYTES
-    assert counted_drafts(piece.loss_mask, piece.document_ids, STEPS).all(dim=1).any()
+    assert supervised_drafts(piece.loss_mask, piece.document_ids, STEPS).all(dim=1).any()
     assert piece.position_ids[0] == 0
     config = tiny_config()
     long = replace(random_batch((300,), config, dtype=torch.float32), loss_mask=torch.ones(300).bool())

@@ -9,7 +9,7 @@ from eagle31.kernels.merged_attention import CausalBlock, merged_attention
 from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, Tiles
 from eagle31.model.attention import rollout_attention, visible_keys
-from eagle31.training.schedule import RolloutPlan, plan_rollout
+from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
 DIM = 8
 SCALE = 0.4  # other than DIM ** -0.5
@@ -26,7 +26,7 @@ def random_counted(total: int, document_ids: Tensor, seed: int) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def reference(tensors: list[Tensor], plan: RolloutPlan, step: int, document_ids: Tensor) -> Tensor:
+def reference(tensors: list[Tensor], plan: RolloutSchedule, step: int, document_ids: Tensor) -> Tensor:
     query, keys, values, *own = tensors
     rows = plan.steps[step].rows
     visible = visible_keys(rows, document_ids)[:, plan.key_rows]
@@ -34,11 +34,11 @@ def reference(tensors: list[Tensor], plan: RolloutPlan, step: int, document_ids:
     return rollout_attention(query, keys, values, visible, own[:step], own[step:], SCALE)
 
 
-def places_of(plan: RolloutPlan, step: int, earlier: int) -> Tensor:
+def places_of(plan: RolloutSchedule, step: int, earlier: int) -> Tensor:
     return torch.searchsorted(plan.steps[earlier].rows, plan.steps[step].rows)
 
 
-def block_of(name: str, plan: RolloutPlan, step: int, dtype: torch.dtype) -> CausalBlock:
+def block_of(name: str, plan: RolloutSchedule, step: int, dtype: torch.dtype) -> CausalBlock:
     if name == "packed":
         return PackedBlock(plan.steps[0].runs, torch.device("cpu"), SCALE).for_rows(plan.steps[step].first)
     kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
@@ -107,7 +107,7 @@ def test_values_and_gradients_equal_the_definition(
 ) -> None:
     monkeypatch.setattr(packed_block, "kernels", CudaKernel())
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    plan = plan_rollout(random_counted(sum(lengths), document_ids, seed=heads[0]), document_ids)
+    plan = schedule_rollout(random_counted(sum(lengths), document_ids, seed=heads[0]), document_ids)
     for step in range(STEPS):
         tensors = random_tensors(plan, step, heads, torch.float64, value_width)
         expected = reference(tensors, plan, step, document_ids)
@@ -127,7 +127,7 @@ def test_values_and_gradients_equal_the_definition(
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
 def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: float) -> None:
     document_ids = torch.zeros(150, dtype=torch.long)
-    plan = plan_rollout(random_counted(150, document_ids, seed=1), document_ids)
+    plan = schedule_rollout(random_counted(150, document_ids, seed=1), document_ids)
     step = 3
     exact = random_tensors(plan, step, (4, 2), torch.float64)
     exact = [x.detach().to(dtype).double().requires_grad_() for x in exact]
@@ -146,7 +146,7 @@ def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: 
 
 
 def random_tensors(
-    plan: RolloutPlan, step: int, heads: tuple[int, int], dtype: torch.dtype, value_width: int = DIM
+    plan: RolloutSchedule, step: int, heads: tuple[int, int], dtype: torch.dtype, value_width: int = DIM
 ) -> list[Tensor]:
     """Query, step-0 keys and values, own keys of steps 1..step, own values."""
     generator = torch.Generator().manual_seed(step)
@@ -164,7 +164,7 @@ def test_no_queries_give_no_gradient(name: str) -> None:
     document_ids = torch.zeros(6, dtype=torch.long)
     counted = torch.zeros(6, 2, dtype=torch.bool)
     counted[2, 0] = True
-    plan = plan_rollout(counted, document_ids)
+    plan = schedule_rollout(counted, document_ids)
     tensors = random_tensors(plan, 1, (4, 2), torch.float64)
     block = block_of(name, plan, 1, torch.float64)
     found = merged_attention(block, *tensors[:3], tensors[3:4], tensors[4:], [None])

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import gradcheck
 
-from eagle31.kernels.split_linear import Share, SplitLinear
+from eagle31.kernels.split_linear import SplitLinear, TokenProjection
 
 
 def linear(width: int, out: int) -> SplitLinear:
@@ -15,7 +15,7 @@ def test_the_halves_add_up() -> None:
     projection = linear(6, 5)
     first, second = torch.randn(4, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
     at = torch.tensor([3, 0, 0, 1, 3, 2, 2, 2, 0])
-    split = projection(second, Share(projection(first), at))
+    split = projection(second, TokenProjection(projection(first), at))
     whole = projection(torch.cat((first[at], second), dim=1))
     torch.testing.assert_close(split, whole)
 
@@ -28,7 +28,7 @@ def test_gradients() -> None:
 
     def run(first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(
-            projection, {"weight": weight}, (second, Share(projection_of(first, weight), at))
+            projection, {"weight": weight}, (second, TokenProjection(projection_of(first, weight), at))
         )
 
     def projection_of(first: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from eagle31.training.rollout import rollout
 from eagle31.training.step import greedy_hits, rollout_loss
-from eagle31.training.supervision import counted_drafts, counted_rows
+from eagle31.training.supervision import supervised_drafts, supervised_positions
 from tests.eagle31.naive import is_counted, naive_loss, naive_states
 from tests.eagle31.tiny import MLA, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 
@@ -50,7 +50,7 @@ def test_states_equal_the_naive_ones_at_every_counted_row(changes: dict[str, Any
     config = tiny_config(**changes)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((30, 9), config, seed=5)
-    rows = counted_rows(counted_drafts(batch.loss_mask, batch.document_ids, 5))
+    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 5))
     naive = naive_states(drafter, config, frozen, batch, 5)
     for (normed, state), expected in zip(
         rollout(drafter, frozen.embed_tokens, batch, rows, 5), naive, strict=True
@@ -63,14 +63,14 @@ def test_counted_drafts_by_their_definition() -> None:
     config = tiny_config()
     for seed in range(8):
         batch = random_batch((11, 1, 2, 19, 3), config, seed=seed, padding=5)
-        counted = counted_drafts(batch.loss_mask, batch.document_ids, 6)
+        counted = supervised_drafts(batch.loss_mask, batch.document_ids, 6)
         expected = [[is_counted(batch, t, k) for k in range(6)] for t in range(len(batch.input_ids))]
         assert counted.tolist() == expected
         assert counted.any()
 
 
 def test_counted_drafts_with_more_steps_than_tokens() -> None:
-    counted = counted_drafts(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), 8)
+    counted = supervised_drafts(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), 8)
     assert counted.nonzero().tolist() == [[0, 0]]
 
 
@@ -128,7 +128,7 @@ def test_depth_sums_are_what_their_names_say() -> None:
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((40,), config, seed=4)
     _, sums = rollout_loss(drafter, frozen, batch, num_steps=2, step_decay=0.8)
-    teacher = frozen.target_head(batch.last_hidden_states)
+    teacher = frozen.target_head(batch.final_hidden_states)
     ids = frozen.draft_target_ids
     assert ids is not None
     for step, normed in enumerate(naive_states(drafter, config, frozen, batch, 2)):

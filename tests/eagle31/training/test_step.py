@@ -14,8 +14,8 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Loss, Objective
 from eagle31.training.reference import reference_loss, reference_rollout
 from eagle31.training.rollout import rollout
-from eagle31.training.step import DepthSums, plan_batch, rollout_loss
-from eagle31.training.supervision import counted_drafts, counted_rows
+from eagle31.training.step import DepthSums, rollout_loss, schedule_batch
+from eagle31.training.supervision import supervised_drafts, supervised_positions
 from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 
 EAGLE3 = {"fc_norm": False, "norm_output": False}
@@ -64,7 +64,7 @@ def test_the_random_cases_are_not_empty() -> None:
     counts = []
     for seed in range(12):
         _, _, batch, num_steps = random_case(seed)
-        counts.append(int(counted_drafts(batch.loss_mask, batch.document_ids, num_steps).sum()))
+        counts.append(int(supervised_drafts(batch.loss_mask, batch.document_ids, num_steps).sum()))
     assert sum(count > 20 for count in counts) >= 8
 
 
@@ -97,7 +97,7 @@ def test_states_equal_the_reference(changes: dict[str, Any]) -> None:
     config = tiny_config(**changes)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((300, 9, 41), config, seed=5)
-    rows = counted_rows(counted_drafts(batch.loss_mask, batch.document_ids, 5))
+    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 5))
     steps = zip(
         rollout(drafter, frozen.embed_tokens, batch, rows, 5),
         reference_rollout(drafter, frozen.embed_tokens, batch, rows, 5),
@@ -117,7 +117,7 @@ def test_no_gradient_flows_from_a_counted_pair_to_what_comes_later(
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((40, 300), config, seed=1)
     aux = batch.aux_hidden_states.clone().requires_grad_()
-    rows = counted_rows(counted_drafts(batch.loss_mask, batch.document_ids, 4))
+    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 4))
     steps = rollout(drafter, frozen.embed_tokens, replace(batch, aux_hidden_states=aux), rows, 4)
     normed = [normed for normed, _ in steps]
     for at in range(0, len(rows), 7):
@@ -133,14 +133,14 @@ def test_rows_beyond_the_last_draft_of_a_document_are_not_computed() -> None:
     batch = random_batch((30, 20, 10), tiny_config(), seed=2, padding=5)
     mask = torch.zeros_like(batch.loss_mask)
     mask[10:15], mask[35:37] = True, True
-    plan = plan_batch(replace(batch, loss_mask=mask), 4)
+    plan = schedule_batch(replace(batch, loss_mask=mask), 4)
     assert [step.rows.tolist() for step in plan.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
     assert plan.key_rows.tolist() == [*range(13), *range(30, 35)]
     assert plan.teacher_rows.tolist() == [10, 11, 12, 13, 35]
     assert plan.tokens.tolist() == [*range(1, 14), *range(31, 36)]
-    assert plan.tokens[plan.key_token_at].tolist() == [t + 1 for t in plan.key_rows.tolist()]
+    assert plan.tokens[plan.key_token_index].tolist() == [t + 1 for t in plan.key_rows.tolist()]
     for k, step in enumerate(plan.steps):
-        assert plan.tokens[step.token_at].tolist() == [t + 1 + k for t in step.rows.tolist()]
+        assert plan.tokens[step.token_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
     assert [tuple(run) for run in plan.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
     assert [tuple(run) for run in plan.steps[1].runs] == [(0, 3, 0, 12)]
 

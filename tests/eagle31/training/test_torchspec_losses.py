@@ -13,7 +13,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
 from eagle31.training.step import rollout_loss
-from eagle31.training.supervision import counted_drafts
+from eagle31.training.supervision import supervised_drafts
 from tests.eagle31.tiny import VOCAB, random_batch, tiny_config, tiny_drafter
 from tests.torchspec_python import run_there, torchspec_python
 
@@ -39,7 +39,7 @@ def theirs(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, directory:
         given[f"drafter.{name.replace('layers.0.', 'midlayer.')}"] = weight
     given["drafter.embed_tokens.weight"] = frozen.embed_tokens
     given |= {"input_ids": batch.input_ids, "aux": batch.aux_hidden_states.flatten(1)}
-    given |= {"last": batch.last_hidden_states, "target_head": head.weight.detach()}
+    given |= {"last": batch.final_hidden_states, "target_head": head.weight.detach()}
     given |= {"num_steps": torch.tensor(NUM_STEPS), "step_decay": torch.tensor(STEP_DECAY)}
     if frozen.draft_target_ids is not None:
         given["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
@@ -59,7 +59,7 @@ def test_eagle3_losses_and_gradients_are_torchspecs(draft_vocab_size: int, tmp_p
     batch = random_batch((NUM_TOKENS,), config, dtype=torch.float32)
     found = theirs(drafter, frozen, batch, tmp_path)
 
-    counted = counted_drafts(batch.loss_mask, batch.document_ids, NUM_STEPS)
+    counted = supervised_drafts(batch.loss_mask, batch.document_ids, NUM_STEPS)
     assert counted.sum(0).min() > 0
     options = {"num_steps": NUM_STEPS, "step_decay": STEP_DECAY}
     _, sums = rollout_loss(drafter, frozen, batch, **options)

@@ -150,7 +150,7 @@ POSITIVE = (
         ("train.max_steps", 0),
         ("capture.max_samples", 0),
         ("capture.codec", "fp4"),
-        ("capture.last_states", "some"),
+        ("capture.final_states", "some"),
         ("train.step_decay", 0.0),
         ("train.step_decay", 1.01),
         ("data.max_tokens", 2049),

@@ -25,8 +25,8 @@ from train.config.target import TargetConfig
 from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
-from train.drafter.build import build_drafter, frozen_rows
 from train.drafter.published import fetch_checkpoint
+from train.stages.drafters import build_drafter, frozen_rows
 from train.stages.train import train_inputs
 from train.stages.vocab import load_vocab, run_vocab, vocab_inputs
 

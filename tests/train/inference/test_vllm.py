@@ -56,7 +56,7 @@ def test_its_states_are_those_of_transformers(
             assert a.input_ids.equal(b.input_ids)
             assert a.loss_mask.equal(b.loss_mask)
             torch.testing.assert_close(a.aux_hidden_states, b.aux_hidden_states, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(a.last_hidden_states, b.last_hidden_states, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(a.final_hidden_states, b.final_hidden_states, rtol=1e-4, atol=1e-4)
 
 
 def test_training_goes_on_while_vllm_captures(

@@ -80,7 +80,7 @@ def debian_packages() -> Path:
     """The folder that holds Slurm's programs; made at first use."""
     if shutil.which("apt-get") is None:
         pytest.skip("Slurm comes from Debian's packages here, and this machine has no apt-get")
-    return Path(subprocess.check_output([ROOT / "scripts" / "setup_slurm"], text=True).strip())
+    return Path(subprocess.check_output([ROOT / "scripts" / "setup" / "slurm"], text=True).strip())
 
 
 @contextmanager

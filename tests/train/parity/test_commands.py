@@ -47,7 +47,7 @@ def test_bad_input_is_refused_before_anything_is_read(run, export: Path, tmp_pat
         ((export, *target, "-k", 0), "-k=0: It must be at least 1."),
         ((export, *target, "--max-new-tokens", 0), "--max-new-tokens=0"),
         ((export, *target, "--num-prompts", 0), "--num-prompts=0"),
-        ((export, *target), "run scripts/setup_vllm"),
+        ((export, *target), "run scripts/setup/vllm"),
     ]
     for arguments, message in cases:
         status, _, error = run(script, *arguments)

@@ -73,7 +73,7 @@ def probe_in(export: Path, config: DrafterConfig) -> None:
         document_ids=torch.zeros(8, dtype=torch.long),
         position_ids=torch.arange(8),
         aux_hidden_states=torch.zeros(8, 3, 4),
-        last_hidden_states=torch.zeros(8, 4),
+        final_hidden_states=torch.zeros(8, 4),
     )
     nothing = torch.zeros(1, 1, 1)
     probe = Probe(batch, torch.tensor([4]), nothing.long(), nothing, nothing[0].clone())

@@ -20,7 +20,7 @@ from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
-from eagle31.training.step import plan_batch
+from eagle31.training.step import schedule_batch
 from train.planning.memory import TrainerSettings, trainer_memory
 from train.trainer.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine
 
@@ -81,13 +81,13 @@ def row(config: DrafterConfig, num_tokens: int, prompt_tokens: int, dtype: torch
         document_ids=torch.zeros(num_tokens, dtype=torch.long),
         position_ids=torch.arange(num_tokens),
         aux_hidden_states=torch.randn(shape, generator=generator).to(dtype),
-        last_hidden_states=torch.randn(num_tokens, shape[2], generator=generator).to(dtype),
+        final_hidden_states=torch.randn(num_tokens, shape[2], generator=generator).to(dtype),
     )
 
 
 def run(engine: Any, batch: PackedBatch, num_steps: int) -> None:
     for _ in range(MICRO_BATCHES):
-        loss, _ = engine(batch, plan_batch(batch, num_steps), True)
+        loss, _ = engine(batch, schedule_batch(batch, num_steps), True)
         engine.backward(loss / len(batch.input_ids))
         engine.step()
 

@@ -109,7 +109,7 @@ def test_a_result_with_an_error_has_nothing_else() -> None:
 def test_a_missing_environment_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EAGLE31_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("EAGLE31_VLLM_ENV", str(tmp_path / "vllm"))
-    with pytest.raises(UserError, match=r"EAGLE31_VLLM_ENV=.*run scripts/setup_vllm"):
+    with pytest.raises(UserError, match=r"EAGLE31_VLLM_ENV=.*run scripts/setup/vllm"):
         find_python()
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / ".eagle31-stamp").touch()

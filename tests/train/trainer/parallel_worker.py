@@ -35,7 +35,7 @@ class MemorySource:
             batch.loss_mask[5 : 8 + seed % 7] = True
             self.samples.append(
                 CapturedSample(
-                    batch.input_ids, batch.loss_mask, batch.aux_hidden_states, batch.last_hidden_states
+                    batch.input_ids, batch.loss_mask, batch.aux_hidden_states, batch.final_hidden_states
                 )
             )
         self.lengths = [len(sample.input_ids) for sample in self.samples]

@@ -11,7 +11,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from data.capture.tokens import dataset_rows
-from data.store.codec import CODECS, LAST_STATES, Encoding, Rows, encoded_bytes
+from data.store.codec import CODECS, FINAL_STATES, Encoding, Rows, encoded_bytes
 from data.target.spec import TargetSpec
 
 PREFILL = "prefill"
@@ -97,9 +97,9 @@ def sizes(dataset: Dataset, num_aux_layers: int, hidden_size: int, dtype: Any) -
     """Bytes a token of every encoding, and their share of bf16 with all states."""
 
     def num_bytes(encoding: Encoding) -> int:
-        return encoded_bytes(encoding, rows[encoding.last_states], num_aux_layers, hidden_size, dtype)
+        return encoded_bytes(encoding, rows[encoding.final_states], num_aux_layers, hidden_size, dtype)
 
-    rows = {kept: _total(dataset_rows(dataset, Encoding("bf16", kept))) for kept in LAST_STATES}
+    rows = {kept: _total(dataset_rows(dataset, Encoding("bf16", kept))) for kept in FINAL_STATES}
     tokens, whole = rows["all"].tokens, num_bytes(Encoding("bf16", "all"))
     return [
         {
@@ -107,7 +107,7 @@ def sizes(dataset: Dataset, num_aux_layers: int, hidden_size: int, dtype: Any) -
             "bytes_per_token": num_bytes(encoding) / tokens,
             "of_bf16": num_bytes(encoding) / whole,
         }
-        for encoding in (Encoding(codec, kept) for codec in CODECS for kept in LAST_STATES)
+        for encoding in (Encoding(codec, kept) for codec in CODECS for kept in FINAL_STATES)
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import WantedStore, batches_by_length, capture_to_store
+from data.capture.offline import StoreSpec, batches_by_length, capture_to_store
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.codec import Encoding
 from data.target.loading import load_target
@@ -52,7 +52,7 @@ def _capture(task: Task, capture: HiddenStateCapture, encoding: Encoding) -> Tim
     start = _now()
     with redirect_stderr(StringIO()):
         capture_to_store(
-            WantedStore(directory, task.dataset, encoding),
+            StoreSpec(directory, task.dataset, encoding),
             capture,
             shard_tokens=task.shard_tokens,
             batch_tokens=task.batch_tokens,

@@ -15,8 +15,8 @@ from data.store.codec import Encoding
 from data.store.shards import FinishedShards, ShardRecord
 from data.target.parts import load_target_parts
 from data.vllm.arguments import CaptureEngine
-from data.vllm.capture_request import StateOrder, store_destination
-from data.vllm.engine import OwnEngine
+from data.vllm.capture_request import CaptureRequest, store_destination
+from data.vllm.engine import LocalEngine
 from data.vllm.plugin.sink import IDLE_SECONDS
 from train.bench.capture.measure import PREFILL, RunSide, Task, Timing
 
@@ -40,8 +40,8 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
         mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
         extra={"enable_prefix_caching": False},  # every round has the same prompts
     )
-    plain = OwnEngine(engine.plain_arguments(), scratch / "plain.log")
-    capturing = OwnEngine(engine.arguments(), scratch / "capture.log")
+    plain = LocalEngine(engine.plain_arguments(), scratch / "plain.log")
+    capturing = LocalEngine(engine.arguments(), scratch / "capture.log")
     loop, numbers = asyncio.new_event_loop(), count()
 
     def side(own: Pass) -> RunSide:
@@ -63,7 +63,7 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
 
 
 async def _pass(
-    engine: OwnEngine, task: Task, store: Path | None = None, encoding: Encoding | None = None
+    engine: LocalEngine, task: Task, store: Path | None = None, encoding: Encoding | None = None
 ) -> Timing:
     """All samples once; into a store if there is one, until the last state is on disk."""
     samples = [(ids.tolist(), mask) for ids, mask in TokenRows(task.dataset).read(range(len(task.dataset)))]
@@ -71,7 +71,8 @@ async def _pass(
     if store is not None and encoding is not None:
         destination = store_destination(store, encoding, task.shard_tokens)
         orders = [
-            StateOrder.of(destination, str(i), ids, mask).to_params() for i, (ids, mask) in enumerate(samples)
+            CaptureRequest.of(destination, str(i), ids, mask).to_params()
+            for i, (ids, mask) in enumerate(samples)
         ]
     if engine.process_id is None:
         await engine.send(samples[0][0], {})
@@ -94,6 +95,6 @@ async def _written(store: Path, num_samples: int) -> float:
     return max(times) - IDLE_SECONDS
 
 
-def _cpu_seconds(engine: OwnEngine) -> float:
+def _cpu_seconds(engine: LocalEngine) -> float:
     fields = Path(f"/proc/{engine.process_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

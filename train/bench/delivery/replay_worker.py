@@ -19,7 +19,7 @@ class Replay:
 
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         samples = self._store.get_many([self._places[ids.numpy().tobytes()] for ids in batch])
-        return [(sample.aux_hidden_states, sample.last_hidden_states) for sample in samples]
+        return [(sample.aux_hidden_states, sample.final_hidden_states) for sample in samples]
 
 
 def open_replay(settings: dict[str, Any]) -> Replay:

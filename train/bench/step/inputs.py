@@ -29,7 +29,7 @@ def random_batch(shape: Shape, row: Sequence[Conversation], generator: torch.Gen
             input_ids=chat.input_ids,
             loss_mask=chat.loss_mask,
             aux_hidden_states=torch.randn(len(chat.input_ids), num_aux, width, generator=generator) * scales,
-            last_hidden_states=torch.randn(len(chat.input_ids), width, generator=generator),
+            final_hidden_states=torch.randn(len(chat.input_ids), width, generator=generator),
         )
         for chat in row
     ]

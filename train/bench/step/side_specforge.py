@@ -55,7 +55,7 @@ def build(
         masks.current = index
         with torch.no_grad():
             # Its own trainers get the target's normed state, or logits: the norm is no part of its classes.
-            last = nn.functional.rms_norm(row["last_hidden_states"], norm.shape, norm, 1e-6).unsqueeze(0)
+            last = nn.functional.rms_norm(row["final_hidden_states"], norm.shape, norm, 1e-6).unsqueeze(0)
         losses_by_step, *_ = model(
             input_ids=padding(row["input_ids"].unsqueeze(0), left=False),
             attention_mask=(row["document_ids"] >= 0).long().unsqueeze(0),

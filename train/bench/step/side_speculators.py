@@ -93,5 +93,5 @@ def shifted(row: dict[str, Tensor]) -> dict[str, Tensor]:
         "document_ids": documents[before].unsqueeze(0),
         "loss_mask": row["loss_mask"][after].unsqueeze(0),
         "position_ids": row["position_ids"][after].unsqueeze(0),
-        "verifier_last_hidden_states": row["last_hidden_states"][after].unsqueeze(0),
+        "verifier_last_hidden_states": row["final_hidden_states"][after].unsqueeze(0),
     }

@@ -13,7 +13,7 @@ from eagle31.errors import UserError
 from train.bench.step.shapes import Shape
 
 HERE = Path(__file__).parent
-SETUP = HERE.parents[2] / "scripts" / "bench" / "setup_peers"
+SETUP = HERE.parents[2] / "scripts" / "setup" / "peers"
 # Python's own settings belong to our environment, not to a peer's.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _TAIL_LINES = 12
@@ -54,7 +54,7 @@ def find_python(name: str) -> Path:
     printed = subprocess.run([str(SETUP), "--print", name], capture_output=True, text=True, check=True)
     python = Path(printed.stdout.strip())
     if not (python.parent.parent / ".eagle31-stamp").exists():
-        raise UserError("--peers", name, f"It is not installed; run scripts/bench/setup_peers {name}.")
+        raise UserError("--peers", name, f"It is not installed; run scripts/setup/peers {name}.")
     return python
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids
-from data.vllm.capture_request import StateOrder, store_destination
+from data.vllm.capture_request import CaptureRequest, store_destination
 from data.vllm.plugin.cache_copy import CacheReader
 from data.vllm.plugin.sink import Delivery, StateSink
 
@@ -31,7 +31,7 @@ def deliver(sink: StateSink, store: Path, sample_id: int, num_tokens: int = 6) -
     input_ids = torch.arange(num_tokens)
     destination = store_destination(store, Encoding("exact", "all"), shard_tokens=1000)
     mask = torch.ones(num_tokens, dtype=torch.bool)
-    order = StateOrder.of(destination, str(sample_id), input_ids.tolist(), mask)
+    order = CaptureRequest.of(destination, str(sample_id), input_ids.tolist(), mask)
     sink.submit(Delivery(order, input_ids, copy))
     return copy.states
 
@@ -61,7 +61,7 @@ def test_a_pause_ends_a_shard(tmp_path: Path) -> None:
     assert [record.sample_ids for record in FinishedShards(tmp_path).records()] == [(3,), (1,)]
     tensors = load_file(tmp_path / FinishedShards(tmp_path).records()[0].file)
     assert tensors["aux_hidden_states"].equal(states[:, :-1])
-    assert tensors["last_hidden_states"].equal(states[:, -1])
+    assert tensors["final_hidden_states"].equal(states[:, -1])
 
 
 def test_copies_are_bounded_but_for_a_single_one(tmp_path: Path) -> None:

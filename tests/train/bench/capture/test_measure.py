@@ -84,7 +84,7 @@ def test_both_sides_run_the_same_batches_and_one_of_them_captures(
 def test_sizes_are_those_that_a_store_has() -> None:
     dataset = make_dataset()  # two tokens of a prompt, then the answer
     tokens = sum(len(ids) for ids in dataset["input_ids"])
-    by_name = {(x["codec"], x["last_states"]): x for x in sizes(dataset, 3, HIDDEN_SIZE, torch.float32)}
+    by_name = {(x["codec"], x["final_states"]): x for x in sizes(dataset, 3, HIDDEN_SIZE, torch.float32)}
     assert by_name["exact", "all"]["bytes_per_token"] == 4 * HIDDEN_SIZE * 4 + 5
     assert by_name["bf16", "all"]["of_bf16"] == 1
     assert by_name["fp8", "all"]["bytes_per_token"] == 4 * (HIDDEN_SIZE + 1) + 5
@@ -92,7 +92,7 @@ def test_sizes_are_those_that_a_store_has() -> None:
     rows = sum(max(len(ids) - 3, 0) for ids in dataset["input_ids"])
     keys = sum(max(len(ids) - 2, 0) for ids in dataset["input_ids"] if len(ids) > 3)
     counted = (3 * keys + rows) * (HIDDEN_SIZE + 1) / tokens + 5
-    assert by_name["fp8", "counted"]["bytes_per_token"] == pytest.approx(counted)
+    assert by_name["fp8", "supervised"]["bytes_per_token"] == pytest.approx(counted)
 
 
 def test_the_command_measures_and_writes_its_numbers(

@@ -128,7 +128,7 @@ def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_a_peer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EAGLE31_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="scripts/bench/setup_peers specforge"):
+    with pytest.raises(UserError, match="scripts/setup/peers specforge"):
         find_python("specforge")
 
 

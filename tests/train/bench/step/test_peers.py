@@ -41,9 +41,7 @@ def measured_loss(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[s
         pytest.skip("starts the peers: --full")
 
     def measure(name: str) -> float:
-        subprocess.run(
-            [ROOT / "scripts" / "bench" / "setup_peers", name], check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run([ROOT / "scripts" / "setup" / "peers", name], check=True, stdout=subprocess.DEVNULL)
         path = tmp_path / "inputs.safetensors"
         write_inputs(path, SHAPE, packed_rows(SHAPE, 1, None)[0], "float32")
         with SideProcess(
@@ -83,7 +81,7 @@ def our_loss(tmp_path: Path, objective: Objective, norm_output: bool) -> tuple[f
     # By drafted rows, those that the objective leaves out included.
     means = sums.loss / (SHAPE.row_tokens - 2 - torch.arange(SHAPE.num_steps))
     with torch.no_grad():
-        teacher = target_head(batch.last_hidden_states)[:, ids].softmax(-1)
+        teacher = target_head(batch.final_hidden_states)[:, ids].softmax(-1)
     return float((means * decays).sum()), teacher
 
 

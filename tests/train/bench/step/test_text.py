@@ -71,4 +71,4 @@ def test_hidden_states_are_the_same_again() -> None:
     rows, _ = packed_rows(shape, 1, None)
     one, two = (random_batch(shape, rows[0], torch.Generator().manual_seed(1)) for _ in range(2))
     assert torch.equal(one.aux_hidden_states, two.aux_hidden_states)
-    assert one.last_hidden_states.shape == (512, shape.hidden_size)
+    assert one.final_hidden_states.shape == (512, shape.hidden_size)

@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes .venv (or uses the active environment when EAGLE31_NO_VENV is set),
 # installs what pyproject.toml asks for when that has changed, and puts it first on PATH.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
 
 ensure_environment() {

@@ -1,4 +1,4 @@
-# Sourced by setup_vllm and setup_peers: environments apart from eagle31's own, for packages with other needs.
+# Sourced by vllm, peers and slurm: environments apart from eagle31's, for packages with other needs.
 
 cache=${EAGLE31_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/eagle31}
 

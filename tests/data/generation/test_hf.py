@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from data.generation.answers import answer_prompts
-from data.generation.transformers_writer import TransformersWriter
+from data.generation.hf import TransformersGenerator
 from data.sampling import Sampling
 from data.target.loading import load_target
 from tests.data.target.tiny_target import VOCAB_SIZE, save_target
@@ -37,7 +37,7 @@ def _answers(
         "batch_size": 3,
     }
     options |= changes
-    writer = TransformersWriter(model, options.pop("batch_size"))
+    writer = TransformersGenerator(model, options.pop("batch_size"))
     return answer_prompts(writer, prompts, Sampling(**options), output=output, model_fingerprint="f")
 
 

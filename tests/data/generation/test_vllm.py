@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from data.generation.answers import answer_prompts
-from data.generation.vllm_writer import VllmWriter
+from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.spec import TargetSpec
-from data.vllm.engine import OwnEngine
+from data.vllm.engine import LocalEngine
 from tests.data.vllm.targets import (
     ANSWER_TOKENS,
     STOP_TOKEN_IDS,
     VOCAB_SIZE,
     capture_engine,
+    expected_states,
     greedy_answers,
     make_prompts,
     save_gqa,
-    wanted_states,
 )
 
 GREEDY = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
@@ -45,15 +45,15 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
 
 
 @pytest.fixture(scope="module")
-def engine(spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> OwnEngine:
+def engine(spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
     root = tmp_path_factory.mktemp("engine")
     arguments = capture_engine(spec, (1, 2, 3), root, max_num_seqs=8).answer_arguments()
-    return OwnEngine(arguments, root / "engine.log", concurrency=16)
+    return LocalEngine(arguments, root / "engine.log", concurrency=16)
 
 
 @pytest.fixture(scope="module")
-def writer(vllm_python: Path, spec: TargetSpec, engine: OwnEngine) -> Iterator[VllmWriter]:
-    writer = VllmWriter([engine], wanted_states(spec, (1, 2, 3)))
+def writer(vllm_python: Path, spec: TargetSpec, engine: LocalEngine) -> Iterator[VllmGenerator]:
+    writer = VllmGenerator([engine], expected_states(spec, (1, 2, 3)))
     yield writer
     writer.close()
 
@@ -69,13 +69,13 @@ def greedy(spec: TargetSpec, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def written(
-    writer: VllmWriter, prompts: list[list[int]], sampling: Sampling, output: Path
+    writer: VllmGenerator, prompts: list[list[int]], sampling: Sampling, output: Path
 ) -> list[list[int]]:
     return answer_prompts(writer, prompts, sampling, output=output, model_fingerprint="f")
 
 
 def test_greedy_answers_are_those_of_transformers_and_a_bad_prompt_costs_no_other(
-    writer: VllmWriter,
+    writer: VllmGenerator,
     prompts: list[list[int]],
     greedy: list[list[int]],
     tmp_path: Path,
@@ -88,7 +88,7 @@ def test_greedy_answers_are_those_of_transformers_and_a_bad_prompt_costs_no_othe
 
 
 def test_a_sampled_answer_depends_on_seed_and_index_alone(
-    writer: VllmWriter, prompts: list[list[int]], greedy: list[list[int]], tmp_path: Path
+    writer: VllmGenerator, prompts: list[list[int]], greedy: list[list[int]], tmp_path: Path
 ) -> None:
     whole = written(writer, prompts, SAMPLED, tmp_path / "whole.jsonl")
     assert whole != greedy
@@ -103,8 +103,8 @@ def test_a_sampled_answer_depends_on_seed_and_index_alone(
 
 
 def test_a_killed_engine_loses_nothing_and_answers_nothing_twice(
-    writer: VllmWriter,
-    engine: OwnEngine,
+    writer: VllmGenerator,
+    engine: LocalEngine,
     prompts: list[list[int]],
     greedy: list[list[int]],
     tmp_path: Path,

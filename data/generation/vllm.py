@@ -8,15 +8,15 @@ import numpy as np
 
 from data.sampling import Prompts, Sampling
 from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
-from data.vllm.endpoint import Endpoint, WantedTarget, check_target
-from data.vllm.server_info import ServerFacts
+from data.vllm.endpoint import Endpoint, ExpectedTarget, check_target
+from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
 _WRITE_SECONDS = 0.5  # between two appends: what a kill can cost
 
 
-class VllmWriter:
-    """An `AnswerWriter`; every answer has a seed of its own, so that it depends on no other.
+class VllmGenerator:
+    """An `AnswerGenerator`; every answer has a seed of its own, so that it depends on no other.
 
     What is under way when an endpoint goes away is sent again, what was answered is kept.
 
@@ -30,7 +30,7 @@ class VllmWriter:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        wanted: WantedTarget,
+        wanted: ExpectedTarget,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self._endpoints = endpoints
@@ -71,7 +71,7 @@ class VllmWriter:
         finished: dict[int, list[int]] = {}
         refused: dict[int, str] = {}
 
-        def check(endpoint: Endpoint, facts: ServerFacts) -> None:
+        def check(endpoint: Endpoint, facts: ServerInfo) -> None:
             check_target(endpoint, facts, self._wanted, longest)
             if sampling.temperature:
                 _check_sampling(endpoint, facts)
@@ -110,7 +110,7 @@ def _hand_over(finished: dict[int, list[int]], done: Callable[[Mapping[int, list
     return len(written)
 
 
-def _check_sampling(endpoint: Endpoint, facts: ServerFacts) -> None:
+def _check_sampling(endpoint: Endpoint, facts: ServerInfo) -> None:
     """Capture is a kind of speculative decoding, whose temperatures vLLM 0.32 does not read on the CPU."""
     if facts.device == "cpu" and facts.aux_layer_ids:
         remedy = (

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from data.sampling import Prompts, Sampling
 
 
-class TransformersWriter:
-    """An `AnswerWriter`; what is drawn for a prompt depends on the others of its batch."""
+class TransformersGenerator:
+    """An `AnswerGenerator`; what is drawn for a prompt depends on the others of its batch."""
 
     engine = "hf"
 
