@@ -102,7 +102,7 @@ def test_nothing_comes_back_by_converting(tmp_path: Path) -> None:
     write_store(tmp_path / "fp8", Encoding("fp8", "supervised"))
     for encoding, field in (
         (Encoding("bf16", "supervised"), "--codec"),
-        (Encoding("fp8", "all"), "--last-states"),
+        (Encoding("fp8", "all"), "--final-states"),
     ):
         with pytest.raises(UserError, match=f"{field}=.*does not come back"):
             convert(tmp_path / "fp8", tmp_path / "out", encoding)
