@@ -49,7 +49,7 @@ def test_info_tells_what_is_there_and_what_is_not(store: Store, tmp_path: Path) 
     done = store("info", tmp_path)
     assert done.status == 0, done.err
     assert "no, 2 of 7 samples are missing" in done.out
-    assert "fp8, last states counted" in done.out
+    assert "fp8, final-layer states supervised" in done.out
     lines = words(done.out)
     assert ["samples", "4,", "1", "refused"] in lines
     assert ["tokens", "31"] in lines
