@@ -77,7 +77,7 @@ def test_merge_and_convert_leave_a_finished_store(store: Store, tmp_path: Path) 
     assert done.status == 0, done.err
     lines = words(store("info", tmp_path / "small").out)
     assert ["finished", "yes"] in lines
-    assert ["encoding", "fp8,", "last", "states", "all"] in lines
+    assert ["encoding", "fp8,", "final-layer", "states", "all"] in lines
     assert ["samples", "14,", "0", "refused"] in lines
 
 
