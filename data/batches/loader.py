@@ -16,7 +16,7 @@ from eagle31.training.batch import PackedBatch
 
 
 @dataclass(frozen=True)
-class Delivery:
+class SourceStats:
     """How samples came that are made while training goes on."""
 
     waiting_bytes: int  # have arrived and are not yet taken
@@ -30,7 +30,7 @@ class OrderedSource(HiddenStateSource, Protocol):
     """A source that makes samples ahead, if it is told in which order they will be asked for."""
 
     def expect(self, indices: Sequence[int]) -> None: ...
-    def delivery(self) -> Delivery: ...
+    def collect_stats(self) -> SourceStats: ...
     def stop(self) -> None: ...
 
 
@@ -118,9 +118,9 @@ class RowLoader:
         self.read_ahead(step + 1)
         return batches
 
-    def delivery(self) -> Delivery | None:
+    def collect_stats(self) -> SourceStats | None:
         """Since the last call; None when the samples lie in a store."""
-        return self.source.delivery() if isinstance(self.source, OrderedSource) else None
+        return self.source.collect_stats() if isinstance(self.source, OrderedSource) else None
 
     def close(self) -> None:
         """Ends the background thread, even where it waits for states."""

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from data.batches.loader import Delivery
+from data.batches.loader import SourceStats
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.samples import CapturedSample
 from data.transport.protocol import Arrivals, Producer, StateRequest
@@ -51,8 +51,8 @@ class OnlineStates:
     byte, fit the bound: so no producer can overfill it. One that died is asked again for what it owes, and a
     sample that none can make counts as one without tokens.
 
-    Used by one thread, but for `delivery` and `stop`. Behind `name` keys carry a random name of this object
-    and the position in the order, so that nothing of a run that was killed is mistaken for this one's.
+    Used by one thread, but for `collect_stats` and `stop`. After `name`, keys carry a random name of this
+    object and the position in the order, so that nothing of a run that was killed is mistaken for this one's.
 
     Args:
         dataset: columns input_ids and loss_mask.
@@ -93,7 +93,7 @@ class OnlineStates:
         self._restarts_seen = 0
         self._starved_seconds = 0.0
         self._full_seconds = 0.0
-        self._reported = (0.0, 0.0, 0)  # by `delivery`, in all
+        self._reported = (0.0, 0.0, 0)  # by `collect_stats`, in all
         self._held_since: float | None = None  # when a request was last held back
         self._stopped = threading.Event()
 
@@ -119,14 +119,14 @@ class OnlineStates:
         self._look_after_producer()
         return [self._take(index) for index in indices]
 
-    def delivery(self) -> Delivery:
+    def collect_stats(self) -> SourceStats:
         """What has been since the last call."""
         asked = list(self._asked)  # at once, while the other thread goes on
         arrived = [one.num_bytes for one in asked if self._transport.arrived(one.request.key)]
         totals = (self._starved_seconds, self._full_seconds, self._producer.num_restarts)
         starved, full, restarts = (now - then for now, then in zip(totals, self._reported, strict=True))
         self._reported = totals
-        return Delivery(sum(arrived), starved, full, int(restarts))
+        return SourceStats(sum(arrived), starved, full, int(restarts))
 
     def stop(self) -> None:
         """Ends a wait in another thread, with an error there."""

@@ -35,7 +35,7 @@ class Message(TypedDict):
     content: str
 
 
-class Conversation(TypedDict):
+class ChatExample(TypedDict):
     """One line of the files that are trained on."""
 
     id: str
@@ -46,8 +46,8 @@ class Conversation(TypedDict):
 class Corpus:
     """The two sides of the split; no body occurs on both, and none twice."""
 
-    train: list[Conversation]
-    held_out: list[Conversation]
+    train: list[ChatExample]
+    held_out: list[ChatExample]
 
 
 def standard_library() -> Path:
@@ -108,7 +108,7 @@ class Function:
     body: str  # without the docstring, not indented
 
 
-def _conversation(module: str, function: Function) -> Conversation:
+def _conversation(module: str, function: Function) -> ChatExample:
     """The answer repeats the signature: to copy is the first use of a prompt that a model learns."""
     summary = textwrap.indent(f'"""{function.summary}"""', INDENT).splitlines()
     request = [REQUEST, "", function.signature, *summary]
@@ -117,7 +117,7 @@ def _conversation(module: str, function: Function) -> Conversation:
     answer = f"{function.signature}\n{textwrap.indent(function.body, INDENT)}"
     user = Message(role="user", content="\n".join(request))
     name = ".".join((*function.owners, function.name))
-    return Conversation(
+    return ChatExample(
         id=f"{module}:{name}:{function.line}", messages=[user, Message(role="assistant", content=answer)]
     )
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from data.embedded.corpus import Conversation, Corpus, python_files, read_corpus, standard_library
+from data.embedded.corpus import ChatExample, Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, evaluate, initialize, pretrain
 
@@ -156,11 +156,11 @@ def _initial_model(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings)
     return model
 
 
-def _write_jsonl(path: Path, conversations: list[Conversation]) -> None:
+def _write_jsonl(path: Path, conversations: list[ChatExample]) -> None:
     path.write_text("".join(json.dumps(c) + "\n" for c in conversations))
 
 
-def _read_jsonl(path: Path) -> list[Conversation]:
+def _read_jsonl(path: Path) -> list[ChatExample]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data.embedded.corpus import Conversation
+from data.embedded.corpus import ChatExample
 
 PAD_TOKEN = "<|pad|>"
 START_TOKEN = "<|im_start|>"
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(
-    conversations: Sequence[Conversation], vocab_size: int, max_positions: int
+    conversations: Sequence[ChatExample], vocab_size: int, max_positions: int
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE with at most `vocab_size` entries, the special tokens and all 256 bytes among them."""
     tokenizer = Tokenizer(models.BPE())

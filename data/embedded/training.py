@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.embedded.corpus import Conversation
+from data.embedded.corpus import ChatExample
 from data.embedded.muon import Muon
 
 Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bool [T]
@@ -42,7 +42,7 @@ class TrainingSettings:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], max_tokens: int
+    tokenizer: PreTrainedTokenizerFast, conversations: list[ChatExample], max_tokens: int
 ) -> list[Document]:
     """Renders with the chat template, at most `max_tokens`; the mask is true on answers and end tokens."""
     encoded: Any = tokenizer.apply_chat_template(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.batches.loader import Delivery, RowLoader
+from data.batches.loader import RowLoader, SourceStats
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import DepthSums, schedule_batch
 from eagle31.training.supervision import supervised_drafts
@@ -115,9 +115,9 @@ def gather(values: Sequence[float], world: World) -> Tensor:
     return sum_over_ranks(table)
 
 
-def delivery_record(delivery: Delivery, world: World) -> dict[str, float]:
+def source_metrics(stats: SourceStats, world: World) -> dict[str, float]:
     """How online states came, over all ranks. Every rank calls."""
-    own = [delivery.waiting_bytes, delivery.starved_seconds, delivery.full_seconds, delivery.num_restarts]
+    own = [stats.waiting_bytes, stats.starved_seconds, stats.full_seconds, stats.num_restarts]
     waiting, starved, full, restarts = gather(own, world).unbind(1)
     return {
         "spool_gb": float(waiting.sum()) / 1e9,
@@ -179,8 +179,8 @@ def train(
             if logs:
                 record = window.record(world, module.step_decay)
                 record |= {"learning_rate": lr, "grad_norm": float(grad_norm)}
-                if (delivery := loader.delivery()) is not None:
-                    record |= delivery_record(delivery, world)
+                if (stats := loader.collect_stats()) is not None:
+                    record |= source_metrics(stats, world)
                 tracker.log({"kind": "train", "step": state.step} | record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", hit=f"{record['depth'][0]['agreement']:.3f}")
                 window = WindowSums(settings.num_depths, device)

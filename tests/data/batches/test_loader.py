@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from data.batches.loader import Delivery, RowLoader, pack_row
+from data.batches.loader import RowLoader, SourceStats, pack_row
 from data.batches.packing import pack_epoch
 from data.samples import CapturedSample
 from eagle31.errors import UserError
@@ -139,8 +139,8 @@ class OrderedListSource(ListSource):
         assert wanted == list(indices)
         return super().get_many(indices)
 
-    def delivery(self) -> Delivery:
-        return Delivery(len(self.expected), 0.0, 0.0, 0)
+    def collect_stats(self) -> SourceStats:
+        return SourceStats(len(self.expected), 0.0, 0.0, 0)
 
     def stop(self) -> None:
         self.arriving.set()
@@ -167,8 +167,8 @@ def test_an_ordered_source_is_told_what_comes(rank: int, monkeypatch: pytest.Mon
     # An epoch ahead, and yet every epoch is packed once.
     assert source.most_ahead > NUM_SAMPLES / 3
     assert packed == sorted(set(packed))
-    assert loader.delivery() is not None
-    assert _loader().delivery() is None
+    assert loader.collect_stats() is not None
+    assert _loader().collect_stats() is None
 
 
 def test_close_ends_a_wait_for_states() -> None:

@@ -146,7 +146,7 @@ def test_killing_producers_changes_no_batch_and_never_exceeds_the_bound(
         offline.close()
         stop.set()
         watcher.join()
-    assert source.delivery().num_restarts == 2
+    assert source.collect_stats().num_restarts == 2
     assert [record.message for record in caplog.records] == [
         f"the producer of hidden states was started again ({i})" for i in (1, 2)
     ]

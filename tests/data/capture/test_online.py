@@ -119,9 +119,9 @@ def test_what_is_lost_is_asked_for_again(spool: Spool, impatient: None) -> None:
 
     source = states_from(DATASET, PromptProducer(spool, second_time), spool)
     assert_right(read(source, ORDER), ORDER)
-    delivery = source.delivery()
-    assert delivery.starved_seconds > 0
-    assert source.delivery().starved_seconds == 0
+    stats = source.collect_stats()
+    assert stats.starved_seconds > 0
+    assert source.collect_stats().starved_seconds == 0
 
 
 def test_what_a_restarted_producer_puts_twice_is_removed(spool: Spool) -> None:
@@ -139,7 +139,7 @@ def test_what_a_restarted_producer_puts_twice_is_removed(spool: Spool) -> None:
     assert_right(source.get_many(ORDER[4:6]), ORDER[4:6])
     waiting = {path.stem for path in spool.directory.iterdir()}
     assert waiting == {request.key for request in producer.requests[6:]}
-    assert source.delivery().num_restarts == 1
+    assert source.collect_stats().num_restarts == 1
 
 
 def test_a_refused_sample_is_left_out_with_one_warning(
@@ -183,15 +183,15 @@ def test_full_and_starved_are_told_apart(spool: Spool) -> None:
     source = states_from(DATASET, PromptProducer(spool), spool, needed(ORDER[:4]))
     source.expect(ORDER)
     source.get_many(ORDER[:2])
-    delivery = source.delivery()
-    assert delivery.full_seconds > 0
-    assert delivery.starved_seconds == 0
-    assert used_bytes(spool) <= delivery.waiting_bytes <= needed(ORDER[:4])
+    stats = source.collect_stats()
+    assert stats.full_seconds > 0
+    assert stats.starved_seconds == 0
+    assert used_bytes(spool) <= stats.waiting_bytes <= needed(ORDER[:4])
     idle = states_from(DATASET, PromptProducer(spool, lambda _: False), spool, needed(ORDER[:4]))
     idle.expect(ORDER)
     idle.expect(ORDER)
-    assert idle.delivery().full_seconds == 0
-    assert idle.delivery().waiting_bytes == 0
+    assert idle.collect_stats().full_seconds == 0
+    assert idle.collect_stats().waiting_bytes == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

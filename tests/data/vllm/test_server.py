@@ -239,7 +239,7 @@ def test_training_goes_on_when_the_server_is_killed(
         server.kill()
         server.start()
         samples += [source.get_many([index])[0] for index in order[10:]]
-        assert source.delivery().num_restarts == 1
+        assert source.collect_stats().num_restarts == 1
     assert not list(spool.directory.iterdir())
     assert source.refused == {}
     reference = load_target(spec, torch.device("cpu"))

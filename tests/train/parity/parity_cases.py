@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from data.embedded.corpus import Conversation, read_corpus, standard_library
+from data.embedded.corpus import ChatExample, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, initialize, pretrain
 from eagle31.json_files import write_text
@@ -190,7 +190,7 @@ def make_model(case: TargetCase, vocab_size: int, eos_token_id: int) -> PreTrain
     return model
 
 
-def to_jsonl(conversations: list[Conversation]) -> str:
+def to_jsonl(conversations: list[ChatExample]) -> str:
     return "".join(json.dumps(conversation) + "\n" for conversation in conversations)
 
 

@@ -131,7 +131,7 @@ def train_round(
     window = WindowSums(TTT_STEPS, world.device)
     with closing(loader):
         optimizer_step(engine, loader.batches(0), 1e-3, window, world, torch.float32, measure=True)
-        loader.delivery()
+        loader.collect_stats()
         started, cpu_started, waited = time.perf_counter(), time.process_time(), 0.0
         for step in range(1, num_steps + 1):
             waiting = time.perf_counter()
@@ -143,12 +143,12 @@ def train_round(
                 window.record(world, STEP_DECAY)
                 window = WindowSums(TTT_STEPS, world.device)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-        delivery = loader.delivery()
+        stats = loader.collect_stats()
     return Round(
         num_steps / seconds,
         cpu / num_steps,
         waited / seconds,
-        delivery.starved_seconds if delivery is not None else 0.0,
+        stats.starved_seconds if stats is not None else 0.0,
     )
 
 
