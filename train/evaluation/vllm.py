@@ -1,13 +1,16 @@
 """Evaluation in vLLM: the export as its drafter, held against the target alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from data.target.spec import TargetSpec
 from data.vllm.environment import find_python
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
-from train.config.run import Stage
-from train.context import RunContext
 from train.evaluation.decoding import decoding_numbers, text_verdicts, verdict
 from train.serving.drafts import Served
 from train.serving.engine import (
@@ -27,96 +30,111 @@ NUM_AT_A_TIME = 8  # prompts that an engine decodes together
 _DRAFTER, _ALONE = "the export as drafter", "the target alone"
 
 
-def decode_in_vllm(context: RunContext, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What decoding gives of `evaluation.json`: one engine with the drafter, then one without.
+@dataclass(frozen=True)
+class VllmEvaluation:
+    """The export that vLLM evaluates, its target, and how both decode."""
 
-    A drafter that was never trained is not served: `untrained` is None, and replay measures it alone.
+    target: TargetSpec
+    target_dtype: torch.dtype
+    export: Path
+    max_positions: int  # positions that target and drafter both have
+    stop_token_ids: tuple[int, ...]
+    draft_tokens: int
+    max_new_tokens: int
+    temperature: float | None  # of the sampling pass; None: greedy decoding only
+    seed: int
+    on_cpu: bool
+    engine_args: Mapping[str, Any]  # the recipe's vllm.engine_args
+    log: Path  # the file for vLLM's output
+
+
+def decode_in_vllm(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the decoding part of `evaluation.json`: one engine with the drafter, then one without.
+
+    An untrained drafter is not served: `untrained` is None, and only replay measures it.
 
     Raises:
-        EngineFailure: an engine does not start, fails, or drafts other than it counts.
-        UserError: no prompt fits, or vLLM's environment is not there.
+        EngineFailure: an engine does not start, fails, or records other drafts than it counts.
+        UserError: no prompt fits, or vLLM's environment is missing.
     """
-    evaluate = context.config.evaluate
-    prompts = fitting_prompts(context, prompts)
-    log = context.output_dir / "vllm-evaluate.log"
+    prompts = fitting_prompts(settings, prompts)
+    log = settings.log
     print(f"evaluate: vLLM decodes {len(prompts)} prompts, log: {log}", flush=True)
-    jobs = evaluation_jobs(context, prompts)
+    jobs = evaluation_jobs(settings, prompts)
     drafted, alone = [require(result, log) for result in run_jobs(jobs, find_python(), log)]
     greedy, *sampled = [
-        pass_numbers(ours, own, evaluate.draft_tokens)
+        pass_numbers(ours, own, settings.draft_tokens)
         for ours, own in zip(drafted.passes, alone.passes, strict=True)
     ]
     greedy |= text_verdicts(compared_texts(drafted, alone))
     return {
-        "engine": engine_name(jobs[0].engine, drafted.vllm_version, context.world.device.type),
+        "engine": engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
         "num_prompts": len(prompts),
         "greedy": greedy,
-        "sampling": sampled[0] | {"temperature": evaluate.temperature} if sampled else None,
+        "sampling": sampled[0] | {"temperature": settings.temperature} if sampled else None,
         "untrained": None,
     }
 
 
-def fitting_prompts(context: RunContext, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Those that leave room for an answer and the drafts behind it; the others are told.
+def fitting_prompts(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the prompts that leave room for a completion and the drafts after it; report the others.
 
     Raises:
         UserError: there are none.
     """
-    evaluate = context.config.evaluate
-    drafter = context.drafter_config(context.shape.draft_vocab_size or context.parts.vocab_size)
-    own = getattr(context.parts.config.get_text_config(), "max_position_embeddings", None)
-    positions = min(own or drafter.max_position_embeddings, drafter.max_position_embeddings)
-    room = positions - evaluate.max_new_tokens - draft_room(evaluate.draft_tokens)
+    room = settings.max_positions - settings.max_new_tokens - draft_room(settings.draft_tokens)
     fitting = [list(prompt) for prompt in prompts if len(prompt) <= room]
     if not fitting:
-        remedy = f"No held-out prompt and its answer fit the {positions} positions of target and drafter."
-        raise UserError("evaluate.max_new_tokens", evaluate.max_new_tokens, remedy)
+        remedy = (
+            f"No held-out prompt and its answer fit the {settings.max_positions} positions of target and "
+            "drafter."
+        )
+        raise UserError("evaluate.max_new_tokens", settings.max_new_tokens, remedy)
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
         print(f"evaluate: {left_out} prompts of more than {room} tokens are left out", flush=True)
     return fitting
 
 
-def evaluation_jobs(context: RunContext, prompts: Sequence[Sequence[int]]) -> tuple[DecodeJob, DecodeJob]:
-    """With the drafter and without, under the same conditions, greedy and sampling in the same engine."""
-    evaluate = context.config.evaluate
+def evaluation_jobs(
+    settings: VllmEvaluation, prompts: Sequence[Sequence[int]]
+) -> tuple[DecodeJob, DecodeJob]:
+    """Return the jobs with and without the drafter; both decode greedily and then sample in one engine."""
     passes = [GREEDY]
-    if evaluate.sampling and context.world.device.type == "cpu":
-        print("evaluate: no sampling: beside a drafter vLLM 0.32 does not read temperatures on the CPU")
-    elif evaluate.sampling:
-        passes.append(Sampling(evaluate.temperature, context.config.seed))
+    if settings.temperature is not None and settings.on_cpu:
+        print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
+    elif settings.temperature is not None:
+        passes.append(Sampling(settings.temperature, settings.seed))
     shared: dict[str, Any] = {
         "prompts": prompts,
-        "max_new_tokens": evaluate.max_new_tokens,
-        "stop_token_ids": context.eos_token_ids,
+        "max_new_tokens": settings.max_new_tokens,
+        "stop_token_ids": settings.stop_token_ids,
         "passes": passes,
         "warm_up": True,
     }
     return (
-        DecodeJob(_DRAFTER, engine_spec(context, prompts, drafter=True), record_drafts=True, **shared),
-        DecodeJob(_ALONE, engine_spec(context, prompts, drafter=False), margins_against=_DRAFTER, **shared),
+        DecodeJob(_DRAFTER, engine_spec(settings, prompts, drafter=True), record_drafts=True, **shared),
+        DecodeJob(_ALONE, engine_spec(settings, prompts, drafter=False), margins_against=_DRAFTER, **shared),
     )
 
 
-def engine_spec(context: RunContext, prompts: Sequence[Sequence[int]], *, drafter: bool) -> EngineSpec:
-    """In float32 on the CPU, else in the target's own dtype; `vllm.engine_args` have the last word."""
-    evaluate, on_cpu = context.config.evaluate, context.world.device.type == "cpu"
-    export = context.artifacts[Stage.export].directory / "checkpoint"
-    own_dtype = str(context.parts.embed_tokens.dtype).removeprefix("torch.")
-    longest = max(map(len, prompts)) + evaluate.max_new_tokens
+def engine_spec(settings: VllmEvaluation, prompts: Sequence[Sequence[int]], *, drafter: bool) -> EngineSpec:
+    """Return an engine in float32 on the CPU, else in the target's dtype; `engine_args` take precedence."""
+    longest = max(map(len, prompts)) + settings.max_new_tokens
+    target_dtype = str(settings.target_dtype).removeprefix("torch.")
     return EngineSpec(
-        target=context.spec.checkpoint.path,
-        export=export.absolute() if drafter else None,
-        k=evaluate.draft_tokens,
-        dtype="float32" if on_cpu else own_dtype,
-        revision=context.spec.revision,
-        trust_remote_code=context.spec.trust_remote_code,
-        max_model_len=longest + draft_room(evaluate.draft_tokens),
+        target=settings.target.checkpoint.path,
+        export=settings.export.absolute() if drafter else None,
+        k=settings.draft_tokens,
+        dtype="float32" if settings.on_cpu else target_dtype,
+        revision=settings.target.revision,
+        trust_remote_code=settings.target.trust_remote_code,
+        max_model_len=longest + draft_room(settings.draft_tokens),
         max_num_seqs=NUM_AT_A_TIME,
-        enforce_eager=on_cpu,
-        seed=context.config.seed,
+        enforce_eager=settings.on_cpu,
+        seed=settings.seed,
         # Drafts are recorded without async scheduling: the target alone is timed without it too.
-        extra=context.config.vllm.engine_args | {"async_scheduling": False},
+        extra=dict(settings.engine_args) | {"async_scheduling": False},
     )
 
 

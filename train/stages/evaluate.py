@@ -17,7 +17,7 @@ from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.evaluation.decoding import greedy_report, plain_texts, replay_by_length, sampling_report
-from train.evaluation.vllm import decode_in_vllm
+from train.evaluation.vllm import VllmEvaluation, decode_in_vllm
 from train.stages.drafters import build_drafter
 from train.stages.vocab import load_vocab
 
@@ -50,7 +50,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     store.verify()
     in_vllm = context.config.target.engine is TargetEngine.vllm
     # Before a drafter is loaded: the engine wants the GPU for itself.
-    decoded = decode_in_vllm(context, prompts) if in_vllm else None
+    decoded = decode_in_vllm(vllm_evaluation(context), prompts) if in_vllm else None
     trained = exported_drafter(context)
     fresh = untrained_drafter(context) if evaluate.untrained else None
     if decoded is None:
@@ -63,6 +63,29 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     }
     write_json(directory / "evaluation.json", evaluation)
     return {"acceptance_length": evaluation["greedy"]["acceptance_length"], "k": evaluate.draft_tokens}
+
+
+def vllm_evaluation(context: RunContext) -> VllmEvaluation:
+    """Return what vLLM needs to decode with this run's export."""
+    evaluate, parts = context.config.evaluate, context.parts
+    drafter = context.drafter_config(context.shape.draft_vocab_size or parts.vocab_size)
+    target_positions = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
+    return VllmEvaluation(
+        target=context.spec,
+        target_dtype=parts.embed_tokens.dtype,
+        export=context.artifacts[Stage.export].directory / "checkpoint",
+        max_positions=min(
+            target_positions or drafter.max_position_embeddings, drafter.max_position_embeddings
+        ),
+        stop_token_ids=context.eos_token_ids,
+        draft_tokens=evaluate.draft_tokens,
+        max_new_tokens=evaluate.max_new_tokens,
+        temperature=evaluate.temperature if evaluate.sampling else None,
+        seed=context.config.seed,
+        on_cpu=context.world.device.type == "cpu",
+        engine_args=context.config.vllm.engine_args,
+        log=context.output_dir / "vllm-evaluate.log",
+    )
 
 
 def decode_in_transformers(

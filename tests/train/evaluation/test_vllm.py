@@ -15,7 +15,7 @@ from train.distributed import World
 from train.evaluation.vllm import compared_texts, fitting_prompts, num_target_forwards, pass_numbers
 from train.serving.drafts import PlacedDraft, Served
 from train.serving.engine import Counters, DecodedPass, EngineFailure, JobResult, draft_room
-from train.stages.evaluate import evaluate_inputs
+from train.stages.evaluate import evaluate_inputs, vllm_evaluation
 
 IN_VLLM = "target.engine=vllm"
 # Drafts of three tokens: the second was accepted past the end of the text; tokens 4 and 5 came without one.
@@ -66,8 +66,10 @@ def test_texts_part_at_a_near_tie_or_differ() -> None:
 def test_prompts_without_room_for_answer_and_draft_are_left_out(
     spec: TargetSpec, capsys: pytest.CaptureFixture
 ) -> None:
-    asked = context(spec, "evaluate.max_new_tokens=100", "drafter.max_position_embeddings=200")
-    room = 100 - draft_room(asked.config.evaluate.draft_tokens)
+    run = context(spec, "evaluate.max_new_tokens=100", "drafter.max_position_embeddings=200")
+    run.artifacts[Stage.export] = Artifact("export", {}, Path("export"))
+    asked = vllm_evaluation(run)
+    room = 100 - draft_room(asked.draft_tokens)
     assert list(map(len, fitting_prompts(asked, [[1] * room, [1] * (room + 1)]))) == [room]
     assert f"1 prompts of more than {room} tokens are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"evaluate\.max_new_tokens=100.*200 positions"):
