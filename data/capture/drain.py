@@ -1,10 +1,7 @@
 """States that come online, written into a store: for sources that write none themselves."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
-
-from tqdm import tqdm
 
 from data.capture.offline import (
     CapturedStates,
@@ -15,6 +12,7 @@ from data.capture.offline import (
     store_fields,
 )
 from data.capture.online import OnlineStates
+from data.progress import Progress
 from data.store.shards import refuse
 from data.store.writer import StoreWriter
 
@@ -47,8 +45,7 @@ def drain_to_store(
     if source is not None and missing:
         check_space(wanted, missing, states)
         total = sum(source.lengths[sample_id] for sample_id in missing)
-        shown = progress and sys.stderr.isatty()
-        bar = tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown)
+        bar = Progress("capture", total, "tokens", shown=progress)
         source.expect(missing)
         with StoreWriter(directory, _WRITER, wanted.encoding, shard_tokens) as writer, bar:
             for sample_id in missing:
@@ -58,4 +55,4 @@ def drain_to_store(
                 else:
                     writer.append(sample_id, sample)
                 bar.update(source.lengths[sample_id])
-    finish_store(wanted, fields, rank)
+    finish_store(wanted, fields, rank, progress=progress)

@@ -14,9 +14,9 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
+from data.progress import Progress, tracked
 from data.samples import CapturedSample
 from data.store.codec import Encoding, Rows, encoded_bytes
 from data.store.index import (
@@ -94,14 +94,13 @@ def capture_to_store(
     mine = rank_share(lengths, missing, rank, world_size)
     if mine:
         writer = StoreWriter(output_dir, f"hf-{rank}", encoding, shard_tokens)
-        shown = progress and sys.stderr.isatty()
         total = sum(lengths[sample_id] for sample_id in mine)
-        bar = tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown)
+        bar = Progress("capture", total, "tokens", shown=progress)
         with writer, bar:
             for sample_id, sample in capture_samples(dataset, lengths, mine, capture, batch_tokens):
                 writer.append(sample_id, sample)
                 bar.update(len(sample.input_ids))
-    finish_store(wanted, fields, rank)
+    finish_store(wanted, fields, rank, progress=progress)
 
 
 def capture_samples(
@@ -185,7 +184,9 @@ def check_space(wanted: StoreSpec, missing: Sequence[int], states: CapturedState
         raise disk_full(wanted.directory, what)
 
 
-def finish_store(wanted: StoreSpec, fields: Mapping[str, Any], rank: int = 0) -> None:
+def finish_store(
+    wanted: StoreSpec, fields: Mapping[str, Any], rank: int = 0, *, progress: bool = False
+) -> None:
     """Waits until every sample is captured or refused; rank 0 declares the store finished, the others wait.
 
     Args:
@@ -204,7 +205,7 @@ def finish_store(wanted: StoreSpec, fields: Mapping[str, Any], rank: int = 0) ->
     content = manifest_content(directory, records, fields)
     if rank == 0 and not is_written(directory, content):
         tokens = TokenRows(dataset)
-        for record in records:
+        for record in tracked(records, "check the store", "shards", shown=progress):
             _check_shard(directory, record, tokens, fields)
         write_manifest(directory, fields)
     # The manifest of an earlier run may still be there while a damaged shard is replaced.

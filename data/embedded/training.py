@@ -4,7 +4,6 @@ import copy
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,11 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.embedded.corpus import ChatExample
 from data.embedded.muon import Muon
+from data.progress import Progress
 
 Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bool [T]
 
@@ -196,25 +195,21 @@ def pretrain(
     start = _load_checkpoint(checkpoint, model, optimizers)
     gradients = GradientWorkers(model)
     saved_at = time.monotonic()
-    bar = tqdm(
-        range(start, settings.steps),
-        desc="training the embedded target",
-        initial=start,
-        total=settings.steps,
-        disable=not (progress and sys.stderr.isatty()),
-    )
-    for step in bar:
-        loss = gradients([documents[i] for i in batches[step]])
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * schedule(step, settings)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        bar.set_postfix_str(f"loss {loss:.2f}", refresh=False)
-        if time.monotonic() - saved_at >= settings.checkpoint_seconds:
-            save_checkpoint(checkpoint, model, optimizers, step + 1)
-            saved_at = time.monotonic()
+    bar = Progress("train the embedded target", settings.steps, "steps", initial=start, shown=progress)
+    with bar:
+        for step in range(start, settings.steps):
+            loss = gradients([documents[i] for i in batches[step]])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * schedule(step, settings)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            bar.note(f"loss {loss:.2f}")
+            bar.update()
+            if time.monotonic() - saved_at >= settings.checkpoint_seconds:
+                save_checkpoint(checkpoint, model, optimizers, step + 1)
+                saved_at = time.monotonic()
 
 
 def save_checkpoint(

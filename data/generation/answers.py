@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
-from tqdm import tqdm
 
+from data.progress import Progress
 from data.sampling import Prompts, Sampling
 from data.text.sources import first_reasons
 from eagle31.errors import UserError
@@ -80,8 +80,8 @@ def answer_prompts(
     header["stop_token_ids"] = sorted(sampling.stop_token_ids)
     answers = _read(output, header, prompts)
     missing = [i for i in range(len(prompts)) if i not in answers]
-    shown = progress and sys.stderr.isatty()
-    with _appending(output) as stream, tqdm(total=len(missing), desc="generate", disable=not shown) as bar:
+    bar = Progress("generate", len(missing), "answers", shown=progress)
+    with _appending(output) as stream, bar:
         if stream.tell() == 0:
             _append(stream, [header])
 

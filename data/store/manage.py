@@ -2,15 +2,14 @@
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
+from data.progress import Progress, tracked
 from data.store.codec import CODECS, FINAL_STATES, Encoding, Rows, decode, encoded_bytes
 from data.store.index import (
     SETTINGS,
@@ -74,7 +73,7 @@ def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
     listed = {shard["file"]: shard for shard in manifest["shards"]} if manifest else {}
     sidecars = {path.with_suffix(".safetensors").name for path in directory.glob("shard-*.json")}
     files = sorted(sidecars | listed.keys())
-    for file in tqdm(files, desc="verify", unit="shard", disable=not _shown(progress)):
+    for file in tracked(files, "verify", "shards", shown=progress):
         try:
             _check(directory, file, listed.get(file))
         except UserError as error:
@@ -168,7 +167,7 @@ def _write(
         if output.resolve() == source.directory.resolve():
             raise UserError("OUT", output, "Is one of the stores; choose another directory.")
         # A damaged sample must not come by a new checksum.
-        for record in source.records:
+        for record in tracked(source.records, f"verify {source.directory}", "shards", shown=progress):
             check_content(source.directory, record.file, record.sha256)
     claim(output, settings)
     encoding = Encoding(**settings["encoding"])
@@ -179,7 +178,7 @@ def _write(
     if needed > free:
         raise disk_full(output, f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free")
     writer = StoreWriter(output, "merged", encoding, shard_tokens)
-    bar = tqdm(total=len(wanted), unit="sample", desc=str(output), disable=not _shown(progress))
+    bar = Progress(str(output), len(wanted), "samples", shown=progress)
     with writer, bar:
         for source, offset in zip(sources, offsets, strict=True):
             for sample_id, tensors in _samples(source):
@@ -218,7 +217,3 @@ def _needed_bytes(contents: Contents, encoding: Encoding) -> int:
     tokens, aux, last = build_index(contents.records)["rows"].sum(axis=0, dtype=int).tolist()
     _, num_layers, hidden_size = states.shape
     return encoded_bytes(encoding, Rows(tokens, aux, last), num_layers, hidden_size, states.dtype)
-
-
-def _shown(progress: bool) -> bool:
-    return progress and sys.stderr.isatty()

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
+from data.progress import tracked
 from data.samples import CapturedSample
 from data.store.codec import ROWS_OF, decode
 from data.store.index import MANIFEST, read_index, read_manifest
@@ -76,11 +77,11 @@ class HiddenStateStore:
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         return [self[index] for index in indices]
 
-    def verify(self, rank: int = 0, world_size: int = 1) -> None:
+    def verify(self, rank: int = 0, world_size: int = 1, *, progress: bool = False) -> None:
         """Reads this rank's share of the shards and compares their checksums.
 
         Raises:
             DamagedShard: one was altered; names it.
         """
-        for shard in self.shards[rank::world_size]:
+        for shard in tracked(self.shards[rank::world_size], "verify", "shards", shown=progress):
             check_content(self.directory, shard["file"], shard["sha256"])

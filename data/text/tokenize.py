@@ -18,9 +18,9 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from data.progress import Progress
 from data.target.fingerprints import tokenizer_fingerprint
 from data.target.loading import load_tokenizer
 from data.target.spec import TargetSpec
@@ -119,7 +119,7 @@ def tokenize(
         output_dir: must not exist; appears when all of it is written.
         eos_token_ids: the tokens that end a turn; None takes the tokenizer's and the generation config's.
         max_refused_fraction: of the conversations, which the template may refuse.
-        progress: shows a bar where stderr is a terminal.
+        progress: reports progress on stderr.
         on_refused: is called once with (id, why) of the conversations that were refused, if there are any.
 
     Raises:
@@ -133,7 +133,6 @@ def tokenize(
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
     counts: Counter[str] = Counter()
     refused: list[tuple[str, str]] = []
-    shown = progress and sys.stderr.isatty()
     with _renamed_when_done(output_dir) as directory:
         # In a directory of its own: `datasets` writes no dataset beside the file it reads.
         stream = directory / "stream" / "samples.arrow"
@@ -141,7 +140,7 @@ def tokenize(
         with (
             pa.OSFile(str(stream), "wb") as sink,
             pa.ipc.new_stream(sink, _SCHEMA) as writer,
-            tqdm(desc="tokenize", unit=" conversations", disable=not shown) as bar,
+            Progress("tokenize", None, "conversations", shown=progress) as bar,
         ):
             for chunk in _tokenized_chunks(conversations, settings, num_workers):
                 writer.write_batch(chunk.samples)
@@ -152,7 +151,7 @@ def tokenize(
         _check(report, refused, max_refused_fraction, max_tokens)
         if refused:
             on_refused(refused)
-        with _datasets_bars(shown):
+        with _datasets_bars(progress and sys.stderr.isatty()):
             datasets.Dataset.from_file(str(stream)).save_to_disk(str(directory))
         shutil.rmtree(stream.parent)
         (directory / _REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")

@@ -1,17 +1,15 @@
 """The missing samples of a store, captured by vLLM."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from data.capture.offline import StoreSpec, check_space, finish_store, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
+from data.progress import Progress
 from data.store.shards import FinishedShards, refuse
 from data.vllm.capture_request import CaptureRequest, below, store_destination
 from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
@@ -66,15 +64,14 @@ def capture_through_vllm(
             captures.append(_Capture(store, wanted, missing, shard_tokens))
     if captures:
         total = sum(capture.lengths[i] for capture in captures for i in capture.unsent)
-        shown = progress and sys.stderr.isatty()
-        with tqdm(total=total, unit="tok", unit_scale=True, desc="capture", disable=not shown) as bar:
+        with Progress("capture", total, "tokens", shown=progress) as bar:
             asyncio.run(_run_all(captures, endpoints, bar, patience_seconds))
     for store, own in zip(stores, fields, strict=True):
-        finish_store(store, own, rank)
+        finish_store(store, own, rank, progress=progress and rank == 0)
 
 
 async def _run_all(
-    captures: Sequence["_Capture"], endpoints: Sequence[Endpoint], bar: tqdm, patience_seconds: float
+    captures: Sequence["_Capture"], endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float
 ) -> None:
     try:
         for capture in captures:
@@ -132,7 +129,7 @@ class _Capture:
         self.under_way: set[int] = set()
         self.answered: dict[int, str] = {}  # by which engine; not yet seen in a finished shard
 
-    async def run(self, endpoints: Sequence[Endpoint], bar: tqdm, patience_seconds: float) -> None:
+    async def run(self, endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float) -> None:
         """Raises UserError as `Dispatcher.run` does."""
         longest = self.lengths[self.unsent[-1]]
 
@@ -144,7 +141,7 @@ class _Capture:
         def refused(prompt: Prompt, reason: str) -> None:
             self.under_way.discard(prompt.place)
             refuse(self.directory, _REFUSER, prompt.place, reason)
-            bar.write(f"capture: sample {prompt.place} is refused: {reason}", file=sys.stderr)
+            bar.write(f"capture: sample {prompt.place} is refused: {reason}")
 
         dispatcher = Dispatcher(
             endpoints,

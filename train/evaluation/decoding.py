@@ -1,13 +1,12 @@
 """Evaluation: real speculative decoding with the exported weights, on prompts kept apart."""
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from data.batches.loader import pack_row
+from data.progress import tracked
 from data.store import HiddenStateStore
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import replay
@@ -28,8 +27,8 @@ NEAR_TIE = 1e-4  # between the two top logits: rounding decides below
 def decode_all(
     prompts: Sequence[Sequence[int]], decode: Callable[[Sequence[int]], Decoded], label: str
 ) -> list[Decoded]:
-    """With a progress bar on a terminal."""
-    return [decode(prompt) for prompt in tqdm(prompts, desc=label, disable=not sys.stderr.isatty())]
+    """Decode each prompt and report the progress under `label`."""
+    return [decode(prompt) for prompt in tracked(prompts, label, "prompts")]
 
 
 def plain_texts(
@@ -146,7 +145,7 @@ def replay_by_length(
 ) -> dict[int, AcceptanceStats]:
     """Replay over a store of the target's own answers, by draft length 1..draft_tokens."""
     totals = {k: AcceptanceStats(k, 0, (0,) * k) for k in range(1, draft_tokens + 1)}
-    for index in range(len(store)):
+    for index in tracked(range(len(store)), "replay", "samples"):
         sample = store[index]
         batch = pack_row([sample], len(sample.input_ids)).to(device, frozen.embed_tokens.dtype)
         hits, counted = greedy_hits(drafter, frozen, batch, draft_tokens)

@@ -1,13 +1,12 @@
 """The evaluator's side: what the drafter as it was trained does, through transformers."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
+from data.progress import tracked
 from data.target.cached_decoding import TargetDecoder
 from data.target.loading import load_target
 from data.target.modules import locate
@@ -108,7 +107,7 @@ def decode_reference(
             max_new_tokens=max_new_tokens,
             eos_token_ids=stop_token_ids,
         )
-        for prompt in tqdm(prompts, desc="evaluator", disable=not sys.stderr.isatty())
+        for prompt in tracked(prompts, "evaluator", "prompts")
     ]
 
 

@@ -115,5 +115,5 @@ def open_source(context: RunContext) -> HiddenStateStore:
     """The store that training reads, verified."""
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "train")
     if context.world.is_main:
-        store.verify()
+        store.verify(progress=True)
     return store

@@ -111,7 +111,7 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
     if state.step and world.is_main:
         print(f"train: resuming behind step {state.step} of {settings.max_steps}")
     held_out = HiddenStateStore(context.artifacts[Stage.capture].directory / "validation")
-    held_out.verify()
+    held_out.verify(progress=world.is_main)
     validation = ReplayValidation(
         held_out.get_many(range(len(held_out))), config.train.row_tokens, config.evaluate.draft_tokens, world
     )

@@ -1,7 +1,6 @@
 """The training loop."""
 
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +9,9 @@ from dataclasses import dataclass, fields
 import deepspeed
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from data.batches.loader import RowLoader, SourceStats
+from data.progress import Progress
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import DepthSums, schedule_batch
 from eagle31.training.supervision import supervised_drafts
@@ -144,13 +143,7 @@ def train(
         Preempted: SIGTERM arrived; a checkpoint is saved.
     """
     module, device = engine.module, world.device
-    bar = tqdm(
-        total=settings.max_steps,
-        initial=state.step,
-        desc="train",
-        unit="step",
-        disable=not (world.is_main and sys.stderr.isatty()),
-    )
+    bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
     window = WindowSums(settings.num_depths, device)
     with preemption_flag() as preempted, bar:
         loader.read_ahead(state.step)
@@ -182,7 +175,9 @@ def train(
                 if (stats := loader.collect_stats()) is not None:
                     record |= source_metrics(stats, world)
                 tracker.log({"kind": "train", "step": state.step} | record)
-                bar.set_postfix(loss=f"{record['loss']:.3f}", hit=f"{record['depth'][0]['agreement']:.3f}")
+                bar.note(
+                    f"loss {record['loss']:.3f}, first draft right {record['depth'][0]['agreement']:.3f}"
+                )
                 window = WindowSums(settings.num_depths, device)
             if state.step % settings.validate_every == 0 or state.step == settings.max_steps:
                 validate(engine, validation, checkpoints, tracker, settings, state, world, dtype)

@@ -1,0 +1,152 @@
+"""Progress of a long stage: a bar on a terminal, a line now and then in a log."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO, TypeVar
+
+from tqdm import tqdm
+
+SHORTEST_SECONDS = 1.0  # a stage that ends sooner prints nothing
+FIRST_LINE_SECONDS = 5.0  # soon enough to show that the stage works
+LINE_SECONDS = 30.0
+
+Item = TypeVar("Item")
+
+
+class Progress:
+    """Reports how far a stage has come, how fast it is, and the time left, on stderr.
+
+    On a terminal this is a tqdm bar. Elsewhere it is a line after 5 seconds, a line every 30 seconds, and one
+    at the end unless the stage took less than a second, so that a batch log is neither silent nor full of
+    control characters. Use it as a context manager.
+
+    Args:
+        description: names the stage at the beginning of each line.
+        total: how many units there are; None where nobody knows.
+        unit: names what is counted, in the plural.
+        initial: how many of them an earlier run has finished.
+        shown: False reports nothing; every rank but 0 passes that.
+        stream: takes the output; by default sys.stderr.
+        clock: returns seconds; never goes backwards.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        total: int | None,
+        unit: str,
+        *,
+        initial: int = 0,
+        shown: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._description, self._total, self._unit = description, total, unit
+        self._initial = self._done = initial
+        self._clock = clock
+        self._note = ""
+        self._started = clock()
+        on_terminal = self._stream.isatty()
+        self._prints_lines = shown and not on_terminal
+        self._next_line = self._started + FIRST_LINE_SECONDS
+        self._bar = tqdm(
+            total=total,
+            initial=initial,
+            desc=description,
+            unit=f" {unit}",
+            unit_scale=True,
+            file=self._stream,
+            disable=not (shown and on_terminal),
+        )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        now = self._clock()
+        if self._prints_lines and self._done > self._initial and now - self._started >= SHORTEST_SECONDS:
+            self._print(self._last_line(now))
+
+    def update(self, count: int = 1) -> None:
+        """Adds `count` finished units."""
+        self._done += count
+        self._bar.update(count)
+        if self._prints_lines and (now := self._clock()) >= self._next_line:
+            self._next_line = now + LINE_SECONDS
+            self._print(self._line(now))
+
+    def note(self, text: str) -> None:
+        """Shows `text`, such as the current loss, from the next line on."""
+        self._note = text
+        self._bar.set_postfix_str(text, refresh=False)
+
+    def write(self, line: str) -> None:
+        """Prints a line of its own without breaking the bar, also where no progress is shown."""
+        self._bar.write(line, file=self._stream)
+        self._stream.flush()
+
+    def _line(self, now: float) -> str:
+        counts = f"{self._done:,}"
+        if self._total is not None:
+            counts += f"/{self._total:,}"
+        parts = [f"{counts} {self._unit}"]
+        if self._total:
+            parts[0] += f" ({self._done / self._total:.0%})"
+        rate = self._rate(now)
+        parts.append(self._shown_rate(rate))
+        if self._total is not None and rate > 0:
+            parts.append(f"{format_seconds(max(self._total - self._done, 0) / rate)} left")
+        return self._joined(parts)
+
+    def _last_line(self, now: float) -> str:
+        finished = self._total is None or self._done >= self._total
+        counts = f"{self._done:,}" if finished else f"stopped at {self._done:,}/{self._total:,}"
+        seconds = format_seconds(now - self._started)
+        return self._joined([f"{counts} {self._unit} in {seconds}", self._shown_rate(self._rate(now))])
+
+    def _joined(self, parts: list[str]) -> str:
+        return f"{self._description}: {', '.join([*parts, *filter(None, [self._note])])}"
+
+    def _rate(self, now: float) -> float:
+        """The units per second of this run."""
+        return (self._done - self._initial) / max(now - self._started, 1e-9)
+
+    def _shown_rate(self, rate: float) -> str:
+        return f"{rate:,.0f} {self._unit}/s" if rate >= 100 else f"{rate:.3g} {self._unit}/s"
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def tracked(
+    items: Iterable[Item],
+    description: str,
+    unit: str,
+    *,
+    total: int | None = None,
+    shown: bool = True,
+) -> Iterator[Item]:
+    """Yield the items and report progress; `total` is needed where `items` has no length."""
+    if total is None:
+        total = len(items)  # type: ignore[arg-type]
+    with Progress(description, total, unit, shown=shown) as progress:
+        for item in items:
+            yield item
+            progress.update()
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in its two largest units, such as "2 h 05 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 24 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

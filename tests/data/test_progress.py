@@ -1,0 +1,148 @@
+import io
+import re
+
+import pytest
+
+from data import progress as module
+from data.progress import Progress, format_seconds, tracked
+
+
+class Clock:
+    """Returns the time that the test has set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(total: int | None, seconds_per_unit: float, units: int, **options: object) -> list[str]:
+    """Returns the lines that a stage prints to a log."""
+    clock, stream = Clock(), io.StringIO()
+    bar = Progress("capture", total, "tokens", stream=stream, clock=clock, **options)  # type: ignore[arg-type]
+    with bar:
+        for _ in range(units):
+            clock.now += seconds_per_unit
+            bar.update()
+    return stream.getvalue().splitlines()
+
+
+def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> None:
+    assert run(100, 1.0, 100) == [
+        "capture: 5/100 tokens (5%), 1 tokens/s, 1 min 35 s left",
+        "capture: 35/100 tokens (35%), 1 tokens/s, 1 min 05 s left",
+        "capture: 65/100 tokens (65%), 1 tokens/s, 35 s left",
+        "capture: 95/100 tokens (95%), 1 tokens/s, 5.0 s left",
+        "capture: 100 tokens in 1 min 40 s, 1 tokens/s",
+    ]
+
+
+def test_a_slow_unit_has_a_line_each() -> None:
+    assert [line.split(",")[0] for line in run(3, 600.0, 3)] == [
+        "capture: 1/3 tokens (33%)",
+        "capture: 2/3 tokens (67%)",
+        "capture: 3/3 tokens (100%)",
+        "capture: 3 tokens in 30 min 00 s",
+    ]
+
+
+def test_the_rate_leaves_out_what_an_earlier_run_finished() -> None:
+    first, *_ = run(100, 10.0, 1, initial=50)
+    assert first == "capture: 51/100 tokens (51%), 0.1 tokens/s, 8 min 10 s left"
+
+
+def test_an_unknown_total_has_no_time_left() -> None:
+    assert run(None, 6.0, 1) == [
+        "capture: 1 tokens, 0.167 tokens/s",
+        "capture: 1 tokens in 6.0 s, 0.167 tokens/s",
+    ]
+
+
+def test_a_stage_that_fails_says_how_far_it_came() -> None:
+    clock, stream = Clock(), io.StringIO()
+
+    def fails_after_300_steps() -> None:
+        with Progress("train", 1000, "steps", stream=stream, clock=clock) as bar:
+            clock.now += 3
+            bar.update(300)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails_after_300_steps()
+    assert stream.getvalue() == "train: stopped at 300/1,000 steps in 3.0 s, 100 steps/s\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "units", "shown"), [(0.1, 9, True), (60.0, 0, True), (60.0, 3, False)], ids=str
+)
+def test_a_log_is_silent(seconds: float, units: int, shown: bool) -> None:
+    assert run(9, seconds, units, shown=shown) == []
+
+
+def test_a_note_ends_the_lines_after_it() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress("train", 10, "steps", stream=stream, clock=clock) as bar:
+        clock.now += 6
+        bar.update()
+        bar.note("loss 2.310")
+        clock.now += 30
+        bar.update()
+    first, *others = stream.getvalue().splitlines()
+    assert "loss" not in first
+    assert len(others) == 2
+    assert all(line.endswith(", loss 2.310") for line in others)
+
+
+def test_a_terminal_has_a_bar_with_the_note_and_no_lines() -> None:
+    stream = Terminal()
+    with Progress("train", 2, "steps", stream=stream) as bar:
+        bar.update()
+        bar.note("loss 2.310")
+        bar.update()
+        bar.write("sample 3 is refused")
+    shown = stream.getvalue()
+    assert "train: 100%|" in shown
+    assert re.search(r"2\.00/2\.00 .*loss 2\.310", shown)
+    assert "sample 3 is refused\n" in shown
+    assert " left" not in shown
+
+
+def test_a_written_line_reaches_a_log() -> None:
+    stream = io.StringIO()
+    with Progress("capture", 2, "tokens", stream=stream, shown=False) as bar:
+        bar.write("sample 3 is refused")
+    assert stream.getvalue() == "sample 3 is refused\n"
+
+
+def test_tracked_yields_every_item_and_counts_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
+    assert list(tracked("abc", "verify", "shards")) == ["a", "b", "c"]
+    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "verify: 1/3 shards (33%)",
+        "verify: 2/3 shards (67%)",
+        "verify: 3/3 shards (100%)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.04, "0.0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (45_296, "12 h 34 min"),
+        (200_000, "2 d 7 h"),
+    ],
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
