@@ -12,10 +12,11 @@ from data.embedded.target import EmbeddedTarget, ensure_embedded_target
 from data.target.architecture import check_architecture
 from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from data.target.checkpoint import Checkpoint
-from data.target.loading import load_target, load_tokenizer
+from data.target.loading import load_target
 from data.target.modules import TargetModules, locate
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer
 from eagle31.export.layouts import check_layout
 from eagle31.export.read import LoadedExport
 from eagle31.model.config import DrafterConfig

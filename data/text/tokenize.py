@@ -21,9 +21,8 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from data.progress import Progress
-from data.target.fingerprints import tokenizer_fingerprint
-from data.target.loading import load_tokenizer
 from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from data.text import template
 from data.text.sources import Conversation, first_reasons
 from data.text.template import RenderedConversation, TemplateRefused, Turns, template_fingerprint

@@ -11,10 +11,9 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from data.target.fingerprints import tokenizer_fingerprint
-from data.target.loading import load_tokenizer
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.export.layouts import IDS, layer_config, layout_of, read_raw_config, read_tensors
 from eagle31.export.published_config import is_latent, read_config

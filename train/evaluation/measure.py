@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.cached_decoding import TargetDecoder
-from data.target.loading import load_target, load_tokenizer
+from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer
 from data.text.inspection import parse_template_kwargs
 from data.text.sources import read_conversations
 from data.text.split import choose_prompts

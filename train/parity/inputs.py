@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from data.target.loading import load_tokenizer
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.model.config import DrafterConfig

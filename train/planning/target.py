@@ -13,7 +13,7 @@ from data.target.architecture import (
     count_parameters,
     from_architecture,
 )
-from data.target.loading import config_at_hand, load_config
+from data.target.loading import load_cached_config, load_config
 from data.target.spec import TargetSpec
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig
@@ -53,7 +53,7 @@ def planned_config(target: TargetConfig) -> PreTrainedConfig:
     if target.model == EMBEDDED:
         return from_architecture(own)
     spec = TargetSpec(target.model, target.revision, trust_remote_code=target.trust_remote_code)
-    found = config_at_hand(spec)
+    found = load_cached_config(spec)
     if found is None:
         return from_architecture(own) if own else load_config(spec)
     check_architecture(own, found)

@@ -12,7 +12,7 @@ from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import FORMAT
-from data.target.fingerprints import tokenizer_fingerprint
+from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from data.generation.regenerate import regenerate
-from data.target.fingerprints import tokenizer_fingerprint
+from data.target.tokenizer import tokenizer_fingerprint
 from data.text.sources import (
     Conversation,
     ReadResult,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data.batches.loader import pack_row
 from data.store import HiddenStateStore
-from data.target.fingerprints import tokenizer_fingerprint
+from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, Verifier

@@ -1,17 +1,9 @@
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -23,41 +15,9 @@ from data.target.architecture import (
     count_parameters,
     expert_intermediate_size,
     from_architecture,
-    model_class,
 )
-from data.target.loading import config_at_hand
-from data.target.modules import locate
-from data.target.parts import load_target_parts
-from data.target.spec import TargetSpec
 from eagle31.errors import UserError
-from tests.data.target.tiny_target import save_model
-
-VOCAB, HIDDEN, LAYERS = 96, 32, 3
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-}
-DEEPSEEK: dict[str, Any] = SMALL | {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-}
+from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, SMALL, VOCAB
 
 
 @pytest.mark.parametrize(
@@ -109,127 +69,3 @@ def test_an_architecture_is_held_against_the_config() -> None:
 def test_an_unknown_architecture_is_the_users_error() -> None:
     with pytest.raises(UserError, match=r"target\.architecture\.model_type=no_such"):
         from_architecture({"model_type": "no_such"})
-
-
-def test_a_config_is_at_hand_or_not(tmp_path: Path) -> None:
-    LlamaConfig(**SMALL).save_pretrained(tmp_path)
-    found = config_at_hand(TargetSpec(str(tmp_path)))
-    assert found is not None
-    assert found.hidden_size == HIDDEN
-    assert config_at_hand(TargetSpec("no-such-org/no-such-model")) is None
-
-
-def _built(config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = model_class(config).from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
-def _fp8(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """DeepSeek's layout: every projection, with a scale for each block."""
-    return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-
-
-def _int4(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Kimi's layout, compressed-tensors': eight values in an int32."""
-    stem = name.removesuffix(".weight")
-    return {
-        f"{stem}.weight_packed": torch.zeros(weight.shape[0], weight.shape[1] // 8, dtype=torch.int32),
-        f"{stem}.weight_scale": torch.ones(weight.shape[0], 1, dtype=torch.bfloat16),
-        f"{stem}.weight_shape": torch.tensor(weight.shape),
-    }
-
-
-def _mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """gpt-oss's layout: blocks of values, a scale each."""
-    blocks = torch.zeros(*weight.shape[:-1], 1, 16, dtype=torch.uint8)
-    return {f"{name}_blocks": blocks, f"{name}_scales": torch.zeros(*weight.shape[:-1], 1, dtype=torch.uint8)}
-
-
-QUANTISED = {
-    "fp8": (DeepseekV3Config(**DEEPSEEK), _fp8, ("_proj.weight",), {"quant_method": "fp8"}),
-    "int4": (
-        from_architecture(
-            {
-                "model_type": "kimi_k25",
-                "text_config": DEEPSEEK | {"model_type": "kimi_k2"},
-                "vision_config": {
-                    "num_hidden_layers": 1,
-                    "hidden_size": 16,
-                    "num_attention_heads": 2,
-                    "intermediate_size": 16,
-                    "pos_emb_height": 4,
-                    "pos_emb_width": 4,
-                },
-                "projection_hidden_size": 16,
-                "tie_word_embeddings": False,
-            }
-        ),
-        _int4,
-        (".experts.", "_proj.weight"),
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    ),
-    "mxfp4": (
-        GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
-        _mxfp4,
-        ("experts.gate_up_proj", "experts.down_proj"),
-        {"quant_method": "mxfp4"},
-    ),
-}
-
-
-def _save_quantised(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
-    """Two shards: the plain tensors that are needed, and all others, whose name it returns."""
-    config, quantise, wanted, quantization = QUANTISED[kind]
-    model = _built(config).to(torch.bfloat16)
-    save_model(model, directory)
-    stored = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    needed, others = {}, {}
-    for name, tensor in stored.items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")) or name.endswith("model.norm.weight"):
-            needed[name] = tensor
-        elif (all if kind == "int4" else any)(part in name for part in wanted) and "bias" not in name:
-            others |= quantise(name, tensor)
-        else:
-            others[name] = tensor
-    assert len(needed) == 3
-    assert any(tensor.dtype != torch.bfloat16 for tensor in others.values())
-    shards = {"model-00001-of-00002.safetensors": needed, "model-00002-of-00002.safetensors": others}
-    for file, tensors in shards.items():
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    written = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(written | {"quantization_config": quantization}))
-    return model, "model-00002-of-00002.safetensors"
-
-
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_a_quantised_checkpoint_gives_its_plain_tensors_and_nothing_else_is_read(
-    tmp_path: Path, kind: str
-) -> None:
-    model, unneeded = _save_quantised(tmp_path, kind)
-    (tmp_path / unneeded).unlink()
-    spec = TargetSpec(str(tmp_path))
-    parts = load_target_parts(spec)
-    modules = locate(model, spec)
-    assert (parts.num_layers, parts.hidden_size, parts.vocab_size) == (LAYERS, HIDDEN, VOCAB)
-    assert parts.embed_tokens.dtype == torch.bfloat16
-    assert torch.equal(parts.embed_tokens, modules.embed_tokens.get_parameter("weight"))
-    hidden = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
-    with torch.no_grad():
-        assert torch.equal(parts.head(hidden), modules.lm_head(modules.final_norm(hidden)))
-
-
-def test_a_quantised_head_is_refused_by_name(tmp_path: Path) -> None:
-    _save_quantised(tmp_path, "fp8")
-    file = tmp_path / "model-00001-of-00002.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lm_head\.weight is torch\.float8_e4m3fn"):
-        load_target_parts(TargetSpec(str(tmp_path)))

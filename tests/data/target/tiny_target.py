@@ -61,3 +61,14 @@ def make_dataset(num_samples: int = 12, seed: int = 0) -> Dataset:
     ids = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
     masks = [[False, False] + [True] * (length - 2) for length in lengths]
     return Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
+
+
+def final_hidden_and_logits(spec: TargetSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the full model; return the input of its final norm [1, T, Ht] and its logits [1, T, V]."""
+    model = load_target(spec, torch.device("cpu"))
+    kept = []
+    hook = locate(model, spec).final_norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(10)[None]).logits
+    hook.remove()
+    return kept[0], logits

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from data.target.fingerprints import tokenizer_fingerprint
-from data.target.loading import load_tokenizer
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.verification import (
     TrainingRecord,

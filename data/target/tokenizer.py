@@ -1,0 +1,37 @@
+"""The target's tokenizer: loading it, and a fingerprint of how it turns text into ids."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from data.target.spec import TargetSpec
+from eagle31.errors import UserError
+
+
+def load_tokenizer(spec: TargetSpec, chat_template_file: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the target's tokenizer; `chat_template_file`, if given, replaces its chat template."""
+    with spec.checkpoint.loading():
+        tokenizer = AutoTokenizer.from_pretrained(
+            spec.checkpoint.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
+    if chat_template_file is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template_file).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            remedy = f"The file cannot be read ({error.strerror}); give a file with a Jinja chat template."
+            raise UserError("chat_template_file", chat_template_file, remedy) from error
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the sha256 of everything that turns text into ids; the chat template is not part of it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content = {"vocab": tokenizer.get_vocab(), "class": type(tokenizer).__name__}
+    else:
+        # The last call of the tokenizer sets padding and truncation.
+        content = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps([content, special], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,45 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from data.target.loading import load_cached_config, load_target
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer
+from eagle31.errors import UserError
+from tests.data.target.small_configs import HIDDEN, SMALL
+from tests.data.target.tiny_target import save_target
+
+CPU = torch.device("cpu")
+
+
+def test_target_is_frozen_and_in_eval_mode(tmp_path: Path) -> None:
+    model = load_target(save_target(tmp_path), CPU)
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere", "no-such-org/no-such-model"])
+def test_absent_model_is_the_users_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    loaders: list[Callable[[TargetSpec], Any]] = [
+        load_target_parts,
+        load_tokenizer,
+        lambda spec: spec.checkpoint.fingerprint(),
+        lambda spec: load_target(spec, CPU),
+    ]
+    for load in loaders:
+        with pytest.raises(UserError, match=f"target.model={model}"):
+            load(TargetSpec(model))
+
+
+def test_a_cached_config_is_loaded_and_a_missing_one_is_none(tmp_path: Path) -> None:
+    LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    found = load_cached_config(TargetSpec(str(tmp_path)))
+    assert found is not None
+    assert found.hidden_size == HIDDEN
+    assert load_cached_config(TargetSpec("no-such-org/no-such-model")) is None
