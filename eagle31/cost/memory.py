@@ -40,14 +40,14 @@ def step_memory(
     head_trained: bool,
     activation_checkpointing: bool,
     device: str,
-    measure: bool = True,
+    with_metrics: bool = True,
 ) -> StepMemory:
     """Of a drafter's forward and backward on one row.
 
     Args:
         itemsize: bytes of the training dtype.
         device: "cpu" or "cuda", which chunk the loss differently.
-        measure: as on logging steps, which look at the target's whole vocabulary.
+        with_metrics: as on logging steps, which look at the target's whole vocabulary.
     """
     hidden, num_aux = config.hidden_size, len(config.aux_layer_ids)
     head = config.draft_vocab_size * hidden
@@ -72,7 +72,7 @@ def step_memory(
         activations=kept,
         state_gradients=rolled * hidden * itemsize,
         head_gradient=head * (_WIDE + (itemsize if narrow else 0)) if head_trained else 0,
-        loss_chunk=_loss_chunk(config, counts, itemsize, device, measure),
+        loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics),
         backward=recomputed + step.backward(counts),
     )
 
@@ -139,12 +139,14 @@ class _Step:
         return rows * (max(mlp * self.itemsize, attention) + 2 * hidden * self.itemsize) + keys
 
 
-def _loss_chunk(config: DrafterConfig, counts: StepCounts, itemsize: int, device: str, measure: bool) -> int:
+def _loss_chunk(
+    config: DrafterConfig, counts: StepCounts, itemsize: int, device: str, with_metrics: bool
+) -> int:
     num_steps, draft, vocab = len(counts.rows), config.draft_vocab_size, config.vocab_size
-    positions = chunk_positions(device, vocab, draft, num_steps, measure)
+    positions = chunk_positions(device, vocab, draft, num_steps, with_metrics)
     positions = min(positions, max(counts.teachers, 1))
     rows = positions * num_steps
-    whole = vocab if measure else draft
+    whole = vocab if with_metrics else draft
     probs = positions * draft * _WIDE
     wide = 0 if itemsize == _WIDE else positions * whole * _WIDE
     # Logits, a copy in float32, and what the log-sum-exp over them makes.

@@ -121,7 +121,7 @@ def served_name(name: str, layout: Layout = Layout.vllm) -> str:
     return name
 
 
-def own_name(name: str) -> str:
+def parameter_name(name: str) -> str:
     """The checkpoint's tensor name -> ours."""
     name = name.removeprefix("model.")
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle31.errors import UserError
 from eagle31.export.layouts import (
-    own_name,
+    parameter_name,
     read_raw_config,
     read_tensors,
 )
@@ -62,7 +62,7 @@ def load_export(
         raw, num_target_layers=target.num_layers if target else None, aux_layer_ids=aux_layer_ids
     )
     config = read.config
-    tensors = {own_name(name): tensor for name, tensor in read_tensors(directory).items()}
+    tensors = {parameter_name(name): tensor for name, tensor in read_tensors(directory).items()}
     embed_tokens = tensors.pop("embed_tokens.weight", None)
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)

@@ -8,5 +8,5 @@ class QueryRun(NamedTuple):
 
     query_start: int  # into the step's rows
     query_stop: int
-    key_start: int  # into the plan's key rows
+    key_start: int  # into the schedule's key rows
     key_stop: int

@@ -51,7 +51,7 @@ def one_pass_loss(
     states: Sequence[Tensor],
     weight: Tensor,
     teacher: Callable[[Tensor], Teacher],
-    plan: RolloutSchedule,
+    schedule: RolloutSchedule,
     objective: Objective,
     step_weights: Sequence[float],
     chunk_rows: int,
@@ -69,7 +69,7 @@ def one_pass_loss(
         target's greedy token, and sum of min(p, q). The last two are zero where the teacher leaves out what
         they take.
     """
-    walk = _Walk(teacher, plan, objective, tuple(step_weights), chunk_rows)
+    walk = _Walk(teacher, schedule, objective, tuple(step_weights), chunk_rows)
     return _OnePass.apply(walk, weight, *states)
 
 
@@ -79,12 +79,17 @@ class _Walk:
     def __init__(
         self,
         teacher: Callable[[Tensor], Teacher],
-        plan: RolloutSchedule,
+        schedule: RolloutSchedule,
         objective: Objective,
         step_weights: tuple[float, ...],
         chunk_rows: int,
     ) -> None:
-        self.teacher, self.plan, self.objective, self.step_weights = teacher, plan, objective, step_weights
+        self.teacher, self.schedule, self.objective, self.step_weights = (
+            teacher,
+            schedule,
+            objective,
+            step_weights,
+        )
         self.chunk_size = max(1, chunk_rows // len(step_weights))  # teacher positions
 
     def run(
@@ -100,7 +105,7 @@ class _Walk:
         for first, pieces in self._chunks():
             rows = torch.cat([x[piece] for x, piece in zip(states, pieces, strict=True)])
             logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
-            teacher = self.teacher(self.plan.teacher_rows[first : first + self.chunk_size])
+            teacher = self.teacher(self.schedule.teacher_rows[first : first + self.chunk_size])
             self._differentiate(logits, teacher, first, pieces, sums)
             parts = rows.split([piece.stop - piece.start for piece in pieces])
             if for_weight:
@@ -119,9 +124,9 @@ class _Walk:
 
     def _chunks(self) -> Iterator[tuple[int, list[slice]]]:
         """The first teacher position of each chunk, and the rows of each step that are held against it."""
-        num_positions = len(self.plan.teacher_rows)
+        num_positions = len(self.schedule.teacher_rows)
         edges = torch.arange(0, num_positions + self.chunk_size, self.chunk_size)
-        bounds = [torch.searchsorted(step.teacher_index_host, edges).tolist() for step in self.plan.steps]
+        bounds = [torch.searchsorted(step.teacher_index_host, edges).tolist() for step in self.schedule.steps]
         for chunk, first in enumerate(range(0, num_positions, self.chunk_size)):
             yield first, [slice(b[chunk], b[chunk + 1]) for b in bounds]
 
@@ -138,7 +143,7 @@ class _Walk:
         for step, piece in enumerate(pieces):
             # Where every position of the chunk has a row at this step, the places are simply 0, 1, 2, ...
             whole = piece.stop - piece.start == num_positions
-            places = self.plan.steps[step].teacher_index[piece] - first
+            places = self.schedule.steps[step].teacher_index[piece] - first
             for start in range(0, piece.stop - piece.start, block_rows):
                 own = slice(start, min(start + block_rows, piece.stop - piece.start))
                 own_places = own if whole else places[own]

@@ -32,18 +32,18 @@ def rollout(
     """
     chosen = torch.zeros(len(batch.input_ids), num_steps, dtype=torch.bool)
     chosen[rows.cpu()] = True
-    plan = schedule_rollout(chosen, batch.document_ids.cpu(), rows.device)
-    yield from scheduled_rollout(drafter, embed_tokens, batch, plan)
+    schedule = schedule_rollout(chosen, batch.document_ids.cpu(), rows.device)
+    yield from scheduled_rollout(drafter, embed_tokens, batch, schedule)
 
 
 def scheduled_rollout(
     drafter: Drafter,
     embed_tokens: Tensor,
     batch: PackedBatch,
-    plan: RolloutSchedule,
+    schedule: RolloutSchedule,
     activation_checkpointing: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rolls the plan's rows out.
+    """Rolls the schedule's rows out.
 
     At step k row t has the embedding of x[t+1+k], RoPE position t+k, and predicts x[t+2+k]. Every step runs
     every module, also on no rows: sharded weights are gathered by all ranks together.
@@ -53,14 +53,14 @@ def scheduled_rollout(
 
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
-    keys_block, blocks = causal_blocks(plan, drafter.config, embed_tokens)
+    keys_block, blocks = causal_blocks(schedule, drafter.config, embed_tokens)
     run = partial(checkpoint, use_reentrant=False) if activation_checkpointing else _call
-    shared = _shared_products(drafter, embed_tokens, batch, plan)
+    shared = _shared_products(drafter, embed_tokens, batch, schedule)
     output, contexts = run(
-        _first_step, drafter, shared.first_shares(plan), batch, plan, keys_block, blocks[0]
+        _first_step, drafter, shared.first_shares(schedule), batch, schedule, keys_block, blocks[0]
     )
     state = output
-    for step, (own, block) in enumerate(zip(plan.steps, blocks, strict=True)):
+    for step, (own, block) in enumerate(zip(schedule.steps, blocks, strict=True)):
         if step:
             if own.kept is not None:
                 state = state[own.kept]
@@ -95,9 +95,9 @@ class _SharedProducts(NamedTuple):
     key_value: tuple[Tensor, ...]
     all_queries: bool
 
-    def first_shares(self, plan: RolloutSchedule) -> _Shares:
+    def first_shares(self, schedule: RolloutSchedule) -> _Shares:
         """Of step 0: every key row has a key, and a query too where a layer comes behind."""
-        return self._shares(plan.key_token_index, plan.steps[0].teacher_index)
+        return self._shares(schedule.key_token_index, schedule.steps[0].teacher_index)
 
     def later_shares(self, step: StepSchedule) -> _Shares:
         return self._shares(step.token_index, step.teacher_index)
@@ -108,14 +108,14 @@ class _SharedProducts(NamedTuple):
 
 
 def _shared_products(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, plan: RolloutSchedule
+    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, schedule: RolloutSchedule
 ) -> _SharedProducts:
     layer, all_queries = drafter.decoder_layers[0], len(drafter.decoder_layers) > 1
-    embeds = layer.input_layernorm(F.embedding(batch.input_ids[plan.tokens], embed_tokens))
+    embeds = layer.input_layernorm(F.embedding(batch.input_ids[schedule.tokens], embed_tokens))
     attention = layer.self_attn
     key_value = tuple(projection(embeds) for projection in attention.key_value_inputs)
     if not all_queries:
-        embeds = embeds[plan.teacher_token_index]
+        embeds = embeds[schedule.teacher_token_index]
     return _SharedProducts(attention.query_input(embeds), key_value, all_queries)
 
 
@@ -157,7 +157,7 @@ def _first_step(
     drafter: Drafter,
     shares: _Shares,
     batch: PackedBatch,
-    plan: RolloutSchedule,
+    schedule: RolloutSchedule,
     keys_block: CausalBlock,
     block: CausalBlock,
 ) -> tuple[Tensor, list[_Keys]]:
@@ -165,7 +165,7 @@ def _first_step(
 
     Layers before it feed its keys, so they are computed at every key row.
     """
-    rows = plan.key_rows
+    rows = schedule.key_rows
     hidden = drafter.fuse(batch.aux_hidden_states[rows])
     cos, sin = drafter.rotary(batch.position_ids[rows])
     contexts = []
@@ -176,7 +176,7 @@ def _first_step(
         context = _Keys(*layer.self_attn.key_value(layer_input, cos, sin, key_shares))
         contexts.append(context)
         if last:
-            at = plan.first_queries
+            at = schedule.first_queries
             layer_input, residual, cos, sin = layer_input[at], residual[at], cos[at], sin[at]
         query = layer.self_attn.query(layer_input, cos, sin, query_share)
         hidden = layer.output(context.attend(block if last else keys_block, query), residual)

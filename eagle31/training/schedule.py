@@ -20,8 +20,8 @@ class StepSchedule:
     kept: Tensor | None  # int64 [R], into the rows of the step before; None when they are the same
     first: Tensor | None  # int64 [R], into the rows of step 0; None when they are the same
     runs: tuple[QueryRun, ...]
-    token_index: Tensor  # int64 [R], into the plan's tokens: what the row reads beside its state
-    teacher_index: Tensor  # int64 [R], into the plan's teacher rows, ascending
+    token_index: Tensor  # int64 [R], into the schedule's tokens: what the row reads beside its state
+    teacher_index: Tensor  # int64 [R], into the schedule's teacher rows, ascending
     teacher_index_host: Tensor  # the same on the CPU
 
 
@@ -49,7 +49,7 @@ def schedule_rollout(
     Args:
         counted: bool [T, K] on the CPU; a step may be counted only where the one before is.
         document_ids: int64 [T] on the CPU, in runs.
-        device: where the plan's tensors go; the batch's.
+        device: where the schedule's tensors go; the batch's.
     """
     device = device or counted.device
     rows = [torch.nonzero(column).squeeze(1) for column in counted.unbind(1)]

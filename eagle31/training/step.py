@@ -56,8 +56,8 @@ def rollout_loss(
     num_steps: int,
     step_decay: float,
     objective: Objective | None = None,
-    measure: bool = True,
-    plan: RolloutSchedule | None = None,
+    with_metrics: bool = True,
+    schedule: RolloutSchedule | None = None,
     activation_checkpointing: bool = False,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, DepthSums]:
@@ -68,9 +68,9 @@ def rollout_loss(
 
     Args:
         objective: cross entropy on the draft vocabulary by default.
-        measure: also sums agreement and expected acceptance, which take the target's distribution over its
-            whole vocabulary; they are zero without.
-        plan: `schedule_batch` of the same batch and steps, when it was made ahead.
+        with_metrics: also sum agreement and expected acceptance, which need the target's distribution over its
+            full vocabulary; they are zero otherwise.
+        schedule: `schedule_batch` of the same batch and steps, when it was made ahead.
         activation_checkpointing: keep only what passes between the steps, and compute the rest again in the
             backward pass.
         chunk_rows: rows of draft logits held at once; None keeps a chunk, the teacher's logits included, near
@@ -84,21 +84,21 @@ def rollout_loss(
     """
     objective = objective or Objective()
     objective.check(pruned=frozen.draft_target_ids is not None)
-    plan = plan or schedule_batch(batch, num_steps)
+    schedule = schedule or schedule_batch(batch, num_steps)
     lm_head = frozen.lm_head or drafter.lm_head
     states, norms = [], []
     for normed, state in scheduled_rollout(
-        drafter, frozen.embed_tokens, batch, plan, activation_checkpointing
+        drafter, frozen.embed_tokens, batch, schedule, activation_checkpointing
     ):
         states.append(normed)
         norms.append(state.detach().norm(dim=-1, dtype=widened(state.dtype)).sum())
     weights = [step_decay**step for step in range(num_steps)]
-    whole = measure or objective.compares_whole_target
+    whole = with_metrics or objective.compares_whole_target
     total, (num_rows, loss, agreement, expected) = one_pass_loss(
         states,
         lm_head.weight,
         teacher_of(frozen, batch, whole),
-        plan,
+        schedule,
         objective,
         weights,
         chunk_rows or _chunk_rows(frozen, lm_head.weight.shape[0], num_steps, whole),
@@ -165,11 +165,11 @@ def greedy_hits(
         hits bool [T, K], row t's step-k prediction equals x[t+2+k]; counted bool [T, K].
     """
     counted = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    plan = schedule_batch(batch, num_steps)
+    schedule = schedule_batch(batch, num_steps)
     lm_head = frozen.lm_head or drafter.lm_head
     hits = torch.zeros_like(counted)
-    for step, (normed, _) in enumerate(scheduled_rollout(drafter, frozen.embed_tokens, batch, plan)):
-        rows = plan.steps[step].rows
+    for step, (normed, _) in enumerate(scheduled_rollout(drafter, frozen.embed_tokens, batch, schedule)):
+        rows = schedule.steps[step].rows
         greedy = torch.cat([lm_head(part).argmax(dim=-1) for part in normed.split(chunk_rows)])
         if frozen.draft_target_ids is not None:
             greedy = frozen.draft_target_ids[greedy]

@@ -14,7 +14,7 @@ from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded, decode_speculatively
 from eagle31.errors import UserError
-from eagle31.export.layouts import own_name, read_raw_config, read_tensors
+from eagle31.export.layouts import parameter_name, read_raw_config, read_tensors
 from eagle31.export.published_config import read_config
 from eagle31.export.read import TargetDefaults, draft_target_ids, load_export
 from eagle31.export.verification import read_record, tensor_hash
@@ -63,7 +63,7 @@ def reference_drafter(
         source = "the checkpoint's config.json (it has no record of its training)"
         return ReferenceDrafter(loaded.drafter, frozen, loaded.drafter.config, source, loaded.notes)
     config = record.config
-    tensors = {own_name(name): tensor for name, tensor in read_tensors(export).items()}
+    tensors = {parameter_name(name): tensor for name, tensor in read_tensors(export).items()}
     embed_tokens = tensors.pop("embed_tokens.weight", None)
     if embed_tokens is None or tensor_hash(embed_tokens) != record.tensors["embed_tokens.weight"]:
         embed_tokens = project_width(parts.embed_tokens, config.hidden_size)

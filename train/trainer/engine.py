@@ -38,7 +38,7 @@ class TrainedModule(nn.Module):
         self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self, batch: PackedBatch, plan: RolloutSchedule | None = None, measure: bool = True
+        self, batch: PackedBatch, schedule: RolloutSchedule | None = None, with_metrics: bool = True
     ) -> tuple[Tensor, DepthSums]:
         """The unnormalised loss of one micro-batch, and the sums per depth; see `rollout_loss`."""
         return rollout_loss(
@@ -48,8 +48,8 @@ class TrainedModule(nn.Module):
             num_steps=self.num_steps,
             step_decay=self.step_decay,
             objective=self.objective,
-            measure=measure,
-            plan=plan,
+            with_metrics=with_metrics,
+            schedule=schedule,
             activation_checkpointing=self.activation_checkpointing,
         )
 

@@ -164,7 +164,7 @@ def train(
             state.step += 1
             logs = state.step % settings.log_every == 0 or state.step == settings.max_steps
             num_supervised, grad_norm = optimizer_step(
-                engine, batches, lr, window, world, dtype, measure=logs
+                engine, batches, lr, window, world, dtype, with_metrics=logs
             )
             window.step_seconds += time.perf_counter() - waiting
             state.supervised_positions += num_supervised
@@ -199,12 +199,12 @@ def optimizer_step(
     world: World,
     dtype: torch.dtype,
     *,
-    measure: bool,
+    with_metrics: bool,
 ) -> tuple[int, Tensor | float]:
     """Forward, backward and update over this rank's micro-batches.
 
     Args:
-        measure: agreement and expected acceptance too, which need the target's whole vocabulary.
+        with_metrics: agreement and expected acceptance too, which need the target's whole vocabulary.
 
     Returns:
         The counted rows of all ranks, and the gradient's norm before clipping.
@@ -219,13 +219,13 @@ def optimizer_step(
     grad_norm: Tensor | float = 0.0
     for batch in batches:
         plan = schedule_batch(batch, num_steps, device)
-        loss, sums = engine(batch.to(device, dtype), plan, measure)
+        loss, sums = engine(batch.to(device, dtype), plan, with_metrics)
         engine.backward(loss * scale)
         if engine.is_gradient_accumulation_boundary() and not partitioned(engine):
             # DeepSpeed's plain path clips and does not tell the norm.
             grad_norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters()])
         engine.step()
-        window.add(sums, measure, batch.input_ids.shape[0])
+        window.add(sums, with_metrics, batch.input_ids.shape[0])
     return num_supervised, engine.get_global_grad_norm() if partitioned(engine) else grad_norm
 
 

@@ -74,7 +74,7 @@ def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: 
     batch = random_batch((17, 5, 23), config, seed=3, padding=4)
 
     def run() -> torch.Tensor:
-        return rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, measure=False)[0]
+        return rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, with_metrics=False)[0]
 
     found = counted_flops(run)
     expected = step_flops(config, count_step(batch, 4), head_trained)

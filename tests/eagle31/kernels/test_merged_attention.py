@@ -26,24 +26,26 @@ def random_counted(total: int, document_ids: Tensor, seed: int) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def reference(tensors: list[Tensor], plan: RolloutSchedule, step: int, document_ids: Tensor) -> Tensor:
+def reference(tensors: list[Tensor], schedule: RolloutSchedule, step: int, document_ids: Tensor) -> Tensor:
     query, keys, values, *own = tensors
-    rows = plan.steps[step].rows
-    visible = visible_keys(rows, document_ids)[:, plan.key_rows]
-    own = [x[places_of(plan, step, i % step + 1)] for i, x in enumerate(own)]
+    rows = schedule.steps[step].rows
+    visible = visible_keys(rows, document_ids)[:, schedule.key_rows]
+    own = [x[places_of(schedule, step, i % step + 1)] for i, x in enumerate(own)]
     return rollout_attention(query, keys, values, visible, own[:step], own[step:], SCALE)
 
 
-def places_of(plan: RolloutSchedule, step: int, earlier: int) -> Tensor:
-    return torch.searchsorted(plan.steps[earlier].rows, plan.steps[step].rows)
+def places_of(schedule: RolloutSchedule, step: int, earlier: int) -> Tensor:
+    return torch.searchsorted(schedule.steps[earlier].rows, schedule.steps[step].rows)
 
 
-def block_of(name: str, plan: RolloutSchedule, step: int, dtype: torch.dtype) -> CausalBlock:
+def block_of(name: str, schedule: RolloutSchedule, step: int, dtype: torch.dtype) -> CausalBlock:
     if name == "packed":
-        return PackedBlock(plan.steps[0].runs, torch.device("cpu"), SCALE).for_rows(plan.steps[step].first)
+        return PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE).for_rows(
+            schedule.steps[step].first
+        )
     kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
-    longest = max(run.key_stop - run.key_start for run in plan.steps[0].runs)
-    return TiledBlock(plan.steps[step].runs, Tiles.for_keys(longest, torch.zeros(0, dtype=dtype)), kernel)
+    longest = max(run.key_stop - run.key_start for run in schedule.steps[0].runs)
+    return TiledBlock(schedule.steps[step].runs, Tiles.for_keys(longest, torch.zeros(0, dtype=dtype)), kernel)
 
 
 def by_definition(
@@ -107,15 +109,15 @@ def test_values_and_gradients_equal_the_definition(
 ) -> None:
     monkeypatch.setattr(packed_block, "kernels", CudaKernel())
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    plan = schedule_rollout(random_counted(sum(lengths), document_ids, seed=heads[0]), document_ids)
+    schedule = schedule_rollout(random_counted(sum(lengths), document_ids, seed=heads[0]), document_ids)
     for step in range(STEPS):
-        tensors = random_tensors(plan, step, heads, torch.float64, value_width)
-        expected = reference(tensors, plan, step, document_ids)
+        tensors = random_tensors(schedule, step, heads, torch.float64, value_width)
+        expected = reference(tensors, schedule, step, document_ids)
         grad = torch.randn_like(expected)
         wanted = torch.autograd.grad(expected, tensors, grad)
-        places = [places_of(plan, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
+        places = [places_of(schedule, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
         query, keys, values, *own = tensors
-        block = block_of(name, plan, step, torch.float64)
+        block = block_of(name, schedule, step, torch.float64)
         found = merged_attention(block, query, keys, values, own[:step], own[step:], places)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         found_grads = torch.autograd.grad(found, tensors, grad)
@@ -127,16 +129,16 @@ def test_values_and_gradients_equal_the_definition(
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
 def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: float) -> None:
     document_ids = torch.zeros(150, dtype=torch.long)
-    plan = schedule_rollout(random_counted(150, document_ids, seed=1), document_ids)
+    schedule = schedule_rollout(random_counted(150, document_ids, seed=1), document_ids)
     step = 3
-    exact = random_tensors(plan, step, (4, 2), torch.float64)
+    exact = random_tensors(schedule, step, (4, 2), torch.float64)
     exact = [x.detach().to(dtype).double().requires_grad_() for x in exact]
-    expected = reference(exact, plan, step, document_ids)
+    expected = reference(exact, schedule, step, document_ids)
     grad = torch.randn_like(expected).to(dtype)
     wanted = torch.autograd.grad(expected, exact, grad.double())
     query, keys, values, *own = [x.detach().to(dtype).requires_grad_() for x in exact]
-    places = [places_of(plan, step, 1), places_of(plan, step, 2), None]
-    block = block_of(name, plan, step, dtype)
+    places = [places_of(schedule, step, 1), places_of(schedule, step, 2), None]
+    block = block_of(name, schedule, step, dtype)
     found = merged_attention(block, query, keys, values, own[:step], own[step:], places)
     assert found.dtype == dtype
     pairs = [(found, expected)]
@@ -146,13 +148,13 @@ def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: 
 
 
 def random_tensors(
-    plan: RolloutSchedule, step: int, heads: tuple[int, int], dtype: torch.dtype, value_width: int = DIM
+    schedule: RolloutSchedule, step: int, heads: tuple[int, int], dtype: torch.dtype, value_width: int = DIM
 ) -> list[Tensor]:
     """Query, step-0 keys and values, own keys of steps 1..step, own values."""
     generator = torch.Generator().manual_seed(step)
-    num_keys = len(plan.key_rows)
-    own = [(len(plan.steps[i].rows), heads[1]) for i in range(1, step + 1)]
-    query, keys = (len(plan.steps[step].rows), heads[0], DIM), (num_keys, heads[1], DIM)
+    num_keys = len(schedule.key_rows)
+    own = [(len(schedule.steps[i].rows), heads[1]) for i in range(1, step + 1)]
+    query, keys = (len(schedule.steps[step].rows), heads[0], DIM), (num_keys, heads[1], DIM)
     values = (num_keys, heads[1], value_width)
     own_shapes = [(*x, width) for width in (DIM, value_width) for x in own]
     shapes = [query, keys, values, *own_shapes]
@@ -164,9 +166,9 @@ def test_no_queries_give_no_gradient(name: str) -> None:
     document_ids = torch.zeros(6, dtype=torch.long)
     counted = torch.zeros(6, 2, dtype=torch.bool)
     counted[2, 0] = True
-    plan = schedule_rollout(counted, document_ids)
-    tensors = random_tensors(plan, 1, (4, 2), torch.float64)
-    block = block_of(name, plan, 1, torch.float64)
+    schedule = schedule_rollout(counted, document_ids)
+    tensors = random_tensors(schedule, 1, (4, 2), torch.float64)
+    block = block_of(name, schedule, 1, torch.float64)
     found = merged_attention(block, *tensors[:3], tensors[3:4], tensors[4:], [None])
     assert found.shape == (0, 4, DIM)
     grads = torch.autograd.grad(found, tensors, torch.zeros_like(found))

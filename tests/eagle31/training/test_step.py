@@ -133,16 +133,16 @@ def test_rows_beyond_the_last_draft_of_a_document_are_not_computed() -> None:
     batch = random_batch((30, 20, 10), tiny_config(), seed=2, padding=5)
     mask = torch.zeros_like(batch.loss_mask)
     mask[10:15], mask[35:37] = True, True
-    plan = schedule_batch(replace(batch, loss_mask=mask), 4)
-    assert [step.rows.tolist() for step in plan.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
-    assert plan.key_rows.tolist() == [*range(13), *range(30, 35)]
-    assert plan.teacher_rows.tolist() == [10, 11, 12, 13, 35]
-    assert plan.tokens.tolist() == [*range(1, 14), *range(31, 36)]
-    assert plan.tokens[plan.key_token_index].tolist() == [t + 1 for t in plan.key_rows.tolist()]
-    for k, step in enumerate(plan.steps):
-        assert plan.tokens[step.token_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
-    assert [tuple(run) for run in plan.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
-    assert [tuple(run) for run in plan.steps[1].runs] == [(0, 3, 0, 12)]
+    schedule = schedule_batch(replace(batch, loss_mask=mask), 4)
+    assert [step.rows.tolist() for step in schedule.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
+    assert schedule.key_rows.tolist() == [*range(13), *range(30, 35)]
+    assert schedule.teacher_rows.tolist() == [10, 11, 12, 13, 35]
+    assert schedule.tokens.tolist() == [*range(1, 14), *range(31, 36)]
+    assert schedule.tokens[schedule.key_token_index].tolist() == [t + 1 for t in schedule.key_rows.tolist()]
+    for k, step in enumerate(schedule.steps):
+        assert schedule.tokens[step.token_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
+    assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
+    assert [tuple(run) for run in schedule.steps[1].runs] == [(0, 3, 0, 12)]
 
 
 @pytest.mark.parametrize("attention", [{}, MLA])
@@ -168,7 +168,9 @@ def test_a_row_without_drafts_trains_nothing_and_runs_every_module(
 def test_what_is_not_measured_is_zero_and_changes_nothing_else() -> None:
     drafter, frozen, batch, _ = random_case(3, draft_vocab_size=29)
     loss, sums, grads = results(rollout_loss, drafter, frozen, batch, num_steps=3)
-    cheap, cheap_sums, cheap_grads = results(rollout_loss, drafter, frozen, batch, num_steps=3, measure=False)
+    cheap, cheap_sums, cheap_grads = results(
+        rollout_loss, drafter, frozen, batch, num_steps=3, with_metrics=False
+    )
     torch.testing.assert_close((cheap, cheap_grads), (loss, grads), rtol=1e-10, atol=1e-10)
     assert sums.expected_acceptance.all()
     assert not cheap_sums.expected_acceptance.any()

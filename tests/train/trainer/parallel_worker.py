@@ -83,7 +83,7 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
     for step in range(NUM_STEPS):
         window = WindowSums(3, world.device)
         _, norm = optimizer_step(
-            engine, loader.batches(step), 1e-2, window, world, dtype, measure=step % 2 == 0
+            engine, loader.batches(step), 1e-2, window, world, dtype, with_metrics=step % 2 == 0
         )
         losses.append(window.record(world, 0.8)["loss"])
         norms.append(float(norm))

@@ -130,7 +130,7 @@ def train_round(
     loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=ROWS_PER_STEP, seed=seed)
     window = WindowSums(TTT_STEPS, world.device)
     with closing(loader):
-        optimizer_step(engine, loader.batches(0), 1e-3, window, world, torch.float32, measure=True)
+        optimizer_step(engine, loader.batches(0), 1e-3, window, world, torch.float32, with_metrics=True)
         loader.collect_stats()
         started, cpu_started, waited = time.perf_counter(), time.process_time(), 0.0
         for step in range(1, num_steps + 1):
@@ -138,7 +138,7 @@ def train_round(
             batches = loader.batches(step)
             waited += time.perf_counter() - waiting
             logs = step % LOG_EVERY == 0
-            optimizer_step(engine, batches, 1e-3, window, world, torch.float32, measure=logs)
+            optimizer_step(engine, batches, 1e-3, window, world, torch.float32, with_metrics=logs)
             if logs:
                 window.record(world, STEP_DECAY)
                 window = WindowSums(TTT_STEPS, world.device)

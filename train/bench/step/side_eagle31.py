@@ -51,7 +51,7 @@ def build(
             batches[index],
             num_steps=shape.num_steps,
             step_decay=shape.step_decay,
-            measure=False,
+            with_metrics=False,
         )
         scaled = loss / sums.num_rows[0]
         scaled.backward()
