@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from eagle31.errors import UserError
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 8, 1 << 16
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,11 @@ class Checkpoint:
             for block in _sample_blocks(file):
                 digest.update(block)
         return digest.hexdigest()
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` reads as `owner/name` and is not a local file or directory."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def read_modules(

@@ -17,15 +17,16 @@ from eagle31.export.layouts import Layout
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
 from tests.data.text import chat_templates as templates
 from tests.train.drafter.tiny_export import write_tiny_export
-from train.evaluation import measure as measurement
-from train.evaluation.measure import Measurement, format_measurement, measure
+from train.evaluation import checkpoint as evaluation
+from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint
+from train.reporting.results import format_evaluation
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate"
 VOCAB_SIZE = 512  # room for the tokenizer
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> CheckpointEvaluation:
     root = tmp_path_factory.mktemp("evaluate")
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -44,7 +45,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
     write_tiny_export(root / "export", spec, vocab_size=VOCAB_SIZE, layout=Layout.speculators)
     rows = [{"q": f"what is {n}", "a": "six"} for n in ("one", "two", "three", "four")]
     (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return Measurement(
+    return CheckpointEvaluation(
         checkpoint=str(root / "export"),
         target=spec.model,
         data=str(root / "data.jsonl"),
@@ -56,14 +57,14 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
     )
 
 
-def test_measures_a_checkpoint(asked: Measurement, tmp_path: Path) -> None:
-    result = measure(replace(asked, json=tmp_path / "out.json", temperature=1.0))
+def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> None:
+    result = evaluate_checkpoint(replace(asked, json=tmp_path / "out.json", temperature=1.0))
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     greedy = result["greedy"]
     assert greedy["num_drafts"] >= 3
     assert greedy["num_identical"] + greedy["num_near_tie"] == result["num_prompts"] == 3
     assert result["aux_layer_ids"] == [0, 2, 5]
-    printed = format_measurement(result)
+    printed = format_evaluation(result)
     head, first, second = printed.splitlines()[:3]
     assert head.split()[:2] == ["k", "temperature"]
     assert first.split()[:2] == ["2", "0"]
@@ -71,8 +72,12 @@ def test_measures_a_checkpoint(asked: Measurement, tmp_path: Path) -> None:
     assert "engine: eagle31 (transformers, float32, cpu)" in printed
 
 
-def test_other_aux_layers_are_read_when_asked_for(asked: Measurement) -> None:
-    assert measure(replace(asked, num_prompts=1, aux_layer_ids=[1, 2, 3]))["aux_layer_ids"] == [1, 2, 3]
+def test_other_aux_layers_are_read_when_asked_for(asked: CheckpointEvaluation) -> None:
+    assert evaluate_checkpoint(replace(asked, num_prompts=1, aux_layer_ids=[1, 2, 3]))["aux_layer_ids"] == [
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -89,15 +94,15 @@ def test_other_aux_layers_are_read_when_asked_for(asked: Measurement) -> None:
     ],
 )
 def test_bad_input_is_refused_before_the_target_is_loaded(
-    asked: Measurement, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
+    asked: CheckpointEvaluation, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr(measurement, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(evaluation, "load_target", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(UserError) as raised:
-        measure(replace(asked, **changes))
+        evaluate_checkpoint(replace(asked, **changes))
     assert raised.value.field == field
 
 
-def test_script(asked: Measurement) -> None:
+def test_script(asked: CheckpointEvaluation) -> None:
     arguments = [asked.checkpoint, "--target", asked.target, "--data", asked.data, "-k", "2"]
     arguments += ["--num-prompts", "1", "--max-new-tokens", "4"]
     arguments += ["--prompt-column", "q", "--response-column", "a"]
@@ -109,7 +114,9 @@ def test_script(asked: Measurement) -> None:
     assert "Loading" not in done.stderr
 
 
-def test_script_says_what_is_wrong_in_one_line(asked: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_says_what_is_wrong_in_one_line(
+    asked: CheckpointEvaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["evaluate", asked.checkpoint, "--target", asked.target, "--data", asked.data, "-k", "0"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts the repository's root there

@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
+from data.target.checkpoint import is_hub_id
 from data.target.parts import TargetParts
 from eagle31.errors import UserError
 from eagle31.export.layouts import layer_config, read_raw_config
@@ -20,7 +21,6 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.vocab import DraftVocab
 from train.config.drafter import Attention, DrafterShape
 from train.drafter.export_checks import target_findings
-from train.reporting.model_card import is_hub_id
 
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "verification/*"]
 

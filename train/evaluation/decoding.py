@@ -31,7 +31,7 @@ def decode_all(
     return [decode(prompt) for prompt in tracked(prompts, label, "prompts")]
 
 
-def plain_texts(
+def decode_without_drafter(
     target: CachedTarget,
     prompts: Sequence[Sequence[int]],
     *,
@@ -75,11 +75,11 @@ def greedy_report(
         ),
         label,
     )
-    verdicts = [compare_texts(ours, own) for ours, own in zip(decoded, plain, strict=True)]
+    verdicts = [completion_verdict(ours, own) for ours, own in zip(decoded, plain, strict=True)]
     plain_seconds = sum(one.seconds for one in plain)
     report = _report(decoded, draft_tokens)
     report |= {"plain_seconds": plain_seconds, "speedup": _rate(decoded) / _rate(plain)}
-    return report | text_verdicts(verdicts)
+    return report | count_verdicts(verdicts)
 
 
 def sampling_report(
@@ -117,7 +117,7 @@ def sampling_report(
     }
 
 
-def compare_texts(ours: Decoded, own: Decoded) -> str:
+def completion_verdict(ours: Decoded, own: Decoded) -> str:
     """The verdict on a text that the target's own margins are known of."""
     pairs = zip(ours.token_ids, own.token_ids, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -135,7 +135,7 @@ def verdict(ours: Sequence[int], own: Sequence[int], margin: float | None) -> st
     return "near_tie" if margin is not None and margin < NEAR_TIE else "different"
 
 
-def text_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
+def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
     """How many texts had which."""
     return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
 

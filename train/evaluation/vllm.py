@@ -11,7 +11,7 @@ from data.target.spec import TargetSpec
 from data.vllm.environment import find_python
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
-from train.evaluation.decoding import decoding_numbers, text_verdicts, verdict
+from train.evaluation.decoding import count_verdicts, decoding_numbers, verdict
 from train.serving.drafts import Served
 from train.serving.engine import (
     GREEDY,
@@ -66,7 +66,7 @@ def decode_in_vllm(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -
         pass_numbers(ours, own, settings.draft_tokens)
         for ours, own in zip(drafted.passes, alone.passes, strict=True)
     ]
-    greedy |= text_verdicts(compared_texts(drafted, alone))
+    greedy |= count_verdicts(completion_verdicts(drafted, alone))
     return {
         "engine": engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
         "num_prompts": len(prompts),
@@ -151,7 +151,7 @@ def pass_numbers(drafted: DecodedPass, alone: DecodedPass, draft_tokens: int) ->
         EngineFailure: the recorded drafts are not those that vLLM counts.
     """
     served = drafted.served
-    accepted = [draft.num_accepted for drafts in served.supervised_drafts for draft in drafts]
+    accepted = [draft.num_accepted for drafts in served.drafts_within_completions for draft in drafts]
     if len(accepted) != drafted.counters.num_drafts:
         counted = drafted.counters.num_drafts
         raise EngineFailure(f"{len(accepted)} drafts were recorded and vLLM counts {counted}.")
@@ -166,7 +166,7 @@ def pass_numbers(drafted: DecodedPass, alone: DecodedPass, draft_tokens: int) ->
 
 
 def num_tokens(served: Served) -> int:
-    return sum(map(len, served.texts))
+    return sum(map(len, served.completions))
 
 
 def num_target_forwards(served: Served) -> int:
@@ -175,13 +175,13 @@ def num_target_forwards(served: Served) -> int:
     One that several prompts share counts for each of them, as if they were decoded one by one.
     """
     total = 0
-    for text, drafts in zip(served.texts, served.drafts, strict=True):
-        drafted = sum(min(draft.num_accepted + 1, len(text) - draft.position) for draft in drafts)
-        total += len(drafts) + len(text) - drafted
+    for completion, drafts in zip(served.completions, served.drafts, strict=True):
+        drafted = sum(min(draft.num_accepted + 1, len(completion) - draft.position) for draft in drafts)
+        total += len(drafts) + len(completion) - drafted
     return total
 
 
-def compared_texts(drafted: JobResult, alone: JobResult) -> list[str]:
+def completion_verdicts(drafted: JobResult, alone: JobResult) -> list[str]:
     """Each greedy text against the target's own."""
-    ours, own = (result.passes[0].served.texts for result in (drafted, alone))
-    return [verdict(*texts) for texts in zip(ours, own, alone.margins, strict=True)]
+    ours, own = (result.passes[0].served.completions for result in (drafted, alone))
+    return [verdict(*pair) for pair in zip(ours, own, alone.margins, strict=True)]

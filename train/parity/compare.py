@@ -18,7 +18,7 @@ TOLERANCE = 0.05  # of the acceptance length, where rounding decides many tokens
 class Difference:
     """Where the two part."""
 
-    what: str  # "drafted tokens", "accepted", "no draft", "text"
+    what: str  # "drafted tokens", "accepted", "no draft", "completion"
     prompt: int
     position: int  # tokens written before it
     ours: list[int]
@@ -43,9 +43,9 @@ class Comparison:
     vllm: AcceptanceStats
     num_compared: int  # drafts that both made behind the same text
     drafts: list[Difference]  # at most one a draft, near-ties among them
-    plain_texts: list[Difference]  # vLLM with the drafter against vLLM without
-    texts: list[Difference]  # vLLM with the drafter against the evaluator
-    num_texts: int
+    plain_completions: list[Difference]  # vLLM with the drafter against vLLM without
+    completions: list[Difference]  # vLLM with the drafter against the evaluator
+    num_completions: int
     exact: bool  # float32: every draft has to be equal; else the acceptance length within TOLERANCE
 
     @property
@@ -79,8 +79,8 @@ class Comparison:
             f"{len(self.differences)} drafts differ": self.differences,
             f"{len(self.near_ties)} drafts differ by near-ties, {allowed} may": self.near_ties[allowed:],
             "no draft could be compared": not self.num_compared,
-            "the text is not vLLM's own": _real(self.plain_texts),
-            "the text is not the evaluator's": _real(self.texts),
+            "the text is not vLLM's own": _real(self.plain_completions),
+            "the text is not the evaluator's": _real(self.completions),
         }
         return [reason for reason, where in found.items() if where]
 
@@ -91,7 +91,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         listed = {
             name: [asdict(one) | {"near_tie": one.near_tie} for one in getattr(self, name)]
-            for name in ("drafts", "plain_texts", "texts")
+            for name in ("drafts", "plain_completions", "completions")
         }
         return {
             "passed": self.passed,
@@ -103,7 +103,7 @@ class Comparison:
             "num_equal": self.num_equal,
             "num_near_ties": len(self.near_ties),
             "num_different": len(self.differences),
-            "num_texts": self.num_texts,
+            "num_completions": self.num_completions,
             "differing": listed,
         }
 
@@ -124,10 +124,12 @@ def check_case(
         k: tokens a draft.
     """
     ours = [placed_drafts(one) for one in reference]
-    theirs = served.supervised_drafts
+    theirs = served.drafts_within_completions
     num_compared, differences = 0, []
     for prompt, one in enumerate(reference):
-        compared, found = compare_drafts(prompt, one, ours[prompt], theirs[prompt], served.texts[prompt])
+        compared, found = compare_drafts(
+            prompt, one, ours[prompt], theirs[prompt], served.completions[prompt]
+        )
         num_compared += compared
         differences += found
     return Comparison(
@@ -135,9 +137,11 @@ def check_case(
         vllm=_stats(theirs, k),
         num_compared=num_compared,
         drafts=differences,
-        plain_texts=compare_texts(reference, plain.texts, served.texts) if plain else [],
-        texts=compare_texts(reference, [one.token_ids for one in reference], served.texts),
-        num_texts=len(reference),
+        plain_completions=compare_completions(reference, plain.completions, served.completions)
+        if plain
+        else [],
+        completions=compare_completions(reference, [one.token_ids for one in reference], served.completions),
+        num_completions=len(reference),
         exact=exact,
     )
 
@@ -156,7 +160,7 @@ def compare_drafts(
     reference: Decoded,
     ours: Sequence[PlacedDraft],
     theirs: Sequence[PlacedDraft],
-    text: Sequence[int],
+    completion: Sequence[int],
 ) -> tuple[int, list[Difference]]:
     """Compares the drafts of one prompt that start behind the same text.
 
@@ -169,7 +173,7 @@ def compare_drafts(
     margins = {d.position: m for d, m in zip(ours, reference.draft_margins, strict=True)}
     our_drafts = {draft.position: draft for draft in ours}
     their_drafts = {draft.position: draft for draft in theirs}
-    num_common = common_length(reference.token_ids, text)
+    num_common = common_length(reference.token_ids, completion)
     num_compared = 0
     found: list[Difference] = []
     for position in sorted(our_drafts.keys() | their_drafts.keys()):
@@ -189,33 +193,38 @@ def compare_drafts(
     return num_compared, found
 
 
-def compare_texts(
-    reference: Sequence[Decoded], expected: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+def compare_completions(
+    reference: Sequence[Decoded], expected: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> list[Difference]:
     """Where each text first leaves the expected one, with the target's margin if the evaluator got there."""
     found = []
-    for prompt, (one, own, text) in enumerate(zip(reference, expected, texts, strict=True)):
-        if list(own) == list(text):
+    for prompt, (one, own, completion) in enumerate(zip(reference, expected, completions, strict=True)):
+        if list(own) == list(completion):
             continue
-        first = common_length(own, text)
+        first = common_length(own, completion)
         # Behind a place where the evaluator's text is another one, its margins say nothing.
-        known = first < len(one.margins) and one.token_ids[:first] == list(text[:first])
-        ended = first in (len(own), len(text))
+        known = first < len(one.margins) and one.token_ids[:first] == list(completion[:first])
+        ended = first in (len(own), len(completion))
         margin = one.margins[first] if known and not ended else None
         found.append(
             Difference(
-                "text", prompt, first, list(own[first : first + 1]), list(text[first : first + 1]), margin
+                "completion",
+                prompt,
+                first,
+                list(own[first : first + 1]),
+                list(completion[first : first + 1]),
+                margin,
             )
         )
     return found
 
 
-def count_texts(differences: Sequence[Difference], num_texts: int) -> Counter[str]:
+def count_completions(differences: Sequence[Difference], num_completions: int) -> Counter[str]:
     """identical, near-tie, different."""
     near_ties = sum(one.near_tie for one in differences)
     return Counter(
         {
-            "identical": num_texts - len(differences),
+            "identical": num_completions - len(differences),
             "near-tie": near_ties,
             "different": len(differences) - near_ties,
         }

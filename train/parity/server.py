@@ -12,7 +12,7 @@ from typing import Any
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
-from train.parity.compare import Difference, compare_texts, placed_drafts
+from train.parity.compare import Difference, compare_completions, placed_drafts
 
 TOLERANCE = {True: 0.01, False: 0.05}  # of the acceptance length, by whether the server runs in float32
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
@@ -125,7 +125,7 @@ class ServerRun:
     """The server's answers, and by how much its counters moved."""
 
     model: str
-    texts: list[list[int]]
+    completions: list[list[int]]
     counters: ServerCounters
 
 
@@ -142,9 +142,9 @@ def run_on_server(server: Server, prompts: Sequence[Sequence[int]], k: int, num_
     if len(before.accepted_per_position) != k:
         remedy = f"The server drafts {len(before.accepted_per_position)} tokens; give that as -k."
         raise UserError("-k", k, remedy)
-    texts = [server.complete(model, prompt, num_tokens) for prompt in prompts]
+    completions = [server.complete(model, prompt, num_tokens) for prompt in prompts]
     after = server.settled_counters(before.num_requests + len(prompts))
-    return ServerRun(model, texts, after - before)
+    return ServerRun(model, completions, after - before)
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class ServerComparison:
 
     ours: AcceptanceStats
     vllm: AcceptanceStats
-    texts: list[Difference]
-    num_texts: int
+    completions: list[Difference]
+    num_completions: int
     num_other_requests: int
     exact: bool  # the server is said to run in float32
 
@@ -172,8 +172,8 @@ class ServerComparison:
         gap = abs(self.vllm.acceptance_length / self.ours.acceptance_length - 1)
         if gap > TOLERANCE[self.exact]:
             found.append(f"acceptance lengths differ by {gap:.1%}")
-        different = [one for one in self.texts if not one.near_tie]
-        if not different and not self.texts and self.vllm.num_drafts > self.ours.num_drafts * 1.05:
+        different = [one for one in self.completions if not one.near_tie]
+        if not different and not self.completions and self.vllm.num_drafts > self.ours.num_drafts * 1.05:
             found.append("the server made more drafts for the same text: other traffic, or another drafter")
         if self.exact and different:
             found.append(f"{len(different)} texts are not the evaluator's")
@@ -200,8 +200,10 @@ def compare_with_server(
     return ServerComparison(
         ours=AcceptanceStats.from_lengths(k, made),
         vllm=AcceptanceStats(k, counters.num_drafts, counters.accepted_per_position),
-        texts=compare_texts(reference, [one.token_ids[:num_tokens] for one in reference], run.texts),
-        num_texts=len(reference),
-        num_other_requests=max(0, counters.num_requests - len(run.texts)),
+        completions=compare_completions(
+            reference, [one.token_ids[:num_tokens] for one in reference], run.completions
+        ),
+        num_completions=len(reference),
+        num_other_requests=max(0, counters.num_requests - len(run.completions)),
         exact=exact,
     )

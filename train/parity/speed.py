@@ -47,7 +47,7 @@ class SpeedRow:
     speedup: Spread  # of the rate per user, round by round
 
 
-def measure(
+def time_serving(
     inputs: Inputs,
     python: Path,
     log: Path,

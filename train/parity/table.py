@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from eagle31.decoding.acceptance import AcceptanceStats
-from train.parity.compare import Comparison, Difference, count_texts
+from train.parity.compare import Comparison, Difference, count_completions
 from train.parity.server import ServerComparison
 
 _NUM_SHOWN = 8
@@ -17,12 +17,12 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         f"drafts compared              {comparison.num_compared}: {comparison.num_equal} equal, "
         f"{num_near} near-tie, {num_different} different"
     )
-    num = comparison.num_texts
-    lines.append(f"text against vLLM's own      {_texts(comparison.plain_texts, num)}")
-    lines.append(f"text against the evaluator's {_texts(comparison.texts, num)}")
+    num = comparison.num_completions
+    lines.append(f"text against vLLM's own      {_completion_counts(comparison.plain_completions, num)}")
+    lines.append(f"text against the evaluator's {_completion_counts(comparison.completions, num)}")
     if comparison.exact:
         lines += _listed("drafts that differ", comparison.drafts)
-        lines += _listed("texts that differ", [*comparison.plain_texts, *comparison.texts])
+        lines += _listed("texts that differ", [*comparison.plain_completions, *comparison.completions])
     lines += ["", _verdict(comparison.failures)]
     if not comparison.ours.num_accepted:
         lines.append("note: not one drafted token was accepted, which shows little; train the drafter first.")
@@ -31,9 +31,10 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 def server_lines(comparison: ServerComparison) -> list[str]:
     lines = [*_counts(comparison.ours, comparison.vllm), ""]
-    lines.append(f"text against the evaluator's {_texts(comparison.texts, comparison.num_texts)}")
+    counts = _completion_counts(comparison.completions, comparison.num_completions)
+    lines.append(f"text against the evaluator's {counts}")
     if comparison.exact:
-        lines += _listed("texts that differ", comparison.texts)
+        lines += _listed("texts that differ", comparison.completions)
     return [*lines, "", _verdict(comparison.failures)]
 
 
@@ -65,8 +66,8 @@ def _counts(ours: AcceptanceStats, vllm: AcceptanceStats) -> list[str]:
     return aligned(rows)
 
 
-def _texts(differences: Sequence[Difference], num_texts: int) -> str:
-    counts = count_texts(differences, num_texts)
+def _completion_counts(differences: Sequence[Difference], num_completions: int) -> str:
+    counts = count_completions(differences, num_completions)
     return ", ".join(f"{counts[name]} {name}" for name in ("identical", "near-tie", "different"))
 
 

@@ -11,10 +11,11 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
+from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.result import HubConfig
-from train.reporting.model_card import is_hub_id, model_card, public_name
+from train.reporting.model_card import model_card, public_name
 from train.reporting.report import read_serving
 
 TOKEN = "HF_TOKEN"

@@ -1,7 +1,6 @@
 """The README.md of an export: what the drafter is, what was measured, how to serve it."""
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +8,12 @@ from typing import Any
 
 import yaml
 
+from data.target.checkpoint import is_hub_id
 from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import write_text
+from train.reporting.results import decoding_runs, identical_completions, in_vllm
 
 DRAFT_TOKENS = 3  # what to serve with where nothing was measured
-HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def write_model_card(
@@ -66,11 +66,6 @@ def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = La
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether `name` reads as `owner/name` and is no file or directory here."""
-    return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
-
-
 def _front_matter(facts: dict[str, Any]) -> str:
     # The Hub takes models and datasets by id only: a path would make it refuse the card.
     fields: dict[str, Any] = {}
@@ -118,7 +113,7 @@ def _measured(evaluation: dict[str, Any]) -> str:
         f"each; engine: {evaluation['engine']}. Acceptance length is the number of tokens emitted per draft "
         "and verification, accepted tokens + 1; the speed-up is against plain decoding in the same engine."
     )
-    return text + f"\n\nGreedy text against the target alone: {identity(evaluation['greedy'])}."
+    return text + f"\n\nGreedy text against the target alone: {identical_completions(evaluation['greedy'])}."
 
 
 def _served(serving: dict[str, Any] | None) -> list[str]:
@@ -143,32 +138,6 @@ def _served(serving: dict[str, Any] | None) -> list[str]:
 
 def _picture(path: str) -> str:
     return f"![{Path(path).stem.replace('_', ' ')}]({path})"
-
-
-def decoding_runs(evaluation: dict[str, Any]) -> list[tuple[str, float, dict[str, Any]]]:
-    """(drafter, temperature, statistics) of every decoding run that was made."""
-    runs = [("trained", "greedy"), ("trained", "sampling"), ("untrained", "untrained")]
-    return [
-        (drafter, evaluation[key].get("temperature", 0.0), evaluation[key])
-        for drafter, key in runs
-        if evaluation.get(key)
-    ]
-
-
-def in_vllm(evaluation: dict[str, Any]) -> bool:
-    """Whether the numbers are from the engine that serves."""
-    return evaluation["engine"].startswith("vLLM")
-
-
-def identity(stats: dict[str, Any]) -> str:
-    """How many texts were, token for token, what the target writes alone."""
-    num_texts = stats["num_identical"] + stats["num_near_tie"] + stats["num_different"]
-    parts = [f"{stats['num_identical']} of {num_texts} identical"]
-    if stats["num_near_tie"]:
-        parts.append(f"{stats['num_near_tie']} part at a near-tie")
-    if stats["num_different"]:
-        parts.append(f"{stats['num_different']} differ")
-    return ", ".join(parts)
 
 
 def samples_text(facts: dict[str, Any]) -> str:

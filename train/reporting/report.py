@@ -11,8 +11,6 @@ from eagle31.export.layouts import Layout
 from eagle31.json_files import read_json, read_jsonl, write_json, write_text
 from train.reporting.model_card import (
     DRAFT_TOKENS,
-    decoding_runs,
-    identity,
     samples_text,
     serve_command,
     steps_text,
@@ -20,6 +18,7 @@ from train.reporting.model_card import (
     vocabulary_text,
 )
 from train.reporting.plots import COLOURS, Panel, build_panels, save_png, to_svg
+from train.reporting.results import decoding_runs, identical_completions
 
 # The PNG files: each shows those of its panels that there are numbers for.
 PICTURES = {
@@ -94,7 +93,10 @@ def format_table(evaluation: dict[str, Any], facts: dict[str, Any]) -> str:
     lines = []
     if evaluation.get("greedy"):
         lines += [_aligned(_decoding_rows(evaluation)).replace("×", "x"), ""]
-        lines += [f"text     {identity(evaluation['greedy'])}", f"engine   {evaluation['engine']}"]
+        lines += [
+            f"text     {identical_completions(evaluation['greedy'])}",
+            f"engine   {evaluation['engine']}",
+        ]
     lines += [f"{name:<8} {facts[name]}" for name in ("export", "report") if facts.get(name)]
     return "\n".join(lines)
 
@@ -204,9 +206,9 @@ def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
     if greedy.get("speedup") is not None:
         times = f"{_duration(greedy['seconds'])} instead of {_duration(greedy['plain_seconds'])}"
         found.append((_times(greedy["speedup"]), "measured speed-up", times))
-    num_texts = greedy["num_identical"] + greedy["num_near_tie"] + greedy["num_different"]
+    num_completions = greedy["num_identical"] + greedy["num_near_tie"] + greedy["num_different"]
     rest = f"{greedy['num_near_tie']} part at a near-tie, {greedy['num_different']} differ"
-    found.append((f"{greedy['num_identical']}/{num_texts}", "texts identical to the target's", rest))
+    found.append((f"{greedy['num_identical']}/{num_completions}", "texts identical to the target's", rest))
     return found
 
 

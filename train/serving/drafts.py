@@ -17,16 +17,19 @@ class PlacedDraft:
 class Served:
     """What an engine wrote, prompt by prompt."""
 
-    texts: list[list[int]]
+    completions: list[list[int]]
     drafts: list[list[PlacedDraft]] = field(default_factory=list)  # empty when they were not recorded
 
     @property
-    def supervised_drafts(self) -> list[list[PlacedDraft]]:
+    def drafts_within_completions(self) -> list[list[PlacedDraft]]:
         """As the evaluator counts them."""
-        return [cut_to_text(drafts, len(text)) for drafts, text in zip(self.drafts, self.texts, strict=True)]
+        return [
+            cut_to_completion(drafts, len(completion))
+            for drafts, completion in zip(self.drafts, self.completions, strict=True)
+        ]
 
 
-def cut_to_text(drafts: Sequence[PlacedDraft], num_tokens: int) -> list[PlacedDraft]:
+def cut_to_completion(drafts: Sequence[PlacedDraft], num_tokens: int) -> list[PlacedDraft]:
     """Counts accepted tokens as far as the text goes: engines accept behind the stop token too."""
     return [
         PlacedDraft(d.position, d.token_ids, min(d.num_accepted, num_tokens - d.position)) for d in drafts

@@ -127,7 +127,7 @@ class DecodedPass:
         counts = raw["counters"]
         per_position = tuple(counts["accepted_per_position"])
         counters = Counters(counts["num_drafts"], counts["num_accepted"], per_position)
-        return DecodedPass(Served(raw["texts"], drafts), counters, raw["seconds"])
+        return DecodedPass(Served(raw["completions"], drafts), counters, raw["seconds"])
 
 
 @dataclass(frozen=True)

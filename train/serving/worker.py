@@ -44,7 +44,7 @@ def decode(job: Json, finished: dict[str, Json]) -> Json:
     import vllm
 
     against = job["margins_against"]
-    other = None if against is None else finished[against]["passes"][0]["texts"]
+    other = None if against is None else finished[against]["passes"][0]["completions"]
     started = time.perf_counter()
     llm = build(job["engine"])
     start_seconds = time.perf_counter() - started
@@ -52,7 +52,7 @@ def decode(job: Json, finished: dict[str, Json]) -> Json:
     passes = [decode_pass(llm, job, one, events) for one in job["passes"]]
     result = {
         "passes": passes,
-        "margins": [] if other is None else margins(llm, job["prompts"], passes[0]["texts"], other),
+        "margins": [] if other is None else margins(llm, job["prompts"], passes[0]["completions"], other),
         "start_seconds": start_seconds,
         "vllm_version": vllm.__version__,
     }
@@ -77,7 +77,7 @@ def decode_pass(llm: Any, job: Json, sampling: Json, events: list[Event]) -> Jso
     outputs = generate(llm, prompts, params)
     seconds = time.perf_counter() - started
     return {
-        "texts": [list(output.outputs[0].token_ids) for output in outputs],
+        "completions": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": placed_drafts(outputs, events),
         "counters": difference(counters(llm), before),
         "seconds": seconds,
@@ -97,17 +97,17 @@ def placed_drafts(outputs: list[Any], events: list[Event]) -> list[list[Json]]:
 
 
 def margins(
-    llm: Any, prompts: list[list[int]], texts: list[list[int]], others: list[list[int]]
+    llm: Any, prompts: list[list[int]], completions: list[list[int]], others: list[list[int]]
 ) -> list[float | None]:
     """The top logit minus the second where two texts first part; None where they do not, or one ends."""
     from vllm import SamplingParams
 
     found: list[float | None] = [None] * len(prompts)
     parted = {}
-    for index, (text, other) in enumerate(zip(texts, others, strict=True)):
-        common = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
+    for index, (completion, other) in enumerate(zip(completions, others, strict=True)):
+        common = next((i for i, (a, b) in enumerate(zip(completion, other, strict=False)) if a != b), None)
         if common is not None:
-            parted[index] = prompts[index] + text[:common]
+            parted[index] = prompts[index] + completion[:common]
     one_token = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, detokenize=False)
     outputs = generate(llm, list(parted.values()), [one_token] * len(parted)) if parted else []
     for index, output in zip(parted, outputs, strict=True):

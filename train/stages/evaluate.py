@@ -16,7 +16,7 @@ from eagle31.model.frozen import FrozenParts
 from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.evaluation.decoding import greedy_report, plain_texts, replay_by_length, sampling_report
+from train.evaluation.decoding import decode_without_drafter, greedy_report, replay_by_length, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm
 from train.stages.drafters import build_drafter
 from train.stages.vocab import load_vocab
@@ -99,7 +99,7 @@ def decode_in_transformers(
         "max_new_tokens": evaluate.max_new_tokens,
         "eos_token_ids": context.eos_token_ids,
     }
-    plain = plain_texts(target, prompts, device=device, **limits)
+    plain = decode_without_drafter(target, prompts, device=device, **limits)
     chain: dict[str, Any] = {"draft_tokens": evaluate.draft_tokens, **limits}
     greedy = greedy_report(target, *trained, prompts, plain, **chain, label="speculative decoding")
     untrained = fresh and greedy_report(target, *fresh, prompts, plain, **chain, label="untrained")

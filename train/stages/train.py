@@ -19,14 +19,14 @@ from train.stages.capture import opened_source
 from train.stages.drafters import build_drafter
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
-from train.trainer.engine import (
+from train.trainer.loop import LoopSettings, train
+from train.trainer.model_engine import (
     TrainedModule,
     deepspeed_config,
     ensure_process_group,
     initialize_engine,
-    let_go,
+    release_memory,
 )
-from train.trainer.loop import LoopSettings, train
 from train.trainer.tracking import open_tracker
 from train.trainer.validation import ReplayValidation
 
@@ -130,7 +130,7 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
     finally:
         tracker.close()
         loader.close()
-    let_go(engine)
+    release_memory(engine)
     return {
         "steps": state.step,
         "best_step": state.best_step,

@@ -17,8 +17,8 @@ from eagle31.training.step import DepthSums, schedule_batch
 from eagle31.training.supervision import supervised_drafts
 from train.distributed import World, sum_over_ranks
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
-from train.trainer.engine import full_state, partitioned
 from train.trainer.learning_rate import learning_rate
+from train.trainer.model_engine import full_state, partitioned
 from train.trainer.tracking import Tracker
 from train.trainer.validation import ReplayValidation
 

@@ -34,7 +34,7 @@ class Tracker:
         if self._metrics_path is not None:
             append_jsonl(self._metrics_path, record)
         if self._run is not None:
-            self._run.log(flatten_record(record), step=record["step"])
+            self._run.log(flatten_metrics(record), step=record["step"])
 
     def close(self) -> None:
         """Waits until W&B has everything. Records logged after it go to metrics.jsonl only."""
@@ -84,7 +84,7 @@ def has_wandb_key() -> bool:
     return host is not None and path.is_file() and netrc.netrc(path).authenticators(host) is not None
 
 
-def flatten_record(record: dict[str, Any]) -> dict[str, float]:
+def flatten_metrics(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record by their W&B names.
 
     `{"kind": "train", "step": 1, "depth": [{"loss": 2.0}]}` gives `{"train/depth_0/loss": 2.0}`.

@@ -11,7 +11,7 @@ from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import replay
 from eagle31.training.batch import PackedBatch
 from train.distributed import World, sum_over_ranks
-from train.trainer.engine import TrainedModule
+from train.trainer.model_engine import TrainedModule
 
 
 class ReplayValidation:

@@ -12,7 +12,7 @@ from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
-from train.evaluation.vllm import compared_texts, fitting_prompts, num_target_forwards, pass_numbers
+from train.evaluation.vllm import completion_verdicts, fitting_prompts, num_target_forwards, pass_numbers
 from train.serving.drafts import PlacedDraft, Served
 from train.serving.engine import Counters, DecodedPass, EngineFailure, JobResult, draft_room
 from train.stages.evaluate import evaluate_inputs, vllm_evaluation
@@ -33,8 +33,8 @@ def context(spec: TargetSpec, *own: str, rank: int = 0) -> RunContext:
     return RunContext(composed("any_target", *needed), World(rank=rank, local_rank=rank, size=2))
 
 
-def decoded(texts: list[list[int]], drafts: list[list[PlacedDraft]], num_drafts: int) -> DecodedPass:
-    return DecodedPass(Served(texts, drafts), Counters(num_drafts, 0, ()), seconds=2.0)
+def decoded(completions: list[list[int]], drafts: list[list[PlacedDraft]], num_drafts: int) -> DecodedPass:
+    return DecodedPass(Served(completions, drafts), Counters(num_drafts, 0, ()), seconds=2.0)
 
 
 def test_drafts_are_counted_to_the_end_of_the_text() -> None:
@@ -60,7 +60,7 @@ def test_texts_part_at_a_near_tie_or_differ() -> None:
     ours = JobResult("a", (decoded([TEXT] * 4, [[]] * 4, 0),), (), 1.0, "0")
     own = decoded([TEXT, parted, parted, TEXT[:3]], [[]] * 4, 0)
     alone = JobResult("b", (own,), (None, 5e-5, 0.5, None), 1.0, "0")
-    assert compared_texts(ours, alone) == ["identical", "near_tie", "different", "different"]
+    assert completion_verdicts(ours, alone) == ["identical", "near_tie", "different", "different"]
 
 
 def test_prompts_without_room_for_answer_and_draft_are_left_out(

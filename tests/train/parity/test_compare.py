@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from eagle31.decoding.speculative import Decoded
-from train.parity.compare import Comparison, check_case, compare_texts, placed_drafts
-from train.serving.drafts import PlacedDraft, Served, cut_to_text
+from train.parity.compare import Comparison, check_case, compare_completions, placed_drafts
+from train.serving.drafts import PlacedDraft, Served, cut_to_completion
 
 K = 3
 WIDE = 1.0
@@ -106,15 +106,15 @@ def test_a_later_difference_is_found_after_an_earlier_one() -> None:
 
 def test_nothing_is_compared_behind_another_text() -> None:
     side = served(REFERENCE, at_9=PlacedDraft(9, [1, 2, 3], 0))
-    side.texts[0][8] = 77
-    comparison = check(REFERENCE, side, Served([side.texts[0]]))
+    side.completions[0][8] = 77
+    comparison = check(REFERENCE, side, Served([side.completions[0]]))
     assert comparison.num_compared == 3
     assert comparison.differences == []
-    assert comparison.plain_texts == []
+    assert comparison.plain_completions == []
     assert comparison.failures == ["the text is not the evaluator's"]
     reference = decoded(TEXT, [2, 0, 3, 1, 0], ties=(8,))
     assert check(reference, side).passed
-    assert check(reference, side).texts[0].near_tie
+    assert check(reference, side).completions[0].near_tie
 
 
 def test_a_missing_draft_is_a_difference() -> None:
@@ -133,7 +133,7 @@ def test_accepted_tokens_behind_the_end_of_the_text_do_not_count() -> None:
     """The engine's counters hold what it accepted behind a stop token; the evaluator stops there."""
     reference = decoded(TEXT[:4], [1, 1])  # drafts at 1 and 3; the text ends with the accepted token at 3
     side = Served([TEXT[:4]], [[PlacedDraft(1, [11, 91, 91], 1), PlacedDraft(3, reference.drafts[1], 3)]])
-    assert [draft.num_accepted for draft in cut_to_text(side.drafts[0], 4)] == [1, 1]
+    assert [draft.num_accepted for draft in cut_to_completion(side.drafts[0], 4)] == [1, 1]
     comparison = check(reference, side)
     assert comparison.passed
     assert comparison.ours == comparison.vllm
@@ -154,21 +154,21 @@ def test_text_is_held_against_the_engines_own() -> None:
     side, own = served(REFERENCE), [*TEXT[:6], 55, *TEXT[7:]]
     comparison = check(REFERENCE, side, Served([own]))
     assert comparison.failures == ["the text is not vLLM's own"]
-    (difference,) = comparison.plain_texts
+    (difference,) = comparison.plain_completions
     assert (difference.position, difference.ours, difference.vllm) == (6, [55], [16])
     assert check(decoded(TEXT, [2, 0, 3, 1, 0], ties=(6,)), side, Served([own])).passed
 
 
 def test_a_text_that_ends_early_is_no_near_tie() -> None:
     reference = decoded(TEXT, [2, 0, 3, 1, 0], ties=(8,))
-    (difference,) = compare_texts([reference], [TEXT], [TEXT[:8]])
+    (difference,) = compare_completions([reference], [TEXT], [TEXT[:8]])
     assert not difference.near_tie
 
 
 def test_margins_behind_a_parting_of_the_evaluators_text_are_not_used() -> None:
     reference = decoded(TEXT, [2, 0, 3, 1, 0], ties=(8,))
     mine, vllms = [*TEXT[:3], 70, *TEXT[4:]], [*TEXT[:3], 70, *TEXT[4:8], 71]
-    (difference,) = compare_texts([reference], [mine], [vllms])
+    (difference,) = compare_completions([reference], [mine], [vllms])
     assert (difference.position, difference.margin) == (8, None)
 
 

@@ -22,7 +22,12 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import schedule_batch
 from train.planning.memory import TrainerSettings, trainer_memory
-from train.trainer.engine import TrainedModule, deepspeed_config, ensure_process_group, initialize_engine
+from train.trainer.model_engine import (
+    TrainedModule,
+    deepspeed_config,
+    ensure_process_group,
+    initialize_engine,
+)
 
 MICRO_BATCHES = 2
 

@@ -28,7 +28,7 @@ for index, job in enumerate(json.loads(Path(jobs).read_text())):
         os._exit(3)
     drafts = [[{{"position": 1, "token_ids": [4, 5], "num_accepted": 1}}] for _ in job["prompts"]]
     counters = {{"num_drafts": 1, "num_accepted": 1, "accepted_per_position": [1, 0]}}
-    decoded = {{"texts": job["prompts"], "drafts": drafts, "counters": counters, "seconds": 2.0}}
+    decoded = {{"completions": job["prompts"], "drafts": drafts, "counters": counters, "seconds": 2.0}}
     result = {{"passes": [decoded for _ in job["passes"]], "margins": [], "start_seconds": 1.0,
               "vllm_version": "0"}}
     if job["name"] == "fails":
@@ -58,7 +58,7 @@ def test_results_come_back_typed_and_a_failed_engine_does_not_end_the_rest(
     log = tmp_path / "logs" / "vllm.log"
     first, failed, last = run_jobs([job("a"), job("fails"), job("b")], python, log)
     [decoded] = first.passes
-    assert decoded.served.texts == [[1, 2]]
+    assert decoded.served.completions == [[1, 2]]
     assert decoded.served.drafts[0][0].token_ids == [4, 5]
     assert decoded.counters.accepted_per_position == (1, 0)
     assert (last.name, last.error) == ("b", None)

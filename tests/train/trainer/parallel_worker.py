@@ -12,14 +12,14 @@ from data.batches.loader import RowLoader
 from data.samples import CapturedSample
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group
-from train.trainer.engine import (
+from train.trainer.loop import WindowSums, optimizer_step
+from train.trainer.model_engine import (
     TrainedModule,
     deepspeed_config,
     ensure_process_group,
     full_state,
     initialize_engine,
 )
-from train.trainer.loop import WindowSums, optimizer_step
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from train.config.tracking import TrackingMode
-from train.trainer.tracking import Tracker, flatten_record, has_wandb_key, open_tracker, without_secrets
+from train.trainer.tracking import Tracker, flatten_metrics, has_wandb_key, open_tracker, without_secrets
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -108,9 +108,9 @@ def test_key_is_found_in_the_environment_or_netrc(tmp_path: Path, monkeypatch: p
 
 def test_flatten_names_depths_and_draft_lengths() -> None:
     train = {"kind": "train", "step": 3, "loss": 1.5, "depth": [{"loss": 1.0}, {"loss": 2.0}]}
-    assert flatten_record(train) == {"train/loss": 1.5, "train/depth_0/loss": 1.0, "train/depth_1/loss": 2.0}
+    assert flatten_metrics(train) == {"train/loss": 1.5, "train/depth_0/loss": 1.0, "train/depth_1/loss": 2.0}
     validation = {"kind": "validation", "step": 3, "acceptance_length": {"1": 1.5, "4": 2.5}}
-    assert flatten_record(validation) == {
+    assert flatten_metrics(validation) == {
         "validation/acceptance_length/1": 1.5,
         "validation/acceptance_length/4": 2.5,
     }

@@ -16,7 +16,7 @@ from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.codec import Encoding
 from data.target.loading import load_target
 from data.target.modules import locate
-from train.bench.capture.measure import PREFILL, OpenSource, RunSide, Task, Timing
+from train.bench.capture.timing import PREFILL, OpenSource, RunSide, Task, Timing
 from train.bench.capture.vllm_sides import open_vllm
 
 

@@ -18,7 +18,7 @@ from data.vllm.arguments import CaptureEngine
 from data.vllm.capture_request import CaptureRequest, store_destination
 from data.vllm.engine import LocalEngine
 from data.vllm.plugin.sink import IDLE_SECONDS
-from train.bench.capture.measure import PREFILL, RunSide, Task, Timing
+from train.bench.capture.timing import PREFILL, RunSide, Task, Timing
 
 _POLL_SECONDS = 0.05
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from train.bench.step.measure import like_for_like
 from train.bench.step.shapes import Shape
+from train.bench.step.timing import like_for_like
 from train.parity.table import aligned
 from train.reporting.plots import ACCENT, INK, MUTED, PALE, Panel, save_png
 

@@ -36,7 +36,7 @@ _MLA = MlaShape(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=64, qk_rope_he
 
 
 @dataclass(frozen=True)
-class Parity:
+class DeviceCheck:
     """How far one variant in one dtype is from the reference."""
 
     variant: str
@@ -51,7 +51,7 @@ class Parity:
         return self.loss_error <= self.bound and self.gradient_error <= self.bound
 
 
-def check_parity(device: torch.device) -> Iterator[Parity]:
+def check_device(device: torch.device) -> Iterator[DeviceCheck]:
     """EAGLE 3.1, EAGLE 3, a frozen head, the full vocabulary and MLA, in float32 and bfloat16."""
     for dtype, bound in BOUNDS.items():
         for variant in ("eagle3.1", "eagle3", "frozen head", "full vocabulary", "mla"):
@@ -126,9 +126,9 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 def _compare(
     variant: str, dtype: torch.dtype, bound: float, wanted: dict[str, Tensor], found: dict[str, Tensor]
-) -> Parity:
+) -> DeviceCheck:
     assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
     errors = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
     loss_error = errors.pop("loss")
     worst = max(errors, key=lambda name: errors[name])
-    return Parity(variant, str(dtype).removeprefix("torch."), loss_error, errors[worst], worst, bound)
+    return DeviceCheck(variant, str(dtype).removeprefix("torch."), loss_error, errors[worst], worst, bound)

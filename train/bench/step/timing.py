@@ -27,7 +27,7 @@ class Settings:
     log_directory: Path
 
 
-def measure_shape(
+def time_shape(
     shape: Shape, peers: Sequence[SideSpec], conversations: Path | None, settings: Settings
 ) -> dict[str, Any]:
     """All sides on one shape; each round is a row that every side runs once.
@@ -81,12 +81,12 @@ def measure_shape(
         "shape": shape.to_json(),
         "text": source,
         "rows": [vars(one) | {"num_tokens": n} for one, n in zip(counts, num_tokens, strict=True)],
-        "sides": [summarise(result, shape, counts, gemm, clock) for result in results.values()],
+        "sides": [summarize_side(result, shape, counts, gemm, clock) for result in results.values()],
         "gemm": gemm,
     }
 
 
-def summarise(
+def summarize_side(
     result: dict[str, Any],
     shape: Shape,
     counts: Sequence[StepCounts],

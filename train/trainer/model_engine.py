@@ -120,7 +120,7 @@ def full_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
     return state
 
 
-def let_go(engine: deepspeed.DeepSpeedEngine) -> None:
+def release_memory(engine: deepspeed.DeepSpeedEngine) -> None:
     """Empties what training held: hooks in autograd's graph may keep the engine itself alive."""
     engine.destroy()
     held = [*engine.module.parameters()]

@@ -10,11 +10,11 @@ import torch
 
 from eagle31.cost.flops import StepCounts
 from eagle31.errors import UserError
-from train.bench.step.measure import Settings, like_for_like, measure_shape, peak_memory, summarise
-from train.bench.step.parity import BOUNDS, check_parity
+from train.bench.step.device_check import BOUNDS, check_device
 from train.bench.step.report import fit_line, plot_memory, plot_sides, shape_lines
 from train.bench.step.shapes import Shape
 from train.bench.step.sides import OURS, SideFailure, SideProcess, find_python
+from train.bench.step.timing import Settings, like_for_like, peak_memory, summarize_side, time_shape
 
 ROOT = Path(__file__).resolve().parents[4]
 TINY = Shape(
@@ -37,7 +37,7 @@ COUNTS = StepCounts(keys=90, rows=(60, 57, 53), tokens=91, causal_pairs=2700, te
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     logs = tmp_path_factory.mktemp("logs")
     settings = Settings(rounds=3, num_rows=2, threads=1, dtype="float32", device="cpu", log_directory=logs)
-    return measure_shape(TINY, [], None, settings)
+    return time_shape(TINY, [], None, settings)
 
 
 def test_both_heads_run_the_same_rows(measured: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def test_ratios_are_like_for_like() -> None:
 def test_the_fraction_of_the_peak_is_by_the_asked_clock() -> None:
     gemm = [{"gemm": [{"cpu_flops": 4e9, "wall_flops": 8e9}, {"cpu_flops": 5e9, "wall_flops": 7e9}]}]
     result = fake("eagle31", "trained", [0.1], 100)
-    by_cpu, by_wall = (summarise(result, TINY, [COUNTS], gemm, clock) for clock in ("cpu", "wall"))
+    by_cpu, by_wall = (summarize_side(result, TINY, [COUNTS], gemm, clock) for clock in ("cpu", "wall"))
     assert by_cpu["tokens_per_second"] == pytest.approx(1000)
     assert by_cpu["peak_flops"] == 5e9
     assert by_cpu["fraction_of_peak"] == pytest.approx(by_cpu["flops"]["total"] / 0.2 / 5e9)
@@ -160,7 +160,7 @@ def test_peak_memory_and_its_picture(tmp_path: Path) -> None:
 
 
 def test_parity_holds_on_the_cpu() -> None:
-    found = list(check_parity(torch.device("cpu")))
+    found = list(check_device(torch.device("cpu")))
     assert {one.dtype for one in found} == {str(dtype).removeprefix("torch.") for dtype in BOUNDS}
     for one in found:
         assert one.passed, one

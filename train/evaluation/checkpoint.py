@@ -24,12 +24,11 @@ from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from eagle31.model.frozen import FrozenParts
 from train.drafter.published import fetch_checkpoint, open_published
-from train.evaluation.decoding import greedy_report, plain_texts, sampling_report
-from train.reporting.model_card import decoding_runs, identity
+from train.evaluation.decoding import decode_without_drafter, greedy_report, sampling_report
 
 
 @dataclass(frozen=True)
-class Measurement:
+class CheckpointEvaluation:
     """The command line of `scripts/evaluate`."""
 
     checkpoint: str
@@ -60,7 +59,7 @@ class Measurement:
         )
 
 
-def measure(asked: Measurement) -> dict[str, Any]:
+def evaluate_checkpoint(asked: CheckpointEvaluation) -> dict[str, Any]:
     """Loads, decodes, and writes `asked.json` if it is given.
 
     Raises:
@@ -92,7 +91,7 @@ def measure(asked: Measurement) -> dict[str, Any]:
     )
     limits: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "eos_token_ids": tuple(sorted(eos))}
     chain: dict[str, Any] = {"draft_tokens": asked.draft_tokens, **limits}
-    plain = plain_texts(target, prompts, device=device, **limits)
+    plain = decode_without_drafter(target, prompts, device=device, **limits)
     result: dict[str, Any] = {
         "checkpoint": asked.checkpoint,
         "target": asked.target,
@@ -112,7 +111,7 @@ def measure(asked: Measurement) -> dict[str, Any]:
     return result
 
 
-def check(asked: Measurement) -> None:
+def check(asked: CheckpointEvaluation) -> None:
     """Refuses what no measurement could use."""
     for name in ("num_prompts", "draft_tokens", "max_new_tokens"):
         if getattr(asked, name) < 1:
@@ -121,7 +120,7 @@ def check(asked: Measurement) -> None:
         raise UserError("--temperature", asked.temperature, "Give 0 for greedy decoding alone, or more.")
 
 
-def read_prompts(asked: Measurement, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def read_prompts(asked: CheckpointEvaluation, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids up to the last assistant turn, of conversations with different first messages."""
     read = read_conversations(
         asked.data,
@@ -142,29 +141,3 @@ def read_prompts(asked: Measurement, tokenizer: PreTrainedTokenizerBase) -> list
     if not prompts:
         raise UserError("--data", asked.data, "It holds no prompts.")
     return prompts
-
-
-def format_measurement(result: dict[str, Any]) -> str:
-    """A small table, what was assumed, and the engine."""
-    head = ("k", "temperature", "acceptance length", "accepted at positions 1 to k", "drafts", "speed-up")
-    rows = [
-        (
-            str(stats["k"]),
-            f"{temperature:g}",
-            f"{stats['acceptance_length']:.2f}",
-            ", ".join(f"{100 * share:.0f} %" for share in stats["absolute_acceptance"]),
-            f"{stats['num_drafts']:,}",
-            f"{stats['speedup']:.2f}x",
-        )
-        for _, temperature, stats in decoding_runs(result)
-    ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [head, *rows]]
-    lines += [
-        f"aux layer ids: {result['aux_layer_ids']}",
-        f"prompts: {result['num_prompts']}, up to {result['max_new_tokens']} new tokens each",
-        f"greedy text against the target alone: {identity(result['greedy'])}",
-        f"engine: {result['engine']}",
-        *(f"note: {note}" for note in result["notes"]),
-    ]
-    return "\n".join(line.rstrip() for line in lines)

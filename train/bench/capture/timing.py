@@ -48,7 +48,7 @@ RunSide = Callable[[], Timing]
 OpenSource = Callable[[Task], AbstractContextManager[Mapping[str, RunSide]]]
 
 
-def measure(
+def time_rounds(
     open_source: OpenSource, task: Task, rounds: int, note: Callable[[str], None]
 ) -> dict[str, list[Timing]]:
     """The sides' timings, one a round; every other round runs them in reverse, so that drift favours none."""

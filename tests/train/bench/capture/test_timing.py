@@ -13,7 +13,7 @@ from data.store.codec import Encoding
 from data.target.spec import TargetSpec
 from tests.data.target.tiny_target import HIDDEN_SIZE, make_dataset, save_target
 from train.bench.capture import sources
-from train.bench.capture.measure import PREFILL, RunSide, Task, Timing, measure, sizes, summary
+from train.bench.capture.timing import PREFILL, RunSide, Task, Timing, sizes, summary, time_rounds
 
 SCRIPT = Path(__file__).parents[4] / "scripts" / "bench" / "capture"
 
@@ -42,7 +42,7 @@ def test_sides_take_turns_in_both_orders(tmp_path: Path) -> None:
         ran.append("closed")
 
     given = Task(TargetSpec("t"), (0,), make_dataset(), (), 1, 1, tmp_path)
-    timings = measure(open_source, given, rounds=2, note=lambda _: None)
+    timings = time_rounds(open_source, given, rounds=2, note=lambda _: None)
     assert ran == [PREFILL, "exact", PREFILL, "exact", "exact", PREFILL, "closed"]
     assert timings == {name: [Timing(1.0, 2.0)] * 2 for name in (PREFILL, "exact")}
 
