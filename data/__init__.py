@@ -1,1 +1,1 @@
-"""From conversations to batches of captured hidden states."""
+"""Everything from conversations to batches of captured hidden states."""

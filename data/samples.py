@@ -1,4 +1,4 @@
-"""What passes from the target to training."""
+"""Captured samples, which pass from the target to training, and the protocol of their sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CapturedSample:
-    """One conversation and what the target thought of it: T tokens, A aux layers, Ht the hidden size."""
+    """One conversation with the target's hidden states: T tokens, A aux layers, hidden size Ht."""
 
     input_ids: Tensor  # int64 [T]
     loss_mask: Tensor  # bool [T]
@@ -18,7 +18,7 @@ class CapturedSample:
 
 
 class HiddenStateSource(Protocol):
-    """What training reads: a store on disk, or the target itself."""
+    """A sequence of captured samples that training reads: a store on disk, or the running target."""
 
     @property
     def lengths(self) -> Sequence[int]: ...

@@ -1,4 +1,4 @@
-"""How the target writes."""
+"""Prompts and the sampling settings with which the target answers them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is written; nothing of the model's own generation settings is used.
+    """The settings for generating an answer; the model's generation config is not used.
 
-    temperature: 0 is greedy, any other samples from the whole distribution.
-    stop_token_ids: the first of them ends an answer, and belongs to it.
+    Args:
+        stop_token_ids: the first of them ends an answer and is part of it.
+        temperature: 0 is greedy decoding; any other value samples from the full distribution.
     """
 
     max_new_tokens: int

@@ -1,1 +1,1 @@
-"""The frozen target: loading it, its modules, its head, its config."""
+"""The frozen target: loading it, its tokenizer, modules, head and config."""

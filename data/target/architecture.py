@@ -1,4 +1,4 @@
-"""What a target's config tells without its weights: its parameters, and the width that a token uses."""
+"""What follows from a target's config without its weights: parameter counts and feed-forward widths."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,52 +23,53 @@ _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Of a target."""
+    """The number of parameters of a target."""
 
     total: int
-    active: int  # that one token's forward pass multiplies with; the embedding is looked up, not multiplied
+    active: int  # used in one token's matrix products; the embedding is looked up and not counted
 
 
 def from_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config with these keys of a config.json, the others at transformers' defaults.
+    """Build a config from these keys of a config.json; the others have transformers' defaults.
 
     Raises:
-        UserError: transformers does not know the model type, or refuses a value.
+        UserError: transformers does not know the model type or rejects a value.
     """
     keys = dict(architecture)
     model_type = keys.pop("model_type", None)
     try:
         return AutoConfig.for_model(model_type, **keys)
-    except Exception as error:  # a strict config raises its own kinds
+    except Exception as error:  # strict configs raise exceptions of several types
         reason = " ".join(str(error).split())[:300]
-        remedy = f"No config can be made of it: {reason}"
+        remedy = f"transformers cannot build a config of this type: {reason}"
         raise UserError("target.architecture.model_type", model_type, remedy) from error
 
 
 def check_architecture(architecture: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Holds what a recipe says of its target against the target's own config.
+    """Compare the architecture in a recipe with the target's config.
 
     Raises:
-        UserError: names the first key that differs.
+        UserError: a key differs; the error names the first one.
     """
     if not architecture:
         return
     expected, found = from_architecture(architecture), config.get_text_config()
     names = {"rope_parameters" if name in _ROPE else name for name in architecture} - {"model_type", "dtype"}
     for name in sorted(names):
-        own, theirs = getattr(expected, name, None), getattr(found, name, None)
+        in_recipe, in_target = getattr(expected, name, None), getattr(found, name, None)
         if name == "rope_parameters":
-            own, theirs = _plain_rope(own), _plain_rope(theirs)
-        if own != theirs:
-            remedy = f"The target's config.json has {theirs}; this recipe is for another version of it."
-            raise UserError(f"target.architecture.{name}", own, remedy)
+            in_recipe, in_target = _plain_rope(in_recipe), _plain_rope(in_target)
+        if in_recipe != in_target:
+            remedy = f"The target's config.json has {in_target}; this recipe is for another version of it."
+            raise UserError(f"target.architecture.{name}", in_recipe, remedy)
 
 
 def active_intermediate_size(config: PreTrainedConfig) -> int | None:
-    """Width of the feed-forward network that one token passes through: of a mixture of experts, all of the
-    experts that a token is sent to and the shared ones together. None where the config does not tell.
+    """Return the width of the feed-forward network that one token uses.
 
-    A drafter that takes a single expert's width is too narrow to follow such a target.
+    In a mixture of experts it is the sum over the experts that a token is routed to and the shared experts: a
+    drafter as wide as a single expert is too narrow for such a target. The width is None if the config does
+    not determine it.
     """
     text = config.get_text_config()
     dense = getattr(text, "intermediate_size", None)
@@ -85,7 +86,7 @@ def active_intermediate_size(config: PreTrainedConfig) -> int | None:
 
 
 def expert_intermediate_size(config: PreTrainedConfig) -> int | None:
-    """Width of one expert; None of a dense target."""
+    """Return the width of one expert, or None for a dense target."""
     text = config.get_text_config()
     if not is_mixture(text):
         return None
@@ -93,27 +94,27 @@ def expert_intermediate_size(config: PreTrainedConfig) -> int | None:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Whether it has experts of which a token uses some."""
+    """Return whether the model is a mixture of experts."""
     return (_first(config.get_text_config(), _NUM_EXPERTS) or 0) > 1
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The auto class that builds it."""
+    """Return the transformers auto class that builds models of this config."""
     known = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def count_parameters(config: PreTrainedConfig) -> ParameterCounts:
-    """From the architecture built without memory.
+    """Count the parameters of a model that is built on the meta device, without memory.
 
     Raises:
-        UserError: transformers has no such architecture.
+        UserError: transformers does not implement the architecture.
     """
     try:
         with torch.device("meta"):
             model = model_class(config).from_config(config)
     except ValueError as error:
-        remedy = f"transformers cannot build it: {' '.join(str(error).split())[:300]}"
+        remedy = f"transformers cannot build this model: {' '.join(str(error).split())[:300]}"
         raise UserError("target.architecture.model_type", config.model_type, remedy) from error
     text = config.get_text_config()
     num_experts, chosen = _first(text, _NUM_EXPERTS) or 1, _first(text, _EXPERTS_PER_TOKEN) or 1
@@ -147,6 +148,6 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:
 
 
 def _plain_rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Without the keys that transformers adds or renames, numbers as floats."""
+    """Drop the keys that transformers adds or renames, and convert integers to floats."""
     plain = {key: value for key, value in (parameters or {}).items() if key != "type"}
     return {key: float(value) if isinstance(value, int) else value for key, value in plain.items()}

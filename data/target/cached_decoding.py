@@ -1,4 +1,4 @@
-"""The target decoding one sequence with a key/value cache, its hidden states at hand."""
+"""Decoding one sequence with the target and a key/value cache, with its hidden states."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from data.target.modules import TargetModules
 
 
 class TargetDecoder:
-    """Appends tokens, returns logits and aux hidden states, and rolls back rejected drafts."""
+    """A target with a key/value cache that returns logits and aux hidden states for appended tokens."""
 
     def __init__(
         self, model: PreTrainedModel, modules: TargetModules, aux_layer_ids: tuple[int, ...]
@@ -22,18 +22,18 @@ class TargetDecoder:
         self.start()
 
     def start(self) -> None:
-        """Forgets the sequence."""
+        """Start a new, empty sequence."""
         self.cache = DynamicCache()
 
     def rollback(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` of the sequence."""
+        """Drop all tokens after the first `num_tokens`, such as rejected drafts."""
         excess = self.cache.get_seq_length() - num_tokens
         if excess:
             self.cache.crop(-excess)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends int64 [n]; returns logits [n, V] and aux hidden states [n, A, Ht] in the target's dtype."""
+        """Append int64 [n]; return logits [n, V] and aux hidden states [n, A, Ht] in the target's dtype."""
         states: dict[int, Tensor] = {}
 
         def keep(layer_id: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -1,4 +1,4 @@
-"""Single tensors out of a safetensors checkpoint, local or on the hub, and what identifies its weights."""
+"""A safetensors checkpoint, local or on the hub: reading single tensors, and a fingerprint of its weights."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's directory or hub id; of a hub checkpoint only the files that are asked for are downloaded."""
+    """A model's directory or hub id; only the requested files of a hub checkpoint are downloaded."""
 
     model: str
     revision: str | None = None
@@ -35,7 +35,9 @@ class Checkpoint:
     def __post_init__(self) -> None:
         looks_local = self.model.startswith(("/", ".", "~")) or self.model.count("/") > 1
         if looks_local and not os.path.isdir(self.path):
-            raise UserError("target.model", self.model, "No such directory; give a directory or a hub id.")
+            raise UserError(
+                "target.model", self.model, "The directory does not exist; give a directory or a hub id."
+            )
 
     @property
     def path(self) -> str:
@@ -43,9 +45,9 @@ class Checkpoint:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Turns what transformers raises for a model that cannot be had into a UserError.
+        """Raise the errors of transformers about a model as a UserError.
 
-        These are a missing repository or file, no network, and an unknown architecture.
+        The causes are a missing repository or file, no network, and an unknown architecture.
         """
         try:
             yield
@@ -53,10 +55,10 @@ class Checkpoint:
             raise
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise UserError("target.model", self.model, f"Cannot be loaded: {reason}") from error
+            raise UserError("target.model", self.model, f"The model cannot be loaded: {reason}") from error
 
     def find_file(self, name: str, local: bool = False) -> Path | None:
-        """Where the file is on this machine, unless `local` downloaded if need be; None if there is none."""
+        """Return the file's path, or None if it does not exist; download it if needed, unless `local`."""
         with self.loading():
             found = cached_file(
                 self.path,
@@ -69,30 +71,32 @@ class Checkpoint:
         return None if found is None else Path(found)
 
     def tensor_files(self) -> Mapping[str, str]:
-        """Tensor name -> file name.
+        """Return the file name of each tensor by the tensor's name.
 
         Raises:
-            UserError: the checkpoint is not in safetensors.
+            UserError: the checkpoint is not in the safetensors format.
         """
         index = self.find_file(_INDEX_FILE)
         if index is not None:
             return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         single = self.find_file(_SINGLE_FILE)
         if single is None:
-            remedy = f"Has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert its weights to safetensors."
+            remedy = f"It has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert its weights to safetensors."
             raise UserError("target.model", self.model, remedy)
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), _SINGLE_FILE)
 
     def read_tensor(self, file_name: str, name: str) -> Tensor:
-        """One tensor, as stored.
+        """Read one tensor in its stored dtype.
 
         Raises:
-            UserError: it is quantised, so that its values are not the weights.
+            UserError: the file is missing, or the tensor is quantised: its values are not the weights.
         """
         path = self.find_file(file_name)
         if path is None:
-            raise UserError("target.model", self.model, f"{file_name}, which holds {name}, is missing.")
+            raise UserError(
+                "target.model", self.model, f"The file {file_name} with the tensor {name} is missing."
+            )
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
         if tensor.dtype not in _PLAIN_DTYPES:
@@ -101,10 +105,10 @@ class Checkpoint:
         return tensor
 
     def fingerprint(self) -> str:
-        """The commit of a hub model, a sha256 of a local directory.
+        """Return what identifies the weights: a hub model's commit, or a sha256 of a local directory.
 
-        Of local weights only sizes, headers and a few blocks spread over each file are read, so that a
-        terabyte takes seconds.
+        For local weights it covers the size, the header and a few blocks of each file, so that a terabyte
+        takes seconds.
         """
         if not os.path.isdir(self.path):
             config = self.find_file("config.json")
@@ -132,13 +136,13 @@ def is_hub_id(name: str) -> bool:
 def read_modules(
     checkpoint: Checkpoint, model: PreTrainedModel, modules: Iterable[nn.Module]
 ) -> list[dict[str, Tensor]]:
-    """The checkpoint's tensors of some of a model's modules, each a state dict; tied embeddings are followed.
+    """Read the state dicts of some of a model's modules; a tied embedding is read from where it is stored.
 
     Args:
-        model: gives the names; may be on the meta device.
+        model: the modules' owner, for their names; may be on the meta device.
 
     Raises:
-        UserError: the checkpoint does not have one of the tensors, or has it quantised.
+        UserError: the checkpoint lacks one of the tensors, or has it quantised.
     """
     paths = {module: path for path, module in model.named_modules()}
     files = checkpoint.tensor_files()
@@ -155,7 +159,7 @@ def read_modules(
 
 
 class _StoredNames:
-    """What the checkpoint calls a model's parameters."""
+    """The names of a model's parameters in its checkpoint."""
 
     def __init__(self, model: PreTrainedModel, stored: Iterable[str]) -> None:
         self.model = model
@@ -168,12 +172,12 @@ class _StoredNames:
         for option in options:
             if option in self.stored:
                 return option
-        # Asked last: it walks over every tensor of the checkpoint.
+        # The last resort, because it visits every tensor of the checkpoint.
         self._renamed = self._renamed if self._renamed is not None else self._renames()
         return next((self._renamed[option] for option in options if option in self._renamed), None)
 
     def _renames(self) -> dict[str, str]:
-        """Parameter -> stored name, translated from older layouts as transformers does on loading."""
+        """Map parameters to stored names as transformers does when it loads older layouts."""
         conversions = get_model_conversion_mapping(self.model)
         renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -185,7 +189,7 @@ class _StoredNames:
 
 
 def _sample_blocks(file: Path) -> Iterator[bytes]:
-    """The safetensors header, and blocks spread evenly over the rest up to its last byte."""
+    """Yield the safetensors header and blocks spread evenly over the rest, the last bytes included."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 class TargetHead(nn.Module):
-    """The target's own final norm and lm_head, frozen."""
+    """The target's frozen final norm and lm_head."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Module) -> None:
         super().__init__()
@@ -14,15 +14,15 @@ class TargetHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[V, Ht]"""
+        """The weight of the lm_head, [V, Ht]."""
         return self.lm_head.get_parameter("weight")
 
     def forward(self, final_hidden: Tensor) -> Tensor:
-        """final_hidden [..., Ht], before the final norm -> logits [..., V] in the parameters' dtype."""
+        """Map final_hidden [..., Ht], before the final norm, to logits [..., V] in the parameters' dtype."""
         return self.lm_head(self.norm(final_hidden.to(self.weight.dtype)))
 
     def rows(self, t2d: Tensor) -> "TargetHead":
-        """The same head over the draft vocabulary only: t2d bool [V] -> logits [..., Vd]."""
+        """Return a head with logits [..., Vd] of the draft vocabulary only; t2d is bool [V]."""
         t2d = t2d.to(self.weight.device)
         bias = getattr(self.lm_head, "bias", None)
         restricted = nn.Linear(self.weight.shape[1], int(t2d.sum()), bias=bias is not None, device="meta")

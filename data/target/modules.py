@@ -3,27 +3,21 @@
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 
 _LAYERS = ("layers", "h", "blocks")
-
-
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
-
-
 _INNER = ("language_model", "text_model", "decoder", "model", "transformer")
 
 
 @dataclass(frozen=True)
 class TargetModules:
-    """The parts of a target that capture and the head need."""
+    """The modules of a target that capture and the head need."""
 
-    decoder: nn.Module  # owns the layers; called with input_ids it runs everything but the lm_head
+    decoder: nn.Module  # owns the layers; its forward pass on input_ids runs everything but the lm_head
     layers: nn.ModuleList
     final_norm: nn.Module
     embed_tokens: nn.Module
@@ -31,15 +25,15 @@ class TargetModules:
 
 
 def locate(model: PreTrainedModel, spec: TargetSpec) -> TargetModules:
-    """Finds the decoder layers, final norm, embedding and lm_head, also inside multimodal wrappers.
+    """Find the decoder layers, final norm, embedding and lm_head, also inside multimodal wrappers.
 
     Raises:
-        UserError: a part is not found; names the paths tried.
+        UserError: a module is not found; the error names the paths that were tried.
     """
     layers_path = spec.layers_path or _find_layers(model)
     layers = _submodule(model, "target.layers_path", layers_path)
     if not isinstance(layers, nn.ModuleList):
-        remedy = f"Is a {type(layers).__name__}; give the path of the ModuleList of decoder layers."
+        remedy = f"It is a {type(layers).__name__}; give the path of the ModuleList of decoder layers."
         raise UserError("target.layers_path", layers_path, remedy)
     decoder_path = layers_path.rpartition(".")[0]
     decoder = model.get_submodule(decoder_path)
@@ -72,7 +66,7 @@ def _find_layers(model: PreTrainedModel) -> str:
             tried.append(path)
         inner = (getattr(module, name, None) for name in _INNER)
         module = next((child for child in inner if isinstance(child, nn.Module)), None)
-    remedy = f"{type(model).__name__} has no ModuleList at {', '.join(tried)}; give its path."
+    remedy = f"{type(model).__name__} has no ModuleList at {', '.join(tried)}; give the path of the layers."
     raise UserError("target.layers_path", None, remedy)
 
 
@@ -81,7 +75,7 @@ def _find_norm(decoder: nn.Module, decoder_path: str) -> str:
     for name, path in paths.items():
         if isinstance(getattr(decoder, name, None), nn.Module):
             return path
-    remedy = f"No final norm at {', '.join(paths.values())}; give the path of the norm before the lm_head."
+    remedy = f"There is no norm at {', '.join(paths.values())}; give the path of the norm before the lm_head."
     raise UserError("target.norm_path", None, remedy)
 
 
@@ -91,10 +85,10 @@ def _embedding(owners: list[nn.Module], getter: str, field: str, path: str | Non
     for owner in owners:
         try:
             module = getattr(owner, getter)()
-        except (AttributeError, NotImplementedError):  # a wrapper that leaves it to the model inside
+        except (AttributeError, NotImplementedError):  # a wrapper that leaves this to its inner model
             continue
         if module is not None:
             return module
     tried = ", ".join(f"{type(owner).__name__}.{getter}()" for owner in owners)
-    remedy = f"None of {tried} returns a module; give its path, or a causal language model."
+    remedy = f"None of {tried} returns a module; give the module's path, or a causal language model."
     raise UserError(field, None, remedy)

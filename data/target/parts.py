@@ -1,14 +1,11 @@
-"""The few tensors of a target that training needs."""
+"""The few tensors of a target that training needs, read without loading the model."""
 
 import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import GenerationConfig, PreTrainedConfig
 
 from data.target.checkpoint import read_modules
 from data.target.head import TargetHead
@@ -19,7 +16,7 @@ from data.target.spec import TargetSpec
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What training needs of a target whose hidden states are captured: a few tensors, not the model."""
+    """The tensors and properties of a target that training on captured hidden states needs."""
 
     config: PreTrainedConfig
     embed_tokens: Tensor  # [V, Ht]
@@ -27,17 +24,17 @@ class TargetParts:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...]  # empty when the checkpoint names none
+    eos_token_ids: tuple[int, ...]  # empty if the checkpoint names none
     fingerprint: str
 
 
 def load_target_parts(spec: TargetSpec) -> TargetParts:
-    """Reads only the embedding, final norm and lm_head from the safetensors checkpoint, on the CPU.
+    """Read only the embedding, final norm and lm_head from the safetensors checkpoint, on the CPU.
 
-    The architecture is built without memory to learn the names.
+    The tensors' names are found in a model that is built on the meta device.
 
     Raises:
-        UserError: the checkpoint has no safetensors, or not these tensors in a plain floating-point dtype.
+        UserError: the checkpoint has no safetensors, or lacks these tensors in a plain floating-point dtype.
     """
     config = load_config(spec)
     remote = has_remote_code(config, spec)
@@ -45,8 +42,8 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
     with spec.checkpoint.loading(), torch.device("meta"):
         model = auto_class(config, spec).from_config(config, trust_remote_code=remote, **options)
     modules = locate(model, spec)
-    wanted = (modules.embed_tokens, modules.final_norm, modules.lm_head)
-    embedding, norm, lm_head = read_modules(spec.checkpoint, model, wanted)
+    needed = (modules.embed_tokens, modules.final_norm, modules.lm_head)
+    embedding, norm, lm_head = read_modules(spec.checkpoint, model, needed)
     dtype = spec.torch_dtype or _config_dtype(config) or embedding["weight"].dtype
     head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head)).to(dtype).eval()
     return TargetParts(
@@ -73,7 +70,10 @@ def _filled(module: nn.Module, state: dict[str, Tensor]) -> nn.Module:
 
 
 def _eos_token_ids(spec: TargetSpec, config: PreTrainedConfig) -> tuple[int, ...]:
-    """The generation config's, where there is one: chat models end a turn with other tokens than a text."""
+    """Return the end-of-sequence ids, preferably those of the generation config.
+
+    Chat models end a turn with other tokens than a document.
+    """
     path = spec.checkpoint.find_file("generation_config.json")
     eos = None if path is None else GenerationConfig.from_pretrained(path.parent).eos_token_id
     if eos is None:

@@ -40,14 +40,14 @@ from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, SMALL, VOC
         ),
     ],
 )
-def test_the_width_that_a_token_passes_through(
+def test_active_width_sums_the_experts_of_one_token(
     config: PreTrainedConfig, active: int, single: int | None
 ) -> None:
     assert active_intermediate_size(config) == active
     assert expert_intermediate_size(config) == single
 
 
-def test_parameters_of_a_token_leave_out_other_experts_and_the_looked_up_embedding() -> None:
+def test_active_parameters_exclude_other_experts_and_the_embedding() -> None:
     config = DeepseekV3Config(**DEEPSEEK)
     found = count_parameters(config)
     expert = 3 * HIDDEN * 16
@@ -56,7 +56,7 @@ def test_parameters_of_a_token_leave_out_other_experts_and_the_looked_up_embeddi
     assert tied.total == tied.active
 
 
-def test_an_architecture_is_held_against_the_config() -> None:
+def test_an_architecture_is_compared_with_the_config() -> None:
     architecture = {"model_type": "qwen3", "dtype": "bfloat16", **SMALL, "rope_theta": 5000.0}
     check_architecture(architecture, Qwen3Config(**SMALL, rope_theta=5000.0))
     check_architecture({}, LlamaConfig())
@@ -66,6 +66,6 @@ def test_an_architecture_is_held_against_the_config() -> None:
         check_architecture(architecture, Qwen3Config(**SMALL, rope_theta=6000.0))
 
 
-def test_an_unknown_architecture_is_the_users_error() -> None:
+def test_an_unknown_model_type_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"target\.architecture\.model_type=no_such"):
         from_architecture({"model_type": "no_such"})

@@ -16,14 +16,14 @@ from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, SMALL, VOC
 from tests.data.target.tiny_target import save_model, save_target
 
 
-def test_checkpoint_without_safetensors(tmp_path: Path) -> None:
+def test_a_checkpoint_without_safetensors_is_a_user_error(tmp_path: Path) -> None:
     spec = save_target(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="safetensors"):
         load_target_parts(spec)
 
 
-def test_fingerprint_follows_the_weights_and_the_config(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_the_weights_and_the_config(tmp_path: Path) -> None:
     spec = save_target(tmp_path / "a")
     original = spec.checkpoint.fingerprint()
     assert save_target(tmp_path / "b").checkpoint.fingerprint() == original
@@ -49,12 +49,12 @@ def _built(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _fp8(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """DeepSeek's layout: every projection, with a scale for each block."""
+    """Store a tensor in DeepSeek's layout: FP8 with a scale for each block."""
     return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
 
 
 def _int4(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Kimi's layout, compressed-tensors': eight values in an int32."""
+    """Store a tensor in the layout of compressed-tensors, as Kimi does: eight values in an int32."""
     stem = name.removesuffix(".weight")
     return {
         f"{stem}.weight_packed": torch.zeros(weight.shape[0], weight.shape[1] // 8, dtype=torch.int32),
@@ -64,7 +64,7 @@ def _int4(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """gpt-oss's layout: blocks of values, a scale each."""
+    """Store a tensor in gpt-oss's layout: blocks of values with one scale each."""
     blocks = torch.zeros(*weight.shape[:-1], 1, 16, dtype=torch.uint8)
     return {f"{name}_blocks": blocks, f"{name}_scales": torch.zeros(*weight.shape[:-1], 1, dtype=torch.uint8)}
 
@@ -102,8 +102,8 @@ QUANTISED = {
 
 
 def _save_quantised(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
-    """Two shards: the plain tensors that are needed, and all others, whose name it returns."""
-    config, quantise, wanted, quantization = QUANTISED[kind]
+    """Save two shards, one with the plain tensors that are needed; return the model and the other's name."""
+    config, quantise, patterns, quantization = QUANTISED[kind]
     model = _built(config).to(torch.bfloat16)
     save_model(model, directory)
     stored = load_file(directory / "model.safetensors")
@@ -112,7 +112,7 @@ def _save_quantised(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
     for name, tensor in stored.items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) or name.endswith("model.norm.weight"):
             needed[name] = tensor
-        elif (all if kind == "int4" else any)(part in name for part in wanted) and "bias" not in name:
+        elif (all if kind == "int4" else any)(part in name for part in patterns) and "bias" not in name:
             others |= quantise(name, tensor)
         else:
             others[name] = tensor
@@ -129,9 +129,7 @@ def _save_quantised(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_a_quantised_checkpoint_gives_its_plain_tensors_and_nothing_else_is_read(
-    tmp_path: Path, kind: str
-) -> None:
+def test_only_the_plain_tensors_of_a_quantised_checkpoint_are_read(tmp_path: Path, kind: str) -> None:
     model, unneeded = _save_quantised(tmp_path, kind)
     (tmp_path / unneeded).unlink()
     spec = TargetSpec(str(tmp_path))
@@ -145,7 +143,7 @@ def test_a_quantised_checkpoint_gives_its_plain_tensors_and_nothing_else_is_read
         assert torch.equal(parts.head(hidden), modules.lm_head(modules.final_norm(hidden)))
 
 
-def test_a_quantised_head_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_quantised_head_is_a_user_error_that_names_it(tmp_path: Path) -> None:
     _save_quantised(tmp_path, "fp8")
     file = tmp_path / "model-00001-of-00002.safetensors"
     tensors = load_file(file)

@@ -17,14 +17,14 @@ from tests.data.target.tiny_target import save_target
 CPU = torch.device("cpu")
 
 
-def test_target_is_frozen_and_in_eval_mode(tmp_path: Path) -> None:
+def test_the_target_is_frozen_and_in_eval_mode(tmp_path: Path) -> None:
     model = load_target(save_target(tmp_path), CPU)
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere", "no-such-org/no-such-model"])
-def test_absent_model_is_the_users_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_a_user_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     loaders: list[Callable[[TargetSpec], Any]] = [
         load_target_parts,

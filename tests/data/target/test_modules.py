@@ -37,20 +37,20 @@ def _save_llava(directory: Path) -> TargetSpec:
     return TargetSpec(str(directory))
 
 
-def test_multimodal_wrapper(tmp_path: Path) -> None:
+def test_modules_inside_a_multimodal_wrapper(tmp_path: Path) -> None:
     spec = _save_llava(tmp_path)
     model = load_target(spec, CPU)
     modules = locate(model, spec)
     assert modules.decoder is model.model.language_model
     assert len(modules.layers) == 3
-    # Its checkpoint keeps names of an older layout.
+    # The checkpoint has the tensor names of an older layout.
     final_hidden, logits = final_hidden_and_logits(spec)
     parts = load_target_parts(spec)
     torch.testing.assert_close(parts.head(final_hidden), logits, rtol=0, atol=0)
     assert torch.equal(parts.embed_tokens, modules.embed_tokens.weight)
 
 
-def test_explicit_paths_override(tmp_path: Path) -> None:
+def test_explicit_paths_override_the_search(tmp_path: Path) -> None:
     spec = save_target(tmp_path)
     model = load_target(spec, CPU)
     model.model.blocks_of_mine = model.model.layers
@@ -70,12 +70,12 @@ def test_explicit_paths_override(tmp_path: Path) -> None:
     assert (modules.embed_tokens, modules.lm_head) == (model.model.embed_tokens, model.lm_head)
 
 
-def test_what_is_not_found_is_named(tmp_path: Path) -> None:
+def test_a_missing_module_is_a_user_error_with_its_path(tmp_path: Path) -> None:
     spec = save_target(tmp_path)
     model = load_target(spec, CPU)
     with pytest.raises(UserError, match=r"target\.layers_path=model\.nothing"):
         locate(model, replace(spec, layers_path="model.nothing"))
-    with pytest.raises(UserError, match=r"target\.layers_path=model\.norm: Is a LlamaRMSNorm"):
+    with pytest.raises(UserError, match=r"target\.layers_path=model\.norm: It is a LlamaRMSNorm"):
         locate(model, replace(spec, layers_path="model.norm"))
     del model.model.norm
     with pytest.raises(UserError, match=r"target\.norm_path.*model\.norm, model\.final_layernorm"):

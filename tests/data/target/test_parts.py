@@ -49,7 +49,7 @@ _QWEN35 = {
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_parts_read_from_the_checkpoint_give_the_models_logits(
+def test_a_head_read_from_the_checkpoint_gives_the_models_logits(
     tmp_path: Path, family: str, sharded: bool, tied: bool
 ) -> None:
     spec = save_target(tmp_path, family, tied, sharded)
@@ -64,7 +64,7 @@ def test_parts_read_from_the_checkpoint_give_the_models_logits(
     assert not any(p.requires_grad for p in parts.head.parameters())
 
 
-def test_parts_need_only_the_files_that_hold_them(tmp_path: Path) -> None:
+def test_only_the_files_with_the_parts_are_needed(tmp_path: Path) -> None:
     spec = save_target(tmp_path, sharded=True)
     weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     needed = {
@@ -86,7 +86,7 @@ def test_parts_need_only_the_files_that_hold_them(tmp_path: Path) -> None:
         pytest.param(Qwen3_5TextConfig(**_SMALL, **_QWEN35), id="qwen3.5"),
     ],
 )
-def test_captured_states_give_the_logits_of_a_norm_that_scales_by_one_plus_its_weight(
+def test_captured_states_give_the_logits_with_a_norm_that_scales_by_one_plus_its_weight(
     tmp_path: Path, config: PreTrainedConfig, tied: bool
 ) -> None:
     torch.manual_seed(0)
@@ -111,14 +111,14 @@ def replaced(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
     return type(config).from_dict(config.to_dict() | changes)
 
 
-def test_rows_are_the_draft_vocabularys_logits(tmp_path: Path) -> None:
+def test_rows_gives_the_logits_of_the_draft_vocabulary(tmp_path: Path) -> None:
     head = load_target_parts(save_target(tmp_path)).head
     t2d = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) < 0.3
     hidden = torch.randn(4, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(head.rows(t2d)(hidden), head(hidden)[:, t2d])
 
 
-def test_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path: Path) -> None:
+def test_the_dtype_is_the_checkpoints_or_the_requested_one(tmp_path: Path) -> None:
     spec = save_target(tmp_path)
     assert load_target(spec, CPU).dtype == load_target_parts(spec).embed_tokens.dtype == torch.float32
     spec = replace(spec, dtype="bfloat16")

@@ -18,7 +18,7 @@ def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=words[0], pad_token=words[0])
 
 
-def test_tokenizer_and_its_fingerprint(tmp_path: Path) -> None:
+def test_a_template_file_replaces_the_template_and_not_the_fingerprint(tmp_path: Path) -> None:
     _tokenizer(["[UNK]", "a", "b"]).save_pretrained(tmp_path)
     save_target(tmp_path)
     template = tmp_path / "template.jinja"

@@ -1,4 +1,4 @@
-"""Random targets of a few thousand parameters, as checkpoints."""
+"""Checkpoints of random targets with a few thousand parameters."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ AUX_LAYER_IDS = (0, 2, 5)
 def save_target(
     directory: Path, family: str = "llama", tied: bool = False, sharded: bool = False
 ) -> TargetSpec:
-    """A float32 target with norms unlike 1, so that a forgotten norm shows."""
+    """Save a float32 target whose norm weights are not 1, so that a forgotten norm changes the result."""
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -55,7 +55,7 @@ def make_capture(spec: TargetSpec, aux_layer_ids: tuple[int, ...] = AUX_LAYER_ID
 
 
 def make_dataset(num_samples: int = 12, seed: int = 0) -> Dataset:
-    """Random ids of 3 to 20 tokens, the first two of them the prompt."""
+    """Make samples of 3 to 20 random tokens; the first two tokens are the prompt."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 21, (num_samples,), generator=generator).tolist()
     ids = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
