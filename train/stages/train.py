@@ -24,7 +24,7 @@ from train.trainer.model_engine import (
     TrainedModule,
     deepspeed_config,
     ensure_process_group,
-    initialize_engine,
+    initialize_model_engine,
     release_memory,
 )
 from train.trainer.tracking import open_tracker
@@ -89,7 +89,7 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
         seed=config.seed,
     )
     settings = loop_settings(context, loader.steps_per_epoch)
-    engine = initialize_engine(
+    engine = initialize_model_engine(
         module,
         deepspeed_config(
             zero_stage=config.deepspeed.zero_stage,

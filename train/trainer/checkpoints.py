@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written beside and renamed, the newest few kept, the best by acceptance."""
+"""Checkpoints of a training run: the newest few, and the weights with the longest acceptance length."""
 
 import os
 import shutil
@@ -19,16 +19,16 @@ ENGINE_TAG = "engine"
 
 @dataclass
 class TrainState:
-    """What the loop knows beside the engine: rows of a step follow from its number alone."""
+    """The loop's state outside the model engine; the rows of a step follow from the step's number."""
 
     step: int = 0  # optimizer steps done
     best_step: int | None = None
     best_acceptance_length: float = 0.0
-    supervised_positions: int = 0  # trained on, over all ranks
+    supervised_positions: int = 0  # trained on so far, over all ranks
 
 
 class CheckpointDirectory:
-    """`step-00000100/` directories under one root, and `best/`."""
+    """A directory with `step-00000100/` for each kept checkpoint, and `best/` for the best weights."""
 
     def __init__(self, root: Path, keep: int, world: World) -> None:
         self.root = root
@@ -36,66 +36,66 @@ class CheckpointDirectory:
         self.world = world
 
     def steps(self) -> list[int]:
-        """Finished checkpoints, ascending."""
+        """Return the steps of the finished checkpoints, ascending."""
         found = self.root.glob(f"step-*/{STATE}")
         return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
-    def save(self, engine: deepspeed.DeepSpeedEngine, state: TrainState) -> None:
-        """Every rank calls. A kill at any moment leaves the checkpoints before untouched."""
+    def save(self, model_engine: deepspeed.DeepSpeedEngine, state: TrainState) -> None:
+        """Writes a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls."""
         final = self._path(state.step)
         if final.exists():
             return
-        beside = self.root / f".step-{state.step:08d}.partial"
-        on_main_first(self.world.is_main, lambda: _empty(beside))
-        engine.save_checkpoint(str(beside), tag=ENGINE_TAG)
-        # Each rank's files are its own: they must reach the disk before the rename makes them count.
-        _sync_files(beside)
+        partial = self.root / f".step-{state.step:08d}.partial"
+        on_main_first(self.world.is_main, lambda: _empty(partial))
+        model_engine.save_checkpoint(str(partial), tag=ENGINE_TAG)
+        # Each rank syncs the files that it wrote: they must be on disk before the rename publishes them.
+        _sync_files(partial)
         if dist.is_initialized():
             dist.barrier()
 
         def publish() -> None:
-            write_json(beside / STATE, asdict(state) | {"world_size": self.world.size})
-            os.replace(beside, final)
+            write_json(partial / STATE, asdict(state) | {"world_size": self.world.size})
+            os.replace(partial, final)
             for step in self.steps()[: -self.keep]:
                 shutil.rmtree(self._path(step))
 
         on_main_first(self.world.is_main, publish)
 
-    def resume(self, engine: deepspeed.DeepSpeedEngine) -> TrainState:
-        """Loads the newest checkpoint into the engine; a fresh state when there is none. Every rank calls."""
+    def resume(self, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
+        """Loads the newest checkpoint; returns a new state if there is none. Every rank calls."""
         steps = self.steps()
         if not steps:
             return TrainState()
         path = self._path(steps[-1])
         saved = read_json(path / STATE)
         saved.pop("world_size")
-        loaded, _ = engine.load_checkpoint(str(path), tag=ENGINE_TAG)
+        loaded, _ = model_engine.load_checkpoint(str(path), tag=ENGINE_TAG)
         assert loaded is not None, path
         return TrainState(**saved)
 
     def saved_world_size(self) -> int | None:
-        """Of the newest checkpoint."""
+        """Return the number of ranks that wrote the newest checkpoint."""
         steps = self.steps()
         return read_json(self._path(steps[-1]) / STATE)["world_size"] if steps else None
 
     def save_best(self, weights: dict[str, Tensor], state: TrainState) -> None:
-        """Rank 0 calls, with the float32 weights."""
+        """Replaces the best weights, which are float32. Rank 0 calls."""
         best = self.root / "best"
         best.mkdir(parents=True, exist_ok=True)
         name = f"drafter-{state.step:08d}.safetensors"
         partial = best / f".{name}.partial"
         save_file(weights, partial)
         os.replace(partial, best / name)
-        record = {"step": state.step, "acceptance_length": state.best_acceptance_length, "file": name}
-        write_json(best / "best.json", record)
+        description = {"step": state.step, "acceptance_length": state.best_acceptance_length, "file": name}
+        write_json(best / "best.json", description)
         for other in best.glob("drafter-*.safetensors"):
             if other.name != name:
                 other.unlink()
 
     def best_weights(self) -> tuple[dict[str, Tensor], dict]:
-        """The best weights and their record: step, acceptance_length."""
-        record = read_json(self.root / "best" / "best.json")
-        return load_file(self.root / "best" / record["file"]), record
+        """Return the best weights, and their step and acceptance_length."""
+        description = read_json(self.root / "best" / "best.json")
+        return load_file(self.root / "best" / description["file"]), description
 
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"

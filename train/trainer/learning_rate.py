@@ -1,4 +1,4 @@
-"""Learning rate by step."""
+"""The learning rate of each step."""
 
 import math
 
@@ -6,9 +6,9 @@ import math
 def learning_rate(
     step: int, *, peak: float, schedule: str, warmup_steps: int, max_steps: int, min_fraction: float
 ) -> float:
-    """Linear warm-up from 0 to `peak`, then cosine, linear or constant towards `min_fraction * peak`.
+    """Return the rate: linear warm-up to `peak`, then cosine, linear or constant to `min_fraction * peak`.
 
-    `step` counts optimizer steps from 0; the first one already moves.
+    `step` counts optimizer steps from 0. The first step's rate is already above 0.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -1,4 +1,4 @@
-"""DeepSpeed around the drafter."""
+"""The model engine: DeepSpeed around the drafter."""
 
 import os
 from typing import Any
@@ -18,7 +18,7 @@ from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
 
 
 class TrainedModule(nn.Module):
-    """The drafter with the step that trains it; holds no parameter but the drafter's."""
+    """The drafter with its training step; its only parameters are the drafter's."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TrainedModule(nn.Module):
     def forward(
         self, batch: PackedBatch, schedule: RolloutSchedule | None = None, with_metrics: bool = True
     ) -> tuple[Tensor, DepthSums]:
-        """The unnormalised loss of one micro-batch, and the sums per depth; see `rollout_loss`."""
+        """Return the unnormalised loss of one micro-batch and the sums per depth; see `rollout_loss`."""
         return rollout_loss(
             self.drafter,
             self.frozen,
@@ -54,7 +54,7 @@ class TrainedModule(nn.Module):
         )
 
     def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
-        """For replay; see `greedy_hits`."""
+        """Return which greedy drafts are right, for replay; see `greedy_hits`."""
         return greedy_hits(self.drafter, self.frozen, batch, num_steps)
 
 
@@ -68,7 +68,7 @@ def deepspeed_config(
     offload_optimizer: bool,
     offload_parameters: bool,
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets; a micro-batch is one packed row."""
+    """Return the config for `deepspeed.initialize`; a micro-batch is one packed row."""
     zero: dict[str, Any] = {"stage": zero_stage}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -86,7 +86,7 @@ def deepspeed_config(
     }
 
 
-def initialize_engine(
+def initialize_model_engine(
     module: TrainedModule,
     config: dict[str, Any],
     *,
@@ -95,50 +95,52 @@ def initialize_engine(
     eps: float,
     weight_decay: float,
 ) -> deepspeed.DeepSpeedEngine:
-    """The process group must exist."""
+    """Wrap the module in a DeepSpeed engine with AdamW; the process group must exist."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    return engine
+    model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return model_engine
 
 
-def partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether an optimizer of DeepSpeed's own holds the float32 weights: ZeRO, or master weights of bf16."""
-    return engine.zero_optimization() or engine.bfloat16_enabled()
+def partitioned(model_engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether DeepSpeed's optimizer holds the float32 weights, as with ZeRO or in bf16."""
+    return model_engine.zero_optimization() or model_engine.bfloat16_enabled()
 
 
-def full_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    """The drafter's weights by name, float32 on the CPU. Every rank calls; every rank gets them.
+def full_state(model_engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    """Return the drafter's weights by name, float32 on the CPU, on every rank. Every rank calls.
 
-    The master weights, except at ZeRO 0 in bf16, where DeepSpeed does not hand them out: there the bf16
-    weights that the forward pass uses.
+    They are the master weights, except at ZeRO 0 in bf16: DeepSpeed does not expose them there, so the bf16
+    weights of the forward pass are returned.
     """
     state = {}
-    for name, parameter in engine.module.drafter.named_parameters():
-        value = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else parameter.data
+    for name, parameter in model_engine.module.drafter.named_parameters():
+        value = safe_get_full_fp32_param(parameter) if model_engine.zero_optimization() else parameter.data
         assert value is not None, name
         state[name] = value.detach().float().cpu().clone()
     return state
 
 
-def release_memory(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Empties what training held: hooks in autograd's graph may keep the engine itself alive."""
-    engine.destroy()
-    held = [*engine.module.parameters()]
-    held += [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
-    engine.basic_optimizer.state.clear()
+def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
+    """Frees the tensors that training held; hooks in autograd's graph may keep the engine itself alive."""
+    model_engine.destroy()
+    held = [*model_engine.module.parameters()]
+    held += [
+        parameter for group in model_engine.basic_optimizer.param_groups for parameter in group["params"]
+    ]
+    model_engine.basic_optimizer.state.clear()
     for parameter in held:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)
 
 
 def ensure_process_group() -> None:
-    """DeepSpeed's, on nccl or gloo; one process needs no torchrun."""
+    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun."""
     if not torch.cuda.is_available():
-        # For inference only, and DeepSpeed would compile it for over a minute at its first start.
+        # DeepSpeed uses it for inference only and would compile it for over a minute at its first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
         if "RANK" not in os.environ:
-            os.environ["LOCAL_RANK"] = "0"  # DeepSpeed insists on it
+            os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always, Weights & Biases when wanted."""
+"""Metrics of a run: always in metrics.jsonl, and in Weights & Biases if it is enabled."""
 
 import logging
 import netrc
@@ -23,21 +23,21 @@ SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|https?://[^/\s:@]+:[^/\s@]+@)
 
 
 class Tracker:
-    """Appends records to metrics.jsonl and sends them to W&B; on other ranks than 0 it does nothing."""
+    """Appends metrics to metrics.jsonl and sends them to W&B; on ranks other than 0 it does nothing."""
 
     def __init__(self, metrics_path: Path | None, run: Any | None) -> None:
         self._metrics_path = metrics_path
         self._run = run
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Records one line; `record` has `kind` (the prefix of its names in W&B) and `step`."""
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Logs one line; `metrics` has `kind`, the prefix of its names in W&B, and `step`."""
         if self._metrics_path is not None:
-            append_jsonl(self._metrics_path, record)
+            append_jsonl(self._metrics_path, metrics)
         if self._run is not None:
-            self._run.log(flatten_metrics(record), step=record["step"])
+            self._run.log(flatten_metrics(metrics), step=metrics["step"])
 
     def close(self) -> None:
-        """Waits until W&B has everything. Records logged after it go to metrics.jsonl only."""
+        """Waits until W&B has everything. Metrics logged later go to metrics.jsonl only."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -54,20 +54,20 @@ def open_tracker(
     resume_step: int,
     is_main: bool,
 ) -> Tracker:
-    """Opens the record of a run that goes on after `resume_step` (0: from the start).
+    """Open the tracker of a run that resumes after `resume_step` (0: starts from the beginning).
 
-    What an interrupted run logged behind its last checkpoint is dropped, so metrics.jsonl reads as one
-    uninterrupted run. The W&B run id lies in `directory`, and a resumed run continues that W&B run.
+    Lines that an interrupted run logged after its last checkpoint are dropped, so that metrics.jsonl reads as
+    one uninterrupted run. The W&B run id is kept in `directory`; a resumed run continues that W&B run.
 
     Args:
-        config: shown by W&B, without the values that look like secrets.
-        directory: where W&B keeps its files.
-        is_main: true on rank 0, false for a tracker that does nothing.
+        config: shown by W&B, without values that look like secrets.
+        directory: holds W&B's files.
+        is_main: True on rank 0; False gives a tracker that does nothing.
     """
     if not is_main:
         return Tracker(None, None)
-    records = read_jsonl(metrics_path) if resume_step and metrics_path.exists() else []
-    write_jsonl(metrics_path, [record for record in records if record["step"] <= resume_step])
+    lines = read_jsonl(metrics_path) if resume_step and metrics_path.exists() else []
+    write_jsonl(metrics_path, [line for line in lines if line["step"] <= resume_step])
     if mode is TrackingMode.auto:
         mode = TrackingMode.online if has_wandb_key() else TrackingMode.offline
     if mode is TrackingMode.disabled:
@@ -76,7 +76,7 @@ def open_tracker(
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B can log in without asking: by WANDB_API_KEY, or by its server's entry in the netrc file."""
+    """Return whether W&B can log in: with WANDB_API_KEY, or with its server's entry in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -84,17 +84,17 @@ def has_wandb_key() -> bool:
     return host is not None and path.is_file() and netrc.netrc(path).authenticators(host) is not None
 
 
-def flatten_metrics(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record by their W&B names.
+def flatten_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of one line by their W&B names.
 
     `{"kind": "train", "step": 1, "depth": [{"loss": 2.0}]}` gives `{"train/depth_0/loss": 2.0}`.
     """
-    fields = {key: value for key, value in record.items() if key not in ("kind", "step")}
-    return dict(_flatten(record["kind"], fields))
+    fields = {key: value for key, value in metrics.items() if key not in ("kind", "step")}
+    return dict(_flatten(metrics["kind"], fields))
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of a nested config without the keys and the strings that carry credentials."""
+    """Return a copy of a nested config without the keys and strings that carry credentials."""
     if isinstance(value, dict):
         return {k: without_secrets(v) for k, v in value.items() if not SECRET_KEY.search(str(k))}
     if isinstance(value, list | tuple):
@@ -118,7 +118,7 @@ def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
 def _open_wandb(
     mode: TrackingMode, project: str, name: str, config: dict[str, Any], directory: Path, resume_step: int
 ) -> Any:
-    # Imported here: it takes seconds, which neither the other ranks nor a run without W&B should pay.
+    # Imported here because it takes seconds, which other ranks and runs without W&B should not spend.
     import wandb
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def _open_wandb(
         dir=str(directory),
         mode="online" if mode is TrackingMode.online else "offline",
         resume="allow",
-        # Its metadata file would hold the command line, and with it any token given there.
+        # W&B's metadata file would hold the command line and any token in it.
         settings=wandb.Settings(console="off", silent=True, disable_code=True, x_disable_meta=True),
     )
     logger.info("W&B run: %s", run.url if mode is TrackingMode.online else f"offline, in {run.dir}")

@@ -1,4 +1,4 @@
-"""Acceptance length by replay on held-out prompts, over all ranks."""
+"""Validation during training: acceptance length by replay on held-out prompts, over all ranks."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 
 from data.batches.loader import pack_row
 from data.batches.packing import pack_epoch
+from data.progress import tracked
 from data.samples import CapturedSample
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import replay
@@ -15,37 +16,39 @@ from train.trainer.model_engine import TrainedModule
 
 
 class ReplayValidation:
-    """Held-out samples whose answers the target wrote greedily, packed and shared out once."""
+    """Replays held-out samples whose completions the target wrote greedily; packs them once for all ranks."""
 
     def __init__(
         self, samples: Sequence[CapturedSample], row_tokens: int, max_draft_tokens: int, world: World
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
+        self.shows_progress = world.is_main
         lengths = [len(sample.input_ids) for sample in samples]
         rows = pack_epoch(lengths, row_tokens, seed=0, epoch=0)
-        # Every rank runs equally many forwards: under ZeRO 3 each of them is collective.
-        self.num_padding = -len(rows) % world.size
-        mine = [*rows, *rows[: self.num_padding]][world.rank :: world.size]
-        self.real = [
-            index < len(rows) for index in range(world.rank, len(rows) + self.num_padding, world.size)
+        # Every rank runs the same number of forward passes, because each is collective under ZeRO 3.
+        num_padding = -len(rows) % world.size
+        local_rows = [*rows, *rows[:num_padding]][world.rank :: world.size]
+        self.is_first_copy = [
+            index < len(rows) for index in range(world.rank, len(rows) + num_padding, world.size)
         ]
         self.batches: list[PackedBatch] = [
-            pack_row([samples[i] for i in row], sum(lengths[i] for i in row)) for row in mine
+            pack_row([samples[i] for i in row], sum(lengths[i] for i in row)) for row in local_rows
         ]
 
     @torch.no_grad()
     def run(
         self, module: TrainedModule, device: torch.device, dtype: torch.dtype
     ) -> dict[int, AcceptanceStats]:
-        """By draft length 1..max_draft_tokens, summed over all ranks. Every rank calls."""
+        """Return statistics by draft length 1..max_draft_tokens, over all ranks. Every rank calls."""
         num = self.max_draft_tokens
         totals = torch.zeros(num, 1 + num, dtype=torch.float64, device=device)
-        for batch, real in zip(self.batches, self.real, strict=True):
-            hits, counted = module.hits(batch.to(device, dtype), num)
-            if not real:
+        rows = list(zip(self.batches, self.is_first_copy, strict=True))
+        for batch, is_first_copy in tracked(rows, "validation", "rows", shown=self.shows_progress):
+            hits, supervised = module.hits(batch.to(device, dtype), num)
+            if not is_first_copy:
                 continue
             for k in range(1, num + 1):
-                stats = replay(hits, counted, k)
+                stats = replay(hits, supervised, k)
                 totals[k - 1, 0] += stats.num_drafts
                 totals[k - 1, 1 : 1 + k] += torch.tensor(stats.accepted_per_position, device=device)
         counts = sum_over_ranks(totals).long().tolist()

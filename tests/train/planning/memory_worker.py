@@ -26,7 +26,7 @@ from train.trainer.model_engine import (
     TrainedModule,
     deepspeed_config,
     ensure_process_group,
-    initialize_engine,
+    initialize_model_engine,
 )
 
 MICRO_BATCHES = 2
@@ -57,7 +57,7 @@ def build(config: DrafterConfig, num_steps: int, settings: TrainerSettings) -> A
     frozen = FrozenParts(torch.randn(config.vocab_size, width, dtype=dtype), head, ids, own)
     checkpointing = settings.activation_checkpointing
     module = TrainedModule(drafter, frozen, num_steps, 0.8, activation_checkpointing=checkpointing)
-    return initialize_engine(
+    return initialize_model_engine(
         module,
         deepspeed_config(
             zero_stage=settings.zero_stage,

@@ -33,7 +33,7 @@ def train_records(
                 "learning_rate": 1e-3 * (1 - step / num_steps),
                 "grad_norm": 0.4,
                 "tokens_per_second": 5210.0,
-                "counted_tokens": 3000 * step,
+                "supervised_positions": 3000 * step,
                 "seconds": 0.4 * step,
                 "depth": depths,
             }

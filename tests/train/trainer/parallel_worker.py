@@ -1,4 +1,4 @@
-"""Run under torchrun: a few steps at every ZeRO stage on rows that differ; rank 0 writes the losses."""
+"""Runs under torchrun: a few steps at every ZeRO stage on different rows; rank 0 writes the losses."""
 
 import json
 import sys
@@ -18,14 +18,14 @@ from train.trainer.model_engine import (
     deepspeed_config,
     ensure_process_group,
     full_state,
-    initialize_engine,
+    initialize_model_engine,
 )
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
 
 
 class MemorySource:
-    """Random samples of unequal length and unequal numbers of counted rows."""
+    """Random samples of different lengths and different numbers of supervised positions."""
 
     def __init__(self) -> None:
         config = tiny_config()
@@ -62,7 +62,7 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         world_size=world.size,
         seed=0,
     )
-    engine = initialize_engine(
+    model_engine = initialize_model_engine(
         module,
         deepspeed_config(
             zero_stage=zero_stage,
@@ -83,12 +83,12 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
     for step in range(NUM_STEPS):
         window = WindowSums(3, world.device)
         _, norm = optimizer_step(
-            engine, loader.batches(step), 1e-2, window, world, dtype, with_metrics=step % 2 == 0
+            model_engine, loader.batches(step), 1e-2, window, world, dtype, with_metrics=step % 2 == 0
         )
-        losses.append(window.record(world, 0.8)["loss"])
+        losses.append(window.metrics(world, 0.8)["loss"])
         norms.append(float(norm))
     loader.close()
-    weights = full_state(engine)
+    weights = full_state(model_engine)
     return {
         "losses": losses,
         "grad_norms": norms,

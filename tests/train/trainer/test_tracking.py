@@ -12,7 +12,7 @@ SECRET = "hf_" + "a1B2" * 8
 
 
 @pytest.fixture(autouse=True)
-def _no_wandb_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_wandb_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -51,7 +51,7 @@ def test_resume_reads_as_one_uninterrupted_run(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_start_from_zero_drops_the_former_run(tmp_path: Path) -> None:
+def test_start_from_step_zero_drops_the_earlier_run(tmp_path: Path) -> None:
     first = tracker(tmp_path, TrackingMode.disabled)
     first.log({"kind": "validation", "step": 0})
     second = tracker(tmp_path, TrackingMode.disabled)
@@ -68,7 +68,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert list(directory.iterdir()) == []
 
 
-def test_offline_wandb_run_continues_and_keeps_no_secret(
+def test_offline_wandb_run_continues_and_stores_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -116,7 +116,7 @@ def test_flatten_names_depths_and_draft_lengths() -> None:
     }
 
 
-def test_secrets_go_and_token_counts_stay() -> None:
+def test_secrets_are_removed_and_token_counts_kept() -> None:
     config = {
         "row_tokens": 2048,
         "hub": {"token": "x", "repo": "owner/name"},

@@ -31,7 +31,7 @@ from train.trainer.model_engine import (
     TrainedModule,
     deepspeed_config,
     ensure_process_group,
-    initialize_engine,
+    initialize_model_engine,
 )
 
 SHAPE = StateShape(num_aux_layers=3, hidden_size=128, dtype=torch.float32)
@@ -101,7 +101,7 @@ def build_engine() -> deepspeed.DeepSpeedEngine:
         offload_parameters=False,
     )
     module = TrainedModule(Drafter(CONFIG), frozen, TTT_STEPS, STEP_DECAY)
-    return initialize_engine(module, config, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return initialize_model_engine(module, config, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def train_round(
             logs = step % LOG_EVERY == 0
             optimizer_step(engine, batches, 1e-3, window, world, torch.float32, with_metrics=logs)
             if logs:
-                window.record(world, STEP_DECAY)
+                window.metrics(world, STEP_DECAY)
                 window = WindowSums(TTT_STEPS, world.device)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
         stats = loader.collect_stats()
