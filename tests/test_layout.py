@@ -70,6 +70,15 @@ def test_the_model_knows_no_launcher() -> None:
         assert not packages & {"hydra", "omegaconf", "deepspeed", "wandb"}, file
 
 
+def test_the_context_of_a_run_ends_at_the_stages() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [Path(name) for name in tracked.splitlines() if name.split("/")[0] in (*PACKAGES, "scripts")]
+    importers = {path for path in paths if "train.context" in (ROOT / path).read_text(errors="replace")}
+    above = {path for path in importers if path.parent == Path("train/stages")} | {Path("train/pipeline.py")}
+    assert len(above) > 1, "no stage was found"
+    assert importers <= above
+
+
 def test_a_folder_answers_one_question() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     folders: dict[Path, list[str]] = {}

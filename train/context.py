@@ -1,5 +1,6 @@
 """What the stages of a run share: the target, its tokenizer, the drafter's shape."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.capture.hf import HiddenStateCapture, check_head
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
+from data.generation.answers import AnswerGenerator
+from data.sampling import Sampling
 from data.target.architecture import check_architecture
 from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from data.target.checkpoint import Checkpoint
@@ -17,12 +20,14 @@ from data.target.modules import TargetModules, locate
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
+from data.vllm.arguments import CaptureEngine
 from eagle31.export.layouts import check_layout
 from eagle31.export.read import LoadedExport
 from eagle31.model.config import DrafterConfig
 from train.artifact import Artifact
 from train.config.drafter import DrafterShape
 from train.config.run import RunConfig, Stage
+from train.config.target import EMBEDDED, TargetEngine
 from train.distributed import World
 from train.drafter.published import (
     fetch_checkpoint,
@@ -32,8 +37,9 @@ from train.drafter.published import (
     starting_shape,
 )
 from train.drafter.shape import complete_shape
-
-EMBEDDED = "embedded"
+from train.inference.completions import transformers_generator, vllm_generator
+from train.inference.target import CapturedTarget
+from train.inference.vllm import capture_engine, completion_endpoints
 
 
 @dataclass
@@ -128,6 +134,38 @@ class RunContext:
         if ids is None:
             return default_aux_layer_ids(self.parts.num_layers)
         return check_aux_layer_ids(ids, self.parts.num_layers)
+
+    @property
+    def captured_target(self) -> CapturedTarget:
+        return CapturedTarget(self.spec, self.parts, self.aux_layer_ids)
+
+    def capture_engine(self) -> CaptureEngine:
+        """Return the vLLM engine that captures and writes everything that this run needs."""
+        config = self.config
+        regenerate = config.data.regenerate
+        written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
+        return capture_engine(
+            self.captured_target,
+            config.capture,
+            config.vllm.engine_args,
+            # A sample fits a row, and so does a held-out prompt with its completion. A regenerated sample is
+            # cut to `data.max_tokens` only after it is written.
+            max_tokens=max(config.train.row_tokens, written),
+            output_dir=self.output_dir,
+        )
+
+    def open_generator(self) -> AbstractContextManager[AnswerGenerator]:
+        """Open the engine that writes the target's completions; what it holds is free at the end."""
+        config = self.config
+        if config.target.engine is TargetEngine.hf:
+            return transformers_generator(self.spec, self.world.device, config.data.regenerate.batch_size)
+        log = self.output_dir / "vllm-answers.log"
+        endpoints = completion_endpoints(config.vllm, self.capture_engine(), log)
+        return vllm_generator(endpoints, self.captured_target.expected_states())
+
+    def sampling(self, max_new_tokens: int, temperature: float) -> Sampling:
+        """Return how a completion of this run is written."""
+        return Sampling(max_new_tokens, self.eos_token_ids, temperature, self.config.seed)
 
     @property
     def template_kwargs(self) -> dict:

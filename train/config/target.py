@@ -6,6 +6,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+EMBEDDED = "embedded"  # target.model and data.train: a small model and its text, made on this machine
+
 
 class TargetEngine(Enum):
     """What runs the target where its answers are wanted; `capture.source` says what captures its states."""

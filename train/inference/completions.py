@@ -1,57 +1,31 @@
-"""What the target's answers come from: transformers, or vLLM."""
+"""The engines that write the target's completions: transformers, or vLLM."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from data.generation.answers import AnswerGenerator, answer_prompts
+import torch
+
+from data.generation.answers import AnswerGenerator
 from data.generation.hf import TransformersGenerator
 from data.generation.vllm import VllmGenerator
-from data.sampling import Sampling
-from data.vllm.endpoint import Endpoint
-from data.vllm.engine import LocalEngine
-from train.config.target import TargetEngine
-from train.context import RunContext
-from train.inference.vllm import capture_engine, expected_states, servers
+from data.target.loading import load_target
+from data.target.spec import TargetSpec
+from data.vllm.endpoint import Endpoint, ExpectedTarget
 
 
 @contextmanager
-def answer_generator(context: RunContext) -> Iterator[AnswerGenerator]:
-    """The recipe's engine; what it holds is free at the end."""
-    config = context.config
-    if config.target.engine is TargetEngine.hf:
-        model, _ = context.load_target()
-        yield TransformersGenerator(model, config.data.regenerate.batch_size)
-        return
-    writer = VllmGenerator(_endpoints(context), expected_states(context))
+def transformers_generator(
+    spec: TargetSpec, device: torch.device, batch_size: int
+) -> Iterator[AnswerGenerator]:
+    """Load the target with transformers; its memory is free at the end."""
+    yield TransformersGenerator(load_target(spec, device), batch_size)
+
+
+@contextmanager
+def vllm_generator(endpoints: Sequence[Endpoint], expected: ExpectedTarget) -> Iterator[AnswerGenerator]:
+    """Write with vLLM; an engine that it started is stopped at the end."""
+    generator = VllmGenerator(endpoints, expected)
     try:
-        yield writer
+        yield generator
     finally:
-        writer.close()
-
-
-def target_answers(
-    context: RunContext,
-    writer: AnswerGenerator,
-    prompts: Sequence[Sequence[int]],
-    output: Path,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-) -> list[list[int]]:
-    """As `answer_prompts`, with what the run says of itself."""
-    sampling = Sampling(max_new_tokens, context.eos_token_ids, temperature, context.config.seed)
-    return answer_prompts(
-        writer,
-        prompts,
-        sampling,
-        output=output,
-        model_fingerprint=context.parts.fingerprint,
-        progress=True,
-    )
-
-
-def _endpoints(context: RunContext) -> list[Endpoint]:
-    """The recipe's servers, or an engine that captures nothing; starts nothing yet."""
-    arguments = capture_engine(context).answer_arguments()
-    return servers(context) or [LocalEngine(arguments, context.output_dir / "vllm-answers.log")]
+        generator.close()

@@ -1,5 +1,6 @@
 """The plan: what a run will take, before any weight is touched."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,14 +11,14 @@ from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from eagle31.export.layouts import check_layout
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
-from train.config.run import RunConfig, Stage
+from train.config.run import RunConfig
 from train.config.training import Precision
-from train.context import RunContext
+from train.distributed import World
 from train.drafter.shape import complete_shape
 from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
 from train.planning.misfits import Misfit, misfits
 from train.planning.target import TargetPlan, planned_config, target_plan
-from train.planning.work import WorkPlan, newest_data_facts, work_plan
+from train.planning.work import WorkPlan, work_plan
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,15 @@ class Plan:
         return values
 
 
-def make_plan(context: RunContext) -> Plan:
-    """From the recipe and the target's config; the drafter is built without memory.
+def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) -> Plan:
+    """Return the plan from the recipe and the target's config; the drafter is built without memory.
+
+    Args:
+        data_summary: what the data stage recorded; empty before it has run.
 
     Raises:
-        UserError: the recipe contradicts the target's config, or no drafter can be made of them.
+        UserError: the recipe contradicts the target's config, or no drafter can be made from them.
     """
-    config = context.config
     target_config = planned_config(config.target)
     text = target_config.get_text_config()
     ids = config.drafter.aux_layer_ids
@@ -72,19 +75,17 @@ def make_plan(context: RunContext) -> Plan:
     with torch.device("meta"):
         parameters = dict(Drafter(drafter, with_head=config.drafter.train_lm_head).named_parameters())
     num_parameters = sum(parameter.numel() for parameter in parameters.values())
-    num_gpus = config.plan.num_gpus or context.world.size
+    num_gpus = config.plan.num_gpus or world.size
     settings = trainer_settings(config, num_gpus)
     gpu_bytes = available_gpu_bytes(config)
-    device = "cuda" if gpu_bytes is not None else context.world.device.type
+    device = "cuda" if gpu_bytes is not None else world.device.type
 
     def memory_of(settings: TrainerSettings) -> TrainerMemory:
         counts = worst_counts(settings.row_tokens, config.train.ttt_steps)
         return trainer_memory(drafter, num_parameters, settings, counts, device)
 
     target = target_plan(config, target_config, num_gpus)
-    data = context.artifacts.get(Stage.data)
-    facts = data.record["facts"] if data is not None else newest_data_facts(context.output_dir)
-    work = work_plan(config, drafter, target, num_gpus, facts)
+    work = work_plan(config, drafter, target, num_gpus, data_summary)
     return Plan(
         recipe=config.recipe_name,
         target_model=config.target.model,

@@ -17,8 +17,7 @@ from data.target.loading import load_cached_config, load_config
 from data.target.spec import TargetSpec
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig
-from train.config.target import TargetConfig
-from train.context import EMBEDDED
+from train.config.target import EMBEDDED, TargetConfig
 
 _DEFAULT_BYTES = 2  # of a parameter whose dtype the config does not tell
 

@@ -48,7 +48,7 @@ class WorkPlan:
     rate: str | None  # where the hours come from
 
 
-def newest_data_facts(output_dir: Path) -> dict[str, Any]:
+def newest_data_summary(output_dir: Path) -> dict[str, Any]:
     """What the newest data stage in this directory recorded; empty when none has finished."""
     records = sorted(output_dir.glob("artifacts/data-*/stage.json"), key=lambda path: path.stat().st_mtime)
     return read_json(records[-1])["facts"] if records else {}
@@ -68,16 +68,16 @@ def work_plan(
     drafter: DrafterConfig,
     target: TargetPlan,
     num_gpus: int,
-    data_facts: Mapping[str, Any],
+    data_summary: Mapping[str, Any],
 ) -> WorkPlan:
     """Of the whole run.
 
     Args:
         num_gpus: that train.
-        data_facts: what the data stage recorded; empty before.
+        data_summary: what the data stage recorded; empty before it has run.
     """
     plan, train = config.plan, config.train
-    tokens = data_tokens(config, data_facts)
+    tokens = data_tokens(config, data_summary)
     per_step = train.rows_per_step * train.row_tokens
     epochs = train.num_epochs
     steps = train.max_steps
@@ -113,12 +113,12 @@ def work_plan(
     )
 
 
-def data_tokens(config: RunConfig, data_facts: Mapping[str, Any]) -> Tokens:
+def data_tokens(config: RunConfig, data_summary: Mapping[str, Any]) -> Tokens:
     """Measured, given, or bounded by the recipe's limits."""
     limit, longest = config.capture.max_samples, config.data.max_tokens
-    measured = data_facts.get("num_tokens")
+    measured = data_summary.get("num_tokens")
     if measured is not None:
-        num_samples = data_facts["num_samples"]
+        num_samples = data_summary["num_samples"]
         taken = num_samples if limit is None else min(limit, num_samples)
         return Tokens(measured * taken // num_samples, "measured")
     if config.plan.num_tokens is not None:

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from data.generation.answers import AnswerGenerator, answers_dataset
+from data.generation.answers import AnswerGenerator, answer_prompts, answers_dataset
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.run import Stage
 from train.context import RunContext
-from train.inference.completions import answer_generator, target_answers
 from train.stages.data import HELD_OUT, save_dataset
 
 
@@ -25,16 +24,22 @@ def answers_inputs(context: RunContext) -> dict[str, Any]:
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     """The target answers the held-out prompts greedily, once: `validation/` and `test/` (Arrow)."""
     prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
-    with answer_generator(context) as writer:
-        return {name: _answer_split(context, writer, name, prompts[name], directory) for name in HELD_OUT}
+    with context.open_generator() as generator:
+        return {name: _answer_split(context, generator, name, prompts[name], directory) for name in HELD_OUT}
 
 
 def _answer_split(
-    context: RunContext, writer: AnswerGenerator, name: str, prompts: list[dict], directory: Path
+    context: RunContext, generator: AnswerGenerator, name: str, prompts: list[dict], directory: Path
 ) -> dict[str, int]:
     token_ids = [prompt["input_ids"] for prompt in prompts]
-    output, limit = directory / f"{name}.jsonl", context.config.evaluate.max_new_tokens
-    answers = target_answers(context, writer, token_ids, output, max_new_tokens=limit, temperature=0.0)
+    answers = answer_prompts(
+        generator,
+        token_ids,
+        context.sampling(context.config.evaluate.max_new_tokens, temperature=0.0),
+        output=directory / f"{name}.jsonl",
+        model_fingerprint=context.parts.fingerprint,
+        progress=True,
+    )
     dataset = answers_dataset(token_ids, answers, [prompt["id"] for prompt in prompts])
     dataset = dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
     if not len(dataset):

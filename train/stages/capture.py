@@ -1,24 +1,45 @@
 """The capture stage: every rank runs the target over its share and meets the others through files."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset, load_from_disk
 
+from data.capture.drain import drain_to_store
+from data.capture.hf_producer import hf_producer
 from data.capture.offline import StoreSpec, capture_to_store
+from data.capture.online import OnlineStates
+from data.capture.processes import ProcessProducer
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import FORMAT
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
+from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
+from data.torchspec.states import TorchSpecStates
+from data.transport.protocol import Transport
+from data.vllm.arguments import CaptureEngine
+from data.vllm.client import capture_through_vllm
+from data.vllm.endpoint import Endpoint
+from data.vllm.producer import VllmProducer
 from train.config.capture import CaptureMode, CaptureSource
-from train.config.run import Stage
+from train.config.run import RunConfig, Stage
 from train.context import RunContext
-from train.inference.online import capture_by_torchspec, online_source
-from train.inference.vllm import capture_by_vllm
+from train.distributed import World
+from train.inference.online import (
+    online_states,
+    open_transport,
+    rank_name,
+    run_name,
+    torchspec_format,
+)
+from train.inference.torchspec import torchspec_settings
+from train.inference.vllm import capture_endpoints, vllm_producer
 from train.stages.data import HELD_OUT
 
 
@@ -79,7 +100,7 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
 def capture_by_hf(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
-    """Every rank runs the target over its share."""
+    """Have every rank run the target over a part of the samples."""
     capture, target = context.config.capture, context.open_capture()
     for store in stores:
         capture_to_store(
@@ -94,6 +115,39 @@ def capture_by_hf(
         )
 
 
+def capture_by_vllm(
+    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
+) -> None:
+    """Have rank 0 send the prompts to vLLM, which writes the stores; the other ranks wait for the end."""
+    world = context.world
+    capture_through_vllm(
+        stores,
+        context.captured_target.expected_states(),
+        vllm_endpoints(context) if world.is_main else (),
+        shard_tokens=context.config.capture.shard_tokens,
+        manifest_fields=manifest_fields,
+        rank=world.rank,
+        progress=world.is_main,
+    )
+
+
+def capture_by_torchspec(
+    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
+) -> None:
+    """Have rank 0 write what TorchSpec's engines capture; the other ranks wait for the end."""
+    world, target = context.world, context.captured_target
+    with torchspec_states(context) if world.is_main else nullcontext() as states:
+        for store in stores:
+            drain_to_store(
+                store,
+                None if states is None else torchspec_source(context, states, store.dataset),
+                replace(target.expected_states(), dtype=TORCHSPEC_DTYPE),
+                shard_tokens=context.config.capture.shard_tokens,
+                manifest_fields={**manifest_fields, "dtype": str(TORCHSPEC_DTYPE).removeprefix("torch.")},
+                progress=world.is_main,
+            )
+
+
 SOURCES = {
     CaptureSource.hf: capture_by_hf,
     CaptureSource.vllm: capture_by_vllm,
@@ -103,7 +157,7 @@ SOURCES = {
 
 @contextmanager
 def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
-    """What training reads while it runs: the verified store, or what comes online."""
+    """Open what training reads: the verified store, or states that are captured while it runs."""
     if context.config.capture.mode is CaptureMode.offline:
         yield open_source(context)
     else:
@@ -112,8 +166,83 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
 
 
 def open_source(context: RunContext) -> HiddenStateStore:
-    """The store that training reads, verified."""
+    """Return the store that training reads, verified by rank 0."""
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "train")
     if context.world.is_main:
         store.verify(progress=True)
     return store
+
+
+@contextmanager
+def online_source(context: RunContext, dataset: Dataset) -> Iterator[OnlineStates]:
+    """Run the target alongside training, with the recipe's producer and transport."""
+    capture, target = context.config.capture, context.captured_target
+    if capture.source is CaptureSource.torchspec:
+        with torchspec_states(context) as states:
+            yield torchspec_source(context, states, dataset)
+        return
+    name = rank_name(context.output_dir, context.world.rank)
+    with open_transport(capture, target, name) as (transport, state_format):
+        # The producers load the target on the devices where the capture stage had it.
+        torch.cuda.empty_cache()
+        with closing(open_producer(context, transport)) as producer:
+            yield online_states(
+                dataset, producer, transport, state_format, target, spool_gb=capture.spool_gb, name=name
+            )
+
+
+def open_producer(context: RunContext, transport: Transport) -> VllmProducer | ProcessProducer:
+    """Start the producer that runs the target and puts the requested states into the transport."""
+    capture, target = context.config.capture, context.captured_target
+    if capture.source is CaptureSource.vllm:
+        return vllm_producer(vllm_endpoints(context), transport, target, context.config.data.max_tokens)
+    return hf_producer(
+        target.spec,
+        target.aux_layer_ids,
+        context.world.device,
+        transport,
+        capture.batch_tokens,
+        capture.processes,
+    )
+
+
+def vllm_endpoints(context: RunContext) -> list[Endpoint]:
+    """Return the recipe's servers, or an engine of this rank; nothing is started yet."""
+    log = context.output_dir / f"vllm-{context.world.rank}.log"
+    return capture_endpoints(context.config.vllm, context.capture_engine(), log)
+
+
+def server_engine(config: RunConfig) -> CaptureEngine:
+    """Return the engine that a vLLM server for this run needs."""
+    return RunContext(config, World(rank=0, local_rank=0, size=1)).capture_engine()
+
+
+@contextmanager
+def torchspec_states(context: RunContext) -> Iterator[TorchSpecStates]:
+    """Open TorchSpec's engines, which rank 0 starts and the other ranks find."""
+    config, target, rank = context.config, context.captured_target, context.world.rank
+    # A held-out sample is a prompt and the target's completion of it.
+    max_tokens = config.data.max_tokens + config.evaluate.max_new_tokens
+    states = TorchSpecStates(
+        torchspec_settings(target, config.capture, max_tokens),
+        target.parts.head.norm,
+        run=run_name(context.output_dir),
+        rank=rank,
+        log=context.output_dir / f"torchspec-{rank}.log",
+    )
+    with closing(states):
+        yield states
+
+
+def torchspec_source(context: RunContext, states: TorchSpecStates, dataset: Dataset) -> OnlineStates:
+    """Return the samples of one dataset as TorchSpec's engines deliver them."""
+    target = context.captured_target
+    return online_states(
+        dataset,
+        states,
+        states,
+        torchspec_format(target),
+        target,
+        spool_gb=context.config.capture.spool_gb,
+        name=rank_name(context.output_dir, context.world.rank),
+    )

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from data.generation.answers import answer_prompts
 from data.generation.regenerate import regenerate
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.sources import (
@@ -27,7 +28,6 @@ from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.inference.completions import answer_generator, target_answers
 
 HELD_OUT = ("validation", "test")
 
@@ -183,12 +183,17 @@ def _regenerated(context: RunContext, conversations: list[Conversation], directo
     if limit is not None and limit < len(conversations):
         # What is never captured need not be written.
         conversations = random.Random(context.config.seed).sample(conversations, limit)
-    with answer_generator(context) as writer:
+    sampling = context.sampling(settings.max_new_tokens, settings.temperature)
+    with context.open_generator() as generator:
 
         def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
-            limit, temperature = settings.max_new_tokens, settings.temperature
-            return target_answers(
-                context, writer, prompts, output, max_new_tokens=limit, temperature=temperature
+            return answer_prompts(
+                generator,
+                prompts,
+                sampling,
+                output=output,
+                model_fingerprint=context.parts.fingerprint,
+                progress=True,
             )
 
         dataset = regenerate(

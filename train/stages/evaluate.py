@@ -18,7 +18,7 @@ from train.config.target import TargetEngine
 from train.context import RunContext
 from train.evaluation.decoding import decode_without_drafter, greedy_report, replay_by_length, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm
-from train.stages.drafters import build_drafter
+from train.stages.train import new_drafter
 from train.stages.vocab import load_vocab
 
 Candidate = tuple[Drafter, FrozenParts]
@@ -156,6 +156,6 @@ def exported_drafter(context: RunContext) -> Candidate:
 
 def untrained_drafter(context: RunContext) -> Candidate:
     """The drafter as it was before the first step."""
-    drafter, frozen = build_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
+    drafter, frozen = new_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
     drafter = drafter.to(device=context.world.device, dtype=frozen.embed_tokens.dtype)
     return drafter.requires_grad_(False), frozen

@@ -27,9 +27,9 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import Stage
 from train.context import RunContext
+from train.drafter.build import frozen_rows
 from train.drafter.export_checks import require_valid
 from train.reporting.model_card import write_model_card
-from train.stages.drafters import frozen_rows
 from train.stages.report import run_facts
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
@@ -57,7 +57,7 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     weights, best = CheckpointDirectory(trained / "checkpoints", 1, context.world).best_weights()
     vocab = load_vocab(context.artifacts[Stage.vocab])
     config = context.drafter_config(len(vocab.d2t))
-    embed_tokens, head_rows = frozen_rows(context, vocab)
+    embed_tokens, head_rows = frozen_rows(config, vocab, context.parts, context.initial)
     weights.setdefault("lm_head.weight", head_rows)
     dtype, layout = context.config.export.dtype.value, context.config.export.layout
     written: dict[str, Any] = {"dtype": dtype, "layout": layout}

@@ -1,22 +1,29 @@
-"""The plan stage: every run starts with it."""
+"""The plan stage, with which every run starts. Rank 0 runs it."""
 
 from eagle31.json_files import write_json
+from train.config.run import Stage
 from train.context import RunContext
-from train.planning.plan import make_plan
+from train.planning.plan import Plan, make_plan
 from train.planning.table import format_plan, work_lines
+from train.planning.work import newest_data_summary
 
 PLAN = "plan.json"
 
 
 def announce_plan(context: RunContext) -> None:
-    """Prints the plan and writes it into the output directory."""
-    plan = make_plan(context)
-    print(format_plan(plan), flush=True)
-    write_json(context.output_dir / PLAN, plan.to_json())
+    """Print the plan and write it to the output directory."""
+    print(format_plan(_write_plan(context)), flush=True)
 
 
 def announce_work(context: RunContext) -> None:
-    """The same once the data is tokenised: prints what that changes."""
-    plan = make_plan(context)
-    print("plan: " + "; ".join(f"{name} {value}" for name, value in work_lines(plan.work)), flush=True)
+    """Print and write again what is known better once the data is tokenized."""
+    lines = work_lines(_write_plan(context).work)
+    print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
+
+
+def _write_plan(context: RunContext) -> Plan:
+    data = context.artifacts.get(Stage.data)
+    summary = newest_data_summary(context.output_dir) if data is None else data.record["facts"]
+    plan = make_plan(context.config, context.world, summary)
     write_json(context.output_dir / PLAN, plan.to_json())
+    return plan

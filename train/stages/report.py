@@ -6,7 +6,8 @@ from typing import Any
 from eagle31.json_files import read_json
 from train.config.capture import CaptureMode
 from train.config.run import Stage
-from train.context import EMBEDDED, RunContext
+from train.config.target import EMBEDDED
+from train.context import RunContext
 from train.reporting.model_card import write_model_card
 from train.reporting.report import format_table, write_report
 from train.versions import git_revision, package_versions

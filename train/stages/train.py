@@ -12,11 +12,14 @@ from data.batches.loader import RowLoader
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.model.vocab import DraftVocab
 from eagle31.training.objectives import Objective
 from train.config.run import Stage
 from train.context import RunContext
+from train.drafter.build import build_drafter
 from train.stages.capture import opened_source
-from train.stages.drafters import build_drafter
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
 from train.trainer.loop import LoopSettings, train
@@ -70,7 +73,7 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
     config, world = context.config, context.world
     ensure_process_group()
     vocab = load_vocab(context.artifacts[Stage.vocab])
-    drafter, frozen = build_drafter(context, vocab)
+    drafter, frozen = new_drafter(context, vocab)
     num_parameters = sum(p.numel() for p in drafter.parameters())
     module = TrainedModule(
         drafter,
@@ -139,6 +142,20 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
         "drafter_parameters": num_parameters,
         "world_size": dist.get_world_size(),
     }
+
+
+def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:
+    """Return the drafter before its first step, and its frozen tensors on this rank's device."""
+    return build_drafter(
+        context.drafter_config(len(vocab.d2t)),
+        vocab,
+        context.parts,
+        context.initial,
+        train_lm_head=context.config.drafter.train_lm_head,
+        seed=context.config.seed,
+        device=context.world.device,
+        dtype=context.dtype,
+    )
 
 
 def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:

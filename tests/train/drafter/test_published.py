@@ -25,9 +25,9 @@ from train.config.target import TargetConfig
 from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
+from train.drafter.build import frozen_rows
 from train.drafter.published import fetch_checkpoint
-from train.stages.drafters import build_drafter, frozen_rows
-from train.stages.train import train_inputs
+from train.stages.train import new_drafter, train_inputs
 from train.stages.vocab import load_vocab, run_vocab, vocab_inputs
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def started(made: RunContext, directory: Path) -> tuple[Drafter, dict[str, torch
     made.check_drafter()
     run_vocab(made, directory)
     vocab = load_vocab(Artifact("vocab", {}, directory))
-    drafter, _ = build_drafter(made, vocab)
+    drafter, _ = new_drafter(made, vocab)
     return drafter, load_file(directory / "vocab.safetensors")
 
 
@@ -105,12 +105,13 @@ def test_a_frozen_head_is_the_checkpoints(spec: TargetSpec, checkpoint: Path, tm
     made = context(spec, checkpoint, tmp_path, train_lm_head=False)
     started(made, tmp_path / "vocab")
     vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
-    _, frozen = build_drafter(made, vocab)
+    _, frozen = new_drafter(made, vocab)
     own = load_file(checkpoint / "model.safetensors")
     assert frozen.lm_head is not None
     assert torch.equal(frozen.lm_head.weight, own["lm_head.weight"])
+    config = made.drafter_config(len(vocab.d2t))
     # What is exported at the end.
-    assert torch.equal(frozen_rows(made, vocab)[1], own["lm_head.weight"])
+    assert torch.equal(frozen_rows(config, vocab, made.parts, made.initial)[1], own["lm_head.weight"])
 
 
 def test_a_narrower_checkpoint_keeps_its_own_embedding(spec: TargetSpec, tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_narrower_checkpoint_keeps_its_own_embedding(spec: TargetSpec, tmp_pat
     edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
     made = context(spec, tmp_path / "e", tmp_path)
     started(made, tmp_path / "vocab")
-    _, frozen = build_drafter(made, load_vocab(Artifact("vocab", {}, tmp_path / "vocab")))
+    _, frozen = new_drafter(made, load_vocab(Artifact("vocab", {}, tmp_path / "vocab")))
     own = load_file(tmp_path / "e" / "model.safetensors")
     assert torch.equal(frozen.embed_tokens, own["embed_tokens.weight"])
 

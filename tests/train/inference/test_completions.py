@@ -12,7 +12,7 @@ from tests.train import small_run
 from tests.train.small_run import RECIPE
 from tests.train.torchrun import composed, run_here
 from train.config.run import check
-from train.context import RunContext
+from train.inference import completions
 
 NUM_CONVERSATIONS = 16
 
@@ -48,7 +48,7 @@ def test_vllm_writes_what_transformers_writes(
 ) -> None:
     data = two_turns(small_target, tmp_path / "data.jsonl")
     run_here(RECIPE, *arguments(small_target, data, tmp_path / "hf"))
-    monkeypatch.setattr(RunContext, "load_target", lambda _: pytest.fail("loaded through transformers"))
+    monkeypatch.setattr(completions, "load_target", lambda *_: pytest.fail("loaded through transformers"))
     run_here(RECIPE, *arguments(small_target, data, tmp_path / "vllm"), "target.engine=vllm")
     for ours, theirs in zip(results(tmp_path / "vllm"), results(tmp_path / "hf"), strict=True):
         assert ours.to_list() == theirs.to_list()

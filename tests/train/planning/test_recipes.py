@@ -12,12 +12,12 @@ from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
 from tests.train.torchrun import ROOT, composed, run_here
 from train.config.run import check
-from train.context import RunContext
 from train.distributed import World
 from train.planning.memory import USABLE_FRACTION, worst_counts
 from train.planning.plan import Plan, make_plan
 from train.planning.table import format_plan
 from train.planning.target import planned_config
+from train.planning.work import newest_data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name != "any_target"]
@@ -50,7 +50,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(recipe: str, *arguments: str) -> Plan:
     config = composed(recipe, *arguments)
     check(config)
-    return make_plan(RunContext(config, World(rank=0, local_rank=0, size=1)))
+    return make_plan(
+        config, World(rank=0, local_rank=0, size=1), newest_data_summary(Path(config.output_dir))
+    )
 
 
 @cache

@@ -1,0 +1,86 @@
+"""Building the drafter, and the frozen tensors that it needs."""
+
+import torch
+from torch import Tensor, nn
+
+from data.target.parts import TargetParts
+from eagle31.export.read import LoadedExport
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts, project_width
+from eagle31.model.vocab import DraftVocab
+from train.drafter.published import start_from
+
+
+def build_drafter(
+    config: DrafterConfig,
+    vocab: DraftVocab,
+    parts: TargetParts,
+    initial: LoadedExport | None,
+    *,
+    train_lm_head: bool,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Drafter, FrozenParts]:
+    """Return the drafter before its first step (float32, on the CPU) and its frozen tensors on `device`.
+
+    Args:
+        initial: the checkpoint whose weights training starts from; None for random ones, which depend on the
+            seed alone.
+        train_lm_head: whether the draft head is a part of the drafter, or frozen.
+        dtype: of the frozen tensors.
+    """
+    torch.manual_seed(seed)
+    drafter = Drafter(config, with_head=train_lm_head)
+    initialize(drafter)
+    if initial is not None:
+        start_from(drafter, initial.drafter)
+    embed_tokens, head_rows = frozen_rows(config, vocab, parts, initial)
+    lm_head = (
+        drafter.lm_head
+        if train_lm_head
+        else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+    )
+    with torch.no_grad():
+        lm_head.weight.copy_(head_rows)
+    lm_head.requires_grad_(train_lm_head)
+    head = parts.head
+    if dtype is torch.float32:
+        head = head.float()
+    frozen = FrozenParts(
+        embed_tokens=embed_tokens.to(device, dtype),
+        target_head=head.to(device),
+        draft_target_ids=vocab.target_ids.to(device) if config.pruned else None,
+        lm_head=None if train_lm_head else lm_head.to(device, dtype),
+    )
+    return drafter, frozen
+
+
+def frozen_rows(
+    config: DrafterConfig, vocab: DraftVocab, parts: TargetParts, initial: LoadedExport | None
+) -> tuple[Tensor, Tensor]:
+    """Return the embedding [V, H] in the target's dtype, and the draft head's first rows float32 [Vd, H].
+
+    Both are the target's, projected to the drafter's width. A checkpoint to start from brings its own head,
+    and its own embedding where the widths differ, because its weights would not fit another projection.
+    """
+    width = config.hidden_size
+    if initial is None:
+        head_rows = project_width(draft_rows(parts.head.weight, vocab).float(), width)
+        return project_width(parts.embed_tokens, width), head_rows
+    same_width = width == parts.hidden_size
+    embed_tokens = parts.embed_tokens if same_width else initial.embed_tokens
+    return embed_tokens, initial.drafter.lm_head.weight.detach()
+
+
+def draft_rows(rows: Tensor, vocab: DraftVocab) -> Tensor:
+    """Select the draft vocabulary's rows. [V, Ht] -> [Vd, Ht]."""
+    return rows[vocab.target_ids]
+
+
+def initialize(drafter: Drafter, std: float = 0.02) -> None:
+    """Draw linear weights from a normal distribution, as Llama does; norms stay one."""
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
