@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from train.parity.inputs import Inputs
-from train.parity.table import aligned
 from train.serving.engine import failure, run_worker
+from train.tables import aligned
 
 PLAIN, DRAFTER = "plain", "drafter"
 # Both engines live side by side, so that the sides can take turns.

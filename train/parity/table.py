@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from eagle31.decoding.acceptance import AcceptanceStats
 from train.parity.compare import Comparison, Difference, count_completions
 from train.parity.server import ServerComparison
+from train.tables import aligned
 
 _NUM_SHOWN = 8
 
@@ -36,17 +37,6 @@ def server_lines(comparison: ServerComparison) -> list[str]:
     if comparison.exact:
         lines += _listed("texts that differ", comparison.completions)
     return [*lines, "", _verdict(comparison.failures)]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _counts(ours: AcceptanceStats, vllm: AcceptanceStats) -> list[str]:

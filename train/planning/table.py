@@ -7,14 +7,15 @@ import torch
 from train.planning.misfits import counted, gigabytes
 from train.planning.plan import Plan
 from train.planning.work import WorkPlan
+from train.tables import aligned
 
 
 def format_plan(plan: Plan) -> str:
     """The table for stdout."""
     sections = [_drafter_lines(plan), _memory_lines(plan), _target_lines(plan), work_lines(plan.work)]
     lines = [f"plan: {plan.recipe}, {plan.target_model}"]
-    for section in sections:
-        lines += [f"  {name:<24} {value}" for name, value in section]
+    rows = [(f"  {name}", value) for section in sections for name, value in section]
+    lines += aligned(rows, text_columns=2)
     lines += [f"  note: {note}" for note in plan.notes]
     for one in plan.misfits:
         lines.append(

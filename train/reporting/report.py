@@ -19,6 +19,7 @@ from train.reporting.model_card import (
 )
 from train.reporting.plots import COLOURS, Panel, build_panels, save_png, to_svg
 from train.reporting.results import decoding_runs, identical_completions
+from train.tables import aligned
 
 # The PNG files: each shows those of its panels that there are numbers for.
 PICTURES = {
@@ -92,7 +93,7 @@ def format_table(evaluation: dict[str, Any], facts: dict[str, Any]) -> str:
     """
     lines = []
     if evaluation.get("greedy"):
-        lines += [_aligned(_decoding_rows(evaluation)).replace("×", "x"), ""]
+        lines += [line.replace("×", "x") for line in aligned(_decoding_rows(evaluation))] + [""]
         lines += [
             f"text     {identical_completions(evaluation['greedy'])}",
             f"engine   {evaluation['engine']}",
@@ -125,18 +126,6 @@ def _untrained_replay(evaluation: dict[str, Any]) -> float | None:
         return None
     rows = evaluation.get("by_draft_length") or []
     return next((row["untrained"] for row in rows if row["k"] == evaluation["k"]), None)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _save(path: Path, panels: Sequence[Panel], headline: str = "", panel_inches: float = 4.6) -> None:

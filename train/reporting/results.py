@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from train.tables import aligned
+
 
 def decoding_runs(evaluation: dict[str, Any]) -> list[tuple[str, float, dict[str, Any]]]:
     """(drafter, temperature, statistics) of every decoding run that was made."""
@@ -43,8 +45,7 @@ def format_evaluation(result: dict[str, Any]) -> str:
         )
         for _, temperature, stats in decoding_runs(result)
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [head, *rows]]
+    lines = aligned([head, *rows], text_columns=len(head))
     lines += [
         f"aux layer ids: {result['aux_layer_ids']}",
         f"prompts: {result['num_prompts']}, up to {result['max_new_tokens']} new tokens each",
@@ -52,4 +53,4 @@ def format_evaluation(result: dict[str, Any]) -> str:
         f"engine: {result['engine']}",
         *(f"note: {note}" for note in result["notes"]),
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)

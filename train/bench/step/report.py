@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 
 from train.bench.step.shapes import Shape
 from train.bench.step.timing import like_for_like
-from train.parity.table import aligned
 from train.reporting.plots import ACCENT, INK, MUTED, PALE, Panel, save_png
+from train.tables import aligned
 
 MEGABYTE = 1e6
 _CLOCKS = {"cpu": "CPU second", "wall": "second"}
