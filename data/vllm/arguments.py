@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from data.vllm.attention_backend import attention_backend
 from data.vllm.server_info import ROOM_TOKENS
 from eagle31.errors import UserError
 
@@ -93,6 +94,8 @@ class CaptureEngine:
         }
         if self.revision is not None:
             own["revision"] = self.revision
+        if "attention_config" not in self.extra:  # vLLM takes one of the two
+            own |= attention_backend(str(self.extra.get("dtype", self.dtype)))
         return own | dict(self.extra)
 
     def command_line(self) -> list[str]:

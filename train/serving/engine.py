@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.vllm.attention_backend import attention_backend
 from data.vllm.environment import environment
 from eagle31.json_files import read_json, write_json
 from train.serving.drafts import PlacedDraft, Served
@@ -52,12 +53,16 @@ class EngineSpec:
         }
         if self.revision is not None and not self.bare:
             arguments["revision"] = self.revision
+        backend = attention_backend(str(self.extra.get("dtype", self.dtype)))
+        if "attention_config" not in self.extra:  # vLLM takes one of the two
+            arguments |= backend
         if self.export is not None and not self.bare:
+            # vLLM never gives a drafter its target's backend.
             arguments["speculative_config"] = {
                 "model": str(self.export),
                 "method": "eagle3",
                 "num_speculative_tokens": self.k,
-            }
+            } | backend
         return arguments | self.extra
 
 
