@@ -1,14 +1,14 @@
-"""Run as a process: the target through transformers, for a trainer that is fed online."""
+"""The process that runs the target through transformers for online training."""
 
 from typing import Any
 
-from data.capture.worker import Capture, serve
+from data.capture.worker import TargetCapture, serve
 from eagle31.malloc import keep_freed_memory
 
 
-def open_capture(settings: dict[str, Any]) -> Capture:
-    """The target of `hf_producer`'s settings."""
-    # Imported here: it takes seconds, in which requests are read already.
+def open_capture(settings: dict[str, Any]) -> TargetCapture:
+    """Load the target that `hf_producer`'s settings describe."""
+    # Imported here: this takes seconds, in which requests are already read.
     import torch
 
     from data.capture.hf import HiddenStateCapture

@@ -13,9 +13,9 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import Tensor
 
 from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
+from data.capture.worker import TargetCapture
 from data.progress import Progress, tracked
 from data.samples import CapturedSample
 from data.store.codec import Encoding, Rows, encoded_bytes
@@ -46,10 +46,8 @@ class CapturedStates(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-class Capture(CapturedStates, Protocol):
-    """Whatever runs the target, such as `HiddenStateCapture`."""
-
-    def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]: ...
+class SizedCapture(CapturedStates, TargetCapture, Protocol):
+    """Runs the target and says how large its states are."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class StoreSpec:
 
 def capture_to_store(
     wanted: StoreSpec,
-    capture: Capture,
+    capture: SizedCapture,
     *,
     shard_tokens: int,
     batch_tokens: int,
@@ -104,7 +102,11 @@ def capture_to_store(
 
 
 def capture_samples(
-    dataset: Dataset, lengths: Sequence[int], sample_ids: Sequence[int], capture: Capture, batch_tokens: int
+    dataset: Dataset,
+    lengths: Sequence[int],
+    sample_ids: Sequence[int],
+    capture: TargetCapture,
+    batch_tokens: int,
 ) -> Iterator[tuple[int, CapturedSample]]:
     """Captures together what is of like length; longest first, so that what does not fit fails at once."""
     tokens = TokenRows(dataset)

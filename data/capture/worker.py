@@ -1,62 +1,60 @@
-"""The process that runs the target beside a trainer: JSON lines, requests on stdin and answers on stdout."""
+"""The loop of a process that runs the target for a trainer, driven by JSON lines."""
 
-import json
-import os
 import queue
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from data.processes.child import Channel, Message
 from data.transport.opening import open_transport
 from data.transport.protocol import StateRequest, Transport
 from eagle31.errors import UserError
 
 _WINDOW = 256  # requests that a batch is chosen from
-_WATCH_SECONDS = 1.0
 
 
-class Capture(Protocol):
-    """Whatever runs the target, such as `HiddenStateCapture`."""
+class TargetCapture(Protocol):
+    """Runs the target, such as `HiddenStateCapture`."""
 
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]: ...
 
 
-def serve(open_capture: Callable[[dict[str, Any]], Capture]) -> None:
-    """Answers requests until stdin or the parent, whose process id is the first argument, ends.
+def serve(open_capture: Callable[[dict[str, Any]], TargetCapture]) -> None:
+    """Answer requests until the parent ends, or no longer wants any.
 
-    The first line has `transport`, `batch_tokens` and what `open_capture` reads; every other is a request.
-    Answers are `done` or `refused` with a key, or `failed` with a `UserError` before the process ends.
+    The settings have `transport`, `batch_tokens` and what `open_capture` reads. Answers are `done` or
+    `refused` with a key. A `UserError` is reported before the process ends.
 
     Args:
-        open_capture: takes its time: requests are read meanwhile, so that the parent never waits.
+        open_capture: loads the target. It may take its time.
     """
-    answers = _private_stdout()
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, lines), daemon=True).start()
-    settings = json.loads(lines.get())
+    # The states of a parent that has ended are of no use to anyone, not even those that are half computed.
+    channel = Channel(exit_with_parent=True)
+    settings = channel.settings
     try:
         capture, transport = open_capture(settings), open_transport(settings["transport"])
+        channel.ready()
         pending: list[StateRequest] = []
         while True:
-            _receive(lines, pending)
+            _receive(channel.requests, pending)
             batch = next_batch(pending, settings["batch_tokens"])
-            for request, refusal in _answer(capture, transport, batch):
-                _tell(answers, {"done": request.key} if refusal is None else _refused(request, refusal))
+            for request, reason in _capture_batch(capture, transport, batch):
+                if reason is None:
+                    channel.answer({"done": request.key})
+                else:
+                    channel.answer({"refused": request.key, "reason": reason})
     except UserError as error:
-        _tell(answers, {"failed": [error.field, str(error.value), error.remedy]})
+        channel.fail([error.field, str(error.value), error.remedy])
         sys.exit(1)
 
 
 def next_batch(pending: list[StateRequest], batch_tokens: int) -> list[StateRequest]:
-    """Takes the oldest request and those most like it in length; with padding at most `batch_tokens` tokens.
+    """Take the oldest request and those closest to it in length, with padding at most `batch_tokens` tokens.
 
-    Never none, and never without the oldest: the trainer waits for it first.
+    The batch is never empty, and the oldest request is always in it: the trainer waits for that one first.
     """
     oldest = len(pending[0].input_ids)
     batch: list[StateRequest] = []
@@ -71,62 +69,42 @@ def next_batch(pending: list[StateRequest], batch_tokens: int) -> list[StateRequ
     return batch
 
 
-def request_to_json(request: StateRequest) -> dict[str, Any]:
-    """A line of stdin."""
+def request_to_json(request: StateRequest) -> Message:
+    """Return the message that asks a worker for a sample."""
     mask = request.loss_mask.int().tolist()
     return {"key": request.key, "input_ids": request.input_ids.tolist(), "loss_mask": mask}
 
 
-def _answer(
-    capture: Capture, transport: Transport, batch: list[StateRequest]
+def _request_from_json(content: Message) -> StateRequest:
+    ids = torch.tensor(content["input_ids"], dtype=torch.int64)
+    mask = torch.tensor(content["loss_mask"], dtype=torch.bool)
+    return StateRequest(content["key"], ids, mask)
+
+
+def _capture_batch(
+    capture: TargetCapture, transport: Transport, batch: list[StateRequest]
 ) -> list[tuple[StateRequest, str | None]]:
-    """Puts a batch's states; what memory cannot hold half by half. Each request with why it is refused."""
+    """Put the states of a batch into the transport; halve a batch that exceeds the memory.
+
+    Returns:
+        Each request, with the reason where it is refused.
+    """
     try:
         states = capture.capture([request.input_ids for request in batch])
     except torch.OutOfMemoryError as error:
         if len(batch) == 1:
             return [(batch[0], f"out of memory: {error}")]
         half = len(batch) // 2
-        return [*_answer(capture, transport, batch[:half]), *_answer(capture, transport, batch[half:])]
-    for request, (aux, last) in zip(batch, states, strict=True):
-        transport.put(request, aux, last)
+        first = _capture_batch(capture, transport, batch[:half])
+        return [*first, *_capture_batch(capture, transport, batch[half:])]
+    for request, (aux, final) in zip(batch, states, strict=True):
+        transport.put(request, aux, final)
     return [(request, None) for request in batch]
 
 
-def _receive(lines: queue.SimpleQueue[bytes], pending: list[StateRequest]) -> None:
-    """Adds what has come; waits where there is nothing to do."""
-    while not pending or not lines.empty():
-        content = json.loads(lines.get())
-        ids = torch.tensor(content["input_ids"], dtype=torch.int64)
-        mask = torch.tensor(content["loss_mask"], dtype=torch.bool)
-        pending.append(StateRequest(content["key"], ids, mask))
-
-
-def _refused(request: StateRequest, reason: str) -> dict[str, Any]:
-    return {"refused": request.key, "reason": reason}
-
-
-def _read(stream: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:
-    for line in stream:
-        lines.put(line)
-    # Whoever asked wants nothing any more: not even what is half done.
-    os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    """Another process may have inherited the other end of stdin and keep it open."""
-    while os.getppid() == parent:
-        time.sleep(_WATCH_SECONDS)
-    os._exit(0)
-
-
-def _private_stdout() -> BinaryIO:
-    """Keeps the answers apart from what libraries print, which goes to stderr."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return answers
-
-
-def _tell(answers: BinaryIO, content: dict[str, Any]) -> None:
-    answers.write(json.dumps(content).encode() + b"\n")
-    answers.flush()
+def _receive(requests: "queue.SimpleQueue[Message | None]", pending: list[StateRequest]) -> None:
+    """Add the requests that have come to `pending`; wait for one where there is nothing to do."""
+    while not pending or not requests.empty():
+        content = requests.get()
+        assert content is not None, "the process ends with its parent"
+        pending.append(_request_from_json(content))

@@ -15,7 +15,7 @@ from data.batches.loader import RowLoader
 from data.capture.hf_producer import hf_producer
 from data.capture.online import OnlineStates, StateShape
 from data.capture.processes import ProcessProducer
-from data.capture.worker import _answer, next_batch
+from data.capture.worker import _capture_batch, next_batch
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
 from eagle31.errors import UserError
@@ -67,7 +67,7 @@ def test_what_memory_cannot_hold_is_halved_and_at_last_refused(tmp_path: Path) -
 
     spool = Spool(tmp_path, ENCODING)
     batch = [_request(str(i), length) for i, length in enumerate([12, 31, 14, 13])]
-    answers = {request.key: refusal for request, refusal in _answer(SmallMemory(), spool, batch)}
+    answers = {request.key: refusal for request, refusal in _capture_batch(SmallMemory(), spool, batch)}
     assert answers == {"0": None, "1": "out of memory: 30 tokens", "2": None, "3": None}
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["0", "2", "3"]
 

@@ -1,0 +1,1 @@
+"""Child processes that are driven by JSON lines."""
