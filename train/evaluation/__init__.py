@@ -1,1 +1,1 @@
-"""Acceptance length by real decoding."""
+"""Acceptance lengths from speculative decoding, in transformers and in vLLM."""

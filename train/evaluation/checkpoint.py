@@ -1,4 +1,4 @@
-"""What `scripts/evaluate` does: any drafter's acceptance, by real speculative decoding on given prompts."""
+"""Evaluation of any drafter checkpoint by speculative decoding on given prompts, for `scripts/evaluate`."""
 
 import sys
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from train.evaluation.decoding import decode_without_drafter, greedy_report, sam
 
 @dataclass(frozen=True)
 class CheckpointEvaluation:
-    """The command line of `scripts/evaluate`."""
+    """The settings of `scripts/evaluate`."""
 
     checkpoint: str
     target: str
@@ -37,7 +37,7 @@ class CheckpointEvaluation:
     num_prompts: int = 32
     draft_tokens: int = 4
     max_new_tokens: int = 256
-    temperature: float = 0.0  # above 0, also by sampling
+    temperature: float = 0.0  # above 0: decode by sampling as well
     aux_layer_ids: list[int] | None = None
     json: Path | None = None
     split: str = "test"
@@ -59,27 +59,27 @@ class CheckpointEvaluation:
         )
 
 
-def evaluate_checkpoint(asked: CheckpointEvaluation) -> dict[str, Any]:
-    """Loads, decodes, and writes `asked.json` if it is given.
+def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
+    """Decode the prompts with and without the drafter; write the results to `settings.json` if it is set.
 
     Raises:
-        UserError: bad input; before the target is loaded.
+        UserError: the input is invalid; raised before the target is loaded.
     """
-    check(asked)
+    check(settings)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = load_target_parts(asked.spec)
-    ids = asked.aux_layer_ids and check_aux_layer_ids(asked.aux_layer_ids, parts.num_layers)
-    directory = fetch_checkpoint(asked.checkpoint, asked.revision, "checkpoint")
+    parts = load_target_parts(settings.spec)
+    ids = settings.aux_layer_ids and check_aux_layer_ids(settings.aux_layer_ids, parts.num_layers)
+    directory = fetch_checkpoint(settings.checkpoint, settings.revision, "checkpoint")
     loaded = open_published(directory, parts, ids, "checkpoint")
-    tokenizer = load_tokenizer(asked.spec, asked.chat_template)
-    prompts = read_prompts(asked, tokenizer)
+    tokenizer = load_tokenizer(settings.spec, settings.chat_template)
+    prompts = read_prompts(settings, tokenizer)
     eos = set(parts.eos_token_ids) | {tokenizer.eos_token_id} - {None}
-    model = load_target(asked.spec, device)
+    model = load_target(settings.spec, device)
     config = loaded.drafter.config
-    target = TargetDecoder(model, locate(model, asked.spec), config.aux_layer_ids)
-    # On a CPU bf16 is emulated; elsewhere the drafter drafts in the target's dtype, as it is served.
+    target = TargetDecoder(model, locate(model, settings.spec), config.aux_layer_ids)
+    # A CPU may emulate bf16; elsewhere the drafter runs in the target's dtype, as in serving.
     dtype = torch.float32 if device.type == "cpu" else model.dtype
     drafter = loaded.drafter.to(device, dtype)
     draft_ids = loaded.draft_target_ids
@@ -89,55 +89,59 @@ def evaluate_checkpoint(asked: CheckpointEvaluation) -> dict[str, Any]:
         None if draft_ids is None else draft_ids.to(device),
         lm_head=None,
     )
-    limits: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "eos_token_ids": tuple(sorted(eos))}
-    chain: dict[str, Any] = {"draft_tokens": asked.draft_tokens, **limits}
+    limits: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "eos_token_ids": tuple(sorted(eos))}
+    chain: dict[str, Any] = {"draft_tokens": settings.draft_tokens, **limits}
     plain = decode_without_drafter(target, prompts, device=device, **limits)
     result: dict[str, Any] = {
-        "checkpoint": asked.checkpoint,
-        "target": asked.target,
-        "k": asked.draft_tokens,
+        "checkpoint": settings.checkpoint,
+        "target": settings.target,
+        "k": settings.draft_tokens,
         "engine": f"eagle31 (transformers, {str(model.dtype).removeprefix('torch.')}, {device.type})",
         "num_prompts": len(prompts),
-        "max_new_tokens": asked.max_new_tokens,
+        "max_new_tokens": settings.max_new_tokens,
         "aux_layer_ids": list(config.aux_layer_ids),
         "notes": list(loaded.notes),
         "greedy": greedy_report(target, drafter, frozen, prompts, plain, **chain, label="speculative"),
     }
-    if asked.temperature > 0:
-        sampling: dict[str, Any] = {"temperature": asked.temperature, "seed": asked.seed, "device": device}
+    if settings.temperature > 0:
+        sampling: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "seed": settings.seed,
+            "device": device,
+        }
         result["sampling"] = sampling_report(target, drafter, frozen, prompts, **chain, **sampling)
-    if asked.json is not None:
-        write_json(asked.json, result)
+    if settings.json is not None:
+        write_json(settings.json, result)
     return result
 
 
-def check(asked: CheckpointEvaluation) -> None:
-    """Refuses what no measurement could use."""
+def check(settings: CheckpointEvaluation) -> None:
+    """Raise UserError for settings outside their range."""
     for name in ("num_prompts", "draft_tokens", "max_new_tokens"):
-        if getattr(asked, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}", getattr(asked, name), "Give at least 1.")
-    if asked.temperature < 0:
-        raise UserError("--temperature", asked.temperature, "Give 0 for greedy decoding alone, or more.")
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}", getattr(settings, name), "Give at least 1.")
+    if settings.temperature < 0:
+        raise UserError("--temperature", settings.temperature, "Give 0 (greedy only) or more.")
 
 
-def read_prompts(asked: CheckpointEvaluation, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids up to the last assistant turn, of conversations with different first messages."""
+def read_prompts(settings: CheckpointEvaluation, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return conversations with different first messages, as token ids up to the last assistant turn."""
     read = read_conversations(
-        asked.data,
-        split=asked.split,
-        subset=asked.subset,
-        prompt_column=asked.prompt_column,
-        response_column=asked.response_column,
+        settings.data,
+        split=settings.split,
+        subset=settings.subset,
+        prompt_column=settings.prompt_column,
+        response_column=settings.response_column,
         require_answer=False,
         field="--data",
     )
-    template_kwargs = parse_template_kwargs(asked.template_kwargs)
+    template_kwargs = parse_template_kwargs(settings.template_kwargs)
     prompts = []
-    for conversation in choose_prompts(read.conversations, asked.num_prompts, asked.seed):
+    for conversation in choose_prompts(read.conversations, settings.num_prompts, settings.seed):
         messages = list(conversation.messages)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         prompts.append(list(render_prompt(tokenizer, messages, conversation.tools, template_kwargs)))
     if not prompts:
-        raise UserError("--data", asked.data, "It holds no prompts.")
+        raise UserError("--data", settings.data, "It has no prompts.")
     return prompts

@@ -1,4 +1,4 @@
-"""Evaluation: real speculative decoding with the exported weights, on prompts kept apart."""
+"""Evaluation by speculative decoding in transformers with the exported weights, and by replay."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.step import greedy_hits
 
-NEAR_TIE = 1e-4  # between the two top logits: rounding decides below
+NEAR_TIE = 1e-4  # difference of the two top logits below which rounding decides
 
 
 def decode_all(
@@ -39,7 +39,7 @@ def decode_without_drafter(
     eos_token_ids: Sequence[int],
     device: torch.device,
 ) -> list[Decoded]:
-    """What the target alone writes greedily: the yardstick of text and time."""
+    """Return the target's greedy completions without a drafter, to compare tokens and times with."""
     return decode_all(
         prompts,
         lambda prompt: decode_plainly(
@@ -61,7 +61,7 @@ def greedy_report(
     eos_token_ids: Sequence[int],
     label: str,
 ) -> dict[str, Any]:
-    """Greedy decoding with the drafter, its text held against the target's own."""
+    """Decode greedily with the drafter and compare the completions with `plain`, the target's without it."""
     decoded = decode_all(
         prompts,
         lambda prompt: decode_speculatively(
@@ -75,7 +75,7 @@ def greedy_report(
         ),
         label,
     )
-    verdicts = [completion_verdict(ours, own) for ours, own in zip(decoded, plain, strict=True)]
+    verdicts = [completion_verdict(*pair) for pair in zip(decoded, plain, strict=True)]
     plain_seconds = sum(one.seconds for one in plain)
     report = _report(decoded, draft_tokens)
     report |= {"plain_seconds": plain_seconds, "speedup": _rate(decoded) / _rate(plain)}
@@ -95,17 +95,17 @@ def sampling_report(
     seed: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Rejection sampling, timed against the target sampling alone."""
+    """Decode by rejection sampling with the drafter, and by sampling without it for the speed-up."""
     generator = torch.Generator(device).manual_seed(seed)
     limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos_token_ids}
-    own: dict[str, Any] = {"temperature": temperature, "generator": generator}
+    sampling: dict[str, Any] = {"temperature": temperature, "generator": generator}
     plain = decode_all(
-        prompts, lambda p: decode_plainly(target, p, device=device, **limits, **own), "plain sampling"
+        prompts, lambda p: decode_plainly(target, p, device=device, **limits, **sampling), "plain sampling"
     )
     decoded = decode_all(
         prompts,
         lambda p: decode_speculatively(
-            target, drafter, frozen, p, draft_tokens=draft_tokens, **limits, **own
+            target, drafter, frozen, p, draft_tokens=draft_tokens, **limits, **sampling
         ),
         "speculative sampling",
     )
@@ -117,47 +117,49 @@ def sampling_report(
     }
 
 
-def completion_verdict(ours: Decoded, own: Decoded) -> str:
-    """The verdict on a text that the target's own margins are known of."""
-    pairs = zip(ours.token_ids, own.token_ids, strict=False)
+def completion_verdict(drafted: Decoded, plain: Decoded) -> str:
+    """Return the `verdict` on a completion; the plain one holds the target's margins."""
+    pairs = zip(drafted.token_ids, plain.token_ids, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    return verdict(ours.token_ids, own.token_ids, None if first is None else own.margins[first])
+    return verdict(drafted.token_ids, plain.token_ids, None if first is None else plain.margins[first])
 
 
-def verdict(ours: Sequence[int], own: Sequence[int], margin: float | None) -> str:
-    """identical, near_tie (they part where the target's two best logits all but tie), different.
+def verdict(drafted: Sequence[int], plain: Sequence[int], margin: float | None) -> str:
+    """Return "identical", "near_tie" or "different" for completions with and without the drafter.
+
+    At a near-tie the target's two top logits are so close that rounding decides between them.
 
     Args:
-        margin: between these two logits where the texts first part; None where one ends there.
+        margin: the difference of these logits at the first different token; None where one completion ends.
     """
-    if list(ours) == list(own):
+    if list(drafted) == list(plain):
         return "identical"
     return "near_tie" if margin is not None and margin < NEAR_TIE else "different"
 
 
 def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
-    """How many texts had which."""
+    """Return the number of completions with each verdict."""
     return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
 
 
 def replay_by_length(
     drafter: Drafter, frozen: FrozenParts, store: HiddenStateStore, draft_tokens: int, device: torch.device
 ) -> dict[int, AcceptanceStats]:
-    """Replay over a store of the target's own answers, by draft length 1..draft_tokens."""
+    """Return replay statistics over a store of the target's completions, by draft length 1..draft_tokens."""
     totals = {k: AcceptanceStats(k, 0, (0,) * k) for k in range(1, draft_tokens + 1)}
     for index in tracked(range(len(store)), "replay", "samples"):
         sample = store[index]
         batch = pack_row([sample], len(sample.input_ids)).to(device, frozen.embed_tokens.dtype)
-        hits, counted = greedy_hits(drafter, frozen, batch, draft_tokens)
+        hits, supervised = greedy_hits(drafter, frozen, batch, draft_tokens)
         for k in totals:
-            totals[k] += replay(hits, counted, k)
+            totals[k] += replay(hits, supervised, k)
     return totals
 
 
 def decoding_numbers(
     stats: AcceptanceStats, *, num_tokens: int, num_target_forwards: int, seconds: float
 ) -> dict[str, Any]:
-    """What `evaluation.json` says of every decoding run."""
+    """Return the entries of `evaluation.json` that every decoding run has."""
     return stats.to_json() | {
         "num_tokens": num_tokens,
         "num_target_forwards": num_target_forwards,
@@ -176,5 +178,5 @@ def _report(decoded: Sequence[Decoded], draft_tokens: int) -> dict[str, Any]:
 
 
 def _rate(decoded: Sequence[Decoded]) -> float:
-    """Tokens per second."""
+    """Return tokens per second."""
     return sum(len(one.token_ids) for one in decoded) / sum(one.seconds for one in decoded)

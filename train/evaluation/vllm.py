@@ -1,4 +1,4 @@
-"""Evaluation in vLLM: the export as its drafter, held against the target alone."""
+"""Evaluation in vLLM: decoding with the export as drafter and without a drafter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from train.serving.engine import (
     run_jobs,
 )
 
-NUM_AT_A_TIME = 8  # prompts that an engine decodes together
-_DRAFTER, _ALONE = "the export as drafter", "the target alone"
+NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
+_DRAFTER, _PLAIN = "the export as drafter", "the target without a drafter"
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,11 @@ def decode_in_vllm(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -
     log = settings.log
     print(f"evaluate: vLLM decodes {len(prompts)} prompts, log: {log}", flush=True)
     jobs = evaluation_jobs(settings, prompts)
-    drafted, alone = [require(result, log) for result in run_jobs(jobs, find_python(), log)]
+    drafted, plain = [require(result, log) for result in run_jobs(jobs, find_python(), log)]
     greedy, *sampled = [
-        pass_numbers(ours, own, settings.draft_tokens)
-        for ours, own in zip(drafted.passes, alone.passes, strict=True)
+        pass_numbers(*pair, settings.draft_tokens) for pair in zip(drafted.passes, plain.passes, strict=True)
     ]
-    greedy |= count_verdicts(completion_verdicts(drafted, alone))
+    greedy |= count_verdicts(completion_verdicts(drafted, plain))
     return {
         "engine": engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
         "num_prompts": len(prompts),
@@ -114,7 +113,7 @@ def evaluation_jobs(
     }
     return (
         DecodeJob(_DRAFTER, engine_spec(settings, prompts, drafter=True), record_drafts=True, **shared),
-        DecodeJob(_ALONE, engine_spec(settings, prompts, drafter=False), margins_against=_DRAFTER, **shared),
+        DecodeJob(_PLAIN, engine_spec(settings, prompts, drafter=False), margins_against=_DRAFTER, **shared),
     )
 
 
@@ -133,36 +132,36 @@ def engine_spec(settings: VllmEvaluation, prompts: Sequence[Sequence[int]], *, d
         max_num_seqs=NUM_AT_A_TIME,
         enforce_eager=settings.on_cpu,
         seed=settings.seed,
-        # Drafts are recorded without async scheduling: the target alone is timed without it too.
+        # Drafts are recorded without async scheduling, so the plain target is timed without it too.
         extra=dict(settings.engine_args) | {"async_scheduling": False},
     )
 
 
 def engine_name(engine: EngineSpec, version: str, device: str) -> str:
-    """As it stands beside every number."""
+    """Return the engine as it is named next to its numbers."""
     arguments = engine.arguments()
     return f"vLLM {version}, {arguments['dtype']}, {device}, {arguments['max_num_seqs']} at a time"
 
 
-def pass_numbers(drafted: DecodedPass, alone: DecodedPass, draft_tokens: int) -> dict[str, Any]:
-    """Acceptance and speed of one pass.
+def pass_numbers(drafted: DecodedPass, plain: DecodedPass, draft_tokens: int) -> dict[str, Any]:
+    """Return acceptance and speed of one pass.
 
     Raises:
-        EngineFailure: the recorded drafts are not those that vLLM counts.
+        EngineFailure: the number of recorded drafts is not the number that vLLM counts.
     """
     served = drafted.served
     accepted = [draft.num_accepted for drafts in served.drafts_within_completions for draft in drafts]
     if len(accepted) != drafted.counters.num_drafts:
-        counted = drafted.counters.num_drafts
-        raise EngineFailure(f"{len(accepted)} drafts were recorded and vLLM counts {counted}.")
+        num_drafts = drafted.counters.num_drafts
+        raise EngineFailure(f"{len(accepted)} drafts were recorded and vLLM counts {num_drafts}.")
     numbers = decoding_numbers(
         AcceptanceStats.from_lengths(draft_tokens, accepted),
         num_tokens=num_tokens(served),
         num_target_forwards=num_target_forwards(served),
         seconds=drafted.seconds,
     )
-    speedup = (num_tokens(served) / drafted.seconds) / (num_tokens(alone.served) / alone.seconds)
-    return numbers | {"plain_seconds": alone.seconds, "speedup": speedup}
+    speedup = (num_tokens(served) / drafted.seconds) / (num_tokens(plain.served) / plain.seconds)
+    return numbers | {"plain_seconds": plain.seconds, "speedup": speedup}
 
 
 def num_tokens(served: Served) -> int:
@@ -170,9 +169,9 @@ def num_tokens(served: Served) -> int:
 
 
 def num_target_forwards(served: Served) -> int:
-    """The prompt's, one for each draft, and one for each token that no draft led to.
+    """Return the number of target forward passes: one for each draft and for each token without a draft.
 
-    One that several prompts share counts for each of them, as if they were decoded one by one.
+    A forward pass that several prompts share counts for each of them, as if they were decoded one by one.
     """
     total = 0
     for completion, drafts in zip(served.completions, served.drafts, strict=True):
@@ -181,7 +180,7 @@ def num_target_forwards(served: Served) -> int:
     return total
 
 
-def completion_verdicts(drafted: JobResult, alone: JobResult) -> list[str]:
-    """Each greedy text against the target's own."""
-    ours, own = (result.passes[0].served.completions for result in (drafted, alone))
-    return [verdict(*pair) for pair in zip(ours, own, alone.margins, strict=True)]
+def completion_verdicts(drafted: JobResult, plain: JobResult) -> list[str]:
+    """Return the `verdict` on each greedy completion."""
+    completions = [result.passes[0].served.completions for result in (drafted, plain)]
+    return [verdict(*one) for one in zip(*completions, plain.margins, strict=True)]
