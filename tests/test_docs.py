@@ -1,0 +1,119 @@
+"""The pages have no broken link, and their commands name scripts, recipes and keys that exist."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_layout import PACKAGES, ROOT, imported_modules, python_files, room_of
+from train.config.overrides import FREE_FORM, schema_keys
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def build_site(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    command += ["--config-file", str(config), "--site-dir", str(site)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    done = build_site(tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    pages = sorted((tmp_path / "site").rglob("index.html"))
+    assert len(pages) == len(PAGES) - 2  # all but README and CONTRIBUTING
+    for page in pages:
+        loaded = re.findall(
+            r'(?:<script[^>]*src|<img[^>]*src|<link[^>]*href)="(https?:[^"]*)"', page.read_text()
+        )
+        assert not loaded, page
+
+
+@pytest.mark.parametrize(
+    "link", ["[a](nowhere.md)", "[a](data.md#nowhere)", "[a](/data.md)", "[a](../README.md)"]
+)
+def test_a_broken_link_fails_the_build(tmp_path: Path, link: str) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    with (tmp_path / "docs" / "data.md").open("a") as page:
+        page.write(f"\n{link}\n")
+    assert build_site(tmp_path / "site", tmp_path / "mkdocs.yml").returncode != 0
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_outside_the_site_name_files(page: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    local = [link for link in links if not link.startswith("http")]
+    assert local or page == "CONTRIBUTING.md"
+    for link in local:
+        assert (ROOT / link).is_file(), link
+
+
+def code(page: Path) -> str:
+    """Return the code of a page: indented and fenced blocks, and inline code."""
+    text = page.read_text()
+    blocks = re.findall(r"(?m)^(?: {4}|\t)\S.*$", text) + re.findall(r"(?s)^```.*?^```", text)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", text)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_what_exists(page: Path) -> None:
+    text = code(page)
+    for name in re.findall(r"(?<![\w/])(scripts/[\w/]+\w)", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"(?<![\w/])((?:train|data|eagle31|tests)/[\w/]+\.py)", text):
+        assert (ROOT / name).is_file(), name
+    for name in re.findall(r"\brecipe=([a-z]\w+)", text):
+        assert (ROOT / "recipes" / "recipe" / f"{name}.yaml").is_file(), name
+    for group, name in re.findall(r"(?<![\w.-])([a-z]+)=([a-z]\w+)", text):
+        if (ROOT / "recipes" / group).is_dir() and group != "recipe":
+            assert (ROOT / "recipes" / group / f"{name}.yaml").is_file(), f"{group}={name}"
+    known = schema_keys()
+    for key in re.findall(r"(?<![\w.-])([a-z]\w*(?:\.\w+)+)=", text):
+        free = any(key.startswith(f"{name}.") for name in FREE_FORM)
+        assert free or key in known, key
+
+
+def drawn_levels(package: str) -> dict[str, int]:
+    """Return the line of each folder in the diagram of docs/architecture.md, 0 for the lowest."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    block = re.search(rf"(?m)^    {package}\n((?:        .+\n)+)", page)
+    assert block is not None, package
+    lines = reversed(block[1].splitlines())
+    return {f"{package}/{name}": level for level, line in enumerate(lines) for name in line.split()}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_diagram_shows_which_folder_imports_which(package: str) -> None:
+    levels = drawn_levels(package)
+    assert levels
+    for file in python_files(package):
+        room = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        assert room is not None
+        for module in imported_modules(file):
+            imported = room_of(module) if module.split(".")[0] == package else None
+            if imported in (None, room):
+                continue
+            assert level(levels, imported) < level(levels, room), f"{file} imports {module}"
+
+
+def level(levels: dict[str, int], room: str) -> int:
+    """Return the line of a folder, or of the nearest folder above it that is drawn."""
+    while room not in levels:
+        assert "/" in room, "the diagram lacks a folder"
+        room = room.rpartition("/")[0]
+    return levels[room]
