@@ -1,1 +1,1 @@
-"""Answers that the target writes: through transformers or vLLM, kept in a file."""
+"""Generating answers with the target, in transformers or vLLM, into a file that a later run resumes."""

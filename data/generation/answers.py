@@ -1,4 +1,4 @@
-"""The target's answers in a file: what is there is kept, what is missing is written, in whatever order."""
+"""A file of the target's answers: existing answers are kept, missing ones are generated in any order."""
 
 import hashlib
 import json
@@ -19,8 +19,6 @@ from data.text.sources import first_reasons
 from eagle31.errors import UserError
 
 _FORMAT = 2
-
-
 _FEATURES = Features(
     {
         "id": Value("string"),
@@ -32,31 +30,31 @@ _FEATURES = Features(
 
 
 class AnswerGenerator(Protocol):
-    """Runs the target."""
+    """An engine that generates the target's answers."""
 
-    engine: str  # of the header
+    engine: str  # its name in the file's header
 
-    def write(
+    def generate(
         self,
         prompts: Prompts,
-        missing: Sequence[int],
+        indices: Sequence[int],
         sampling: Sampling,
-        done: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
-        """Answers the prompts of these indices.
+        """Answer the prompts with the given indices.
 
         Args:
-            prompts: all of them, whichever are missing.
-            done: takes finished answers by index, as early as can be.
+            prompts: all prompts, also those that need no answer.
+            on_answers: called with finished answers by index, as early as possible.
 
         Returns:
-            Why some have no answer, by index.
+            The reasons why prompts were refused, by index.
         """
         ...
 
 
 def answer_prompts(
-    writer: AnswerGenerator,
+    generator: AnswerGenerator,
     prompts: Prompts,
     sampling: Sampling,
     *,
@@ -64,19 +62,19 @@ def answer_prompts(
     model_fingerprint: str,
     progress: bool = False,
 ) -> list[list[int]]:
-    """The answer to each prompt, up to and with the first stop token; empty where the writer has none.
+    """Return the answer to each prompt, up to and including the first stop token; empty if it was refused.
 
-    Answers already in `output` are kept, and new ones appended as they are finished, so that a run that was
-    stopped goes on, with the answers that it would have given.
+    Answers in `output` are kept, and new ones are appended when they are finished, so that an interrupted run
+    resumes and ends with the answers that it would have given without the interruption.
 
     Args:
-        output: JSONL, a header and one line for each answer.
-        model_fingerprint: kept in the header.
+        output: a JSONL file of a header and one line for each answer.
+        model_fingerprint: written into the header.
 
     Raises:
-        UserError: `output` was made with other settings or other prompts, or is not such a file.
+        UserError: `output` was made with other settings or for other prompts, or is not a file of answers.
     """
-    header = {"format": _FORMAT, "engine": writer.engine, "model": model_fingerprint, **asdict(sampling)}
+    header = {"format": _FORMAT, "engine": generator.engine, "model": model_fingerprint, **asdict(sampling)}
     header["stop_token_ids"] = sorted(sampling.stop_token_ids)
     answers = _read(output, header, prompts)
     missing = [i for i in range(len(prompts)) if i not in answers]
@@ -85,23 +83,22 @@ def answer_prompts(
         if stream.tell() == 0:
             _append(stream, [header])
 
-        def done(written: Mapping[int, list[int]]) -> None:
-            lines = [{"index": i, "prompt": _hash(prompts[i]), "ids": ids} for i, ids in written.items()]
+        def on_answers(finished: Mapping[int, list[int]]) -> None:
+            lines = [{"index": i, "prompt": _hash(prompts[i]), "ids": ids} for i, ids in finished.items()]
             _append(stream, lines)
-            answers.update(written)
-            bar.update(len(written))
+            answers.update(finished)
+            bar.update(len(finished))
 
-        refused = writer.write(prompts, missing, sampling, done) if missing else {}
+        refused = generator.generate(prompts, missing, sampling, on_answers) if missing else {}
     if refused:
         reasons = first_reasons([(f"prompt {i}", why) for i, why in sorted(refused.items())])
-        print(
-            f"generate: {len(refused):,} of {len(prompts):,} prompts are refused:{reasons}", file=sys.stderr
-        )
+        counts = f"{len(refused):,} of {len(prompts):,} prompts were refused"
+        print(f"generate: {counts}:{reasons}", file=sys.stderr)
     return [answers.get(i, []) for i in range(len(prompts))]
 
 
 def answers_dataset(prompts: Prompts, answers: Prompts, ids: Sequence[str]) -> Dataset:
-    """Prompts followed by answers, in the columns of tokenised data; the mask covers the answers."""
+    """Join prompts and answers into the columns of tokenized data; the loss mask covers the answers."""
     pairs = list(zip(prompts, answers, strict=True))
     columns = {
         "id": list(ids),
@@ -117,26 +114,28 @@ def _hash(ids: Sequence[int]) -> str:
 
 
 def _read(output: Path, header: dict[str, Any], prompts: Prompts) -> dict[int, list[int]]:
-    """The answers in the file by prompt index; a last line that was cut off by a kill is removed from it."""
+    """Read the answers by prompt index, and remove a last line that a killed run left incomplete."""
     if not output.exists():
         return {}
     content = output.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(output, len(whole))
-    lines = [_parse(output, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
+    complete = content[: content.rfind(b"\n") + 1]
+    if len(complete) < len(content):
+        os.truncate(output, len(complete))
+    lines = [_parse(output, number, line) for number, line in enumerate(complete.splitlines(), start=1)]
     if not lines:
         return {}
     found = lines[0]
     changed = sorted(name for name in found.keys() | header.keys() if found.get(name) != header.get(name))
     if changed:
-        remedy = f"Was written with another {', '.join(changed)}; delete it or choose another file."
+        remedy = f"It was written with another {', '.join(changed)}; delete it or choose another file."
         raise UserError("output", output, remedy)
     answers = {}
     for number, line in enumerate(lines[1:], start=2):
         index = line["index"]
         if index >= len(prompts) or line["prompt"] != _hash(prompts[index]):
-            remedy = "Answers another prompt than the data has; delete the file or choose another."
+            remedy = (
+                "This answer is for a prompt that the data does not have; delete the file or choose another."
+            )
             raise UserError(f"{output}:{number}", f"prompt {index}", remedy)
         answers[index] = line["ids"]
     return answers
@@ -146,7 +145,7 @@ def _parse(output: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         return json.loads(line)
     except ValueError as error:
-        remedy = "Is no JSON; delete the file and run again."
+        remedy = "The line is not JSON; delete the file and run again."
         raise UserError(f"{output}:{number}", line[:40], remedy) from error
 
 

@@ -1,4 +1,4 @@
-"""The target's answers through transformers, in batches."""
+"""Generating answers with transformers, in batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,10 @@ from data.sampling import Prompts, Sampling
 
 
 class TransformersGenerator:
-    """An `AnswerGenerator`; what is drawn for a prompt depends on the others of its batch."""
+    """An `AnswerGenerator` that runs the model in this process.
+
+    A sampled answer depends on the other prompts of its batch.
+    """
 
     engine = "hf"
 
@@ -20,32 +23,33 @@ class TransformersGenerator:
         self._model = model
         self._batch_size = batch_size
 
-    def write(
+    def generate(
         self,
         prompts: Prompts,
-        missing: Sequence[int],
+        indices: Sequence[int],
         sampling: Sampling,
-        done: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
-        config, unfinished = _generation_config(sampling), set(missing)
+        """Answer the prompts with the given indices; see `AnswerGenerator.generate`."""
+        config, unfinished = _generation_config(sampling), set(indices)
         for batch in _batches_by_length(prompts, self._batch_size):
             if unfinished.isdisjoint(batch):
                 continue
-            # The whole batch again, for the others beside it.
+            # Finished prompts of the batch are generated again, because the others' answers depend on them.
             seed = (sampling.seed, batch[0])
-            written = _generate(self._model, [prompts[i] for i in batch], config, seed)
-            done({i: ids for i, ids in zip(batch, written, strict=True) if i in unfinished})
+            answers = _generate_batch(self._model, [prompts[i] for i in batch], config, seed)
+            on_answers({i: ids for i, ids in zip(batch, answers, strict=True) if i in unfinished})
         return {}
 
 
-def _generate(
+def _generate_batch(
     model: PreTrainedModel, prompts: Prompts, config: GenerationConfig, seed: Sequence[int]
 ) -> list[list[int]]:
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    generate: Any = model.generate  # typed as a tensor, like any attribute of a module
-    with _only(model, config), _seeded(seed, model.device):
+    generate: Any = model.generate  # its declared type is that of any module attribute, a tensor
+    with _generation_defaults(model, config), _seeded(seed, model.device):
         output = generate(
             input_ids.to(model.device),
             attention_mask=attention_mask.to(model.device),
@@ -55,36 +59,36 @@ def _generate(
 
 
 def _generation_config(sampling: Sampling) -> GenerationConfig:
-    # transformers takes top_k=50 where nothing is said.
-    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
-    ends = list(sampling.stop_token_ids)
+    # The default of transformers is top_k=50.
+    sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+    stop_token_ids = list(sampling.stop_token_ids)
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-        **(drawn if sampling.temperature else {}),
+        eos_token_id=stop_token_ids or None,
+        pad_token_id=stop_token_ids[0] if stop_token_ids else 0,
+        **(sampled if sampling.temperature else {}),
     )
 
 
 def _cut(tokens: list[int], stop_token_ids: Sequence[int]) -> list[int]:
-    """Up to and with the first stop token."""
+    """Return the tokens up to and including the first stop token."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
     return tokens[:end]
 
 
 @contextmanager
-def _only(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Without this, `generate` fills what `config` leaves open from the model's generation_config.json."""
-    own, model.generation_config = model.generation_config, config
+def _generation_defaults(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Replace the model's generation config, from which `generate` takes all values that are not set."""
+    previous, model.generation_config = model.generation_config, config
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = previous
 
 
 @contextmanager
 def _seeded(seed: Sequence[int], device: torch.device) -> Iterator[None]:
-    """`generate` draws from the global generator; it is put back afterwards."""
+    """Seed the global random generator, from which `generate` draws, and restore it afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
@@ -92,7 +96,7 @@ def _seeded(seed: Sequence[int], device: torch.device) -> Iterator[None]:
 
 
 def _batches_by_length(prompts: Prompts, batch_size: int) -> Iterator[list[int]]:
-    """Longest first, so that what does not fit into memory fails at once."""
+    """Yield batches of indices, longest prompts first: a batch that does not fit in memory fails early."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

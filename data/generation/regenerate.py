@@ -1,4 +1,4 @@
-"""Training data on the target's own terms: the assistant turns written by the target."""
+"""On-policy training data: the target answers the conversations again, turn by turn."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,22 +24,23 @@ def regenerate(
     directory: Path,
     on_refused: Callable[[list[tuple[str, str]]], None],
 ) -> Dataset:
-    """Replaces the assistant turns one after the other, each behind the target's own earlier ones.
+    """Replace the assistant turns one by one; each prompt contains the target's earlier completions.
 
     Args:
-        answer: prompts and a file to resume from -> token ids of each answer; where there are none, the
-            conversation is left out from there on.
-        max_tokens: of prompt and answer together; prompts without room for two tokens are left out, longer
-            answers are cut.
-        directory: holds the answers of each turn, `turn-000.jsonl`.
-        on_refused: is called once with (id, why) of the conversations that the template does not take; from
-            there on they are left out.
+        answer: maps prompts, and a file to resume from, to the token ids of each answer; a conversation ends
+            at an empty answer.
+        max_tokens: the limit for prompt and answer together; prompts without room for two tokens are left
+            out, and longer answers are cut.
+        directory: where each turn's answers are written, as `turn-000.jsonl` and so on.
+        on_refused: called once with (id, reason) of the conversations that the template refuses; they end
+            before the refused turn.
 
     Raises:
         UserError: the template refuses too many conversations.
 
     Returns:
-        One sample per assistant turn, in the columns of tokenised data; token ids are the target's own.
+        One sample per assistant turn, in the columns of tokenized data; the token ids are those that the
+        target generated.
     """
     histories: list[list[dict]] = [[] for _ in conversations]
     position = [0] * len(conversations)
@@ -71,8 +72,8 @@ def regenerate(
         names = [f"{conversations[owner].id}/{turn}" for owner in owners]
         parts.append(answers_dataset(prompts, kept, names))
         for owner, ids in zip(owners, answers, strict=True):
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            histories[owner].append({"role": "assistant", "content": text})
+            completion = tokenizer.decode(ids, skip_special_tokens=True)
+            histories[owner].append({"role": "assistant", "content": completion})
             position[owner] = position[owner] + 1 if ids else len(conversations[owner].messages)
         turn += 1
     if refusals:
@@ -83,7 +84,7 @@ def regenerate(
 def _take_until_assistant(
     conversation: Conversation, position: list[int], index: int, history: list[dict]
 ) -> bool:
-    """Moves messages into the history up to the next assistant turn; false when there is none."""
+    """Move messages into the history up to the next assistant turn; return false if there is none."""
     messages = conversation.messages
     while position[index] < len(messages):
         message = messages[position[index]]

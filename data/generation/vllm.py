@@ -1,4 +1,4 @@
-"""The target's answers by vLLM: any number of servers, or an engine of the run's own."""
+"""Generating answers with vLLM: on any number of servers, or in a local engine."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,17 @@ from data.vllm.endpoint import Endpoint, ExpectedTarget, check_target
 from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
-_WRITE_SECONDS = 0.5  # between two appends: what a kill can cost
+_HAND_OVER_SECONDS = 0.5  # a killed run loses the answers of at most this time
 
 
 class VllmGenerator:
-    """An `AnswerGenerator`; every answer has a seed of its own, so that it depends on no other.
+    """An `AnswerGenerator` that sends prompts to vLLM; each has its own seed and depends on no other.
 
-    What is under way when an endpoint goes away is sent again, what was answered is kept.
+    Prompts that are lost with an endpoint are sent again; finished answers are kept.
 
     Args:
-        endpoints: used by this object alone, which closes them.
-        patience_seconds: how long all endpoints may be away at once.
+        endpoints: owned by this object, which closes them.
+        patience_seconds: how long all endpoints may be unavailable at the same time.
     """
 
     engine = "vllm"
@@ -30,51 +30,55 @@ class VllmGenerator:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        wanted: ExpectedTarget,
+        expected: ExpectedTarget,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self._endpoints = endpoints
-        self._wanted = wanted
+        self._expected = expected
         self._patience_seconds = patience_seconds
-        self._loop = asyncio.new_event_loop()  # endpoints live on from one call to the next
+        self._loop = asyncio.new_event_loop()  # the endpoints outlive a call
 
-    def write(
+    def generate(
         self,
         prompts: Prompts,
-        missing: Sequence[int],
+        indices: Sequence[int],
         sampling: Sampling,
-        done: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
-        """Raises UserError for a server of another target, or when none has been there for too long."""
-        writing = self._loop.create_task(self._write(prompts, missing, sampling, done))
+        """Answer the prompts with the given indices; see `AnswerGenerator.generate`.
+
+        Raises:
+            UserError: a server runs another target, or none was available for too long.
+        """
+        task = self._loop.create_task(self._generate(prompts, indices, sampling, on_answers))
         try:
-            return self._loop.run_until_complete(writing)
+            return self._loop.run_until_complete(task)
         finally:
-            writing.cancel()  # after an interrupt: it must not start an engine again while `close` ends it
+            task.cancel()  # after an interrupt, the task must not restart an engine that `close` stops
 
     def close(self) -> None:
-        """Ends an engine of the run's own."""
+        """Stop a local engine and release the endpoints."""
         for endpoint in self._endpoints:
             self._loop.run_until_complete(endpoint.close())
         self._loop.close()
 
-    async def _write(
+    async def _generate(
         self,
         prompts: Prompts,
-        missing: Sequence[int],
+        indices: Sequence[int],
         sampling: Sampling,
-        done: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
-        # Longest first: what does not fit fails at once.
-        order = sorted(missing, key=lambda i: -len(prompts[i]))
+        # The longest prompts first: one that does not fit is refused early.
+        order = sorted(indices, key=lambda i: -len(prompts[i]))
         longest = len(prompts[order[0]]) + sampling.max_new_tokens
         finished: dict[int, list[int]] = {}
         refused: dict[int, str] = {}
 
-        def check(endpoint: Endpoint, facts: ServerInfo) -> None:
-            check_target(endpoint, facts, self._wanted, longest)
+        def check(endpoint: Endpoint, info: ServerInfo) -> None:
+            check_target(endpoint, info, self._expected, longest)
             if sampling.temperature:
-                _check_sampling(endpoint, facts)
+                _check_sampling(endpoint, info)
 
         dispatcher = Dispatcher(
             self._endpoints,
@@ -84,16 +88,16 @@ class VllmGenerator:
             patience_seconds=self._patience_seconds,
         )
         for place, index in enumerate(order):
-            own = replace(sampling, seed=_seed(sampling.seed, index))
-            dispatcher.add(Prompt(place, str(index), list(prompts[index]), own))
+            seeded = replace(sampling, seed=_seed(sampling.seed, index))
+            dispatcher.add(Prompt(place, str(index), list(prompts[index]), seeded))
         running = asyncio.create_task(dispatcher.run())
-        num_written = 0
+        num_finished = 0
         try:
-            while num_written + len(refused) < len(order) and not running.done():
-                await asyncio.wait([running], timeout=_WRITE_SECONDS)
-                num_written += _hand_over(finished, done)
+            while num_finished + len(refused) < len(order) and not running.done():
+                await asyncio.wait([running], timeout=_HAND_OVER_SECONDS)
+                num_finished += _hand_over(finished, on_answers)
         finally:
-            _hand_over(finished, done)
+            _hand_over(finished, on_answers)
             running.cancel()
             await asyncio.wait([running])
         if not running.cancelled():
@@ -101,25 +105,28 @@ class VllmGenerator:
         return refused
 
 
-def _hand_over(finished: dict[int, list[int]], done: Callable[[Mapping[int, list[int]]], None]) -> int:
-    """How many there were."""
-    written = dict(finished)
+def _hand_over(finished: dict[int, list[int]], on_answers: Callable[[Mapping[int, list[int]]], None]) -> int:
+    """Pass the finished answers on, and return how many there were."""
+    answers = dict(finished)
     finished.clear()
-    if written:
-        done(written)
-    return len(written)
+    if answers:
+        on_answers(answers)
+    return len(answers)
 
 
-def _check_sampling(endpoint: Endpoint, facts: ServerInfo) -> None:
-    """Capture is a kind of speculative decoding, whose temperatures vLLM 0.32 does not read on the CPU."""
-    if facts.device == "cpu" and facts.aux_layer_ids:
+def _check_sampling(endpoint: Endpoint, info: ServerInfo) -> None:
+    """Refuse sampling on a capturing CPU server.
+
+    Capture is a kind of speculative decoding, and vLLM 0.32 ignores its temperatures on the CPU.
+    """
+    if info.device == "cpu" and info.aux_layer_ids:
         remedy = (
-            "Captures on a CPU, where vLLM samples wrongly beside that; set data.regenerate.temperature=0, "
-            "or name no servers."
+            "It captures hidden states on a CPU, where vLLM then ignores the temperature; set "
+            "data.regenerate.temperature=0, or name no servers."
         )
         raise UserError("vllm.servers", endpoint.name, remedy)
 
 
 def _seed(seed: int, index: int) -> int:
-    """Of one answer."""
+    """Return the seed of one answer."""
     return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])

@@ -33,7 +33,7 @@ def from_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     """Build a config from these keys of a config.json; the others have transformers' defaults.
 
     Raises:
-        UserError: transformers does not know the model type or rejects a value.
+        UserError: transformers does not know the model type or refuses a value.
     """
     keys = dict(architecture)
     model_type = keys.pop("model_type", None)

@@ -1,4 +1,4 @@
-"""The file of answers, whoever writes them."""
+"""The file of answers with any generator."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,36 +16,41 @@ SAMPLING = Sampling(max_new_tokens=9, stop_token_ids=(3, 2), temperature=0.5, se
 
 
 class Echo:
-    """Answers a prompt with itself, the last prompt first; refuses some; may end after a few."""
+    """A generator that answers each prompt with itself, the last prompt first.
+
+    Args:
+        refused: indices of prompts that get no answer.
+        num_answers: is interrupted after so many answers.
+    """
 
     def __init__(self, engine: str = "echo", refused: Sequence[int] = (), num_answers: int = 99) -> None:
         self.engine, self.refused, self.num_answers = engine, refused, num_answers
-        self.asked: list[int] = []
+        self.answered: list[int] = []
 
-    def write(
+    def generate(
         self,
         prompts: Prompts,
-        missing: Sequence[int],
+        indices: Sequence[int],
         sampling: Sampling,
-        done: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
-        for i in reversed(missing):
-            if len(self.asked) == self.num_answers:
+        for i in reversed(indices):
+            if len(self.answered) == self.num_answers:
                 raise InterruptedError
-            self.asked.append(i)
+            self.answered.append(i)
             if i not in self.refused:
-                done({i: list(prompts[i])})
+                on_answers({i: list(prompts[i])})
         return dict.fromkeys(self.refused, "too long")
 
 
 def answers(
     output: Path,
-    writer: Echo | None = None,
+    generator: Echo | None = None,
     prompts: Prompts = PROMPTS,
     sampling: Sampling = SAMPLING,
     model: str = "f",
 ) -> list[list[int]]:
-    return answer_prompts(writer or Echo(), prompts, sampling, output=output, model_fingerprint=model)
+    return answer_prompts(generator or Echo(), prompts, sampling, output=output, model_fingerprint=model)
 
 
 def test_answers_come_in_the_order_of_their_prompts(tmp_path: Path) -> None:
@@ -56,50 +61,50 @@ def test_answers_come_in_the_order_of_their_prompts(tmp_path: Path) -> None:
     assert (header["temperature"], header["stop_token_ids"]) == (0.5, [2, 3])
 
 
-def test_what_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
+def test_existing_answers_are_not_generated_again(tmp_path: Path) -> None:
     output, first, second, third = tmp_path / "a.jsonl", Echo(num_answers=2), Echo(), Echo()
     with pytest.raises(InterruptedError):
         answers(output, first)
     with output.open("a") as file:
         file.write('{"index": 1, "pro')
     assert answers(output, second) == PROMPTS
-    assert (first.asked, second.asked) == ([3, 2], [1, 0])
+    assert (first.answered, second.answered) == ([3, 2], [1, 0])
     assert answers(output, third) == PROMPTS
-    assert third.asked == []
+    assert third.answered == []
 
 
-def test_a_refused_prompt_is_told_and_asked_for_again(
+def test_a_refused_prompt_is_reported_and_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert answers(tmp_path / "a.jsonl", Echo(refused=[1])) == [PROMPTS[0], [], *PROMPTS[2:]]
-    assert "1 of 4 prompts are refused:\n  prompt 1: too long" in capsys.readouterr().err
+    assert "1 of 4 prompts were refused:\n  prompt 1: too long" in capsys.readouterr().err
     later = Echo()
     assert answers(tmp_path / "a.jsonl", later) == PROMPTS
-    assert later.asked == [1]
+    assert later.answered == [1]
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"model": "g"},
-        {"writer": Echo("another")},
+        {"generator": Echo("another")},
         {"sampling": replace(SAMPLING, max_new_tokens=5)},
         {"sampling": replace(SAMPLING, temperature=1.0)},
         {"sampling": replace(SAMPLING, seed=1)},
     ],
 )
-def test_other_settings_are_refused(tmp_path: Path, change: dict) -> None:
+def test_a_file_with_other_settings_is_a_user_error(tmp_path: Path, change: dict) -> None:
     answers(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match="Was written with another"):
+    with pytest.raises(UserError, match="It was written with another"):
         answers(tmp_path / "a.jsonl", **change)
 
 
-def test_other_prompts_and_damage_are_refused(tmp_path: Path) -> None:
+def test_a_file_for_other_prompts_or_a_damaged_one_is_a_user_error(tmp_path: Path) -> None:
     output = tmp_path / "a.jsonl"
     answers(output)
-    with pytest.raises(UserError, match="Answers another prompt"):
+    with pytest.raises(UserError, match="for a prompt that the data does not have"):
         answers(output, prompts=PROMPTS[::-1])
-    with pytest.raises(UserError, match="Answers another prompt"):
+    with pytest.raises(UserError, match="for a prompt that the data does not have"):
         answers(output, prompts=PROMPTS[:2])
     lines = output.read_text().splitlines(keepends=True)
     output.write_text("".join([lines[0], "{oops\n", *lines[2:]]))
@@ -107,7 +112,7 @@ def test_other_prompts_and_damage_are_refused(tmp_path: Path) -> None:
         answers(output)
 
 
-def test_dataset_masks_exactly_the_answer() -> None:
+def test_the_mask_covers_exactly_the_answer() -> None:
     dataset = answers_dataset([[1, 2, 3], [4]], [[5, 6], [7]], ["a", "b"])
     assert dataset[0] == {
         "id": "a",

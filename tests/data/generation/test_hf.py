@@ -37,8 +37,8 @@ def _answers(
         "batch_size": 3,
     }
     options |= changes
-    writer = TransformersGenerator(model, options.pop("batch_size"))
-    return answer_prompts(writer, prompts, Sampling(**options), output=output, model_fingerprint="f")
+    generator = TransformersGenerator(model, options.pop("batch_size"))
+    return answer_prompts(generator, prompts, Sampling(**options), output=output, model_fingerprint="f")
 
 
 @torch.no_grad()
@@ -50,27 +50,27 @@ def _argmax_loop(model: PreTrainedModel, prompt: list[int], eos_token_ids: tuple
     return answer
 
 
-def _ends(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[int, ...]:
-    """Tokens that the model writes in the middle of its answers, to stand as end tokens."""
+def _stop_tokens(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[int, ...]:
+    """Pick tokens from the middle of the model's answers, to serve as stop tokens."""
     return tuple({_argmax_loop(model, prompt, ())[4] for prompt in prompts[:2]})
 
 
 def test_greedy_equals_an_argmax_loop(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    ends = _ends(model, prompts)
-    wanted = [_argmax_loop(model, prompt, ends) for prompt in prompts]
-    assert any(answer[-1] in ends for answer in wanted)
-    assert any(len(answer) == MAX_NEW_TOKENS for answer in wanted)
-    assert _answers(model, prompts, tmp_path / "answers.jsonl", stop_token_ids=ends) == wanted
+    stop_token_ids = _stop_tokens(model, prompts)
+    expected = [_argmax_loop(model, prompt, stop_token_ids) for prompt in prompts]
+    assert any(answer[-1] in stop_token_ids for answer in expected)
+    assert any(len(answer) == MAX_NEW_TOKENS for answer in expected)
+    assert _answers(model, prompts, tmp_path / "answers.jsonl", stop_token_ids=stop_token_ids) == expected
 
 
-def test_the_models_own_generation_settings_do_not_leak(
+def test_the_models_generation_config_is_not_used(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     greedy = _answers(model, prompts, tmp_path / "greedy.jsonl")
     sampled = _answers(model, prompts, tmp_path / "sampled.jsonl", temperature=1.0)
-    own = model.generation_config
+    original = model.generation_config
     settings = {
         "do_sample": True,
         "temperature": 3.0,
@@ -78,17 +78,17 @@ def test_the_models_own_generation_settings_do_not_leak(
         "repetition_penalty": 5.0,
         "min_new_tokens": 9,
     }
-    leaking = type(own)(**settings)
-    model.generation_config = leaking
+    changed = type(original)(**settings)
+    model.generation_config = changed
     try:
         assert _answers(model, prompts, tmp_path / "greedy2.jsonl") == greedy
         assert _answers(model, prompts, tmp_path / "sampled2.jsonl", temperature=1.0) == sampled
-        assert model.generation_config is leaking
+        assert model.generation_config is changed
     finally:
-        model.generation_config = own
+        model.generation_config = original
 
 
-def test_sampling_draws_from_the_whole_distribution(
+def test_sampling_draws_from_the_full_distribution(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     many = [prompts[0]] * 400
@@ -102,13 +102,13 @@ def test_resume_after_a_kill_gives_the_same_answers(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, temperature: float, kept_lines: int
 ) -> None:
     output = tmp_path / "answers.jsonl"
-    wanted = _answers(model, prompts, output, temperature=temperature)
+    expected = _answers(model, prompts, output, temperature=temperature)
     lines = output.read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + len(prompts)
     output.write_bytes(b"".join(lines[:kept_lines]) + lines[kept_lines][:7])
     torch.manual_seed(kept_lines)
     state = torch.get_rng_state()
-    assert _answers(model, prompts, output, temperature=temperature) == wanted
+    assert _answers(model, prompts, output, temperature=temperature) == expected
     assert torch.equal(torch.get_rng_state(), state)
     assert sorted(output.read_bytes().splitlines()) == sorted(line.rstrip() for line in lines)
 
@@ -116,9 +116,9 @@ def test_resume_after_a_kill_gives_the_same_answers(
 def test_finished_answers_are_not_generated_again(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = _answers(model, prompts, tmp_path / "answers.jsonl")
+    expected = _answers(model, prompts, tmp_path / "answers.jsonl")
     monkeypatch.setattr(model, "generate", lambda *_, **__: pytest.fail("generated again"))
-    assert _answers(model, prompts, tmp_path / "answers.jsonl") == wanted
+    assert _answers(model, prompts, tmp_path / "answers.jsonl") == expected
 
 
 def test_seeds_differ_by_batch_and_by_seed(

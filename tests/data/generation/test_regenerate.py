@@ -68,14 +68,14 @@ def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def writer(
+def answerer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **changes: Any
 ) -> Callable[[list[list[int]], Path], list[list[int]]]:
     settings: dict[str, Any] = {"temperature": 0.0, "model_fingerprint": "the target"} | changes
     sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), settings["temperature"], seed=0)
-    own, fingerprint = TransformersGenerator(model, batch_size=2), settings["model_fingerprint"]
+    generator, fingerprint = TransformersGenerator(model, batch_size=2), settings["model_fingerprint"]
     return lambda prompts, output: answer_prompts(
-        own, prompts, sampling, output=output, model_fingerprint=fingerprint
+        generator, prompts, sampling, output=output, model_fingerprint=fingerprint
     )
 
 
@@ -91,7 +91,7 @@ def regenerated(
     return regenerate(
         conversations,
         tokenizer,
-        writer(model, tokenizer, **changes),
+        answerer(model, tokenizer, **changes),
         max_tokens=max_tokens,
         template_kwargs={},
         directory=directory,
@@ -111,7 +111,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], eos_token_id: int) -> list
 def expected(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, tuple[list[int], list[int]]]:
-    """(prompt, answer) by the sample's id, one conversation and one token after the other."""
+    """Compute (prompt, answer) by the sample's id, one conversation and one token at a time."""
     found = {}
     for conversation in CONVERSATIONS:
         history: list[dict] = []
@@ -123,33 +123,33 @@ def expected(
             prompt = render_prompt(tokenizer, history, None, {})
             answer = greedy(model, prompt, tokenizer.eos_token_id)
             found[f"{conversation.id}/{turn}"] = (prompt, answer)
-            text = tokenizer.decode(answer, skip_special_tokens=True)
-            history.append({"role": "assistant", "content": text})
+            completion = tokenizer.decode(answer, skip_special_tokens=True)
+            history.append({"role": "assistant", "content": completion})
             turn += 1
     return found
 
 
-def test_every_turn_is_the_targets_own_behind_its_own_earlier_ones(
+def test_every_turn_is_generated_after_the_targets_earlier_completions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     dataset = regenerated(model, tokenizer, tmp_path)
-    wanted = expected(model, tokenizer)
-    assert len(wanted) == sum(TURNS.values())
-    assert set(dataset["id"]) == set(wanted)
+    by_id = expected(model, tokenizer)
+    assert len(by_id) == sum(TURNS.values())
+    assert set(dataset["id"]) == set(by_id)
     for row in dataset:
-        prompt, answer = wanted[row["id"]]
+        prompt, answer = by_id[row["id"]]
         assert row["input_ids"] == [*prompt, *answer]
         assert row["loss_mask"] == [False] * len(prompt) + [True] * len(answer)
         assert row["num_prompt_tokens"] == len(prompt)
         assert "XXXX" not in tokenizer.decode(row["input_ids"])
-    # What the target wrote first stands in the second turn's prompt.
-    [first, second] = [wanted[f"two/{turn}"] for turn in range(2)]
-    written = tokenizer.decode(first[1], skip_special_tokens=True)
-    assert written.strip()
-    assert f"<|im_start|>assistant\n{written}<|im_end|>" in tokenizer.decode(second[0])
+    # The second turn's prompt contains the first completion.
+    [first, second] = [by_id[f"two/{turn}"] for turn in range(2)]
+    completion = tokenizer.decode(first[1], skip_special_tokens=True)
+    assert completion.strip()
+    assert f"<|im_start|>assistant\n{completion}<|im_end|>" in tokenizer.decode(second[0])
 
 
-def test_an_interrupted_one_goes_on_and_redoes_nothing(
+def test_an_interrupted_run_resumes_and_repeats_nothing(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
@@ -162,24 +162,24 @@ def test_an_interrupted_one_goes_on_and_redoes_nothing(
     assert len(lines) == 1 + len(CONVERSATIONS)
     (tmp_path / "half").mkdir()
     half = tmp_path / "half" / "turn-000.jsonl"
-    half.write_bytes(b"".join(lines[:3]) + lines[3][:9])  # the first batch, and a line cut off by a kill
-    asked = []
+    half.write_bytes(b"".join(lines[:3]) + lines[3][:9])  # one batch, and an incomplete line
+    batch_sizes = []
     generate = model.generate
 
     def counting(input_ids: torch.Tensor, **options: Any) -> Any:
-        asked.append(len(input_ids))
+        batch_sizes.append(len(input_ids))
         return generate(input_ids, **options)
 
     monkeypatch.setattr(model, "generate", counting)
     assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
     assert half.read_bytes().startswith(b"".join(lines[:3]))
-    # The first turn's other two, the second turn's two, the third turn's one.
-    assert asked == [2, 2, 1]
+    # Two remain in the first turn, two in the second and one in the third.
+    assert batch_sizes == [2, 2, 1]
     assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
-    assert asked == [2, 2, 1]
+    assert batch_sizes == [2, 2, 1]
 
 
-def test_answers_carry_where_they_come_from(
+def test_the_file_of_answers_names_the_model_and_the_settings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     regenerated(model, tokenizer, tmp_path)
@@ -194,40 +194,40 @@ def test_answers_carry_where_they_come_from(
         regenerated(model, tokenizer, tmp_path, temperature=1.0)
 
 
-def test_answers_are_cut_and_prompts_without_room_left_out(
+def test_long_answers_are_cut_and_prompts_without_room_are_left_out(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    wanted = expected(model, tokenizer)
-    # Room for two tokens behind the prompt of the first turn, for none behind that of the second.
-    max_tokens = len(wanted["two/0"][0]) + 2
+    by_id = expected(model, tokenizer)
+    # There is room for two tokens after the first turn's prompt, and for none after the second's.
+    max_tokens = len(by_id["two/0"][0]) + 2
     rows = {row["id"]: row for row in regenerated(model, tokenizer, tmp_path, max_tokens=max_tokens)}
     assert "two/1" not in rows
     for name, row in rows.items():
-        prompt, answer = wanted[name]
+        prompt, answer = by_id[name]
         assert row["input_ids"] == [*prompt, *answer][:max_tokens]
         assert row["loss_mask"] == ([False] * len(prompt) + [True] * len(answer))[:max_tokens]
     assert len(rows["two/0"]["input_ids"]) == max_tokens
-    assert len(wanted["two/0"][1]) > 2
+    assert len(by_id["two/0"][1]) > 2
     nothing = regenerated(model, tokenizer, tmp_path / "none", max_tokens=2)
     assert len(nothing) == 0
     assert nothing.column_names == ["id", "input_ids", "loss_mask", "num_prompt_tokens"]
 
 
-def test_what_the_template_refuses_is_left_out_and_told_as_long_as_it_is_little(
+def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
     tokenizer = byte_level_tokenizer(STRICT)
     bad = conversation("bad", ("user", "six"), ("user", "seven"), ("assistant", "XXXX"))
     good = [conversation(str(i), ("user", "six"), ("assistant", "XXXX")) for i in range(100)]
-    told: list[list[tuple[str, str]]] = []
+    reported: list[list[tuple[str, str]]] = []
 
     def answer(prompts: list[list[int]], _output: Path) -> list[list[int]]:
         return [[5, 6]] * len(prompts)
 
-    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": told.append}
+    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": reported.append}
     dataset = regenerate([bad, *good], tokenizer, answer, directory=tmp_path, **rest)
     assert len(dataset) == len(good)
-    [[(name, _reason)]] = told
+    [[(name, _reason)]] = reported
     assert name == "bad"
     with pytest.raises(UserError, match="1 of 2 conversations refused"):
         regenerate([bad, good[0]], tokenizer, answer, directory=tmp_path, **rest)
@@ -236,14 +236,14 @@ def test_what_the_template_refuses_is_left_out_and_told_as_long_as_it_is_little(
 def test_a_conversation_ends_where_the_target_has_no_answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    own = writer(model, tokenizer)
+    generate = answerer(model, tokenizer)
 
     def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
-        written = own(prompts, output)
-        return [[], []] if len(prompts) == 2 else written  # the second turns
+        answers = generate(prompts, output)
+        return [[], []] if len(prompts) == 2 else answers  # two prompts are those of the second turn
 
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
     rows = regenerate(CONVERSATIONS, tokenizer, answer, directory=tmp_path, **rest)
     masks = {row["id"]: sum(row["loss_mask"]) for row in rows}
-    assert {name for name, counted in masks.items() if counted} == {f"{name}/0" for name in TURNS}
+    assert {name for name, length in masks.items() if length} == {f"{name}/0" for name in TURNS}
     assert "tool/2" not in masks

@@ -1,4 +1,4 @@
-"""Answers by an engine of the run's own."""
+"""Answers from a local vLLM engine."""
 
 import json
 import os
@@ -32,15 +32,15 @@ SAMPLED = replace(GREEDY, temperature=1.0)
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
     spec = save_gqa(tmp_path_factory.mktemp("target"))
-    # What the model's own settings say must not be heard.
-    own = {
+    # The model's generation config must not be used.
+    generation_config = {
         "do_sample": True,
         "temperature": 3.0,
         "top_k": 1,
         "repetition_penalty": 5.0,
         "eos_token_id": [2, 7],
     }
-    (Path(spec.model) / "generation_config.json").write_text(json.dumps(own))
+    (Path(spec.model) / "generation_config.json").write_text(json.dumps(generation_config))
     return spec
 
 
@@ -52,10 +52,10 @@ def engine(spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> LocalE
 
 
 @pytest.fixture(scope="module")
-def writer(vllm_python: Path, spec: TargetSpec, engine: LocalEngine) -> Iterator[VllmGenerator]:
-    writer = VllmGenerator([engine], expected_states(spec, (1, 2, 3)))
-    yield writer
-    writer.close()
+def generator(vllm_python: Path, spec: TargetSpec, engine: LocalEngine) -> Iterator[VllmGenerator]:
+    generator = VllmGenerator([engine], expected_states(spec, (1, 2, 3)))
+    yield generator
+    generator.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,42 +68,42 @@ def greedy(spec: TargetSpec, prompts: list[list[int]]) -> list[list[int]]:
     return greedy_answers(spec, prompts)
 
 
-def written(
-    writer: VllmGenerator, prompts: list[list[int]], sampling: Sampling, output: Path
+def generate_answers(
+    generator: VllmGenerator, prompts: list[list[int]], sampling: Sampling, output: Path
 ) -> list[list[int]]:
-    return answer_prompts(writer, prompts, sampling, output=output, model_fingerprint="f")
+    return answer_prompts(generator, prompts, sampling, output=output, model_fingerprint="f")
 
 
-def test_greedy_answers_are_those_of_transformers_and_a_bad_prompt_costs_no_other(
-    writer: VllmGenerator,
+def test_greedy_answers_equal_those_of_transformers_next_to_a_refused_prompt(
+    generator: VllmGenerator,
     prompts: list[list[int]],
     greedy: list[list[int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with_bad = [*prompts[:5], [3, VOCAB_SIZE], *prompts[5:]]
-    found = written(writer, with_bad, GREEDY, tmp_path / "a.jsonl")
+    found = generate_answers(generator, with_bad, GREEDY, tmp_path / "a.jsonl")
     assert found == [*greedy[:5], [], *greedy[5:]]
-    assert "1 of 25 prompts are refused:\n  prompt 5: Has no tokens, or others" in capsys.readouterr().err
+    assert "1 of 25 prompts were refused:\n  prompt 5: Has no tokens, or others" in capsys.readouterr().err
 
 
-def test_a_sampled_answer_depends_on_seed_and_index_alone(
-    writer: VllmGenerator, prompts: list[list[int]], greedy: list[list[int]], tmp_path: Path
+def test_a_sampled_answer_depends_only_on_seed_and_index(
+    generator: VllmGenerator, prompts: list[list[int]], greedy: list[list[int]], tmp_path: Path
 ) -> None:
-    whole = written(writer, prompts, SAMPLED, tmp_path / "whole.jsonl")
+    whole = generate_answers(generator, prompts, SAMPLED, tmp_path / "whole.jsonl")
     assert whole != greedy
-    # Half of them is there already, so that the others meet others in their batches.
+    # With half of the answers in the file, the other half shares its batches with different prompts.
     lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "half.jsonl").write_bytes(b"".join(lines[:1] + lines[1::2]))
-    assert written(writer, prompts, SAMPLED, tmp_path / "half.jsonl") == whole
-    other = written(writer, prompts, replace(SAMPLED, seed=1), tmp_path / "other.jsonl")
+    assert generate_answers(generator, prompts, SAMPLED, tmp_path / "half.jsonl") == whole
+    other = generate_answers(generator, prompts, replace(SAMPLED, seed=1), tmp_path / "other.jsonl")
     assert sum(a != b for a, b in zip(whole, other, strict=True)) > len(prompts) / 2
-    same = written(writer, [prompts[0]] * 4, SAMPLED, tmp_path / "same.jsonl")
-    assert len({tuple(answer) for answer in same}) > 1  # the model's own top_k is 1
+    same = generate_answers(generator, [prompts[0]] * 4, SAMPLED, tmp_path / "same.jsonl")
+    assert len({tuple(answer) for answer in same}) > 1  # the model's top_k is 1
 
 
-def test_a_killed_engine_loses_nothing_and_answers_nothing_twice(
-    writer: VllmGenerator,
+def test_prompts_of_a_killed_engine_are_answered_once(
+    generator: VllmGenerator,
     engine: LocalEngine,
     prompts: list[list[int]],
     greedy: list[list[int]],
@@ -111,25 +111,25 @@ def test_a_killed_engine_loses_nothing_and_answers_nothing_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_before: list[int] = []
-    write, num_starts = writer.write, engine.num_starts
+    generate, num_starts = generator.generate, engine.num_starts
 
-    def write_and_kill(
+    def generate_and_kill(
         prompts: list[list[int]],
-        missing: list[int],
+        indices: list[int],
         sampling: Sampling,
-        done: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
-        def done_and_kill(answers: Mapping[int, list[int]]) -> None:
-            done(answers)
+        def on_answers_and_kill(answers: Mapping[int, list[int]]) -> None:
+            on_answers(answers)
             if not num_before:
                 num_before.append(len(answers))
                 os.kill(engine.process_id, signal.SIGKILL)  # type: ignore[arg-type]
 
-        return write(prompts, missing, sampling, done_and_kill)
+        return generate(prompts, indices, sampling, on_answers_and_kill)
 
-    monkeypatch.setattr(writer, "write", write_and_kill)
+    monkeypatch.setattr(generator, "generate", generate_and_kill)
     repeated = 20
-    found = written(writer, prompts * repeated, GREEDY, tmp_path / "a.jsonl")
+    found = generate_answers(generator, prompts * repeated, GREEDY, tmp_path / "a.jsonl")
     assert 0 < num_before[0] < len(found)
     assert engine.num_starts == num_starts + 1
     assert found == greedy * repeated

@@ -184,7 +184,7 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     writer = VllmGenerator([VllmServer(server.url, 8)], wanted)
     answers = answer_prompts(writer, prompts, greedy, output=root / "a.jsonl", model_fingerprint="f")
     sampled = replace(greedy, temperature=1.0)
-    with pytest.raises(UserError, match="Captures on a CPU, where vLLM samples wrongly"):
+    with pytest.raises(UserError, match="on a CPU, where vLLM then ignores the temperature"):
         answer_prompts(writer, prompts, sampled, output=root / "b.jsonl", model_fingerprint="f")
     writer.close()
     assert answers == greedy_answers(spec, prompts)
