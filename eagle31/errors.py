@@ -1,5 +1,7 @@
 """The one exception for what a user can put right."""
 
+from collections.abc import Mapping
+
 
 class UserError(ValueError):
     """Bad input: names the field, the value it has, and the remedy.
@@ -19,3 +21,10 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:
         # Worker processes send it back: an exception is rebuilt from its message otherwise.
         return type(self), (self.field, str(self.value), self.remedy)
+
+
+def require_positive(values: Mapping[str, float | None]) -> None:
+    """Raise UserError for the first value, by field, that is not greater than 0; None is not a value."""
+    for field, value in values.items():
+        if value is not None and not value > 0:
+            raise UserError(field, value, "It must be greater than 0.")

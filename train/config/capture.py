@@ -1,81 +1,85 @@
-"""The recipe's schema for capture: who runs the target, and how its states reach training."""
+"""The recipe's schema for capture: which engine runs the target, and how its states reach training."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from data.store.codec import Encoding
-from eagle31.errors import UserError
+from eagle31.errors import UserError, require_positive
 from train.config.vllm import VllmConfig
 
-# What a full Mooncake store needs above what may wait in it: the state that is waited for must always fit.
+# Room of a Mooncake store relative to the states that may wait in it: the next state must always fit.
 MOONCAKE_ROOM = 1.1
 
 
 class CaptureSource(Enum):
-    hf = "hf"  # transformers, in the run's own processes
-    vllm = "vllm"  # vLLM: an engine on this machine, or any number of servers
+    hf = "hf"  # transformers, in the run's processes
+    vllm = "vllm"  # vLLM: an engine on this machine, or the servers in vllm.servers
     torchspec = "torchspec"  # TorchSpec's inference engines, over Mooncake
 
 
 class CaptureMode(Enum):
-    offline = "offline"  # into a store on disk, for any number of epochs
-    online = "online"  # straight into training
+    offline = "offline"  # into a store on disk, once for any number of epochs
+    online = "online"  # into training directly; the target runs again in every epoch
 
 
 class TransportKind(Enum):
-    spool = "spool"  # a directory with a bound: memory, or a disk that producer and trainer share
+    spool = "spool"  # files in memory, or on a disk that producers and trainers share
     mooncake = "mooncake"  # a Mooncake store
 
 
 @dataclass
 class TorchSpecConfig:
-    python: str | None = None  # of the environment that TorchSpec is installed in
-    overrides: list[str] = field(default_factory=list)  # TorchSpec's own settings, key=value
+    """TorchSpec's engines, for capture.source=torchspec."""
+
+    python: str | None = None  # Python of the environment that TorchSpec is installed in.
+    overrides: list[str] = field(default_factory=list)  # TorchSpec settings, as key=value.
 
 
 @dataclass
 class MooncakeConfig:
-    master: str = "127.0.0.1:50051"
-    metadata: str = "P2PHANDSHAKE"  # or the URL of a metadata server
-    protocol: str = "tcp"  # or rdma
-    device: str = ""  # the RDMA device
-    segment_gb: float = 4.5  # memory that each rank lends to the store
+    """The Mooncake store, for capture.transport=mooncake and capture.source=torchspec."""
+
+    master: str = "127.0.0.1:50051"  # Address of the master, as HOST:PORT.
+    metadata: str = "P2PHANDSHAKE"  # URL of a metadata server, or P2PHANDSHAKE for none.
+    protocol: str = "tcp"  # Transfer protocol: tcp or rdma.
+    device: str = ""  # Name of the RDMA device. Empty: chosen by Mooncake.
+    segment_gb: float = 4.5  # Memory that each rank contributes to the store, in 10^9 bytes.
 
 
 @dataclass
 class CaptureConfig:
-    source: CaptureSource = CaptureSource.hf
-    mode: CaptureMode = CaptureMode.offline
-    max_samples: int | None = None
-    shard_tokens: int = 65536
-    batch_tokens: int = 8192  # of one forward pass of source hf
-    codec: str = "exact"  # exact: the target's dtype; bf16; fp8
-    final_states: str = "supervised"  # where a counted draft needs them; all
-    # online
-    transport: TransportKind = TransportKind.spool
-    spool_dir: str | None = None  # null: memory (/dev/shm)
-    spool_gb: float = 4.0  # the most that waits between producer and trainer, over all ranks of a node
-    processes: int = 1  # of source hf, beside each rank
+    """The target's hidden states: which engine captures them, and how they reach training."""
+
+    source: CaptureSource = CaptureSource.hf  # Engine that runs the target.
+    mode: CaptureMode = CaptureMode.offline  # Whether states go to disk first.
+    max_samples: int | None = None  # Number of training samples, chosen at random. null: all.
+    shard_tokens: int = 65536  # Tokens in one file of the store.
+    batch_tokens: int = 8192  # Tokens in one forward pass, padding included, for source=hf.
+    # Precision of stored and sent states: exact (the target's dtype), bf16, or fp8 (half the size of bf16).
+    codec: str = "exact"
+    # Final-layer hidden states that are kept: supervised (where a draft is supervised) or all.
+    final_states: str = "supervised"
+    transport: TransportKind = TransportKind.spool  # Path of online states from producer to trainer.
+    spool_dir: str | None = None  # Directory of the spool, for mode=online. null: memory (/dev/shm).
+    # Limit of the states that wait between producers and trainers, for mode=online, in 10^9 bytes over all
+    # ranks of a node.
+    spool_gb: float = 4.0
+    processes: int = 1  # Processes per rank that run the target, for mode=online and source=hf.
     torchspec: TorchSpecConfig = field(default_factory=TorchSpecConfig)
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
 
 
 def check_capture(capture: CaptureConfig) -> None:
-    """Refuses values that no capture could use, before any work.
-
-    Raises:
-        UserError: names the key, the value and the remedy.
-    """
-    positive = {
-        "shard_tokens": capture.shard_tokens,
-        "batch_tokens": capture.batch_tokens,
-        "spool_gb": capture.spool_gb,
-        "processes": capture.processes,
-        "mooncake.segment_gb": capture.mooncake.segment_gb,
-    }
-    for name, value in positive.items():
-        if not value > 0:
-            raise UserError(f"capture.{name}", value, "It must be greater than 0.")
+    """Raise UserError for values that no capture could use."""
+    require_positive(
+        {
+            "capture.shard_tokens": capture.shard_tokens,
+            "capture.batch_tokens": capture.batch_tokens,
+            "capture.spool_gb": capture.spool_gb,
+            "capture.processes": capture.processes,
+            "capture.mooncake.segment_gb": capture.mooncake.segment_gb,
+        }
+    )
     if capture.max_samples is not None and capture.max_samples < 1:
         raise UserError("capture.max_samples", capture.max_samples, "Give at least 1, or null for all.")
     Encoding(capture.codec, capture.final_states)
@@ -88,13 +92,13 @@ def check_capture(capture: CaptureConfig) -> None:
     )
     if over_mooncake and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:
         needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
-        remedy = f"Must be {needed}: a full store would keep out the states that training waits for."
+        remedy = f"It must be {needed}: a full store would block the states that training waits for."
         raise UserError("capture.mooncake.segment_gb", capture.mooncake.segment_gb, remedy)
 
 
 def check_ranks(capture: CaptureConfig, vllm: VllmConfig, num_ranks: int) -> None:
-    """Raises UserError where an engine of the run's own would be started by each of several ranks."""
+    """Raise UserError where each of several ranks would start a vLLM engine."""
     online_vllm = capture.mode is CaptureMode.online and capture.source is CaptureSource.vllm
     if online_vllm and num_ranks > 1 and not vllm.servers:
-        remedy = "Several ranks need servers: start some with scripts/serve_target, and name them here."
+        remedy = "Several ranks need servers: start some with scripts/serve_target and list their URLs here."
         raise UserError("vllm.servers", [], remedy)

@@ -7,33 +7,59 @@ from omegaconf import MISSING
 
 from data.text.template import Turns
 from data.text.tokenize import Overlong
+from eagle31.errors import UserError, require_positive
 
 
 @dataclass
 class RegenerateConfig:
-    """The target writes the assistant turns itself."""
+    """Replacement of the assistant's turns by completions that the target writes itself."""
 
-    enabled: bool = False
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    batch_size: int = 16  # of target.engine=hf; vLLM batches by itself
+    enabled: bool = False  # Whether the assistant's turns are replaced.
+    max_new_tokens: int = 512  # Length limit of a turn, in tokens.
+    temperature: float = 0.0  # Sampling temperature; 0 is greedy.
+    batch_size: int = 16  # Prompts of one forward pass with target.engine=hf; vLLM batches by itself.
 
 
 @dataclass
 class DataConfig:
-    train: str = MISSING  # file, hub id, or "embedded"
-    eval: str | None = None  # prompts kept apart; null holds some of `train` out
-    subset: str | None = None  # of a hub data set that has several, such as gsm8k's "main"
-    split: str = "train"
-    eval_split: str = "test"
-    prompt_column: str | None = None
-    response_column: str | None = None
-    turns: Turns = Turns.all
+    """The conversations that training and evaluation use."""
+
+    # Training conversations: JSONL or Parquet file, or Hub id of a dataset. "embedded": those of the embedded
+    # target.
+    train: str = MISSING
+    eval: str | None = None  # Source of the held-out prompts, as data.train. null: held out of data.train.
+    subset: str | None = None  # Subset of a Hub dataset that has several, such as main of gsm8k.
+    split: str = "train"  # Split of a Hub dataset in data.train.
+    eval_split: str = "test"  # Split of a Hub dataset in data.eval.
+    prompt_column: str | None = None  # Column of the user's text. null: found by name.
+    response_column: str | None = None  # Column of the assistant's text. null: found by name.
+    turns: Turns = Turns.all  # Which assistant turns are trained on.
+    # Arguments of the chat template, such as {enable_thinking: false}. Serving must use the same.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int = 2048
-    overlong: Overlong = Overlong.cut
-    max_malformed_fraction: float = 0.01
-    num_workers: int | None = None  # null: the cores of this node
-    num_validation: int = 32  # held-out prompts that choose the checkpoint
-    num_test: int = 32  # held-out prompts that the final figures come from
+    max_tokens: int = 2048  # Length limit of a sample, in tokens.
+    overlong: Overlong = Overlong.cut  # What happens to longer samples.
+    max_malformed_fraction: float = 0.01  # Fraction of rows that may be malformed before the run stops.
+    num_workers: int | None = None  # Processes that tokenize. null: the cores of this node.
+    num_validation: int = 32  # Held-out prompts from which the best checkpoint is chosen.
+    num_test: int = 32  # Held-out prompts for the final evaluation.
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+
+
+def check_data(data: DataConfig) -> None:
+    """Raise UserError for values that no stage could use."""
+    regenerate = data.regenerate
+    require_positive(
+        {
+            "data.max_tokens": data.max_tokens,
+            "data.num_validation": data.num_validation,
+            "data.num_test": data.num_test,
+            "data.regenerate.max_new_tokens": regenerate.max_new_tokens,
+            "data.regenerate.batch_size": regenerate.batch_size,
+        }
+    )
+    if not 0 <= data.max_malformed_fraction <= 1:
+        raise UserError("data.max_malformed_fraction", data.max_malformed_fraction, "It must be in [0, 1].")
+    if not regenerate.temperature >= 0:
+        raise UserError("data.regenerate.temperature", regenerate.temperature, "It must not be negative.")
+    if data.num_workers is not None and data.num_workers < 1:
+        raise UserError("data.num_workers", data.num_workers, "Give at least 1, or null for all cores.")

@@ -4,40 +4,56 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from eagle31.errors import UserError
+
 
 class Attention(Enum):
-    gqa = "gqa"
-    mla = "mla"
+    gqa = "gqa"  # grouped-query attention
+    mla = "mla"  # multi-head latent attention
 
 
 @dataclass
 class DrafterShape:
-    """null takes the value of the checkpoint to start from, or the target's."""
+    """The drafter's architecture. null takes the value of the checkpoint in init_from, else the target's."""
 
-    attention: Attention | None = None  # null: the checkpoint's, else gqa, whatever the target has
+    # Kind of attention. null: that of init_from, else gqa, whatever the target has.
+    attention: Attention | None = None
 
-    init_from: str | None = None  # a published or exported drafter: directory or hub id
-    init_revision: str | None = None
+    # Drafter checkpoint to start training from, exported or published: directory or Hub id. null: random
+    # weights.
+    init_from: str | None = None
+    init_revision: str | None = None  # Branch, tag or commit of init_from. null: the Hub's default branch.
 
-    num_hidden_layers: int = 1
-    hidden_size: int | None = None
+    num_hidden_layers: int = 1  # Number of decoder layers.
+    hidden_size: int | None = None  # Width of the hidden states. null: the target's.
+    # Width of the feed-forward network. null: that of the target, for a mixture of experts the width of all
+    # experts that one token passes through.
     intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None  # of gqa
-    q_lora_rank: int | None = None  # of mla, as the next four
-    kv_lora_rank: int | None = None
-    qk_nope_head_dim: int | None = None
-    qk_rope_head_dim: int | None = None
-    v_head_dim: int | None = None
-    rms_norm_eps: float | None = None
-    # rope_type, rope_theta and the scaling's keys; empty takes the target's (Hydra sets no key below null)
+    num_attention_heads: int | None = None  # Number of query heads. null: the target's.
+    num_key_value_heads: int | None = None  # Number of key-value heads, for gqa. null: the target's.
+    head_dim: int | None = None  # Width of a head, for gqa. null: the target's.
+    q_lora_rank: int | None = None  # Rank of the query's latent, for mla. null: the target's.
+    kv_lora_rank: int | None = None  # Rank of the key-value latent, for mla. null: the target's.
+    qk_nope_head_dim: int | None = None  # Width of a head's part without RoPE, for mla. null: the target's.
+    qk_rope_head_dim: int | None = None  # Width of a head's part with RoPE, for mla. null: the target's.
+    v_head_dim: int | None = None  # Width of a value head, for mla. null: the target's.
+    rms_norm_eps: float | None = None  # Epsilon of the norms. null: the target's.
+    # RoPE: rope_type, rope_theta and the keys of a scaling, such as factor. Empty: the target's.
     rope_parameters: dict[str, Any] = field(default_factory=dict)
-    max_position_embeddings: int | None = None
-    aux_layer_ids: list[int] | None = None  # decoder layers already applied; null: 2, n // 2, n - 3
-    draft_vocab_size: int | None = None  # null: the target's whole vocabulary
-    # They overrule the checkpoint to start from: EAGLE 3 goes on as 3.1 with fc_norm weights of one.
-    fc_norm: bool = True
-    norm_output: bool = True
-    norm_before_residual: bool = False
-    train_lm_head: bool = True
+    max_position_embeddings: int | None = None  # Longest sequence that vLLM drafts for. null: the target's.
+    # Captured layers, counted as decoder layers already applied: 0 is the embedding output. null: 2, n // 2
+    # and n - 3 for a target of n layers.
+    aux_layer_ids: list[int] | None = None
+    draft_vocab_size: int | None = None  # Tokens that can be drafted, the most frequent. null: all tokens.
+    # The next three are never taken from init_from: an EAGLE 3 checkpoint continues as EAGLE 3.1, with
+    # fc_norm weights of one.
+    fc_norm: bool = True  # Whether each captured state is normalized before the fusion (EAGLE 3.1).
+    norm_output: bool = True  # Whether the next step receives the state after the final norm (EAGLE 3.1).
+    norm_before_residual: bool = False  # Whether the layer's residual is the normalized input.
+    train_lm_head: bool = True  # Whether the draft head is trained; otherwise it stays the target's rows.
+
+
+def check_drafter(drafter: DrafterShape) -> None:
+    """Raise UserError for settings that belong together and of which one is missing."""
+    if drafter.init_revision is not None and drafter.init_from is None:
+        raise UserError("drafter.init_revision", drafter.init_revision, "Give drafter.init_from too.")

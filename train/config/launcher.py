@@ -1,4 +1,4 @@
-"""The recipe's schema for `scripts/submit`: where the run's processes start. The run reads none of it."""
+"""The recipe's schema for `scripts/submit`: where the processes of a run start."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,52 +8,49 @@ from eagle31.errors import UserError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _MEMORY = re.compile(r"\d+[KMGT]?")
-_MAX_SIGNAL_SECONDS = 65535  # sbatch --signal takes no more
+_MAX_SIGNAL_SECONDS = 65535  # the most that sbatch --signal takes
 
 
 class LauncherKind(Enum):
-    local = "local"
-    slurm = "slurm"
+    local = "local"  # torchrun on this machine
+    slurm = "slurm"  # a Slurm batch job
 
 
 @dataclass
 class LauncherConfig:
-    """What is null is the cluster's choice."""
+    """Where scripts/submit starts a run's processes; the run ignores it. null is the cluster's default."""
 
-    kind: LauncherKind = LauncherKind.local
-    gpus_per_node: int = 0  # a process each; 0: one process a node, on its CPU
-    # Of slurm alone:
-    nodes: int = 1
-    capture_nodes: int = 0  # the first of them run vLLM servers for capture.source=vllm, the others train
-    capture_port: int = 8000  # where the servers listen
-    cpus_per_task: int | None = None  # of a node, which runs one task; null: the whole node (--exclusive)
-    mem: str | None = None  # of a node, such as 512G; 0 is all of it
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    time: str | None = None  # as sbatch takes it: minutes, hours:minutes:seconds, days-hours, ...
-    signal_seconds: int = 300  # before the limit the run is told to save, and the job queues again
-    max_requeues: int = 20  # then the job fails; Slurm counts requeues by others too, such as preemption
-    sbatch: list[str] = field(default_factory=list)  # further options of sbatch, such as --reservation=x
-    setup: list[str] = field(default_factory=list)  # shell lines before the run: module load, export, ...
+    kind: LauncherKind = LauncherKind.local  # How processes are started.
+    gpus_per_node: int = 0  # GPUs of a node, with a process each. 0: one process per node, on its CPU.
+    nodes: int = 1  # Number of nodes, with kind=slurm as all further keys.
+    # How many of the nodes, the first ones, run vLLM servers for capture.source=vllm; the others train.
+    capture_nodes: int = 0
+    capture_port: int = 8000  # Port of the vLLM servers.
+    # CPU cores of a node, which runs one task. null: all of them (--exclusive).
+    cpus_per_task: int | None = None
+    mem: str | None = None  # Memory of a node, such as 512G. 0: all of it.
+    partition: str | None = None  # Slurm partition.
+    account: str | None = None  # Slurm account.
+    qos: str | None = None  # Slurm quality of service.
+    constraint: str | None = None  # Features that a node must have.
+    time: str | None = None  # Time limit as sbatch takes it: minutes, hours:minutes:seconds, days-hours, ...
+    # Seconds before the time limit at which the run saves a checkpoint and the job is requeued.
+    signal_seconds: int = 300
+    # Number of requeues after which the job fails; Slurm counts preemptions too.
+    max_requeues: int = 20
+    sbatch: list[str] = field(default_factory=list)  # Further options of sbatch, such as --reservation=NAME.
+    setup: list[str] = field(default_factory=list)  # Shell lines that run first, such as "module load cuda".
 
 
 def check_launcher(launcher: LauncherConfig) -> None:
-    """Refuses values that Slurm or torchrun would refuse after the queue.
-
-    Raises:
-        UserError: names the key, the value and the remedy.
-    """
+    """Raise UserError for values that Slurm or torchrun would refuse only once the job starts."""
     _check_counts(launcher)
     for name in ("partition", "account", "qos", "constraint"):
         value = getattr(launcher, name)
         if value is not None and not re.fullmatch(r"[^\s\"'#\\]+", value):
             raise UserError(f"launcher.{name}", value, "It must be one word without quotes.")
     if launcher.mem is not None and not _MEMORY.fullmatch(launcher.mem):
-        raise UserError(
-            "launcher.mem", launcher.mem, "Give a number with K, M, G or T behind it, such as 512G."
-        )
+        raise UserError("launcher.mem", launcher.mem, "Give a number followed by K, M, G or T, such as 512G.")
     if launcher.time is not None and time_seconds(launcher.time) <= launcher.signal_seconds:
         raise UserError(
             "launcher.time",
@@ -71,26 +68,26 @@ def _check_counts(launcher: LauncherConfig) -> None:
     if launcher.gpus_per_node < 0:
         raise UserError("launcher.gpus_per_node", launcher.gpus_per_node, "Give 0 for a CPU run, or more.")
     if not 0 <= launcher.capture_nodes < launcher.nodes:
-        remedy = f"Must leave a node to train on: launcher.nodes ({launcher.nodes}) counts them all."
+        remedy = f"It must be less than launcher.nodes ({launcher.nodes}): a node must be left to train on."
         raise UserError("launcher.capture_nodes", launcher.capture_nodes, remedy)
     if not 1024 <= launcher.capture_port <= 65535:
         raise UserError("launcher.capture_port", launcher.capture_port, "Choose a port from 1024 to 65535.")
     if launcher.max_requeues < 0:
-        remedy = "Give 0 for a job that never queues again by itself, or more."
+        remedy = "Give 0 for a job that is never requeued, or more."
         raise UserError("launcher.max_requeues", launcher.max_requeues, remedy)
     if launcher.cpus_per_task is not None and launcher.cpus_per_task < 1:
         remedy = "Give at least 1, or null for the whole node."
         raise UserError("launcher.cpus_per_task", launcher.cpus_per_task, remedy)
     if not 0 < launcher.signal_seconds <= _MAX_SIGNAL_SECONDS:
-        remedy = f"Must lie in [1, {_MAX_SIGNAL_SECONDS}]."
+        remedy = f"It must be in [1, {_MAX_SIGNAL_SECONDS}]."
         raise UserError("launcher.signal_seconds", launcher.signal_seconds, remedy)
 
 
 def time_seconds(text: str) -> int:
-    """A time limit of sbatch in seconds.
+    """Return a time limit of sbatch in seconds.
 
     Raises:
-        UserError: it is none.
+        UserError: sbatch does not take it.
     Source: sbatch(1), --time.
     """
     match = _TIME.fullmatch(text)

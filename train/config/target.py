@@ -6,32 +6,45 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from eagle31.errors import require_positive
+
 EMBEDDED = "embedded"  # target.model and data.train: a small model and its text, made on this machine
 
 
 class TargetEngine(Enum):
-    """What runs the target where its answers are wanted; `capture.source` says what captures its states."""
+    """The engine that writes the target's completions; capture.source chooses the one that captures."""
 
     hf = "hf"  # transformers, on the devices of rank 0
-    vllm = "vllm"  # an engine of the run's own, or servers: for targets that transformers cannot hold
+    vllm = "vllm"  # vLLM, for targets that transformers cannot hold: a local engine, or vllm.servers
 
 
 @dataclass
 class TargetConfig:
-    """The frozen model that will be served."""
+    """The frozen model that the drafter is trained for."""
 
-    model: str = MISSING  # path, hub id, or "embedded"
-    revision: str | None = None
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    attn_implementation: str | None = None
-    engine: TargetEngine = TargetEngine.hf  # writes answers, and is what the drafter is evaluated in
-    device_map: str | None = None  # "auto": accelerate spreads it over this node's devices
-    layers_path: str | None = None  # where a wrapper hides the decoder layers
-    norm_path: str | None = None
-    embed_path: str | None = None
-    lm_head_path: str | None = None
-    chat_template: str | None = None  # a Jinja file in place of the tokenizer's own
-    # Of its config.json what a plan needs where that file is not at hand; checked against it where it is.
+    # Directory or Hub id of the model. "embedded": a small model, trained on this machine at first use.
+    model: str = MISSING
+    revision: str | None = None  # Branch, tag or commit on the Hub. null: the default branch.
+    dtype: str = "auto"  # Name of a torch dtype, such as bfloat16. auto: the checkpoint's dtype.
+    trust_remote_code: bool = False  # Whether to run Python code that comes with the model.
+    attn_implementation: str | None = None  # Attention in transformers, such as sdpa. null: its default.
+    # Engine that answers held-out prompts, regenerates training data and evaluates the drafter.
+    engine: TargetEngine = TargetEngine.hf
+    # "auto" spreads the model over this node's devices with accelerate. null: a copy on each device. For
+    # transformers only.
+    device_map: str | None = None
+    layers_path: str | None = None  # Module path of the decoder layers. null: found automatically.
+    norm_path: str | None = None  # Module path of the final norm. null: found automatically.
+    embed_path: str | None = None  # Module path of the token embedding. null: found automatically.
+    lm_head_path: str | None = None  # Module path of the LM head. null: found automatically.
+    chat_template: str | None = None  # Path of a Jinja chat template. null: the tokenizer's template.
+    # Keys of the model's config.json, from which a plan is made while the model is not on this machine. They
+    # must agree with config.json where it is.
     architecture: dict[str, Any] = field(default_factory=dict)
-    checkpoint_gb: float | None = None  # size of its weights; null: the parameters in the config's dtype
+    # Size of the model's weights in 10^9 bytes, for the plan. null: computed from its parameters and dtype.
+    checkpoint_gb: float | None = None
+
+
+def check_target(target: TargetConfig) -> None:
+    """Raise UserError for values that no stage could use."""
+    require_positive({"target.checkpoint_gb": target.checkpoint_gb})

@@ -3,54 +3,109 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from eagle31.training.objectives import Loss
+from eagle31.errors import UserError, require_positive
+from eagle31.training.objectives import Loss, Objective
 
 
 class Schedule(Enum):
-    cosine = "cosine"
-    linear = "linear"
-    constant = "constant"
+    cosine = "cosine"  # falls along half a cosine
+    linear = "linear"  # falls linearly
+    constant = "constant"  # stays at optim.lr
 
 
 class Precision(Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
+    fp32 = "fp32"  # float32 throughout
+    bf16 = "bf16"  # bfloat16 weights, with float32 master weights in the optimizer
 
 
 @dataclass
 class OptimConfig:
-    lr: float = 1e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    schedule: Schedule = Schedule.cosine
-    warmup_fraction: float = 0.015
-    min_lr_fraction: float = 0.0
-    max_grad_norm: float = 0.5
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-4  # Peak learning rate.
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two decay rates, in [0, 1).
+    eps: float = 1e-8  # Adam's epsilon.
+    weight_decay: float = 0.0  # Decoupled weight decay.
+    schedule: Schedule = Schedule.cosine  # Course of the learning rate after the warm-up.
+    warmup_fraction: float = 0.015  # Fraction of the steps with a linear warm-up, in [0, 1).
+    min_lr_fraction: float = 0.0  # Final learning rate as a fraction of the peak, in [0, 1].
+    max_grad_norm: float = 0.5  # Norm to which gradients are clipped.
 
 
 @dataclass
 class DeepSpeedConfig:
+    """How DeepSpeed holds the drafter's training state."""
+
+    # ZeRO stage: 0 keeps everything on each GPU; 1 splits the optimizer states, 2 the gradients too, 3 the
+    # parameters too.
     zero_stage: int = 0
-    precision: Precision = Precision.bf16
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
+    precision: Precision = Precision.bf16  # Precision of the training step.
+    offload_optimizer: bool = False  # Whether optimizer states are in CPU memory. Needs zero_stage 1, 2 or 3.
+    offload_parameters: bool = False  # Whether parameters are in CPU memory. Needs zero_stage 3.
 
 
 @dataclass
 class TrainConfig:
-    ttt_steps: int = 7
-    step_decay: float = 0.8
-    loss: Loss = Loss.kl
-    lk_eta: float = 3.0  # of lk_lambda: how early it turns from KL to the acceptance rate
-    # Whether a draft counts where the target's greedy token lies outside the draft vocabulary.
+    """The training loop, in which samples are packed into rows of equal length."""
+
+    ttt_steps: int = 7  # Speculation steps that are rolled out in training (training-time test).
+    step_decay: float = 0.8  # Factor of the loss from one speculation step to the next, in (0, 1].
+    loss: Loss = Loss.kl  # Loss of a draft against the target's distribution.
+    # How early loss=lk_lambda turns from KL to the acceptance rate; larger is earlier.
+    lk_eta: float = 3.0
+    # Whether drafts are supervised where the target's greedy token is outside the draft vocabulary.
     count_outside_vocab: bool = True
-    activation_checkpointing: bool = False  # for very long rows: less memory, about a sixth more work
-    row_tokens: int = 2048
-    rows_per_step: int = 8  # packed rows of one optimizer step, over all ranks
-    max_steps: int | None = None  # null: num_epochs
-    num_epochs: int = 1
-    log_every: int = 10
-    validate_every: int = 200
-    save_every: int = 200
-    keep_checkpoints: int = 3
+    # Whether activations are recomputed in the backward pass: less memory for very long rows, about a sixth
+    # more compute.
+    activation_checkpointing: bool = False
+    row_tokens: int = 2048  # Length of a packed row in tokens; the longest sample must fit.
+    rows_per_step: int = 8  # Packed rows of one optimizer step, over all ranks.
+    max_steps: int | None = None  # Number of optimizer steps. null: num_epochs decides.
+    num_epochs: int = 1  # Passes over the training data if max_steps is null.
+    log_every: int = 10  # Steps between two records in metrics.jsonl.
+    validate_every: int = 200  # Steps between two validations, from which the best checkpoint is chosen.
+    save_every: int = 200  # Steps between two checkpoints to resume from.
+    keep_checkpoints: int = 3  # Number of checkpoints that are kept.
+
+
+def check_optim(optim: OptimConfig) -> None:
+    """Raise UserError for values that the optimizer could not use."""
+    require_positive(
+        {"optim.lr": optim.lr, "optim.max_grad_norm": optim.max_grad_norm, "optim.eps": optim.eps}
+    )
+    if not optim.weight_decay >= 0:
+        raise UserError("optim.weight_decay", optim.weight_decay, "It must not be negative.")
+    if not 0 <= optim.min_lr_fraction <= 1:
+        raise UserError("optim.min_lr_fraction", optim.min_lr_fraction, "It must be in [0, 1].")
+    if not 0 <= optim.warmup_fraction < 1:
+        raise UserError("optim.warmup_fraction", optim.warmup_fraction, "It must be in [0, 1).")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise UserError("optim.betas", optim.betas, "Give two values in [0, 1), such as [0.9,0.95].")
+
+
+def check_deepspeed(deepspeed: DeepSpeedConfig) -> None:
+    """Raise UserError for values, or combinations of them, that DeepSpeed does not take."""
+    if deepspeed.zero_stage not in (0, 1, 2, 3):
+        raise UserError("deepspeed.zero_stage", deepspeed.zero_stage, "Choose 0, 1, 2 or 3.")
+    if deepspeed.offload_optimizer and deepspeed.zero_stage == 0:
+        raise UserError("deepspeed.offload_optimizer", True, "It needs deepspeed.zero_stage of 1, 2 or 3.")
+    if deepspeed.offload_parameters and deepspeed.zero_stage != 3:
+        raise UserError("deepspeed.offload_parameters", True, "It needs deepspeed.zero_stage=3.")
+
+
+def check_train(train: TrainConfig, *, pruned: bool) -> None:
+    """Raise UserError for values that the training loop could not use.
+
+    Args:
+        pruned: whether the draft vocabulary is smaller than the target's.
+    """
+    counts = ("ttt_steps", "row_tokens", "rows_per_step", "num_epochs")
+    intervals = ("log_every", "validate_every", "save_every", "keep_checkpoints")
+    require_positive({f"train.{name}": getattr(train, name) for name in (*counts, *intervals)})
+    if not train.lk_eta >= 0:
+        raise UserError("train.lk_eta", train.lk_eta, "It must not be negative.")
+    if train.max_steps is not None and train.max_steps < 1:
+        raise UserError("train.max_steps", train.max_steps, "Give at least 1, or null for num_epochs.")
+    if not 0 < train.step_decay <= 1:
+        raise UserError("train.step_decay", train.step_decay, "It must be in (0, 1].")
+    Objective(train.loss).check(pruned=pruned)

@@ -14,7 +14,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from train.config.result import HubConfig
+from train.config.export import HubConfig
 from train.reporting.model_card import model_card, public_name
 from train.reporting.report import read_serving
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from train.config.result import HubConfig
+from train.config.export import HubConfig
 from train.reporting.hub import commit_message, prepare_upload, push
 
 

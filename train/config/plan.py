@@ -1,0 +1,29 @@
+"""The recipe's schema for the plan: tokens, steps, memory and time, computed before a run starts."""
+
+from dataclasses import dataclass
+
+from eagle31.errors import UserError, require_positive
+
+
+@dataclass
+class PlanConfig:
+    """Assumptions of the plan that a run prints first; nothing but the plan depends on them."""
+
+    # Tokens in the training data, before the data stage has counted them. null: estimated from
+    # capture.max_samples, if that is set.
+    num_tokens: int | None = None
+    document_tokens: int | None = None  # Mean length of a sample in tokens. null: data.max_tokens.
+    assistant_fraction: float = 0.5  # Fraction of the tokens that the assistant wrote, in (0, 1].
+    num_gpus: int | None = None  # Number of GPUs that train. null: the processes of this run.
+    target_gpus: int | None = None  # Number of GPUs that run the target. null: those that train.
+    gpu_memory_gb: float | None = None  # Memory of one GPU in 10^9 bytes. null: that of this machine's GPU.
+    # Sustained TFLOP/s of one GPU, not its peak. null: training time comes from the speed that an earlier run
+    # in the same output_dir measured, and is unknown without one.
+    tflops_per_gpu: float | None = None
+
+
+def check_plan(plan: PlanConfig) -> None:
+    """Raise UserError for assumptions that no plan could use."""
+    require_positive({f"plan.{name}": value for name, value in vars(plan).items()})
+    if plan.assistant_fraction > 1:
+        raise UserError("plan.assistant_fraction", plan.assistant_fraction, "It must be at most 1.")
