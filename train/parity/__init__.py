@@ -1,1 +1,1 @@
-"""An export in vLLM compared with eagle31's own evaluator."""
+"""Comparison of an export in vLLM with eagle31's evaluator."""

@@ -1,4 +1,4 @@
-"""Holds vLLM's drafts and texts against the evaluator's."""
+"""Compares the drafts and completions of vLLM with those of eagle31's evaluator."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from train.evaluation.decoding import NEAR_TIE
 from train.serving.drafts import PlacedDraft, Served, common_length
 
 DRAFTS_PER_NEAR_TIE = 200
-TOLERANCE = 0.05  # of the acceptance length, where rounding decides many tokens
+TOLERANCE = 0.05  # relative, of the acceptance length in half precision, where rounding decides many tokens
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the two part."""
+    """One difference between the evaluator and vLLM."""
 
     what: str  # "drafted tokens", "accepted", "no draft", "completion"
     prompt: int
-    position: int  # tokens written before it
+    position: int  # number of tokens of the completion before it
     ours: list[int]
     vllm: list[int]
-    margin: float | None  # between the two top logits there; None where ours has none
+    margin: float | None  # between the evaluator's two top logits there; None where it has none
 
     @property
     def near_tie(self) -> bool:
@@ -37,16 +37,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides' counts, and every place where they differ."""
+    """The counts of both sides, and every difference between them."""
 
     ours: AcceptanceStats
     vllm: AcceptanceStats
-    num_compared: int  # drafts that both made behind the same text
-    drafts: list[Difference]  # at most one a draft, near-ties among them
+    num_compared: int  # drafts that both made after the same tokens
+    drafts: list[Difference]  # at most one per draft, near-ties included
     plain_completions: list[Difference]  # vLLM with the drafter against vLLM without
     completions: list[Difference]  # vLLM with the drafter against the evaluator
     num_completions: int
-    exact: bool  # float32: every draft has to be equal; else the acceptance length within TOLERANCE
+    exact: (
+        bool  # float32: every draft must be equal; otherwise the acceptance length must be within TOLERANCE
+    )
 
     @property
     def near_ties(self) -> list[Difference]:
@@ -54,7 +56,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[Difference]:
-        """Of drafts, near-ties apart."""
+        """The drafts that differ, without near-ties."""
         return [one for one in self.drafts if not one.near_tie]
 
     @property
@@ -63,12 +65,12 @@ class Comparison:
 
     @property
     def relative_gap(self) -> float:
-        """Of the acceptance length."""
+        """The relative difference of vLLM's acceptance length from the evaluator's."""
         return self.vllm.acceptance_length / self.ours.acceptance_length - 1
 
     @property
     def failures(self) -> list[str]:
-        """Why the two are not the same; empty when they are."""
+        """The reasons why the two sides are not the same; empty if they are."""
         if not self.vllm.num_drafts:
             return ["vLLM drafted nothing"]
         if not self.exact:
@@ -77,12 +79,12 @@ class Comparison:
         allowed = max(1, self.num_compared // DRAFTS_PER_NEAR_TIE)
         found = {
             f"{len(self.differences)} drafts differ": self.differences,
-            f"{len(self.near_ties)} drafts differ by near-ties, {allowed} may": self.near_ties[allowed:],
+            f"{len(self.near_ties)} drafts differ by near-ties; {allowed} may": self.near_ties[allowed:],
             "no draft could be compared": not self.num_compared,
-            "the text is not vLLM's own": _real(self.plain_completions),
-            "the text is not the evaluator's": _real(self.completions),
+            "completions differ from vLLM's without the drafter": _without_near_ties(self.plain_completions),
+            "completions differ from the evaluator's": _without_near_ties(self.completions),
         }
-        return [reason for reason, where in found.items() if where]
+        return [reason for reason, differs in found.items() if differs]
 
     @property
     def passed(self) -> bool:
@@ -116,12 +118,12 @@ def check_case(
     *,
     exact: bool = True,
 ) -> Comparison:
-    """Holds one drafter's drafts, accepted counts and texts against the evaluator's, greedy on both sides.
+    """Compare vLLM's drafts, accepted counts and completions with the evaluator's; both decode greedily.
 
     Args:
-        reference: the evaluator's, one for each prompt, with its drafts and margins.
-        plain: the engine without the drafter; None leaves that comparison out.
-        k: tokens a draft.
+        reference: the evaluator's completion of each prompt, with drafts and margins.
+        plain: vLLM without the drafter; None skips that comparison.
+        k: the number of tokens per draft.
     """
     ours = [placed_drafts(one) for one in reference]
     theirs = served.drafts_within_completions
@@ -147,7 +149,7 @@ def check_case(
 
 
 def placed_drafts(decoded: Decoded) -> list[PlacedDraft]:
-    """Where the evaluator's drafts start: the prompt alone gives the first token, without a draft."""
+    """Return the evaluator's drafts with their positions; the first token needs no draft."""
     position, placed = 1, []
     for token_ids, num_accepted in zip(decoded.drafts, decoded.accepted, strict=True):
         placed.append(PlacedDraft(position, token_ids, num_accepted))
@@ -162,10 +164,10 @@ def compare_drafts(
     theirs: Sequence[PlacedDraft],
     completion: Sequence[int],
 ) -> tuple[int, list[Difference]]:
-    """Compares the drafts of one prompt that start behind the same text.
+    """Compare the drafts of one prompt that follow the same tokens.
 
-    A draft depends on the text before it alone. After a difference the two may draft at other positions for a
-    while; wherever both do again, they are compared again.
+    A draft depends only on the tokens before it. After a difference the two sides may draft at different
+    positions for a while; they are compared again where both draft at the same position.
 
     Returns:
         The number of drafts compared, and the differences.
@@ -179,15 +181,15 @@ def compare_drafts(
     for position in sorted(our_drafts.keys() | their_drafts.keys()):
         if position > num_common:
             break
-        own, other = our_drafts.get(position), their_drafts.get(position)
-        if own and other:
+        our_draft, their_draft = our_drafts.get(position), their_drafts.get(position)
+        if our_draft and their_draft:
             num_compared += 1
-            difference = _difference(prompt, own, other, margins[position], reference.margins)
+            difference = _difference(prompt, our_draft, their_draft, margins[position], reference.margins)
         elif found:
-            continue  # out of step because of the difference before
+            continue  # the earlier difference moved the positions of the drafts
         else:
-            mine, vllms = (draft.token_ids if draft else [] for draft in (own, other))
-            difference = Difference("no draft", prompt, position, mine, vllms, margin=None)
+            token_ids = (draft.token_ids if draft else [] for draft in (our_draft, their_draft))
+            difference = Difference("no draft", prompt, position, *token_ids, margin=None)
         if difference:
             found.append(difference)
     return num_compared, found
@@ -196,31 +198,27 @@ def compare_drafts(
 def compare_completions(
     reference: Sequence[Decoded], expected: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> list[Difference]:
-    """Where each text first leaves the expected one, with the target's margin if the evaluator got there."""
+    """Return the first difference of each completion from the expected one.
+
+    Its margin is the target's, if the evaluator decoded the same tokens up to there.
+    """
     found = []
-    for prompt, (one, own, completion) in enumerate(zip(reference, expected, completions, strict=True)):
-        if list(own) == list(completion):
+    for prompt, (decoded, *both) in enumerate(zip(reference, expected, completions, strict=True)):
+        ours, theirs = map(list, both)
+        if ours == theirs:
             continue
-        first = common_length(own, completion)
-        # Behind a place where the evaluator's text is another one, its margins say nothing.
-        known = first < len(one.margins) and one.token_ids[:first] == list(completion[:first])
-        ended = first in (len(own), len(completion))
-        margin = one.margins[first] if known and not ended else None
-        found.append(
-            Difference(
-                "completion",
-                prompt,
-                first,
-                list(own[first : first + 1]),
-                list(completion[first : first + 1]),
-                margin,
-            )
-        )
+        first = common_length(ours, theirs)
+        # The evaluator's margins apply only while its completion has the same tokens.
+        known = first < len(decoded.margins) and decoded.token_ids[:first] == theirs[:first]
+        ended = first in (len(ours), len(theirs))
+        margin = decoded.margins[first] if known and not ended else None
+        tokens = (ours[first : first + 1], theirs[first : first + 1])
+        found.append(Difference("completion", prompt, first, *tokens, margin))
     return found
 
 
 def count_completions(differences: Sequence[Difference], num_completions: int) -> Counter[str]:
-    """identical, near-tie, different."""
+    """Return how many completions are identical, near-tie and different."""
     near_ties = sum(one.near_tie for one in differences)
     return Counter(
         {
@@ -233,31 +231,30 @@ def count_completions(differences: Sequence[Difference], num_completions: int) -
 
 def _difference(
     prompt: int,
-    own: PlacedDraft,
-    other: PlacedDraft,
+    ours: PlacedDraft,
+    theirs: PlacedDraft,
     margins: Sequence[float],
     target_margins: Sequence[float],
 ) -> Difference | None:
-    """The graver one, when both the drafted tokens and the accepted counts differ on grounds of their own."""
+    """Return how two drafts differ: in their tokens or in how many were accepted; near-ties come last."""
     found = []
-    num_same = common_length(own.token_ids, other.token_ids)
-    if own.token_ids != other.token_ids:
-        margin = _at(margins, num_same)
+    position = ours.position
+    num_same = common_length(ours.token_ids, theirs.token_ids)
+    if ours.token_ids != theirs.token_ids:
+        margin = _margin(margins, num_same)
+        found.append(Difference("drafted tokens", prompt, position, ours.token_ids, theirs.token_ids, margin))
+    decided = min(ours.num_accepted, theirs.num_accepted)
+    if ours.num_accepted != theirs.num_accepted and decided < num_same:
+        # Both drafted this token; one target accepted it and the other did not.
+        margin = _margin(target_margins, position + decided)
         found.append(
-            Difference("drafted tokens", prompt, own.position, own.token_ids, other.token_ids, margin)
-        )
-    decided = min(own.num_accepted, other.num_accepted)
-    if own.num_accepted != other.num_accepted and decided < num_same:
-        # Both drafted this token; one target took it and the other did not.
-        margin = _at(target_margins, own.position + decided)
-        found.append(
-            Difference("accepted", prompt, own.position, [own.num_accepted], [other.num_accepted], margin)
+            Difference("accepted", prompt, position, [ours.num_accepted], [theirs.num_accepted], margin)
         )
     return next((one for one in found if not one.near_tie), found[0] if found else None)
 
 
-def _at(margins: Sequence[float], index: int) -> float | None:
-    """None behind the end, where one side stopped and the other did not."""
+def _margin(margins: Sequence[float], index: int) -> float | None:
+    """Return None past the end, where one side stopped and the other did not."""
     return margins[index] if index < len(margins) else None
 
 
@@ -265,5 +262,5 @@ def _stats(drafts: Sequence[Sequence[PlacedDraft]], k: int) -> AcceptanceStats:
     return AcceptanceStats.from_lengths(k, [d.num_accepted for one in drafts for d in one])
 
 
-def _real(differences: Sequence[Difference]) -> list[Difference]:
+def _without_near_ties(differences: Sequence[Difference]) -> list[Difference]:
     return [one for one in differences if not one.near_tie]

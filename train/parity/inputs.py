@@ -1,4 +1,4 @@
-"""What serving is checked and measured with: target, drafter, prompts; everything cheap is refused first."""
+"""Inputs of check_serving and bench/serving: target, drafter and prompts; cheap checks come first."""
 
 import argparse
 import json
@@ -27,21 +27,27 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What check_serving and bench/serving share."""
-    parser.add_argument("export", type=Path, help="an export's directory, or a published drafter's")
-    parser.add_argument("--target", required=True, help="the target: its directory or hub id")
-    parser.add_argument("--revision", help="of a target on the hub")
+    """Add the arguments that check_serving and bench/serving share."""
+    parser.add_argument("export", type=Path, help="directory of an export or of a published drafter")
+    parser.add_argument("--target", required=True, help="the target: a directory or a hub id")
+    parser.add_argument("--revision", help="revision of a target on the hub")
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSONL of conversations or of prompt_token_ids; by default what the export's run held out",
+        help="JSONL of conversations or of prompt_token_ids (default: held-out prompts of the export's run)",
     )
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="the first N of them (default: all)")
-    parser.add_argument("-k", type=int, default=4, help="tokens a draft (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
+    parser.add_argument("-k", type=int, default=4, help="tokens per draft (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of target and drafter; auto is the target's own"
+        "--max-new-tokens",
+        type=int,
+        default=96,
+        metavar="N",
+        help="new tokens per prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="dtype of target and drafter (default: the target's)"
     )
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument(
@@ -49,29 +55,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="further arguments of vllm.LLM, such as tensor_parallel_size=8",
+        help="more arguments of vllm.LLM, such as tensor_parallel_size=8",
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write every number")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write every number to OUT")
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises UserError for what can be refused without reading a weight."""
+    """Raise UserError for arguments that can be refused before any weight is read."""
     for name in ("k", "max_new_tokens", "num_prompts", "rounds", "num_requests"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             flag = "-k" if name == "k" else f"--{name.replace('_', '-')}"
             raise UserError(flag, value, "It must be at least 1.")
     if not arguments.export.is_dir():
-        raise UserError("export", arguments.export, "No such directory; give what a run left in export/.")
+        raise UserError("export", arguments.export, "No such directory; give the export/ of a run.")
     read_raw_config(arguments.export)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Read once; `prompts` and the limits are checked against target and drafter."""
+    """The inputs, read once; prompts and limits fit the target and the drafter."""
 
     export: Path
-    spec: TargetSpec  # with the dtype that is served
+    spec: TargetSpec  # its dtype is the one that is served
     parts: TargetParts
     config: DrafterConfig
     prompts: Prompts
@@ -88,7 +94,7 @@ class Inputs:
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype = self.spec.torch_dtype
-        assert dtype is not None, "auto was resolved"
+        assert dtype is not None, "auto is resolved"
         return dtype
 
     @cached_property
@@ -100,7 +106,7 @@ class Inputs:
         return layout_of(read_raw_config(self.export))
 
     def engine(self, *, drafter: bool, **options: Any) -> EngineSpec:
-        """The engine with the drafter, or the target alone."""
+        """Return the spec of an engine with or without the drafter."""
         longest = max(map(len, self.prompts)) + self.max_new_tokens
         return EngineSpec(
             target=self.spec.checkpoint.path,
@@ -116,15 +122,15 @@ class Inputs:
 
 
 def load_inputs(arguments: argparse.Namespace) -> Inputs:
-    """Reads the target's parts, the drafter's config and the prompts.
+    """Read the target's parts, the drafter's config and the prompts.
 
     Raises:
-        UserError: one of them can not be read, or they do not fit each other.
+        UserError: one of them cannot be read, or they do not fit each other.
     """
     spec = target_spec(arguments)
     parts = load_target_parts(spec)
-    own_dtype = str(parts.embed_tokens.dtype).removeprefix("torch.")
-    spec = replace(spec, dtype=own_dtype if arguments.dtype == "auto" else arguments.dtype)
+    target_dtype = str(parts.embed_tokens.dtype).removeprefix("torch.")
+    spec = replace(spec, dtype=target_dtype if arguments.dtype == "auto" else arguments.dtype)
     config = drafter_config(arguments.export, parts)
     tokenizer = load_tokenizer(spec)
     prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
@@ -150,21 +156,21 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
 
 
 def target_spec(arguments: argparse.Namespace) -> TargetSpec:
-    """In its own dtype."""
+    """Return the target in the dtype of its checkpoint."""
     return TargetSpec(
         arguments.target, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code
     )
 
 
 def log_file(json_file: Path | None, name: str) -> Path:
-    """Where vLLM's output goes: beside the results, else among the temporary files."""
+    """Return the file for vLLM's output: next to the results, or else a temporary file."""
     if json_file is not None:
         return json_file.with_suffix(".vllm.log")
     return Path(tempfile.gettempdir()) / f"eagle31-{name}-{os.getpid()}.log"
 
 
 def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """`tensor_parallel_size=2 quantization=fp8`: JSON where it can be, else text.
+    """Parse pairs like `tensor_parallel_size=2 quantization=fp8`; values are JSON or else text.
 
     Raises:
         UserError: one has no `=`.
@@ -182,11 +188,11 @@ def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def announce(message: str) -> None:
-    """Progress, apart from the results on stdout."""
+    """Print progress on stderr; the results go to stdout."""
     print(message, file=sys.stderr, flush=True)
 
 
 def _positions(parts: TargetParts, config: DrafterConfig) -> int:
-    """Tokens that both have positions for."""
+    """Return the number of positions that target and drafter both have."""
     target = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
     return min(target or config.max_position_embeddings, config.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""What is decoded: prompts as token ids."""
+"""The prompts to decode, as token ids."""
 
 import json
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ _IDS = "prompt_token_ids"
 def find_prompts(
     file: Path | None, export: Path, tokenizer: PreTrainedTokenizerBase, num_prompts: int | None
 ) -> tuple[Prompts, str]:
-    """The prompts of `file`, else those that the run of this export held out, else the export's probe.
+    """Return the prompts of `file`, else the held-out prompts of the export's run, else the export's probe.
 
     Returns:
-        The first `num_prompts` of them, and where they come from.
+        The first `num_prompts` prompts, and their source.
 
     Raises:
         UserError: there are none.
@@ -38,12 +38,12 @@ def find_prompts(
     else:
         prompts, source = _probe_prompts(export), "the export's probe"
     if not prompts:
-        raise UserError("--prompts", source, "It holds no prompt; give a JSONL file of conversations.")
+        raise UserError("--prompts", source, "It has no prompt; give a JSONL file of conversations.")
     return prompts[:num_prompts], source
 
 
 def run_directory(export: Path) -> Path | None:
-    """OUTPUT_DIR of the run that an export lies in, also through the link `OUTPUT_DIR/export`."""
+    """Return the OUTPUT_DIR of the run that holds an export, also through the link `OUTPUT_DIR/export`."""
     for path in (export.absolute(), export.resolve()):
         for parent in path.parents:
             if (parent / "artifacts").is_dir() and (parent / "config.yaml").exists():
@@ -52,19 +52,19 @@ def run_directory(export: Path) -> Path | None:
 
 
 def newest_answers(run: Path) -> Path | None:
-    """The held-out test prompts of the run."""
+    """Return the directory of the run's newest held-out test prompts."""
     found = [path for path in run.glob("artifacts/answers-*/test") if (path.parent / "stage.json").exists()]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """JSON lines of `{"prompt_token_ids": [...]}` or bare lists of ids, or conversations in any schema.
+    """Read JSON lines: `{"prompt_token_ids": [...]}`, bare lists of ids, or conversations in any schema.
 
-    A conversation is cut behind its last message that is not the assistant's, and ends with the generation
+    A conversation is cut after its last message that is not the assistant's, and ends with the generation
     prompt.
 
     Raises:
-        UserError: the file is not there, or has neither.
+        UserError: the file does not exist or has neither.
     """
     if not file.is_file():
         raise UserError("--prompts", file, "No such file.")
@@ -87,10 +87,10 @@ def read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, room: int, max_new_tokens: int
 ) -> None:
-    """Raises UserError for prompts that no engine would take.
+    """Raise UserError for prompts that no engine would accept.
 
     Args:
-        room: tokens that the target and the drafter have positions for, without those of drafts.
+        room: positions that target and drafter both have, less those that drafts need.
     """
     for index, prompt in enumerate(prompts):
         where = f"prompt {index}"
@@ -128,9 +128,9 @@ def _token_rows(file: Path) -> Prompts:
 def _probe_prompts(export: Path) -> Prompts:
     probe = read_probe(export)
     if probe is None:
-        remedy = "The export lies in no run directory and has no probe; give prompts with --prompts FILE."
+        remedy = "The export is not in a run's directory and has no probe; give prompts with --prompts FILE."
         raise UserError("--prompts", None, remedy)
     written = probe.batch.loss_mask.nonzero()
-    # With a token of the answer, the probe may begin inside it, there is always a prompt.
+    # The probe may begin inside an answer; its first token is then the prompt.
     num_tokens = max(1, int(written[0]) if len(written) else len(probe.batch.input_ids))
     return [probe.batch.input_ids[:num_tokens].tolist()]

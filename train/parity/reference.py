@@ -1,4 +1,4 @@
-"""The evaluator's side: what the drafter as it was trained does, through transformers."""
+"""The evaluator's side: the drafter as it was trained, with the target in transformers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ from eagle31.model.frozen import FrozenParts, project_width
 
 @dataclass(frozen=True)
 class ReferenceDrafter:
-    """A drafter for the evaluator."""
+    """A drafter that the evaluator runs."""
 
     drafter: Drafter
     frozen: FrozenParts
     config: DrafterConfig
-    source: str  # what it was built from
+    source: str  # names what it was built from
     notes: tuple[str, ...] = ()
 
 
 def drafter_config(export: Path, parts: TargetParts) -> DrafterConfig:
-    """As trained where the export has a record, else as its config.json says."""
+    """Return the trained drafter's config from the export's record, or else the one of its config.json."""
     record = read_record(export)
     if record is not None:
         return record.config
@@ -45,12 +45,12 @@ def drafter_config(export: Path, parts: TargetParts) -> DrafterConfig:
 def reference_drafter(
     export: Path, parts: TargetParts, device: torch.device, dtype: torch.dtype
 ) -> ReferenceDrafter:
-    """The drafter that serving is held against.
+    """Return the drafter that serving is compared with.
 
-    Where the export has a record of its training, shape and flags are the record's, the draft vocabulary is
-    t2d's, and an embedding that was changed is made again from the target's: a mistake in config.json, d2t or
-    embed_tokens then shows as a difference, and does not repeat itself on both sides. A published checkpoint
-    is taken as it is.
+    If the export has a record of its training, shape and flags come from the record, the draft vocabulary
+    from t2d, and a changed embedding is restored from the target. A mistake in config.json, d2t or
+    embed_tokens then shows as a difference instead of affecting both sides. A published checkpoint is read as
+    it is.
 
     Raises:
         UserError: a file or a tensor is missing or damaged.
@@ -71,7 +71,7 @@ def reference_drafter(
     drafter = Drafter(config)
     missing, unexpected = drafter.load_state_dict(tensors, strict=False)
     if missing or unexpected:
-        remedy = "The drafter that was trained can not be rebuilt without or with them; export again."
+        remedy = "The trained drafter cannot be rebuilt because of these tensors; export again."
         raise UserError("export", ", ".join([*missing, *unexpected]), remedy)
     drafter.to(device=device, dtype=dtype).requires_grad_(False)
     ids = _trained_ids(config, d2t, t2d)
@@ -94,7 +94,7 @@ def decode_reference(
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
 ) -> list[Decoded]:
-    """Greedy speculative decoding of each prompt, its drafts and margins kept."""
+    """Decode each prompt greedily with the drafter; keep drafts and margins."""
     model = load_target(spec, device)
     target = TargetDecoder(model, locate(model, spec), reference.config.aux_layer_ids)
     return [
@@ -114,7 +114,7 @@ def decode_reference(
 def _trained_ids(
     config: DrafterConfig, d2t: torch.Tensor | None, t2d: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """int64 [Vd]; a mask can not be mistaken for something else, as offsets can."""
+    """Return the draft vocabulary's ids, int64 [Vd]; unlike offsets, the mask t2d cannot be misread."""
     if config.pruned and t2d is not None and int(t2d.sum()) == config.draft_vocab_size:
         return t2d.nonzero().squeeze(1)
     return draft_target_ids(d2t, config)

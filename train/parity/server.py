@@ -1,4 +1,4 @@
-"""A running vLLM server: completions by token ids, and its own counters before and after."""
+"""A running vLLM server: completions of token ids, and its counters before and after them."""
 
 import json
 import re
@@ -14,7 +14,10 @@ from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
 from train.parity.compare import Difference, compare_completions, placed_drafts
 
-TOLERANCE = {True: 0.01, False: 0.05}  # of the acceptance length, by whether the server runs in float32
+TOLERANCE = {
+    True: 0.01,
+    False: 0.05,
+}  # relative, of the acceptance length; by whether the server runs in float32
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _PREFIX = "vllm:spec_decode_num_"
@@ -24,11 +27,11 @@ _SETTLE_SECONDS = 10
 
 @dataclass(frozen=True)
 class ServerCounters:
-    """Since the server started, over all its engines."""
+    """Counts since the server started, over all its engines."""
 
     num_requests: int  # finished
     num_drafts: int
-    accepted_per_position: tuple[int, ...]  # as long as the server's drafts; empty without a drafter
+    accepted_per_position: tuple[int, ...]  # one entry per position of a draft; empty without a drafter
 
     def __sub__(self, before: "ServerCounters") -> "ServerCounters":
         pairs = zip(self.accepted_per_position, before.accepted_per_position, strict=True)
@@ -40,7 +43,7 @@ class ServerCounters:
 
 
 def parse_counters(metrics: str) -> ServerCounters:
-    """Out of `/metrics`, Prometheus' text format."""
+    """Parse `/metrics`, which is in Prometheus' text format."""
     num_requests = num_drafts = 0.0
     per_position: dict[int, float] = {}
     for line in metrics.splitlines():
@@ -68,19 +71,19 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
 
     def model(self) -> str:
-        """The name it serves."""
+        """Return the name of the served model."""
         return json.loads(self._request("/v1/models"))["data"][0]["id"]
 
     def counters(self) -> ServerCounters:
         return parse_counters(self._request("/metrics"))
 
     def complete(self, model: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Exactly `num_tokens` greedy tokens.
+        """Return exactly `num_tokens` greedy tokens.
 
         Raises:
             UserError: the server refuses the request, or does not return token ids.
         """
-        # The server takes what is not set here from the target's generation_config.json.
+        # The server takes missing settings from the target's generation_config.json.
         greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         body = {
             "model": model,
@@ -92,11 +95,11 @@ class Server:
         }
         choice = json.loads(self._request("/v1/completions", body))["choices"][0]
         if not choice.get("token_ids"):
-            raise UserError("--url", self.url, "It returns no token ids; vLLM 0.11 or newer does.")
+            raise UserError("--url", self.url, "It returns no token ids; use vLLM 0.11 or newer.")
         return choice["token_ids"]
 
     def settled_counters(self, num_requests: int) -> ServerCounters:
-        """Once `num_requests` are counted as finished: the last one's is a moment later than its answer."""
+        """Return the counters once they include `num_requests`; the last one is counted after its response."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         counters = self.counters()
         while counters.num_requests < num_requests and time.monotonic() < deadline:
@@ -122,7 +125,7 @@ class Server:
 
 @dataclass(frozen=True)
 class ServerRun:
-    """The server's answers, and by how much its counters moved."""
+    """The server's completions, and the increase of its counters."""
 
     model: str
     completions: list[list[int]]
@@ -130,17 +133,17 @@ class ServerRun:
 
 
 def run_on_server(server: Server, prompts: Sequence[Sequence[int]], k: int, num_tokens: int) -> ServerRun:
-    """One prompt after the other, `num_tokens` each.
+    """Complete one prompt after the other with `num_tokens` tokens each.
 
     Raises:
-        UserError: it serves without a drafter or with drafts of another length.
+        UserError: the server has no drafter, or its drafts have another length.
     """
     model, before = server.model(), server.counters()
     if not before.accepted_per_position:
-        remedy = "It drafts nothing; start it with --speculative-config."
+        remedy = "The server drafts nothing; start it with --speculative-config."
         raise UserError("--url", server.url, remedy)
     if len(before.accepted_per_position) != k:
-        remedy = f"The server drafts {len(before.accepted_per_position)} tokens; give that as -k."
+        remedy = f"The server drafts {len(before.accepted_per_position)} tokens; give this number as -k."
         raise UserError("-k", k, remedy)
     completions = [server.complete(model, prompt, num_tokens) for prompt in prompts]
     after = server.settled_counters(before.num_requests + len(prompts))
@@ -149,7 +152,7 @@ def run_on_server(server: Server, prompts: Sequence[Sequence[int]], k: int, num_
 
 @dataclass(frozen=True)
 class ServerComparison:
-    """Counts and texts; a server shows no single drafts."""
+    """Counts and completions of both sides; a server does not show single drafts."""
 
     ours: AcceptanceStats
     vllm: AcceptanceStats
@@ -160,11 +163,11 @@ class ServerComparison:
 
     @property
     def failures(self) -> list[str]:
-        """Why the server does not do what was trained; empty when it does."""
+        """The reasons why the server differs from the trained drafter; empty if it does not."""
         if self.num_other_requests:
             return [
-                f"the server answered {self.num_other_requests} requests of others meanwhile: its counters "
-                "are not of these prompts alone"
+                f"the server answered {self.num_other_requests} other requests at the same time, which its "
+                "counters include"
             ]
         if not self.vllm.num_drafts:
             return ["vLLM drafted nothing"]
@@ -174,9 +177,9 @@ class ServerComparison:
             found.append(f"acceptance lengths differ by {gap:.1%}")
         different = [one for one in self.completions if not one.near_tie]
         if not different and not self.completions and self.vllm.num_drafts > self.ours.num_drafts * 1.05:
-            found.append("the server made more drafts for the same text: other traffic, or another drafter")
+            found.append("the server made more drafts for the same tokens: other traffic, or another drafter")
         if self.exact and different:
-            found.append(f"{len(different)} texts are not the evaluator's")
+            found.append(f"{len(different)} completions differ from the evaluator's")
         return found
 
     @property
@@ -187,18 +190,18 @@ class ServerComparison:
 def compare_with_server(
     reference: Sequence[Decoded], run: ServerRun, k: int, num_tokens: int, *, exact: bool
 ) -> ServerComparison:
-    """Holds the server's counters and texts against the evaluator's.
+    """Compare the server's counters and completions with the evaluator's.
 
     Args:
-        reference: decoded past `num_tokens` by k + 1 tokens and no stop token, so that accepted tokens behind
-            the end are known: the server counts them.
+        reference: decoded k + 1 tokens past `num_tokens` and without stop tokens, because the server also
+            counts tokens that it accepts past the end.
     """
-    made = [
+    num_accepted = [
         draft.num_accepted for one in reference for draft in placed_drafts(one) if draft.position < num_tokens
     ]
     counters = run.counters
     return ServerComparison(
-        ours=AcceptanceStats.from_lengths(k, made),
+        ours=AcceptanceStats.from_lengths(k, num_accepted),
         vllm=AcceptanceStats(k, counters.num_drafts, counters.accepted_per_position),
         completions=compare_completions(
             reference, [one.token_ids[:num_tokens] for one in reference], run.completions

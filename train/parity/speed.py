@@ -1,4 +1,4 @@
-"""Output tokens per second per user, with and without the drafter: measuring and summing up."""
+"""Output tokens per second per user, with and without the drafter."""
 
 import os
 import platform
@@ -15,13 +15,13 @@ from train.serving.engine import failure, run_worker
 from train.tables import aligned
 
 PLAIN, DRAFTER = "plain", "drafter"
-# Both engines live side by side, so that the sides can take turns.
+# Both engines are loaded at once, so that they can take turns.
 _SHARED_GPU_MEMORY = 0.45
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Over the rounds."""
+    """Median and range over the rounds."""
 
     median: float
     lowest: float
@@ -37,14 +37,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One concurrency. Rates are output tokens per second."""
+    """The rates at one concurrency, in output tokens per second."""
 
     concurrency: int
     plain: Spread  # per user
     drafter: Spread  # per user
     plain_total: Spread  # all users together
     drafter_total: Spread
-    speedup: Spread  # of the rate per user, round by round
+    speedup: Spread  # ratio of the rates per user, taken in each round
 
 
 def time_serving(
@@ -58,14 +58,14 @@ def time_serving(
     one_at_a_time: bool,
     ignore_eos: bool,
 ) -> dict[str, Any]:
-    """Runs both engines in one process and returns what the worker measured.
+    """Run both engines in one process and return the worker's measurements.
 
     Raises:
         EngineFailure: an engine does not start or fails.
     """
     options = {"max_num_seqs": max(concurrency), "enforce_eager": inputs.device.type == "cpu"}
     shares_gpu = inputs.device.type == "cuda" and not one_at_a_time
-    own = "gpu_memory_utilization" in inputs.engine_arguments
+    memory_given = "gpu_memory_utilization" in inputs.engine_arguments
     job = {
         "kind": "bench",
         "name": "both sides",
@@ -73,7 +73,7 @@ def time_serving(
             {"name": PLAIN, "engine": inputs.engine(drafter=False, **options).arguments()},
             {"name": DRAFTER, "engine": inputs.engine(drafter=True, **options).arguments()},
         ],
-        "memory": {"gpu_memory_utilization": _SHARED_GPU_MEMORY} if shares_gpu and not own else {},
+        "memory": {"gpu_memory_utilization": _SHARED_GPU_MEMORY} if shares_gpu and not memory_given else {},
         "one_at_a_time": one_at_a_time,
         "concurrency": list(concurrency),
         "rounds": rounds,
@@ -89,7 +89,7 @@ def time_serving(
 
 
 def summarize(measurements: Sequence[dict[str, Any]]) -> list[SpeedRow]:
-    """One row for each concurrency, in rising order."""
+    """Return one row for each concurrency, in ascending order."""
     rows = []
     for concurrency in sorted({one["concurrency"] for one in measurements}):
         here = sorted(
@@ -115,7 +115,7 @@ def summarize(measurements: Sequence[dict[str, Any]]) -> list[SpeedRow]:
 
 
 def report(inputs: Inputs, result: dict[str, Any], rounds: int, ignore_eos: bool) -> dict[str, Any]:
-    """What goes into serving.json: the rows and under which conditions they were measured."""
+    """Return the content of serving.json: the rows and the conditions of the measurement."""
     counts = result["acceptance"]
     return {
         "engine": f"vLLM {result['vllm_version']}",
@@ -137,7 +137,7 @@ def report(inputs: Inputs, result: dict[str, Any], rounds: int, ignore_eos: bool
 
 
 def speed_lines(numbers: dict[str, Any]) -> list[str]:
-    """The table, and what it was measured with."""
+    """Return the table and the conditions of the measurement."""
     rows = [["users", "plain", "with the drafter", "speed-up", "all users: plain", "with the drafter"]]
     for row in numbers["rows"]:
         spreads = {name: Spread(**value) for name, value in row.items() if name != "concurrency"}
@@ -152,7 +152,7 @@ def speed_lines(numbers: dict[str, Any]) -> list[str]:
                 f"{spreads['drafter_total'].median:.1f}",
             ]
         )
-    length = f"{numbers['max_new_tokens']} tokens an answer"
+    length = f"{numbers['max_new_tokens']} tokens per completion"
     conditions = (
         f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; k = {numbers['k']}, temperature 0, "
         f"{'' if numbers['ignore_eos'] else 'at most '}{length}, "
@@ -174,5 +174,5 @@ def device_name(device: torch.device) -> str:
 
 
 def _user_rate(measurement: dict[str, Any]) -> float:
-    """Mean over the requests of tokens by the time from sending to the last token."""
+    """Return the mean over requests of tokens per second, from sending to the last token."""
     return statistics.fmean(measurement["request_rates"])

@@ -1,4 +1,4 @@
-"""Comparisons as aligned text."""
+"""Comparisons as lines for a terminal."""
 
 from collections.abc import Sequence
 
@@ -11,31 +11,32 @@ _NUM_SHOWN = 8
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """Counts of both sides, what differs, and the verdict."""
+    """Return the counts of both sides, the differences and the verdict."""
     num_near, num_different = len(comparison.near_ties), len(comparison.differences)
-    lines = [*_counts(comparison.ours, comparison.vllm), ""]
-    lines.append(
-        f"drafts compared              {comparison.num_compared}: {comparison.num_equal} equal, "
-        f"{num_near} near-tie, {num_different} different"
-    )
+    drafts = f"{comparison.num_equal} equal, {num_near} near-tie, {num_different} different"
     num = comparison.num_completions
-    lines.append(f"text against vLLM's own      {_completion_counts(comparison.plain_completions, num)}")
-    lines.append(f"text against the evaluator's {_completion_counts(comparison.completions, num)}")
+    rows = [
+        ["drafts compared", f"{comparison.num_compared}: {drafts}"],
+        ["completions against vLLM without drafter", _completion_counts(comparison.plain_completions, num)],
+        ["completions against the evaluator", _completion_counts(comparison.completions, num)],
+    ]
+    lines = [*_counts(comparison.ours, comparison.vllm), "", *aligned(rows, text_columns=2)]
     if comparison.exact:
         lines += _listed("drafts that differ", comparison.drafts)
-        lines += _listed("texts that differ", [*comparison.plain_completions, *comparison.completions])
+        lines += _listed("completions that differ", [*comparison.plain_completions, *comparison.completions])
     lines += ["", _verdict(comparison.failures)]
     if not comparison.ours.num_accepted:
-        lines.append("note: not one drafted token was accepted, which shows little; train the drafter first.")
+        lines.append("note: no drafted token was accepted, so this shows little; train the drafter first.")
     return lines
 
 
 def server_lines(comparison: ServerComparison) -> list[str]:
+    """Return the counts of both sides, the completions that differ and the verdict."""
     lines = [*_counts(comparison.ours, comparison.vllm), ""]
     counts = _completion_counts(comparison.completions, comparison.num_completions)
-    lines.append(f"text against the evaluator's {counts}")
+    lines.append(f"completions against the evaluator  {counts}")
     if comparison.exact:
-        lines += _listed("texts that differ", comparison.completions)
+        lines += _listed("completions that differ", comparison.completions)
     return [*lines, "", _verdict(comparison.failures)]
 
 
@@ -62,13 +63,13 @@ def _completion_counts(differences: Sequence[Difference], num_completions: int) 
 
 
 def _listed(title: str, differences: Sequence[Difference]) -> list[str]:
-    """Real differences first: near-ties are what rounding does."""
+    """Return the first few differences; near-ties, which rounding explains, come last."""
     if not differences:
         return []
     ordered = sorted(differences, key=lambda one: one.near_tie)
     shown = [f"  {'near-tie' if one.near_tie else 'different'}: {one}" for one in ordered[:_NUM_SHOWN]]
     rest = len(ordered) - len(shown)
-    return ["", f"{title}:", *shown, *([f"  and {rest} more (--json has them)"] if rest else [])]
+    return ["", f"{title}:", *shown, *([f"  and {rest} more (--json OUT writes all)"] if rest else [])]
 
 
 def _verdict(failures: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The field's classic mistakes, applied to a good export."""
+"""Common mistakes in exports, applied to a good one."""
 
 import json
 import shutil
@@ -15,14 +15,14 @@ Tensors = dict[str, Tensor]
 
 
 def shift_layer_ids(config: Config, tensors: Tensors) -> None:
-    """Counted as 'output of layer i'."""
+    """Count the ids as "output of layer i"."""
     shifted = [layer_id + 1 for layer_id in config["eagle_aux_hidden_state_layer_ids"]]
     config["eagle_aux_hidden_state_layer_ids"] = shifted
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = shifted
 
 
 def drop_layer_ids(config: Config, tensors: Tensors) -> None:
-    """vLLM then guesses."""
+    """Leave the ids out; vLLM then guesses them."""
     del config["eagle_aux_hidden_state_layer_ids"]
     del config["eagle_config"]
 
@@ -36,7 +36,7 @@ def absolute_d2t(config: Config, tensors: Tensors) -> None:
 
 
 def drop_fc_norm(config: Config, tensors: Tensors) -> None:
-    """The flag alone: vLLM refuses tensors it has no module for, so they go with it."""
+    """Drop the flag and the tensors; vLLM would refuse tensors without a module."""
     del config["fc_norm"]
     for name in [name for name in tensors if name.startswith("fc_norm.")]:
         del tensors[name]
@@ -54,7 +54,7 @@ def drop_rope_scaling(config: Config, tensors: Tensors) -> None:
     config.pop("rope_parameters", None)
 
 
-# Each with the word that a finding must contain.
+# Each mistake, and the word that its finding must contain.
 MUTATIONS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
     "layer ids off by one": (shift_layer_ids, "eagle_aux_hidden_state_layer_ids"),
     "layer ids left out": (drop_layer_ids, "eagle_aux_hidden_state_layer_ids"),
@@ -67,7 +67,7 @@ MUTATIONS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
 
 
 def mutate(export: Path, directory: Path, mutation: Callable[[Config, Tensors], None]) -> Path:
-    """A copy of `export` in `directory` with one mistake."""
+    """Copy `export` to `directory` and make one mistake in the copy."""
     shutil.copytree(export, directory)
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Checkpoints as other tools publish them, made of our exports: fewer keys, fewer tensors, no record."""
+"""Checkpoints as other tools publish them, made from our exports: fewer keys, fewer tensors, no record."""
 
 import json
 import shutil
@@ -6,16 +6,16 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-# What a reader has to find out for itself.
+# Keys that a reader must infer.
 DEFAULTS = ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "norm_before_residual")
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def as_published(export: Path, directory: Path) -> Path:
-    """A copy of `export` in the same layout and by another hand.
+    """Copy `export` to `directory` in the same layout, as another tool would write it.
 
-    In the plain layout: `layers.0.` names, ids in `eagle_config` alone, no embedding. In speculators': as its
-    trainer leaves it, without the keys that we add to `transformer_layer_config`.
+    The plain layout gets `layers.0.` names, has the ids in `eagle_config` only, and no embedding. The layout of
+    speculators loses the keys that we add to `transformer_layer_config`, as its trainer leaves it.
     """
     shutil.copytree(export, directory)
     shutil.rmtree(directory / "verification")

@@ -1,4 +1,4 @@
-"""What check_serving and bench/serving refuse, and with which exit status."""
+"""Arguments that check_serving and bench/serving refuse, and their exit status."""
 
 import json
 import runpy
@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Runs a script in this process: its exit status, stdout and stderr."""
+    """Return a function that runs a script in this process and returns its exit status, stdout and stderr."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts the repository's root there
     monkeypatch.delenv("EAGLE31_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("EAGLE31_VLLM_ENV", str(tmp_path / "no-vllm"))
@@ -38,7 +38,9 @@ def export(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("script", ["check_serving", "bench/serving"])
-def test_bad_input_is_refused_before_anything_is_read(run, export: Path, tmp_path: Path, script: str) -> None:
+def test_invalid_input_is_refused_before_anything_is_read(
+    run, export: Path, tmp_path: Path, script: str
+) -> None:
     target = ("--target", tmp_path / "target")
     (tmp_path / "empty").mkdir()
     cases = [
@@ -55,14 +57,14 @@ def test_bad_input_is_refused_before_anything_is_read(run, export: Path, tmp_pat
         assert message in error
 
 
-def test_a_benchmark_needs_users_and_a_run_that_is_one(run, export: Path, tmp_path: Path) -> None:
+def test_benchmark_needs_users_and_the_directory_of_a_run(run, export: Path, tmp_path: Path) -> None:
     shared = (export, "--target", tmp_path)
     assert "--concurrency=0" in run("bench/serving", *shared, "--concurrency", 4, 0)[2]
     assert "--rounds=0" in run("bench/serving", *shared, "--rounds", 0)[2]
     assert "not the output directory of a run" in run("bench/serving", *shared, "--run", tmp_path)[2]
 
 
-def test_an_unsound_export_ends_before_an_engine_starts(
+def test_unsound_export_ends_before_an_engine_starts(
     run, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = Finding("fc_norm", "false", "true", "Export again.")
@@ -73,7 +75,7 @@ def test_an_unsound_export_ends_before_an_engine_starts(
     assert status == 1
     assert "fc_norm: found false, expected true" in out
     assert "vLLM was not started" in out
-    # It goes on as far as the target, which is not there.
+    # It continues to the target, which does not exist.
     status, out, error = run(*arguments, "--keep-going")
     assert status == 2
     assert "fc_norm: found false" in out

@@ -18,7 +18,7 @@ from train.parity.prompts import check_prompts, find_prompts, read_prompts, run_
 TOKENIZER = byte_level_tokenizer(templates.THINKING)
 
 
-def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_token_ids_are_read_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt_token_ids": [1, 2]}\n\n{"prompt_token_ids": [3]}\n')
     (tmp_path / "b.jsonl").write_text("[4, 5]\n[6]\n")
     assert read_prompts(tmp_path / "a.jsonl", TOKENIZER) == [[1, 2], [3]]
@@ -26,7 +26,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ['{"prompt_token_ids": "a"}', "[1, 2.5]", "[1, 2", "[true]"])
-def test_other_rows_are_refused_with_their_line(tmp_path: Path, row: str) -> None:
+def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, row: str) -> None:
     (tmp_path / "a.jsonl").write_text(f"[1]\n{row}\n")
     with pytest.raises(UserError, match=r"a\.jsonl:2"):
         read_prompts(tmp_path / "a.jsonl", TOKENIZER)
@@ -43,7 +43,7 @@ def test_conversations_end_with_the_generation_prompt(tmp_path: Path) -> None:
 
 
 def run_with_prompts(directory: Path) -> Path:
-    """An output directory with a link to its export, as a run leaves it."""
+    """Make an output directory with a link to its export, as a run leaves it; return the link."""
     checkpoint = directory / "artifacts" / "export-1" / "checkpoint"
     checkpoint.mkdir(parents=True)
     (directory / "config.yaml").touch()
@@ -58,7 +58,7 @@ def run_with_prompts(directory: Path) -> Path:
     return directory / "export"
 
 
-def test_by_default_the_runs_held_out_prompts(tmp_path: Path) -> None:
+def test_default_is_the_held_out_prompts_of_the_run(tmp_path: Path) -> None:
     export = run_with_prompts(tmp_path)
     prompts, source = find_prompts(None, export, TOKENIZER, 2)
     assert prompts == [[0, 1]] * 2
@@ -80,16 +80,16 @@ def probe_in(export: Path, config: DrafterConfig) -> None:
     write_verification(export, TrainingRecord(config, "float32", "vllm", 1, {}, {}), probe)
 
 
-def test_else_the_probe_else_an_error(tmp_path: Path) -> None:
+def test_without_a_run_the_probe_is_used_or_else_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="give prompts with --prompts FILE"):
         find_prompts(None, tmp_path, TOKENIZER, None)
     probe_in(tmp_path, tiny_config())
     assert find_prompts(None, tmp_path, TOKENIZER, None) == ([list(range(10, 15))], "the export's probe")
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+def test_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="holds no prompt"):
+    with pytest.raises(UserError, match="has no prompt"):
         find_prompts(tmp_path / "a.jsonl", tmp_path, TOKENIZER, None)
     with pytest.raises(UserError, match="No such file"):
         find_prompts(tmp_path / "b.jsonl", tmp_path, TOKENIZER, None)
@@ -99,7 +99,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     ("prompt", "why"),
     [([], "It is empty"), ([1, 100], "Token 100 is outside"), ([-1], "outside"), ([1] * 21, "21 tokens and")],
 )
-def test_prompts_that_no_engine_would_take(prompt: list[int], why: str) -> None:
+def test_prompts_that_no_engine_would_accept_are_refused(prompt: list[int], why: str) -> None:
     check_prompts([[1] * 20], vocab_size=100, room=30, max_new_tokens=10)
     with pytest.raises(UserError, match=rf"--prompts=prompt 1: .*{why}|{why}"):
         check_prompts([[1], prompt], vocab_size=100, room=30, max_new_tokens=10)

@@ -26,9 +26,9 @@ def drafts(export: Path, spec: TargetSpec) -> list[list[list[int]]]:
     return [one.drafts for one in decode_reference(reference, spec, PROMPTS, CPU, **limits)]
 
 
-@pytest.mark.parametrize("width", [{}, {"hidden_size": 24, "head_dim": 8}], ids=["own width", "projected"])
+@pytest.mark.parametrize("width", [{}, {"hidden_size": 24, "head_dim": 8}], ids=["same width", "projected"])
 @pytest.mark.parametrize("mistake", [name for name in MUTATIONS if name != "fc_norm dropped"])
-def test_a_mistake_in_an_export_does_not_reach_the_evaluator(
+def test_mistake_in_an_export_does_not_affect_the_evaluator(
     tmp_path: Path, spec: TargetSpec, mistake: str, width: dict
 ) -> None:
     write_tiny_export(tmp_path / "good", spec, **width)
@@ -39,11 +39,11 @@ def test_a_mistake_in_an_export_does_not_reach_the_evaluator(
 def test_missing_weights_of_the_trained_drafter_are_named(tmp_path: Path, spec: TargetSpec) -> None:
     write_tiny_export(tmp_path / "good", spec)
     mutated = mutate(tmp_path / "good", tmp_path / "mutated", MUTATIONS["fc_norm dropped"][0])
-    with pytest.raises(UserError, match=r"fc_norm\.0\.weight.*can not be rebuilt"):
+    with pytest.raises(UserError, match=r"fc_norm\.0\.weight.*cannot be rebuilt"):
         drafts(mutated, spec)
 
 
-def test_a_checkpoint_without_a_record_is_taken_as_it_is(tmp_path: Path, spec: TargetSpec) -> None:
+def test_checkpoint_without_a_record_is_read_as_it_is(tmp_path: Path, spec: TargetSpec) -> None:
     write_tiny_export(tmp_path / "good", spec, verified=False)
     mutated = mutate(tmp_path / "good", tmp_path / "mutated", MUTATIONS["pre-norm state fed back"][0])
     assert drafter_config(mutated, load_target_parts(spec)).norm_output is False

@@ -20,7 +20,7 @@ LABELS = 'engine="%d",model_name="a \\"b\\", position=\\"7\\" {c}"'
 
 
 def metrics(num_requests: int, num_drafts: int, accepted: list[int], engines: int = 1) -> str:
-    """As vLLM 0.32 writes them; each engine has its own lines."""
+    """Return metrics as vLLM 0.32 writes them, with separate lines for each engine."""
     lines = ["# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts."]
     for engine in range(engines):
         labels = LABELS % engine
@@ -44,7 +44,7 @@ def test_counters_are_read_from_prometheus_text() -> None:
 
 
 class FakeVLLM(BaseHTTPRequestHandler):
-    """Answers every prompt with 7, 8, 9, ...; each answer is three drafts, of which one token is accepted."""
+    """Completes every prompt with 7, 8, 9, ...; counts three drafts and one accepted token per completion."""
 
     num_requests = 0
     requests: list[dict] = []  # noqa: RUF012
@@ -85,7 +85,7 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def test_a_server_is_asked_greedily_and_by_token_ids(server: Server) -> None:
+def test_requests_are_greedy_and_by_token_ids(server: Server) -> None:
     run = run_on_server(server, [[1, 2], [3]], k=2, num_tokens=4)
     assert run == ServerRun("served", [[7, 8, 9, 10]] * 2, ServerCounters(2, 6, (2, 0)))
     body = FakeVLLM.requests[1]
@@ -107,7 +107,7 @@ def test_servers_that_cannot_be_compared_are_refused(server: Server) -> None:
         Server("http://127.0.0.1:9").counters()  # the discard port
 
 
-# Twelve tokens were decoded, so that the draft at position 7 is known to the end; eight were asked for.
+# Twelve tokens were decoded, so that the whole draft at position 7 is known; eight were requested.
 REFERENCE = Decoded(
     token_ids=list(range(12)),
     accepted=[1, 3, 2, 0],
@@ -118,29 +118,29 @@ REFERENCE = Decoded(
     draft_margins=[[1.0] * 3] * 4,
 )
 COUNTED = ServerCounters(1, 3, (3, 2, 1))
-ANSWER = list(range(8))
+COMPLETION = list(range(8))
 
 
-def failures(counters: ServerCounters, text: list[int] = ANSWER, exact: bool = True) -> list[str]:
-    run = ServerRun("served", [text], counters)
+def failures(counters: ServerCounters, completion: list[int] = COMPLETION, exact: bool = True) -> list[str]:
+    run = ServerRun("served", [completion], counters)
     return compare_with_server([REFERENCE], run, 3, 8, exact=exact).failures
 
 
-def test_accepted_tokens_behind_the_end_count_as_the_server_counts_them() -> None:
+def test_accepted_tokens_past_the_end_count_as_on_the_server() -> None:
     assert failures(COUNTED) == []
-    run = ServerRun("served", [ANSWER], COUNTED)
+    run = ServerRun("served", [COMPLETION], COUNTED)
     compared = compare_with_server([REFERENCE], run, 3, 8, exact=True)
     assert compared.ours == compared.vllm
 
 
-def test_other_traffic_is_named() -> None:
+def test_other_traffic_is_reported() -> None:
     (reason,) = failures(ServerCounters(3, 9, (3, 2, 1)))
-    assert "2 requests of others" in reason
+    assert "2 other requests" in reason
 
 
-def test_fewer_accepted_tokens_or_another_text_fail() -> None:
+def test_fewer_accepted_tokens_or_a_different_completion_fail() -> None:
     assert failures(ServerCounters(1, 3, (2, 1, 0))) == ["acceptance lengths differ by 33.3%"]
-    assert failures(COUNTED, [*ANSWER[:5], 99, 99, 99]) == ["1 texts are not the evaluator's"]
-    # A server in half precision may write another text, with the same acceptance.
-    assert failures(COUNTED, [*ANSWER[:5], 99, 99, 99], exact=False) == []
+    assert failures(COUNTED, [*COMPLETION[:5], 99, 99, 99]) == ["1 completions differ from the evaluator's"]
+    # A server in half precision may write a different completion with the same acceptance.
+    assert failures(COUNTED, [*COMPLETION[:5], 99, 99, 99], exact=False) == []
     assert failures(ServerCounters(1, 0, (0, 0, 0))) == ["vLLM drafted nothing"]

@@ -16,7 +16,7 @@ def measurement(side: str, round_index: int, concurrency: int, rates: list[float
     }
 
 
-# Round 1 ran on a machine half as fast; its ratio is a ratio all the same.
+# In round 1 the machine was half as fast, which leaves the ratio unchanged.
 MEASUREMENTS = [
     measurement("drafter", 1, 1, [10.0, 10.0]),
     measurement("plain", 1, 1, [5.0, 5.0]),
@@ -29,7 +29,7 @@ MEASUREMENTS = [
 ]
 
 
-def test_rates_are_summed_up_by_concurrency_and_ratios_taken_within_a_round() -> None:
+def test_rates_are_summarized_by_concurrency_and_ratios_taken_within_a_round() -> None:
     one, sixteen = summarize(MEASUREMENTS)
     assert (one.concurrency, sixteen.concurrency) == (1, 16)
     assert one.plain == Spread(10.0, 5.0, 10.0)
@@ -39,7 +39,7 @@ def test_rates_are_summed_up_by_concurrency_and_ratios_taken_within_a_round() ->
     assert sixteen.plain_total.median == pytest.approx(32.0)
 
 
-def test_the_table_states_its_conditions() -> None:
+def test_table_states_its_conditions() -> None:
     numbers = {
         "engine": "vLLM 0.32.0",
         "dtype": "float32",
@@ -53,5 +53,5 @@ def test_the_table_states_its_conditions() -> None:
     }
     text = "\n".join(speed_lines(numbers))
     assert "1 10.0 (5.0-10.0) 20.0 (10.0-22.0) 2.00x (2.00-2.20)" in " ".join(text.split())
-    for fact in ("vLLM 0.32.0", "x86_64 CPU", "k = 4", "acceptance length 1.89", "median of 3 rounds"):
-        assert fact in text
+    for condition in ("vLLM 0.32.0", "x86_64 CPU", "k = 4", "acceptance length 1.89", "median of 3 rounds"):
+        assert condition in text
