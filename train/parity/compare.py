@@ -188,8 +188,8 @@ def compare_drafts(
         elif found:
             continue  # the earlier difference moved the positions of the drafts
         else:
-            token_ids = (draft.token_ids if draft else [] for draft in (our_draft, their_draft))
-            difference = Difference("no draft", prompt, position, *token_ids, margin=None)
+            ours_ids, theirs_ids = (draft.token_ids if draft else [] for draft in (our_draft, their_draft))
+            difference = Difference("no draft", prompt, position, ours_ids, theirs_ids, margin=None)
         if difference:
             found.append(difference)
     return num_compared, found

@@ -99,7 +99,7 @@ class Server:
         return choice["token_ids"]
 
     def settled_counters(self, num_requests: int) -> ServerCounters:
-        """Return the counters once they include `num_requests`; the last one is counted after its response."""
+        """Return the counters once they include `num_requests`; a request counts after its response."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         counters = self.counters()
         while counters.num_requests < num_requests and time.monotonic() < deadline:

@@ -14,8 +14,8 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 def as_published(export: Path, directory: Path) -> Path:
     """Copy `export` to `directory` in the same layout, as another tool would write it.
 
-    The plain layout gets `layers.0.` names, has the ids in `eagle_config` only, and no embedding. The layout of
-    speculators loses the keys that we add to `transformer_layer_config`, as its trainer leaves it.
+    The plain layout gets `layers.0.` names, has the ids in `eagle_config` only, and no embedding. The layout
+    of speculators loses the keys that we add to `transformer_layer_config`, as its trainer leaves it.
     """
     shutil.copytree(export, directory)
     shutil.rmtree(directory / "verification")
