@@ -61,9 +61,8 @@ class RunConfig:
     hub: HubConfig = field(default_factory=HubConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     recipe_name: str = MISSING  # Name of the recipe, for reports. Set by recipe=NAME.
-    stages: list[Stage] = field(
-        default_factory=lambda: list(Stage)
-    )  # Stages to run; finished ones are reused.
+    # Stages to run. Finished ones are reused.
+    stages: list[Stage] = field(default_factory=lambda: list(Stage))
     output_dir: str = MISSING  # Directory of all results. Set to outputs/NAME by default.
     cache_dir: str = MISSING  # Directory of the embedded target. Set to ~/.cache/eagle31 by default.
     seed: int = 0  # Seed of all random choices.
