@@ -30,7 +30,8 @@ class ChildProcess:
     Args:
         settings: JSON values that the child gets first.
         environment: all of the child's environment variables.
-        answered: called in a thread with each answer.
+        began: called in a thread once the child is ready.
+        answered: called in the same thread with each answer.
         ended: called in the same thread after the last answer, when the child has ended.
         log: the file that the child's stderr is appended to. Without one its last lines are kept in memory.
         directory: the child's working directory.
@@ -42,6 +43,7 @@ class ChildProcess:
         settings: Mapping[str, Any],
         *,
         environment: Mapping[str, str],
+        began: Callable[[], None] = lambda: None,
         answered: Callable[[Message], None],
         ended: Callable[[], None] = lambda: None,
         log: Path | None = None,
@@ -50,6 +52,7 @@ class ChildProcess:
         self.ready: Message | None = None  # what the child reported once it was set up
         self.failure: Any = None  # why it ended, where it knew
         self._answered, self._ended, self._log = answered, ended, log
+        self._report_ready = began
         self._last_lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._began = threading.Event()
         if log is not None:
@@ -149,6 +152,7 @@ class ChildProcess:
         if "ready" in message:
             self.ready = message["ready"]
             self._began.set()
+            self._report_ready()
         elif "failed" in message:
             self.failure = message["failed"]
         else:

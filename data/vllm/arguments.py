@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from data.vllm.attention_backend import attention_backend
+from data.vllm.environment import LOADER
 from data.vllm.server_info import ROOM_TOKENS
 from eagle31.errors import UserError
 
@@ -68,7 +69,7 @@ class CaptureEngine:
             },
             "kv_transfer_config": {
                 "kv_connector": "HiddenStatesConnector",
-                "kv_connector_module_path": "data.vllm.plugin.connector",
+                "kv_connector_module_path": LOADER.stem,
                 "kv_role": "kv_producer",
                 "kv_connector_extra_config": settings,
             },

@@ -1,32 +1,33 @@
-"""An engine of the run's own: `worker.py` in vLLM's environment, started again when it dies."""
+"""A local vLLM engine: `plugin/worker.py` in vLLM's environment, started again when it dies."""
 
 import asyncio
 import contextlib
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data.processes.child import Message
+from data.processes.parent import ChildProcess
 from data.sampling import Sampling
 from data.vllm.arguments import CaptureEngine
 from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_answer, sampling_fields
-from data.vllm.environment import capture_environment, find_python
+from data.vllm.environment import LOADER, capture_environment, find_python
 from eagle31.errors import UserError
 
-_WORKER = Path(__file__).parent / "plugin" / "worker.py"
-# One after the other, with no prompt answered in between; one that was never ready is not tried again.
+# Consecutive deaths without an answer between them. An engine that was never ready is not started again.
 _MAX_IDLE_DEATHS = 3
 _CONCURRENCY = 256
-_TAIL_LINES = 20
-_CLOSE_SECONDS = 120.0  # what was captured is written
-_LINE_BYTES = 1 << 26
+_LOG_LINES = 20
+_CLOSE_SECONDS = 120.0  # for writing what was captured
 
 
 class LocalEngine:
-    """Ends with this process, however it ends.
+    """An `Endpoint` that ends with this process, however this process ends. Used within one event loop.
 
     Args:
-        log_path: takes all that vLLM prints.
-        concurrency: prompts under way; vLLM's scheduler chooses among them.
+        arguments: the arguments of `vllm.LLM`.
+        log_path: the file that everything vLLM prints is appended to.
+        concurrency: the number of prompts under way; vLLM's scheduler chooses among them.
     """
 
     name = "vLLM"
@@ -36,11 +37,9 @@ class LocalEngine:
         self.log_path = log_path
         self.num_starts = 0
         self._arguments = arguments
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._life: _Life | None = None
         self._starting = asyncio.Lock()
         self._number = 0
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._idle_deaths = 0
         self._was_ready = False
 
@@ -50,7 +49,7 @@ class LocalEngine:
 
     @property
     def process_id(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._life is None else self._life.process.process_id
 
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         sampling = {"max_tokens": 1, "temperature": 0.0}
@@ -63,108 +62,115 @@ class LocalEngine:
         check_finished(answer["finish_reason"])
         return answer["output_ids"]
 
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One line to the worker, which is started where there is none, and its answer."""
+    async def close(self) -> None:
+        """Return once the engine has ended, after it has written what was captured."""
+        if self._life is not None:
+            await self._life.close()
+
+    async def _ask(self, message: Message) -> Message:
+        """Send one prompt to the engine, starting it where none is running, and wait for the answer."""
         async with self._starting:
-            if self._process is None or self._process.returncode is not None or self._reader_is_done():
+            if self._life is None or self._life.ended.done() or not self._life.process.alive:
                 await self._start()
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
+        life = self._life
+        assert life is not None
         self._number += 1
-        number = self._number
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            process.stdin.write(json.dumps({"number": number, **message}).encode() + b"\n")
-            await process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the reader says so to all that wait
-        if self._reader_is_done() and not future.done():
-            self._waiting.pop(number, None)
-            raise Unavailable("vLLM's process ended.", lost=True)
-        answer = await future
+        answer = await life.ask({"number": self._number, **message})
+        if answer is None:
+            raise self._death(life)
         self._idle_deaths = 0
         if "refused" in answer:
             raise Refused(answer["refused"])
         return answer
 
-    async def close(self) -> None:
-        """Returns when what was captured is written, or the process killed."""
-        process = self._process
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), _CLOSE_SECONDS)
-        except asyncio.TimeoutError:
-            process.kill()
-            await process.wait()
-        if self._reader is not None:
-            await self._reader
-
-    def _reader_is_done(self) -> bool:
-        return self._reader is None or self._reader.done()
-
     async def _start(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        python = find_python()
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                str(python),
-                str(_WORKER),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=capture_environment(python),
-                limit=_LINE_BYTES,
-                # Signals to the run's process group are for the run to answer.
-                start_new_session=True,
-            )
+        if self._life is not None:
+            await self._life.kill()
+        self._life = _Life(self._arguments, self.log_path)
         self.num_starts += 1
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(self._arguments).encode() + b"\n")
-        # Its first line says that it is ready.
-        if not await self._process.stdout.readline():
-            await self._process.wait()
-            raise self._death()
+        if not await self._life.is_ready():
+            raise self._death(self._life)
         self._was_ready = True
-        self._reader = asyncio.create_task(self._read(self._process))
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            if not line.endswith(b"\n"):
-                break  # it died in the middle
-            answer = json.loads(line)
-            future = self._waiting.pop(answer["number"], None)
-            if future is not None and not future.done():
-                future.set_result(answer)
-        await process.wait()
-        waiting, self._waiting = self._waiting, {}
-        if not waiting:
-            return
-        error = self._death()
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(error)
-
-    def _death(self) -> Exception:
-        """Unavailable while it is worth another start."""
-        assert self._process is not None
-        self._idle_deaths += 1
+    def _death(self, life: "_Life") -> Exception:
+        """Return Unavailable while another start is worthwhile, and a UserError after that."""
+        if not life.counted:
+            life.counted = True
+            self._idle_deaths += 1
         attempts = _MAX_IDLE_DEATHS if self._was_ready else 1
-        status = self._process.returncode
-        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        how = life.process.exit_description
         if self._idle_deaths < attempts:
             return Unavailable(f"vLLM ended with {how}.", lost=True)
-        text = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         when = f"{attempts} times in a row without an answer" if self._was_ready else "before it was ready"
-        remedy = f"vLLM ended with {how}, {when}:"
-        told = "\n".join([remedy, *(f"  | {line}" for line in text), f"The whole log: {self.log_path}"])
-        return UserError("vllm", self._arguments.get("model"), told)
+        lines = [f"  | {line}" for line in life.process.log_tail(_LOG_LINES)]
+        remedy = "\n".join([f"vLLM ended with {how}, {when}:", *lines, f"The full log: {self.log_path}"])
+        return UserError("vllm", self._arguments.get("model"), remedy)
+
+
+class _Life:
+    """One process of the engine, and who waits for its answers."""
+
+    def __init__(self, arguments: dict[str, Any], log_path: Path) -> None:
+        loop = asyncio.get_running_loop()
+        self.counted = False
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._ready: asyncio.Future[bool] = loop.create_future()
+        self._waiting: dict[int, asyncio.Future[Message | None]] = {}
+
+        def in_loop(callback: Callable[..., None], *arguments: Any) -> None:
+            # After the loop has ended nobody waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(callback, *arguments)
+
+        python = find_python()
+        self.process = ChildProcess(
+            [python, LOADER],
+            arguments,
+            environment=capture_environment(python),
+            began=lambda: in_loop(self._note_ready),
+            answered=lambda answer: in_loop(self._note_answer, answer),
+            ended=lambda: in_loop(self._note_end),
+            log=log_path,
+        )
+
+    async def is_ready(self) -> bool:
+        """Wait until the engine is ready or has ended; return whether it is ready."""
+        return await asyncio.shield(self._ready)
+
+    async def ask(self, message: Message) -> Message | None:
+        """Send a prompt and return its answer, or None where the process ends before."""
+        if self.ended.done():
+            return None
+        future = self._waiting[message["number"]] = asyncio.get_running_loop().create_future()
+        self.process.send(message)
+        return await future
+
+    async def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.ended
+
+    async def close(self) -> None:
+        self.process.end_requests()
+        try:
+            await asyncio.wait_for(asyncio.shield(self.ended), _CLOSE_SECONDS)
+        except asyncio.TimeoutError:
+            await self.kill()
+
+    def _note_ready(self) -> None:
+        if not self._ready.done():
+            self._ready.set_result(True)
+
+    def _note_answer(self, answer: Message) -> None:
+        future = self._waiting.pop(answer["number"], None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _note_end(self) -> None:
+        self.ended.set_result(None)
+        if not self._ready.done():
+            self._ready.set_result(False)
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_result(None)

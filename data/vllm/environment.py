@@ -1,28 +1,30 @@
-"""vLLM's own environment: where its Python is, and what a process of it is started with."""
+"""vLLM's environment: where its Python is, and which variables its processes get."""
 
 import os
 import subprocess
 from pathlib import Path
 
+from data.processes.parent import without_launcher
 from data.transport.mooncake import REQUIREMENT
 from eagle31.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "scripts" / "setup" / "vllm"
-# Python's own settings, and a launcher's, belong to our processes and not to vLLM's.
+# The only directory of ours on the path of vLLM's processes, and the module in it that finds the others.
+LOADER = ROOT / "data" / "vllm" / "plugin" / "path" / "eagle31_vllm.py"
+# Python's settings are for our processes and not for vLLM's.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def find_python() -> Path:
-    """Python of vLLM's environment: EAGLE31_VLLM_PYTHON, else what `scripts/setup/vllm` made.
+    """Return the Python of vLLM's environment: EAGLE31_VLLM_PYTHON, or what `scripts/setup/vllm` made.
 
     Raises:
-        UserError: there is none.
+        UserError: no such environment exists.
     """
     remedy = (
-        "vLLM's environment is not there; run scripts/setup/vllm, or name the Python of your own with "
-        "EAGLE31_VLLM_PYTHON."
+        "vLLM's environment does not exist; run scripts/setup/vllm, or set EAGLE31_VLLM_PYTHON to the Python "
+        "of your own environment."
     )
     own = os.environ.get("EAGLE31_VLLM_PYTHON")
     if own:
@@ -45,18 +47,23 @@ def check_mooncake(python: Path) -> None:
 
 
 def environment(python: Path) -> dict[str, str]:
-    """Of a process that runs vLLM."""
-    own = {name: value for name, value in os.environ.items() if name not in (*_OURS, *_LAUNCHER)}
-    own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read on the CPU only
-    own.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM on the CPU asks for Intel's OpenMP, which lies in its environment; drafting is slow without.
+    """Return the environment of a process that runs vLLM."""
+    variables = {name: value for name, value in without_launcher(os.environ).items() if name not in _OURS}
+    variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read on the CPU only
+    variables.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM on the CPU expects Intel's OpenMP, which its environment has; drafting is slow without it.
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     if openmp.exists():
-        own.setdefault("LD_PRELOAD", str(openmp))
-    return own
+        variables.setdefault("LD_PRELOAD", str(openmp))
+    return variables
 
 
 def capture_environment(python: Path) -> dict[str, str]:
-    """The same for one that finds the connector."""
-    # A prompt may fill all the positions that the target has: the token behind it is never computed.
-    return environment(python) | {"PYTHONPATH": str(ROOT), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    """Return the environment of a vLLM process that captures, and of the workers that it starts."""
+    return environment(python) | {
+        "PYTHONPATH": str(LOADER.parent),
+        # `python -m` would look in the working directory first, whose modules may have any name.
+        "PYTHONSAFEPATH": "1",
+        # A prompt may fill all the positions of the target: the token after it is never computed.
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    }

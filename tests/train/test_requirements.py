@@ -40,7 +40,7 @@ def test_who_starts_vllm(starts: bool, own: tuple[str, ...]) -> None:
 def test_a_missing_environment_is_told_before_the_target_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", "/nowhere/python")
     config = composed("any_target", *NEEDED, ANSWERED)
-    with pytest.raises(UserError, match="vLLM's environment is not there"):
+    with pytest.raises(UserError, match="vLLM's environment does not exist"):
         run_stages(RunContext(config, World(rank=0, local_rank=0, size=1)))
 
 

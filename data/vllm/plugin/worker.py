@@ -1,91 +1,69 @@
-"""Runs vLLM in its own environment for `engine.py`: JSON lines on stdin, and on what was stdout.
+"""Run vLLM in its own environment for `engine.py`, driven by JSON lines.
 
-The first line holds the arguments of `vllm.LLM`; each further one a prompt, how to sample behind it, and what
-the connector is asked. It ends with its stdin: what was captured by then is written first, whether its parent
-closed the pipe or died.
+The settings are the arguments of `vllm.LLM`. A request holds a prompt, its sampling parameters and the
+parameters of the connector. When the parent ends, what was captured by then is still written.
 """
 
-import json
 import os
 import queue
-import sys
-import threading
 import time
-from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
-Json = dict[str, Any]
+from data.processes.child import Channel, Message
 
 
 def main() -> None:
-    sys.path[0] = str(Path(__file__).resolve().parents[3])  # where vLLM finds the connector
-    answers = keep_stdout_for_answers()
-    # One process holds engine and connector: none is left behind when it is killed.
+    channel = Channel()
+    # One process holds engine and connector, so that killing it leaves none of them running.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Not sys.stdin, which Python closes at its end while the thread may still read.
-    lines = os.fdopen(os.dup(0), "rb")
-    arguments = json.loads(lines.readline())
     from vllm import LLM
 
-    engine = LLM(**arguments).llm_engine
-    say(answers, {"ready": True})
-    prompts: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
-    threading.Thread(target=read_prompts, args=(lines, prompts), daemon=True).start()
+    engine = LLM(**channel.settings).llm_engine
+    channel.ready()
     try:
-        serve(engine, prompts, answers)
+        serve(engine, channel)
     finally:
         engine.engine_core.shutdown()
 
 
-def keep_stdout_for_answers() -> TextIO:
-    """vLLM and its libraries print: all that goes to the log."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
-
-
-def read_prompts(lines: BinaryIO, prompts: "queue.SimpleQueue[Json | None]") -> None:
-    for line in lines:
-        prompts.put(json.loads(line))
-    prompts.put(None)
-
-
-def serve(engine: Any, prompts: "queue.SimpleQueue[Json | None]", answers: TextIO) -> None:
-    """Until stdin ends."""
+def serve(engine: Any, channel: Channel) -> None:
+    """Answer prompts until the parent ends or wants no more."""
     scheduler = engine.engine_core.engine_core.scheduler
+    prompts: queue.SimpleQueue[Message | None] = channel.requests
     while True:
         # The scheduler has requests as long as the connector keeps their blocks, answered or not.
         while not scheduler.has_requests() or not prompts.empty():
             prompt = prompts.get()
             if prompt is None:
                 return
-            add(engine, prompt, answers)
+            add(engine, prompt, channel)
         outputs = engine.step()
         for output in outputs:
             if output.finished:
-                say(answers, answered(output))
+                channel.answer(answer_to(output))
         if not engine.has_unfinished_requests():
-            time.sleep(0.001)  # only copies are awaited
+            time.sleep(0.001)  # Only copies are awaited.
 
 
-def answered(output: Any) -> Json:
-    (text,) = output.outputs
+def answer_to(output: Any) -> Message:
+    """Return the message that answers a prompt."""
+    (completion,) = output.outputs
     return {
         "number": int(output.request_id),
         "answer": (output.kv_transfer_params or {}).get("eagle31", {}),
-        "output_ids": list(text.token_ids),
-        "finish_reason": text.finish_reason,
+        "output_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
     }
 
 
-def add(engine: Any, prompt: Json, answers: TextIO) -> None:
-    """A prompt that vLLM refuses is answered with the reason."""
+def add(engine: Any, prompt: Message, channel: Channel) -> None:
+    """Hand a prompt to the engine; one that vLLM refuses is answered with the reason."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     config = engine.vllm_config
     if config.kv_transfer_config is None and "describe" in prompt["params"].get("eagle31", {}):
-        say(answers, {"number": prompt["number"], "answer": info_without_capture(config)})
+        channel.answer({"number": prompt["number"], "answer": info_without_capture(config)})
         return
     try:
         sampling = SamplingParams(
@@ -97,21 +75,12 @@ def add(engine: Any, prompt: Json, answers: TextIO) -> None:
         inputs = {"prompt_token_ids": prompt["input_ids"]}
         engine.add_request(str(prompt["number"]), inputs, sampling)
     except ValueError as error:
-        say(answers, {"number": prompt["number"], "refused": str(error)})
+        channel.answer({"number": prompt["number"], "refused": str(error)})
 
 
-def info_without_capture(config: Any) -> Json:
-    """What the connector says where there is one."""
+def info_without_capture(config: Any) -> Message:
+    """Return the server info of an engine without the connector, which otherwise gives it."""
     from data.vllm.server_info import engine_info
 
     name = f"{os.uname().nodename}-{os.getpid()}"
     return engine_info(config, name).to_json()
-
-
-def say(answers: TextIO, message: Json) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -162,6 +162,14 @@ def greedy_answers(spec: TargetSpec, prompts: list[list[int]]) -> list[list[int]
     return answers
 
 
+def make_hostile_directory(directory: Path) -> Path:
+    """Make a user's directory whose modules have the names of our packages and cannot be imported."""
+    (directory / "data").mkdir(parents=True)
+    for name in ("data/__init__.py", "data.py", "train.py", "eagle31.py"):
+        (directory / name).write_text(f"raise RuntimeError('the user's own {name} was imported')\n")
+    return directory
+
+
 def _saved(model: PreTrainedModel, directory: Path) -> TargetSpec:
     with torch.no_grad():
         for name, parameter in model.named_parameters():

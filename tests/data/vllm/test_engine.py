@@ -23,12 +23,12 @@ from data.target.modules import locate
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import capture_through_vllm
 from data.vllm.engine import LocalEngine
-from data.vllm.environment import ROOT
 from eagle31.errors import UserError
 from tests.data.vllm.targets import (
     capture_engine,
     expected_states,
     largest_difference,
+    make_hostile_directory,
     make_samples,
     save_mla,
 )
@@ -51,7 +51,13 @@ def test_an_engine_is_started_again_and_ends_with_its_parent(vllm_python: Path, 
     spec, dataset, store = save_mla(tmp_path / "target"), make_samples(NUM_SAMPLES), tmp_path / "store"
     script = Path(__file__).with_name("client_process.py")
     arguments = [spec.model, str(tmp_path), json.dumps(IDS), str(NUM_SAMPLES)]
-    client = subprocess.Popen([sys.executable, str(script), *arguments], cwd=ROOT)
+    # The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
+    hostile = make_hostile_directory(tmp_path / "hostile")
+    client = subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        cwd=hostile,
+        env=os.environ | {"PYTHONPATH": str(hostile)},
+    )
 
     def num_captured() -> int:
         return len(captured_ids(store)) if store.exists() else 0

@@ -46,6 +46,7 @@ from tests.data.vllm.targets import (
     expected_states,
     greedy_answers,
     largest_difference,
+    make_hostile_directory,
     make_prompts,
     make_samples,
     save_gqa,
@@ -80,12 +81,19 @@ class ServerProcess:
         self._command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *engine.command_line()]
         self._command += ["--host", "127.0.0.1", "--port", str(port)]
         self._environment = capture_environment(python)
+        # The user's modules have our names there.
+        self._directory = make_hostile_directory(root / "hostile")
         self.start()
 
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+                self._command,
+                cwd=self._directory,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def kill(self) -> None:

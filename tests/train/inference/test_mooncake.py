@@ -11,7 +11,7 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from data.transport.mooncake import MooncakeTransport
-from data.vllm.environment import check_mooncake
+from data.vllm.environment import LOADER, check_mooncake
 from eagle31.errors import UserError
 from tests.data.transport.mooncake_master import Master, free_ports, running_master
 from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of, start, wait_for_step
@@ -118,9 +118,7 @@ def test_vllm_puts_into_it_and_may_be_killed(
 def engine_of(process: subprocess.Popen) -> psutil.Process:
     """The run's own engine."""
     children = psutil.Process(process.pid).children(recursive=True)
-    [engine] = [
-        one for one in children if any(word.endswith("data/vllm/plugin/worker.py") for word in one.cmdline())
-    ]
+    [engine] = [one for one in children if str(LOADER) in one.cmdline()]
     return engine
 
 

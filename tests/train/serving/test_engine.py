@@ -118,7 +118,7 @@ def test_a_missing_environment_names_the_remedy(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "vllm" / ".eagle31-stamp").touch()
     assert find_python() == tmp_path / "vllm" / "bin" / "python"
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(tmp_path / "none"))
-    with pytest.raises(UserError, match=r"EAGLE31_VLLM_PYTHON=.*not there"):
+    with pytest.raises(UserError, match=r"EAGLE31_VLLM_PYTHON=.*does not exist"):
         find_python()
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", sys.executable)
     assert find_python() == Path(sys.executable)

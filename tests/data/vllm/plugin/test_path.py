@@ -1,0 +1,77 @@
+"""What vLLM's processes can import of ours, and what cannot prevent it."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from data.vllm.environment import LOADER, ROOT, capture_environment
+from tests.data.vllm.targets import make_hostile_directory
+
+# A module `data` of the user is imported already, the directories of others come first on the path, and vLLM's
+# spawned workers import the connector, too.
+CONNECTOR = """
+import multiprocessing, sys, types
+
+def connector_file():
+    sys.path.insert(0, "")
+    sys.modules["data"] = types.ModuleType("data")
+    from importlib import import_module
+    connector = import_module("eagle31_vllm").HiddenStatesConnector
+    return sys.modules[connector.__module__].__file__
+
+if __name__ == "__main__":
+    print(connector_file())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(connector_file))
+"""
+# What runs in a vLLM process but does not import vLLM itself.
+IMPORTS = """
+import sys
+import eagle31_vllm
+import data.vllm.plugin.sink, data.vllm.plugin.worker, data.vllm.capture_request, data.vllm.server_info
+print(*(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in ("data", "eagle31")))
+"""
+ALLOWED = {"numpy", "safetensors", "torch", "tqdm", "mooncake", "data", "eagle31", *sys.stdlib_module_names}
+
+
+def run(python: Path, script: Path, directory: Path, **variables: str) -> list[str]:
+    done = subprocess.run(
+        [python, script],
+        cwd=directory,
+        env=capture_environment(python) | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split()
+
+
+def test_the_connector_is_found_whatever_the_users_modules_are_called(
+    vllm_python: Path, tmp_path: Path
+) -> None:
+    directory = make_hostile_directory(tmp_path / "hostile")
+    script = tmp_path / "script.py"
+    script.write_text(CONNECTOR)
+    path = os.pathsep.join([str(directory), str(LOADER.parent)])
+    found = run(vllm_python, script, directory, PYTHONPATH=path)
+    assert found[-2:] == [str(ROOT / "data" / "vllm" / "plugin" / "connector.py")] * 2
+
+
+def test_vllms_processes_import_only_what_they_need(vllm_python: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS)
+    files = run(vllm_python, script, tmp_path)
+    assert str(ROOT / "data" / "vllm" / "plugin" / "worker.py") in files
+    imported = {
+        name.split(".")[0]
+        for file in files
+        for node in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+    }
+    assert imported - ALLOWED == {"vllm"}
