@@ -1,1 +1,1 @@
-"""From captured samples to packed rows."""
+"""Packing captured samples into rows and loading the rows of each step."""

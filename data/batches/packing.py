@@ -1,4 +1,4 @@
-"""Which samples share a row."""
+"""Choosing the samples of each row."""
 
 from collections.abc import Sequence
 
@@ -8,24 +8,24 @@ from eagle31.errors import UserError
 
 
 def pack_epoch(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Packs every sample once into rows of at most `row_tokens` tokens: shuffled best-fit decreasing.
+    """Pack every sample once into rows of at most `row_tokens` tokens: shuffled best-fit decreasing.
 
-    Longest first wastes the least, and makes the number of rows the same in every epoch, so that a step's
-    place in the data is known without packing the epochs before it. Samples of equal length change places
-    from epoch to epoch, and the rows are shuffled.
+    Packing the longest samples first wastes the fewest tokens. It also gives every epoch the same number of
+    rows, so that the rows of a step are known without packing the earlier epochs. Samples of equal length are
+    exchanged from epoch to epoch, and the rows are shuffled.
 
     Args:
-        lengths: tokens of each sample, each at least 1.
+        lengths: the number of tokens of each sample, at least 1.
 
     Returns:
-        Sample indices of each row.
+        The sample indices of each row.
 
     Raises:
         UserError: a sample is longer than a row.
     """
     if len(lengths) and max(lengths) > row_tokens:
         longest = int(np.argmax(lengths))
-        remedy = f"Sample {longest} has {lengths[longest]} tokens; raise it, or cut the data to fewer tokens."
+        remedy = f"Sample {longest} has {lengths[longest]} tokens; raise this, or lower data.max_tokens."
         raise UserError("train.row_tokens", row_tokens, remedy)
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     shuffled = generator.permutation(len(lengths))
@@ -35,10 +35,10 @@ def pack_epoch(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Puts each sample, in order, into the row that it leaves the least room in."""
+    """Put each sample, in order, into the row in which it leaves the least room."""
     rows: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]
-    rooms = 0  # bit r is set iff some row has room for exactly r tokens
+    rooms = 0  # bit r is set if and only if some row has room for exactly r tokens
     for sample in order:
         length = int(lengths[sample])
         fitting = rooms >> length

@@ -14,7 +14,7 @@ ROW_TOKENS, NUM_SAMPLES = 64, 40
 
 
 class ListSource:
-    """Samples whose every value tells which sample and token it is."""
+    """A source of samples whose values encode the sample and the token."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self.lengths = [3 + 7 * i % 30 for i in range(num_samples)]
@@ -39,13 +39,13 @@ def _loader(rank: int = 0, world_size: int = 1, **changes) -> RowLoader:
 
 
 def _samples(batches: list[PackedBatch]) -> list[list[int]]:
-    """The sample indices in each row, from the tokens."""
+    """Read the sample indices of each row from its tokens."""
     return [
         (b.input_ids[b.position_ids == 0][: b.document_ids.max() + 1] // 1000 - 1).tolist() for b in batches
     ]
 
 
-def test_row_is_laid_end_to_end_and_padded() -> None:
+def test_a_row_concatenates_its_samples_and_is_padded() -> None:
     source = ListSource()
     batch = pack_row([source[1], source[2]], num_tokens=32)
     n, m = source.lengths[1], source.lengths[2]
@@ -65,7 +65,7 @@ def test_row_is_laid_end_to_end_and_padded() -> None:
     assert not batch.final_hidden_states[used:].any()
 
 
-def test_rows_are_padded_to_a_multiple_and_never_past_the_row() -> None:
+def test_rows_are_padded_to_a_multiple_within_row_tokens() -> None:
     lengths = [len(batch.input_ids) for step in range(4) for batch in _loader(pad_multiple=24).batches(step)]
     assert set(lengths) <= {24, 48, 64}
 
@@ -77,9 +77,9 @@ def test_an_epoch_has_every_sample_once() -> None:
     assert loader.steps_per_epoch == loader.rows_per_epoch
 
 
-def test_ranks_cover_the_same_rows_as_one() -> None:
+def test_two_ranks_load_the_same_rows_as_one() -> None:
     alone, ranks = _loader(), [_loader(rank, world_size=2) for rank in range(2)]
-    assert alone.rows_per_epoch % 4  # a step goes over the epoch's end
+    assert alone.rows_per_epoch % 4  # one step spans two epochs
     for step in range(12):
         whole = _samples(alone.batches(step))
         halves = [_samples(loader.batches(step)) for loader in ranks]
@@ -87,17 +87,17 @@ def test_ranks_cover_the_same_rows_as_one() -> None:
         assert whole == [halves[i % 2][i // 2] for i in range(4)]
 
 
-def test_step_number_is_all_the_state() -> None:
+def test_the_rows_of_a_step_depend_only_on_its_number() -> None:
     through = _loader()
     steps = [through.batches(step) for step in range(9)]
-    for wanted, found in zip(steps[7], _loader().batches(7), strict=True):
-        assert torch.equal(wanted.input_ids, found.input_ids)
-        assert torch.equal(wanted.aux_hidden_states, found.aux_hidden_states)
+    for expected, found in zip(steps[7], _loader().batches(7), strict=True):
+        assert torch.equal(expected.input_ids, found.input_ids)
+        assert torch.equal(expected.aux_hidden_states, found.aux_hidden_states)
     assert _samples(through.batches(2)) == _samples(steps[2])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_order_is_a_function_of_seed_and_epoch_alone(world_size: int) -> None:
+def test_the_order_depends_only_on_seed_and_epoch(world_size: int) -> None:
     ranks = [_loader(rank, world_size) for rank in range(world_size)]
     steps = int(2.5 * ranks[0].steps_per_epoch)
     rows = [[ranks[i % world_size].rows(step)[i // world_size] for i in range(4)] for step in range(steps)]
@@ -120,7 +120,7 @@ def test_steps_are_read_ahead_and_only_once() -> None:
 
 
 class OrderedListSource(ListSource):
-    """Remembers what it was told to expect, and insists on it."""
+    """A source that checks that samples are read in the announced order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ class OrderedListSource(ListSource):
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         self.most_ahead = max(self.most_ahead, len(self.expected))
         assert self.arriving.wait(timeout=30)
-        wanted, self.expected = self.expected[: len(indices)], self.expected[len(indices) :]
-        assert wanted == list(indices)
+        announced, self.expected = self.expected[: len(indices)], self.expected[len(indices) :]
+        assert announced == list(indices)
         return super().get_many(indices)
 
     def collect_stats(self) -> SourceStats:
@@ -147,7 +147,7 @@ class OrderedListSource(ListSource):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_ordered_source_is_told_what_comes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_announced_to_an_ordered_source(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
 
     def pack(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
@@ -164,14 +164,14 @@ def test_an_ordered_source_is_told_what_comes(rank: int, monkeypatch: pytest.Mon
     for step in range(5, 5 + 3 * epoch):
         loader.batches(step)
     loader.close()
-    # An epoch ahead, and yet every epoch is packed once.
+    # Steps are announced an epoch ahead, and still every epoch is packed only once.
     assert source.most_ahead > NUM_SAMPLES / 3
     assert packed == sorted(set(packed))
     assert loader.collect_stats() is not None
     assert _loader().collect_stats() is None
 
 
-def test_close_ends_a_wait_for_states() -> None:
+def test_close_stops_a_wait_for_states() -> None:
     source = OrderedListSource()
     source.arriving.clear()
     loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=2, seed=0)
@@ -192,7 +192,7 @@ def test_samples_without_tokens_leave_no_trace() -> None:
     assert alone.aux_hidden_states.shape == (16, 3, 2)
 
 
-def test_a_row_of_refused_samples_still_has_a_length() -> None:
+def test_a_row_of_refused_samples_is_padding() -> None:
     loader = _loader()
     empty = CapturedSample(*(value[:0] for value in vars(loader.source[0]).values()))
     loader.source.get_many = lambda indices: [empty for _ in indices]
@@ -206,17 +206,17 @@ def test_an_error_in_the_background_reaches_the_caller() -> None:
         loader.batches(0)
 
 
-def test_close_ends_the_thread() -> None:
+def test_close_stops_the_thread() -> None:
     loader = _loader()
     others = set(threading.enumerate())
     loader.batches(0)
-    [own] = set(threading.enumerate()) - others
+    [thread] = set(threading.enumerate()) - others
     loader.close()
-    assert not own.is_alive()
+    assert not thread.is_alive()
 
 
-def test_rows_that_do_not_divide_or_suffice_are_refused() -> None:
-    with pytest.raises(UserError, match=r"train\.rows_per_step=4: Must be a multiple of the 3"):
+def test_a_step_that_the_ranks_or_the_rows_do_not_allow_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"train\.rows_per_step=4: It must be a multiple of the number of processes, 3"):
         _loader(world_size=3)
     with pytest.raises(UserError, match=r"train\.rows_per_step=100: The data fills"):
         _loader(rows_per_step=100)
