@@ -21,7 +21,7 @@ def load_tokenizer(spec: TargetSpec, chat_template_file: str | None = None) -> P
             tokenizer.chat_template = Path(chat_template_file).expanduser().read_text(encoding="utf-8")
         except OSError as error:
             remedy = f"The file cannot be read ({error.strerror}); give a file with a Jinja chat template."
-            raise UserError("chat_template_file", chat_template_file, remedy) from error
+            raise UserError("target.chat_template", chat_template_file, remedy) from error
     return tokenizer
 
 

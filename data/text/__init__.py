@@ -1,1 +1,1 @@
-"""From files and data sets of conversations to token ids and loss masks."""
+"""Reading conversations from files and data sets, and turning them into token ids and loss masks."""

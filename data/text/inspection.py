@@ -1,4 +1,4 @@
-"""A sample's tokens coloured by its loss mask, for a terminal or as a page."""
+"""Showing a sample's tokens coloured by the loss mask, on a terminal or in an HTML page."""
 
 import html
 import json
@@ -14,70 +14,70 @@ from data.text.sources import Conversation, ReadResult
 from data.text.template import RenderedConversation, decode, template_fingerprint, uses_generation_markers
 from eagle31.errors import UserError
 
-_COUNTED = ("\x1b[30;42m", "\x1b[30;102m")  # two greens in turn, so that the tokens' edges show
-_UNCOUNTED = ("\x1b[90m", "\x1b[37m")
+_SUPERVISED = ("\x1b[30;42m", "\x1b[30;102m")  # two alternating greens show where tokens begin
+_MASKED = ("\x1b[90m", "\x1b[37m")
 _RESET = "\x1b[0m"
 _UNFINISHED = "�"
 _NUM_SHOWN = 5
 _STYLE = """
 body { font: 15px/1.6 ui-monospace, monospace; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; color: #667; }
-.counted { background: #bfe8c5; color: #111; }
-.counted:nth-child(even) { background: #98d6a3; }
+.supervised { background: #bfe8c5; color: #111; }
+.supervised:nth-child(even) { background: #98d6a3; }
 pre span:hover { outline: 2px solid #36c; }
 @media (prefers-color-scheme: dark) {
   body { background: #15181c; color: #dde; }
-  .counted { background: #1d5c33; color: #fff; }
-  .counted:nth-child(even) { background: #2a7a46; }
+  .supervised { background: #1d5c33; color: #fff; }
+  .supervised:nth-child(even) { background: #2a7a46; }
 }
 """
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The fewest tokens of one side of the mask that are whole characters."""
+    """The fewest tokens with the same mask value that are whole characters."""
 
     text: str
-    counted: bool
+    supervised: bool
     index: int  # of its first token
     ids: tuple[int, ...]
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, sample: RenderedConversation) -> list[Piece]:
-    """The sample's text in order, token by token where characters allow it."""
+    """Split the sample's text into pieces of one token, or of several where a character needs them."""
     found: list[Piece] = []
     pending: list[int] = []
-    for i, (token, counted) in enumerate(zip(sample.input_ids, sample.loss_mask, strict=True)):
+    for i, (token, supervised) in enumerate(zip(sample.input_ids, sample.loss_mask, strict=True)):
         pending.append(token)
-        # Alone, a token of a sentencepiece vocabulary loses the space in front of it.
+        # A sentencepiece token that is decoded alone loses its leading space.
         before = list(found[-1].ids) if found else []
         text = decode(tokenizer, before + pending)[len(decode(tokenizer, before)) :]
-        at_edge = i + 1 == len(sample.input_ids) or sample.loss_mask[i + 1] != counted
-        if at_edge or not text.endswith(_UNFINISHED):
-            found.append(Piece(text, counted, i + 1 - len(pending), tuple(pending)))
+        mask_changes = i + 1 == len(sample.input_ids) or sample.loss_mask[i + 1] != supervised
+        if mask_changes or not text.endswith(_UNFINISHED):
+            found.append(Piece(text, supervised, i + 1 - len(pending), tuple(pending)))
             pending = []
     return found
 
 
 def coloured(parts: Sequence[Piece]) -> str:
-    """Counted tokens on green, in ANSI colours."""
+    """Format the pieces in ANSI colours, the supervised tokens on green."""
     return "".join(_in_colour(part, i) for i, part in enumerate(parts))
 
 
 def bracketed(parts: Sequence[Piece]) -> str:
-    """Each run of counted tokens in [[...]]."""
+    """Format the pieces with each run of supervised tokens in [[...]]."""
     text, inside = "", False
     for part in parts:
-        if part.counted != inside:
-            text += "[[" if part.counted else "]]"
-            inside = part.counted
+        if part.supervised != inside:
+            text += "[[" if part.supervised else "]]"
+            inside = part.supervised
         text += part.text
     return text + ("]]" if inside else "")
 
 
-def write_page(path: Path, title: str, facts: Sequence[str], samples: Sequence[Sequence[Piece]]) -> None:
-    """One HTML file without dependencies; a token shows its index and id under the pointer."""
-    lines = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
+def write_page(path: Path, title: str, summary: Sequence[str], samples: Sequence[Sequence[Piece]]) -> None:
+    """Write a self-contained HTML page; a token's tooltip shows its index and id."""
+    lines = "".join(f"<li>{html.escape(line)}</li>" for line in summary)
     bodies = "".join(f"<pre>{''.join(map(_span, parts))}</pre>" for parts in samples)
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -88,20 +88,20 @@ def write_page(path: Path, title: str, facts: Sequence[str], samples: Sequence[S
     os.replace(partial, path)
 
 
-def facts(
+def summarize(
     tokenizer: PreTrainedTokenizerBase,
     result: ReadResult,
     conversation: Conversation,
     samples: Sequence[RenderedConversation],
     template_kwargs: Mapping[str, Any],
 ) -> list[str]:
-    """What there is to know of the data, the conversation's samples and the template, a line each."""
+    """Describe the data, the conversation's samples and the template, in one line each."""
     lines = [f"conversations: {len(result.conversations):,}, malformed rows: {result.num_malformed:,}"]
-    lines += [f"  {where}: {why}" for where, why in result.malformed[:_NUM_SHOWN]]
+    lines += [f"  {where}: {reason}" for where, reason in result.malformed[:_NUM_SHOWN]]
     lines.append(f"conversation: {conversation.id}, {len(conversation.messages)} messages")
     for sample in samples:
-        shares = f"tokens: {len(sample.input_ids):,}, counted: {sum(sample.loss_mask):,}"
-        lines.append(f"{shares}, straddling a turn's edge: {sample.num_straddling}")
+        counts = f"tokens: {len(sample.input_ids):,}, supervised: {sum(sample.loss_mask):,}"
+        lines.append(f"{counts}, crossing the boundary of a turn: {sample.num_straddling}")
     markers = (
         "generation markers"
         if uses_generation_markers(tokenizer, conversation.tools)
@@ -113,10 +113,10 @@ def facts(
 
 
 def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value` pairs; a value that is JSON (true, 3, "x") is read as such, any other is text.
+    """Parse `key=value` pairs; a value is parsed as JSON (true, 3, "x") if possible, and is text otherwise.
 
     Raises:
-        UserError: a pair without `=`.
+        UserError: a pair has no `=`.
     """
     kwargs: dict[str, Any] = {}
     for pair in pairs:
@@ -131,14 +131,14 @@ def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _in_colour(part: Piece, index: int) -> str:
-    colour = (_COUNTED if part.counted else _UNCOUNTED)[index % 2]
-    # A background that goes over a line's end fills the rest of the line.
-    text = part.text.replace("\n", f"↵{_RESET}\n{colour}" if part.counted else "\n")
+    colour = (_SUPERVISED if part.supervised else _MASKED)[index % 2]
+    # A background colour that continues after a line break would fill the rest of the line.
+    text = part.text.replace("\n", f"↵{_RESET}\n{colour}" if part.supervised else "\n")
     return f"{colour}{text}{_RESET}"
 
 
 def _span(part: Piece) -> str:
     ids = " ".join(map(str, part.ids))
-    kind = ' class="counted"' if part.counted else ""
+    kind = ' class="supervised"' if part.supervised else ""
     text = html.escape(part.text)
     return f'<span{kind} title="{part.index}: {ids}">{text}</span>'

@@ -1,4 +1,4 @@
-"""From a row to a conversation: the schemas people keep them in, and what makes a row malformed."""
+"""Converting a row of a data set to a conversation: the known schemas, and what makes a row malformed."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ Schema = Callable[[dict[str, Any]], Messages]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as a chat template takes them: `role`, `content` (str), and what else the row has."""
+    """Messages for a chat template: each has `role`, `content` (str), and any other keys of the row."""
 
     id: str
     messages: tuple[dict[str, Any], ...]
@@ -36,7 +36,7 @@ class Conversation:
 
 
 class MalformedRow(Exception):
-    """Why a row is no conversation."""
+    """The reason why a row is not a conversation."""
 
 
 def find_schema(
@@ -47,10 +47,10 @@ def find_schema(
     require_answer: bool,
     field: str,
 ) -> Schema:
-    """The schema of a source, from its first row.
+    """Determine the schema of a source from its first row.
 
     Raises:
-        UserError: none fits, or more than one; lists the columns.
+        UserError: no schema fits, or more than one; the error lists the columns.
     """
     found = f"The columns are {', '.join(map(str, row))}."
     if prompt_column is not None or response_column is not None:
@@ -68,21 +68,21 @@ def find_schema(
     pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row and answer in row]
     if not pairs and not require_answer:
         pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row]
-    # Alpaca's `input` belongs to the prompt: leaving it out would change the question.
+    # Alpaca's `input` is part of the prompt: without it the question would be a different one.
     if len(pairs) == 1 and not (pairs[0][0] == "instruction" and "input" in row):
         return partial(_from_pair, *pairs[0])
     raise UserError(
         field,
         source,
-        f"{'Several schemas fit' if pairs else 'No known schema fits'}. {found} Known are messages (role, "
-        "content), conversations (from, value), and two columns of text: name them by data.prompt_column "
-        "and data.response_column.",
+        f"{'Several schemas fit' if pairs else 'No known schema fits'}. {found} The known schemas are "
+        "messages (role, content), conversations (from, value) and two text columns, which "
+        "data.prompt_column and data.response_column name.",
     )
 
 
 def _from_pair(prompt: str, response: str | None, row: dict[str, Any]) -> Messages:
     if prompt not in row:
-        raise MalformedRow(f"no {prompt}")
+        raise MalformedRow(f"there is no {prompt}")
     messages = [{"role": "user", "content": row[prompt]}]
     if response is not None and row.get(response) is not None:
         messages.append({"role": "assistant", "content": row[response]})
@@ -109,7 +109,7 @@ def _role_and_content(message: Any) -> dict[str, Any]:
     if "role" in message:
         return message
     if "from" not in message:
-        raise MalformedRow(f"a message has neither role nor from, but {', '.join(message)}")
+        raise MalformedRow(f"a message has neither role nor from, only {', '.join(message)}")
     role = message["from"]
     if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
         raise MalformedRow(f"unknown role {role!r}")
@@ -117,20 +117,20 @@ def _role_and_content(message: Any) -> dict[str, Any]:
 
 
 def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -> Conversation:
-    """The row's conversation, as vLLM would hand it to the template.
+    """Convert a row to a conversation as vLLM would pass it to the template.
 
-    Content given as text parts is joined by newlines, empty `tool_calls` are left out, and tool call
-    arguments given as a JSON string are parsed.
+    Text parts are joined by newlines, empty `tool_calls` are removed, and tool call arguments that are a JSON
+    string are parsed.
 
     Raises:
-        MalformedRow: it is none.
+        MalformedRow: the row is not a conversation.
     """
     messages = tuple(_checked(message) for message in schema(row))
     roles = [message["role"] for message in messages]
     if require_answer and "assistant" not in roles:
-        raise MalformedRow("no assistant turn")
+        raise MalformedRow("there is no assistant turn")
     if "user" not in roles or ("assistant" in roles and roles.index("assistant") < roles.index("user")):
-        raise MalformedRow("no user message before the first assistant turn")
+        raise MalformedRow("there is no user message before the first assistant turn")
     tools = _tools(row.get("tools"))
     identifier = row.get("id")
     if identifier is None or identifier == "":
@@ -151,7 +151,7 @@ def _checked(message: dict[str, Any]) -> dict[str, Any]:
             del message["tool_calls"]
     says_more = any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning"))
     if role in ("user", "assistant") and not message["content"].strip() and not says_more:
-        raise MalformedRow(f"empty content of a message of the {role}")
+        raise MalformedRow(f"a message of the {role} has empty content")
     return message
 
 
@@ -198,7 +198,7 @@ def _parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise MalformedRow(f"{what}: no JSON ({error})") from error
+        raise MalformedRow(f"{what} are not JSON ({error})") from error
 
 
 def _type_name(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Conversations from JSONL, Parquet and `datasets`, in the schemas people keep them in."""
+"""Reading conversations from JSONL, JSON and Parquet files and from `datasets`, in the known schemas."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ _NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What a source held; malformed rows are kept out of `conversations`."""
+    """The content of a source; malformed rows are not in `conversations`."""
 
     conversations: list[Conversation]
     num_rows: int
-    malformed: list[tuple[str, str]]  # (where, why): `file.jsonl:12` or `file.parquet[11]`
+    malformed: list[tuple[str, str]]  # (location, reason), located as `file.jsonl:12` or `file.parquet[11]`
 
     @property
     def num_malformed(self) -> int:
@@ -42,21 +42,21 @@ def read_conversations(
     max_malformed_fraction: float = 0.01,
     field: str = "data.train",
 ) -> ReadResult:
-    """Reads every conversation of `source`, in its order.
+    """Read every conversation of `source` in order.
 
-    The schema is found from the first row: `messages` (OpenAI) or `conversations` (ShareGPT), or a prompt and
-    a response column (prompt/response, instruction/output, question/answer, or the two named).
+    The schema is determined from the first row: `messages` (OpenAI), `conversations` (ShareGPT), or a prompt
+    and a response column (prompt/response, instruction/output, question/answer, or the two given names).
 
     Args:
-        source: a .jsonl, .json or .parquet file, a directory of `datasets.save_to_disk`, or a hub id.
-        split: of a hub id or a saved DatasetDict; files have none.
-        subset: of a hub data set that has several.
-        require_answer: false also takes prompts without an answer, among them MT-Bench's `turns`.
-        max_malformed_fraction: of the rows.
-        field: the recipe's name for `source`, for errors.
+        source: a .jsonl, .json or .parquet file, a directory written by `datasets.save_to_disk`, or a hub id.
+        split: the split of a hub data set or a saved DatasetDict; files have none.
+        subset: the subset of a hub data set that has several.
+        require_answer: if false, prompts without an answer are read too, such as MT-Bench's `turns`.
+        max_malformed_fraction: the fraction of the rows that may be malformed.
+        field: the recipe's name for `source`, for error messages.
 
     Raises:
-        UserError: no such source, no known schema, or more malformed rows than allowed.
+        UserError: the source does not exist, has no known schema, no conversation or too many malformed rows.
     """
     conversations: list[Conversation] = []
     malformed: list[tuple[str, str]] = []
@@ -70,32 +70,34 @@ def read_conversations(
             if schema is None:
                 schema = find_schema(row, source, prompt_column, response_column, require_answer, field)
             conversations.append(to_conversation(row, schema, require_answer))
-        except MalformedRow as why:
-            malformed.append((where, str(why)))
+        except MalformedRow as reason:
+            malformed.append((where, str(reason)))
     num_rows = len(conversations) + len(malformed)
     if num_rows == 0:
-        raise UserError(field, source, "It holds no rows; give a source with conversations.")
-    if not conversations or len(malformed) > max_malformed_fraction * num_rows:
-        raise UserError(
-            field,
-            source,
+        raise UserError(field, source, "It has no rows; give a source with conversations.")
+    if not conversations:
+        rows = "The only row is" if num_rows == 1 else f"All {num_rows} rows are"
+        remedy = f"{rows} malformed; give a source with conversations. The first reasons:"
+        raise UserError(field, source, remedy + first_reasons(malformed))
+    if len(malformed) > max_malformed_fraction * num_rows:
+        remedy = (
             f"{len(malformed)} of {num_rows} rows are malformed, more than data.max_malformed_fraction="
-            f"{max_malformed_fraction} allows. Correct them or raise the limit. The first ones:"
-            f"{first_reasons(malformed)}",
+            f"{max_malformed_fraction} allows. Correct them or raise the limit. The first reasons:"
         )
+        raise UserError(field, source, remedy + first_reasons(malformed))
     return ReadResult(conversations, num_rows, malformed)
 
 
 def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
-    """Of (where, why) pairs the first few, each on a line of its own, behind a line break."""
-    shown = "".join(f"\n  {where}: {why}" for where, why in left_out[:_NUM_SHOWN])
+    """Format the first few (location, reason) pairs, each on a new line."""
+    shown = "".join(f"\n  {where}: {reason}" for where, reason in left_out[:_NUM_SHOWN])
     return shown + ("\n  ..." if len(left_out) > _NUM_SHOWN else "")
 
 
 def source_fingerprint(
     source: str, *, split: str = "train", subset: str | None = None, field: str = "data.train"
 ) -> str:
-    """What identifies the content: a file's sha256, or the fingerprint that `datasets` keeps."""
+    """Return what identifies the content: a file's sha256, or the fingerprint that `datasets` maintains."""
     if not _is_file(source, field):
         return _dataset(source, split, subset, field)._fingerprint
     digest = hashlib.sha256()
@@ -111,10 +113,10 @@ def _is_file(source: str, field: str) -> bool:
         return False
     named_as_file = path.suffix in (*_JSON_SUFFIXES, ".parquet")
     if path.exists() and not named_as_file:
-        raise UserError(field, source, "Of files, only .jsonl, .json and .parquet are read.")
+        raise UserError(field, source, "Only .jsonl, .json and .parquet files can be read.")
     if not path.exists() and (named_as_file or not re.fullmatch(r"[\w.-]+/[\w.-]+", source)):
         raise UserError(
-            field, source, "No such file or directory; give a path, or a hub id such as org/name."
+            field, source, "There is no such file or directory; give a path, or a hub id such as org/name."
         )
     return path.exists()
 
@@ -123,13 +125,21 @@ def _rows(source: str, split: str, subset: str | None, field: str) -> Iterator[t
     if not _is_file(source, field):
         rows: Iterator[Any] = iter(_dataset(source, split, subset, field))
     elif source.endswith(".parquet"):
-        file = pyarrow.parquet.ParquetFile(Path(source).expanduser())
-        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+        rows = _parquet_rows(source, field)
     else:
         yield from _json_rows(source, field)
         return
     for i, row in enumerate(rows):
         yield f"{source}[{i}]", _without_nulls(row)
+
+
+def _parquet_rows(source: str, field: str) -> Iterator[Any]:
+    try:
+        file = pyarrow.parquet.ParquetFile(Path(source).expanduser())
+        for batch in file.iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(field, source, f"It is not a readable Parquet file: {error}.") from error
 
 
 def _json_rows(source: str, field: str) -> Iterator[tuple[str, Any]]:
@@ -145,14 +155,14 @@ def _json_rows(source: str, field: str) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"{source}:{number}", json.loads(line.decode("utf-8-sig"))
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                yield f"{source}:{number}", MalformedRow(f"no JSON ({error})")
+                yield f"{source}:{number}", MalformedRow(f"the line is not JSON ({error})")
 
 
 def _json_array(source: str, field: str) -> Iterator[tuple[str, Any]]:
     try:
         rows = json.loads(Path(source).expanduser().read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(field, source, f"It starts as a JSON array, and is not one: {error}.") from error
+        raise UserError(field, source, f"It starts like a JSON array but is not valid: {error}.") from error
     for i, row in enumerate(rows):
         yield f"{source}[{i}]", row
 
@@ -161,18 +171,19 @@ def _dataset(source: str, split: str, subset: str | None, field: str) -> Dataset
     path = Path(source).expanduser()
     try:
         loaded = load_from_disk(str(path)) if path.is_dir() else load_dataset(source, subset, split=split)
-    except (OSError, ValueError) as error:  # how datasets reports a missing name, split, config or network
+    except (OSError, ValueError) as error:  # raised for a missing name, split, config or network
         reason = " ".join(str(error).split())
         raise UserError(field, source, f"`datasets` cannot load it (split {split}): {reason}") from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
-            raise UserError(field, source, f"It has the splits {', '.join(loaded)}, not {split}; name one.")
+            remedy = f"It has the splits {', '.join(loaded)}, not {split}; name one of them."
+            raise UserError(field, source, remedy)
         return loaded[split]
     return loaded
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct the keys of all; templates ask whether a key is there."""
+    """Remove null values: Arrow gives every struct all keys, and templates test whether a key exists."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

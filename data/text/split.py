@@ -1,4 +1,4 @@
-"""Held-out prompts that training never sees."""
+"""Splitting held-out prompts from the training data."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from eagle31.errors import UserError
 def held_out_split(
     conversations: Sequence[Conversation], num_held_out: int, seed: int, *, field: str = "data.train"
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Sets `num_held_out` prompts apart: (train, held_out), both in the order given.
+    """Hold out `num_held_out` prompts; return (train, held_out), both in the given order.
 
-    A prompt is the text of the first user message; whatever starts with the same one goes to the same side,
-    so that held_out may have more conversations than prompts. Which prompts are taken depends on their text
-    and the seed only, not on their order.
+    A prompt is the text of the first user message. All conversations with the same prompt go to the same
+    side, so held_out can have more conversations than prompts. The choice depends only on the texts of the
+    prompts and the seed, not on their order.
 
     Raises:
-        UserError: nothing would be left to train on.
+        UserError: no training data would be left.
     """
     ranks = {prompt: _rank(prompt, seed) for prompt in {first_prompt(c) for c in conversations}}
     if len(ranks) <= num_held_out:
-        remedy = f"{num_held_out} prompts are to be held out and there are {len(ranks)}; hold fewer out."
+        remedy = f"There are {len(ranks)} different prompts and {num_held_out} to hold out; hold out fewer."
         raise UserError(field, f"{len(conversations)} conversations", remedy)
     chosen = set(sorted(ranks, key=ranks.__getitem__)[:num_held_out])
     train = [c for c in conversations if first_prompt(c) not in chosen]
@@ -29,7 +29,7 @@ def held_out_split(
 
 
 def choose_prompts(conversations: Sequence[Conversation], num_prompts: int, seed: int) -> list[Conversation]:
-    """At most `num_prompts` conversations with different prompts; depends on their text and the seed only."""
+    """Choose at most `num_prompts` conversations with different prompts, by their texts and the seed only."""
     by_prompt = {first_prompt(c): c for c in reversed(conversations)}
     chosen = sorted(by_prompt, key=lambda prompt: _rank(prompt, seed))[:num_prompts]
     return [by_prompt[prompt] for prompt in chosen]
@@ -38,12 +38,13 @@ def choose_prompts(conversations: Sequence[Conversation], num_prompts: int, seed
 def drop_prompts(
     conversations: Sequence[Conversation], held_out: Sequence[Conversation]
 ) -> list[Conversation]:
-    """The conversations whose prompt starts none of `held_out`."""
+    """Return the conversations whose prompts do not occur in `held_out`."""
     prompts = {first_prompt(c) for c in held_out}
     return [c for c in conversations if first_prompt(c) not in prompts]
 
 
 def first_prompt(conversation: Conversation) -> str:
+    """Return the text of the first user message."""
     return next(message["content"] for message in conversation.messages if message["role"] == "user")
 
 

@@ -1,4 +1,4 @@
-"""Conversations as the target's own chat template writes them, and which tokens are the assistant's."""
+"""Rendering conversations with the target's chat template, and finding the assistant's tokens."""
 
 import hashlib
 import json
@@ -28,39 +28,40 @@ Tools = Sequence[dict[str, Any]] | None
 
 
 class Turns(Enum):
-    """Which assistant turns become training samples."""
+    """The assistant turns that become training samples."""
 
-    all = "all"  # one sample, every assistant turn counted
-    last = "last"  # one sample, the last assistant turn counted
-    each = "each"  # a sample for each assistant turn, rendered as the last one: what serving sees
+    all = "all"  # one sample in which every assistant turn is supervised
+    last = "last"  # one sample in which the last assistant turn is supervised
+    each = "each"  # one sample for each assistant turn, rendered as the last one, as in serving
 
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """N tokens of one sample."""
+    """The N tokens of one sample and their loss mask."""
 
     input_ids: list[int]  # [N]
-    loss_mask: list[bool]  # [N], true where the assistant wrote the token
-    num_straddling: int = 0  # tokens left out because they lie on both sides of a turn's edge
+    loss_mask: list[bool]  # [N], true for the assistant's tokens
+    num_straddling: int = 0  # tokens that are masked because they cross the boundary of a turn
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The index of the first token of the assistant's."""
+        """The index of the assistant's first token."""
         return self.loss_mask.index(True)
 
     @property
-    def has_counted_row(self) -> bool:
-        """Row t counts when x[t+1] and x[t+2] are the assistant's."""
+    def has_supervised_position(self) -> bool:
+        """Whether some position t is supervised: x[t+1] and x[t+2] are both the assistant's."""
         return any(first and second for first, second in pairwise(self.loss_mask))
 
     def cut(self, max_tokens: int) -> "RenderedConversation":
+        """Return the first `max_tokens` tokens."""
         return RenderedConversation(
             self.input_ids[:max_tokens], self.loss_mask[:max_tokens], self.num_straddling
         )
 
 
 class TemplateRefused(UserError):
-    """The template itself raised on a conversation, such as for roles that do not alternate."""
+    """The error of a template that raises on a conversation, for example if roles do not alternate."""
 
 
 def render(
@@ -71,21 +72,22 @@ def render(
     template_kwargs: Mapping[str, Any],
     eos_token_ids: Collection[int],
 ) -> list[RenderedConversation]:
-    """The samples of one conversation, at least one.
+    """Render one conversation into one or more samples.
 
-    A template with generation markers says itself which tokens are the assistant's. Of any other, a turn's
-    tokens are those of the conversation up to it without those of its prompt (the messages before it and the
-    generation prompt), which must be a prefix. Either way a turn ends with its end-of-turn token: the target
-    never samples what templates put behind it. Messages behind the last assistant turn are left out.
+    Generation markers in a template tell which tokens are the assistant's. Without markers, a turn's tokens
+    are the difference between the conversation up to the turn and the turn's prompt (the earlier messages and
+    the generation prompt), which must be a prefix of it. In both cases a turn ends with its end-of-turn
+    token, because the target never samples what templates write after it. Messages after the last assistant
+    turn are left out.
 
     Args:
-        conversation: with an assistant turn.
-        template_kwargs: passed to the template, such as enable_thinking.
+        conversation: has at least one assistant turn.
+        template_kwargs: arguments of the template, such as enable_thinking.
         eos_token_ids: the tokens that end a turn.
 
     Raises:
-        TemplateRefused: the template does not take this conversation.
-        UserError: the tokenizer has no template, or one that writes a turn's beginnings in different ways.
+        TemplateRefused: the template raises on this conversation.
+        UserError: the tokenizer has no template, or a turn's prompt is not a prefix of the conversation.
     """
     messages, tools = conversation.messages, conversation.tools
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -93,22 +95,22 @@ def render(
     target = _Template(tokenizer, tools, template_kwargs, turns)
     if turns is Turns.each:
         return [target.sample(messages[: i + 1], [i], eos_token_ids) for i in assistant]
-    counted = assistant if turns is Turns.all else assistant[-1:]
-    return [target.sample(messages[: assistant[-1] + 1], counted, eos_token_ids)]
+    supervised = assistant if turns is Turns.all else assistant[-1:]
+    return [target.sample(messages[: assistant[-1] + 1], supervised, eos_token_ids)]
 
 
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
-    """The ids that serving answers: the messages and the generation prompt."""
+    """Return the token ids of the messages and the generation prompt, as in serving."""
     target = _Template(tokenizer, tools, template_kwargs, Turns.last)
     return target.encode(target.text(messages, add_generation_prompt=True))
 
 
 def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> bool:
-    """Whether the mask comes from marks in the template of what the assistant wrote.
+    """Return whether the loss mask comes from generation markers in the template.
 
-    Marks are characters, and tokenizers written in Python do not tell which characters a token has.
+    Markers are character offsets, and tokenizers written in Python do not report the characters of a token.
     """
     _require_template(tokenizer)
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
@@ -116,7 +118,7 @@ def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = N
 
 
 def template_fingerprint(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
-    """sha256 of what turns messages into text: template, arguments, and the special tokens it may name."""
+    """Return the sha256 of what turns messages into text: the template, its arguments and special tokens."""
     _require_template(tokenizer)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     content = json.dumps([tokenizer.chat_template, special, dict(template_kwargs)], sort_keys=True)
@@ -124,7 +126,7 @@ def template_fingerprint(tokenizer: PreTrainedTokenizerBase, template_kwargs: Ma
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a turn, from the tokenizer and the generation config beside it, if there is one."""
+    """Return the tokens that end a turn, from the tokenizer and its model's generation config, if any."""
     ids = {tokenizer.eos_token_id}
     try:
         generation = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
@@ -135,14 +137,14 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The exact text of the tokens, special ones included."""
+    """Return the exact text of the tokens, including special tokens."""
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
 
 
 class _Template:
-    """A tokenizer's template with its arguments."""
+    """A tokenizer's chat template together with its arguments."""
 
     def __init__(
         self,
@@ -158,13 +160,13 @@ class _Template:
         self.uses_markers = uses_generation_markers(tokenizer, tools)
 
     def sample(
-        self, messages: Messages, counted: Sequence[int], eos_token_ids: Collection[int]
+        self, messages: Messages, supervised: Sequence[int], eos_token_ids: Collection[int]
     ) -> RenderedConversation:
-        """Counts the turns at the indices `counted`; the last of `messages` is one of them."""
+        """Render the messages; the turns at the indices `supervised`, the last among them, get the loss."""
         if self.uses_markers:
-            input_ids, spans, num_straddling = self._marked_spans(messages, counted, eos_token_ids)
+            input_ids, spans, num_straddling = self._marked_spans(messages, supervised, eos_token_ids)
         else:
-            input_ids, spans, num_straddling = self._prefix_spans(messages, counted, eos_token_ids)
+            input_ids, spans, num_straddling = self._prefix_spans(messages, supervised, eos_token_ids)
         loss_mask = [False] * len(input_ids)
         for start, end in spans:
             loss_mask[start:end] = [True] * max(end - start, 0)
@@ -180,53 +182,55 @@ class _Template:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _prefix_spans(
-        self, messages: Messages, counted: Sequence[int], eos_token_ids: Collection[int]
+        self, messages: Messages, supervised: Sequence[int], eos_token_ids: Collection[int]
     ) -> tuple[list[int], list[tuple[int, int]], int]:
-        whole = self.text(messages, add_generation_prompt=False)
-        input_ids = self.encode(whole)
+        full_text = self.text(messages, add_generation_prompt=False)
+        input_ids = self.encode(full_text)
         spans, num_straddling = [], 0
-        for i in counted:
-            before, start = self._edge(messages[:i], True, whole, input_ids)
-            end, behind = len(input_ids), len(input_ids)
+        for i in supervised:
+            before, start = self._boundary(messages[:i], True, full_text, input_ids)
+            end, after = len(input_ids), len(input_ids)
             if i + 1 < len(messages):
-                end, behind = self._edge(messages[: i + 1], False, whole, input_ids)
+                end, after = self._boundary(messages[: i + 1], False, full_text, input_ids)
             last_eos = _last_eos(input_ids, start, end, eos_token_ids)
             spans.append((start, end if last_eos is None else last_eos + 1))
-            num_straddling += start - before + (behind - end if last_eos is None else 0)
+            num_straddling += start - before + (after - end if last_eos is None else 0)
         return input_ids, spans, num_straddling
 
     def _marked_spans(
-        self, messages: Messages, counted: Sequence[int], eos_token_ids: Collection[int]
+        self, messages: Messages, supervised: Sequence[int], eos_token_ids: Collection[int]
     ) -> tuple[list[int], list[tuple[int, int]], int]:
-        # Not return_assistant_tokens_mask: it counts tokens that straddle a mark, and loses the last bytes
-        # of a character of several tokens before one.
-        whole, marks = self._marked_text(messages)
-        encoding = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        # return_assistant_tokens_mask is not used: it includes tokens that cross a marker, and excludes the
+        # last tokens of a character that is encoded as several tokens before a marker.
+        full_text, marks = self._marked_text(messages)
+        encoding = self.tokenizer(
+            full_text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         input_ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
         first, num_straddling = 0, 0
         if self.turns is not Turns.all:
-            before, first = self._edge(messages[: counted[-1]], True, whole, input_ids)
+            before, first = self._boundary(messages[: supervised[-1]], True, full_text, input_ids)
             num_straddling += first - before
         spans = []
         for mark in marks:
-            before, start = _edge_tokens(offsets, mark[0])
-            end, behind = _edge_tokens(offsets, mark[1])
+            before, start = _boundary_tokens(offsets, mark[0])
+            end, after = _boundary_tokens(offsets, mark[1])
             if end <= first:
                 continue
-            if start > first:  # else it is counted at the prompt's edge
+            if start > first:  # otherwise it was added at the end of the prompt
                 num_straddling += start - before
             last_eos = _last_eos(input_ids, start, end, eos_token_ids)
             if last_eos is not None:
                 end = last_eos + 1
             elif end < len(input_ids) and input_ids[end] in eos_token_ids:
-                end += 1  # some markers leave out the end-of-turn token, which the target samples too
+                end += 1  # some markers exclude the end-of-turn token, which the target samples too
             else:
-                num_straddling += behind - end
+                num_straddling += after - end
             spans.append((max(start, first), end))
         return input_ids, spans, num_straddling
 
     def _marked_text(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the characters between the generation markers, marks that touch being one."""
+        """Return the text and the character spans of the generation markers; adjacent spans are merged."""
         with self._refusal():
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
@@ -241,24 +245,25 @@ class _Template:
             joined.append((joined.pop()[0] if touches else start, end))
         return text, joined
 
-    def _edge(
-        self, history: Messages, add_generation_prompt: bool, whole: str, input_ids: list[int]
+    def _boundary(
+        self, history: Messages, add_generation_prompt: bool, full_text: str, input_ids: list[int]
     ) -> tuple[int, int]:
-        """Where the text of `history` ends among the tokens of the whole text.
+        """Find where the text of `history` ends in the tokens of the full text.
 
         Returns:
-            (before, behind): tokens below `before` are the history's, from `behind` on they are not; one
-            between them lies on both sides.
+            (before, after): tokens below `before` belong to the history, and tokens from `after` on do not. A
+            token between them crosses the boundary.
         """
         text = self.text(history, add_generation_prompt=add_generation_prompt)
-        self._require_prefix(text, whole, "as a prompt" if add_generation_prompt else "as the last message")
+        rendered_as = "as a prompt" if add_generation_prompt else "as the last message"
+        self._require_prefix(text, full_text, rendered_as)
         ids = self.encode(text)
         common = _num_common(ids, input_ids)
         if common == len(ids):
             return common, common
-        # Merged otherwise across the edge: find the token where the history's text is used up.
+        # Tokens merge differently across the boundary: find the token in which the history's text ends.
         rest = decode(self.tokenizer, ids[common:])
-        last = min(len(input_ids), common + 4 * len(rest) + 1)  # a character has at most four tokens
+        last = min(len(input_ids), common + 4 * len(rest) + 1)  # a character is at most four tokens
         for end in range(common + 1, last + 1):
             found = decode(self.tokenizer, input_ids[common:end])
             if found.startswith(rest):
@@ -270,30 +275,30 @@ class _Template:
         try:
             yield
         except TemplateError as error:
-            remedy = f"The template refuses a conversation: {error}. Correct the data, or the template."
+            remedy = f"The template refuses a conversation: {error}. Correct the data or the template."
             raise TemplateRefused(_FIELD, self._name, remedy) from error
 
-    def _require_prefix(self, prefix: str, whole: str, how: str) -> None:
-        if whole.startswith(prefix):
+    def _require_prefix(self, prefix: str, full_text: str, rendered_as: str) -> None:
+        if full_text.startswith(prefix):
             return
-        at = _num_common(prefix, whole)
-        near = slice(max(at - _NUM_EXCERPT_CHARACTERS, 0), at + _NUM_EXCERPT_CHARACTERS)
-        remedies = [
-            f"give {_FIELD}=FILE, a template with {{% generation %}} markers or one whose beginning stays"
-        ]
+        index = _num_common(prefix, full_text)
+        near = slice(max(index - _NUM_EXCERPT_CHARACTERS, 0), index + _NUM_EXCERPT_CHARACTERS)
+        remedies = [f"give {_FIELD}=FILE, a template with {{% generation %}} markers or with a stable prefix"]
         if self.turns is Turns.all:
             remedies.insert(
                 0,
-                "use data.turns=each or data.turns=last, which render a turn as serving does, as the last",
+                "use data.turns=each or data.turns=last, which render a turn as the last one, as in serving",
             )
             if "enable_thinking" in str(self.tokenizer.chat_template):
-                remedies.insert(1, "set data.template_kwargs.enable_thinking=false if that keeps them equal")
+                remedies.insert(
+                    1, "set data.template_kwargs.enable_thinking=false if that makes the prefix stable"
+                )
         raise UserError(
             _FIELD,
             self._name,
-            f"The template writes a turn's beginning in two ways, so that its tokens cannot be told apart: "
-            f"{how} {prefix[near]!r}, in the whole conversation {whole[near]!r}, from character {at} on. "
-            f"Remedies: {'; or '.join(remedies)}.",
+            f"The template writes the start of a turn in two ways, so that its tokens cannot be found: "
+            f"{rendered_as} {prefix[near]!r}, and in the full conversation {full_text[near]!r}, from "
+            f"character {index} on. Remedies: {'; or '.join(remedies)}.",
         )
 
     @property
@@ -307,7 +312,7 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
@@ -316,8 +321,8 @@ def _last_eos(ids: list[int], start: int, end: int, eos_token_ids: Collection[in
     return next((i for i in range(end - 1, start - 1, -1) if ids[i] in eos_token_ids), None)
 
 
-def _edge_tokens(offsets: Sequence[tuple[int, int]], character: int) -> tuple[int, int]:
-    """(before, behind) as of `_Template._edge`, for an edge in front of a character."""
-    behind = bisect_left(offsets, character, key=itemgetter(0))
-    straddles = behind > 0 and offsets[behind - 1][1] > character
-    return behind - straddles, behind
+def _boundary_tokens(offsets: Sequence[tuple[int, int]], character: int) -> tuple[int, int]:
+    """Return (before, after) as `_Template._boundary` does, for the boundary before a character."""
+    after = bisect_left(offsets, character, key=itemgetter(0))
+    straddles = after > 0 and offsets[after - 1][1] > character
+    return after - straddles, after

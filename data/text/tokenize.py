@@ -1,6 +1,5 @@
-"""Conversations to an Arrow dataset of token ids and loss masks, in parallel and in order."""
+"""Tokenizing conversations into an Arrow dataset of token ids and loss masks, in parallel and in order."""
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -22,13 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from data.progress import Progress
 from data.target.spec import TargetSpec
-from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
+from data.target.tokenizer import load_tokenizer
 from data.text import template
 from data.text.sources import Conversation, first_reasons
 from data.text.template import RenderedConversation, TemplateRefused, Turns, template_fingerprint
 from eagle31.errors import UserError
 
-_FORMAT = 1
 _REPORT = "report.json"
 _CHUNK_CONVERSATIONS = 64
 _CHUNKS_PER_WORKER = 4
@@ -44,29 +42,25 @@ MAX_REFUSED_FRACTION = 0.01
 
 
 class Overlong(Enum):
-    """What becomes of a sample with more than `max_tokens` tokens."""
+    """The treatment of samples with more than `max_tokens` tokens."""
 
     drop = "drop"
-    cut = "cut"  # at max_tokens
+    cut = "cut"  # keep the first max_tokens
 
 
 @dataclass(frozen=True)
 class TokenizeReport:
-    """What became of the conversations."""
+    """Counts of what became of the conversations."""
 
     num_conversations: int
-    num_refused: int  # conversations that the template does not take
-    num_samples: int  # written
+    num_refused: int  # conversations that the template refuses
+    num_samples: int
     num_tokens: int
     num_supervised_tokens: int  # the assistant's
-    num_overlong: int  # samples cut or dropped for their length
-    num_uncounted: int  # samples dropped because no row of them counts
-    num_straddling: int  # tokens left out because they lie on both sides of a turn's edge
+    num_overlong: int  # samples that were cut or dropped because of their length
+    num_unsupervised: int  # samples dropped because they have no supervised position
+    num_straddling: int  # tokens that are masked because they cross the boundary of a turn
     template_fingerprint: str
-
-    @staticmethod
-    def load(directory: Path) -> "TokenizeReport":
-        return TokenizeReport(**json.loads((directory / _REPORT).read_text()))
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,11 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What comes back of a few conversations."""
+    """The result for a few conversations."""
 
     samples: pa.RecordBatch
     counts: Counter[str]
-    refused: list[tuple[str, str]]  # (id, why)
+    refused: list[tuple[str, str]]  # (id, reason)
 
 
 _worker_settings: _Settings | None = None
@@ -106,23 +100,24 @@ def tokenize(
     progress: bool = False,
     on_refused: Callable[[list[tuple[str, str]]], None] = lambda _: None,
 ) -> TokenizeReport:
-    """Writes the samples to `output_dir` as a dataset for `datasets.load_from_disk`, with report.json in it.
+    """Write the samples as a dataset for `datasets.load_from_disk`, with a report.json in its directory.
 
-    Columns: id (str), input_ids (int32 [N]), loss_mask (bool [N]) and num_prompt_tokens (int64, index of the
-    first token of the assistant's). The order is that of the conversations, however many workers there are,
-    and no more than a few chunks of them are in memory.
+    The columns are id (str), input_ids (int32 [N]), loss_mask (bool [N]) and num_prompt_tokens (int64, the
+    index of the assistant's first token). The order is that of the conversations for any number of workers,
+    and only a few chunks are in memory at a time.
 
     Args:
-        tokenizer: itself, its directory or its hub id.
-        num_workers: processes; 1 is this one. Forked, so call it before any process group exists.
-        output_dir: must not exist; appears when all of it is written.
-        eos_token_ids: the tokens that end a turn; None takes the tokenizer's and the generation config's.
-        max_refused_fraction: of the conversations, which the template may refuse.
+        tokenizer: a tokenizer, its directory or its hub id.
+        num_workers: the number of processes; 1 uses only this process. Workers are forked, so no process
+            group may exist yet.
+        output_dir: must not exist; it appears when it is complete.
+        eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
+        max_refused_fraction: the fraction of the conversations that the template may refuse.
         progress: reports progress on stderr.
-        on_refused: is called once with (id, why) of the conversations that were refused, if there are any.
+        on_refused: called once with (id, reason) of the refused conversations, if there are any.
 
     Raises:
-        UserError: the template cannot be used, refuses too many conversations, or no sample is left.
+        UserError: the template cannot be used or refuses too many conversations, or no sample is left.
     """
     assert not output_dir.exists(), output_dir
     if isinstance(tokenizer, (str, Path)):
@@ -133,7 +128,7 @@ def tokenize(
     counts: Counter[str] = Counter()
     refused: list[tuple[str, str]] = []
     with _renamed_when_done(output_dir) as directory:
-        # In a directory of its own: `datasets` writes no dataset beside the file it reads.
+        # A separate directory, because `datasets` cannot write next to the file that it reads.
         stream = directory / "stream" / "samples.arrow"
         stream.parent.mkdir()
         with (
@@ -157,41 +152,16 @@ def tokenize(
     return report
 
 
-def tokenize_fingerprint(
-    content_fingerprint: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    turns: Turns,
-    template_kwargs: Mapping[str, Any],
-    max_tokens: int,
-    overlong: Overlong,
-    eos_token_ids: Collection[int] | None = None,
-) -> str:
-    """sha256 of everything the written samples depend on; the number of workers is not part of it."""
-    eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
-    parts = {
-        "format": _FORMAT,
-        "content": content_fingerprint,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "template": template_fingerprint(tokenizer, template_kwargs),
-        "turns": turns.value,
-        "max_tokens": max_tokens,
-        "overlong": overlong.value,
-        "eos_token_ids": sorted(eos_token_ids),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
 def _tokenized_chunks(
     conversations: Iterable[Conversation], settings: _Settings, num_workers: int
 ) -> Iterator[_Chunk]:
-    """In order; at most a few chunks for each worker are under way."""
+    """Yield the tokenized chunks in order; at most a few per worker are in progress."""
     iterator = iter(conversations)
     chunks = iter(lambda: list(islice(iterator, _CHUNK_CONVERSATIONS)), [])
     if num_workers <= 1:
         yield from (_tokenize_chunk(settings, chunk) for chunk in chunks)
         return
-    # Forked workers inherit the tokenizer: nothing is imported or loaded again.
+    # Forked workers inherit the tokenizer, so that nothing is imported or loaded again.
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(num_workers, fork, _start_worker, (settings,))
     pending: deque[Future[_Chunk]] = deque()
@@ -251,10 +221,10 @@ def _kept(
             if settings.overlong is Overlong.drop:
                 continue
             sample = sample.cut(settings.max_tokens)
-        if sample.has_counted_row:
+        if sample.has_supervised_position:
             yield sample
         else:
-            counts["num_uncounted"] += 1
+            counts["num_unsupervised"] += 1
 
 
 def _record_batch(samples: list[tuple[str, RenderedConversation]]) -> pa.RecordBatch:
@@ -275,7 +245,7 @@ def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> Tokeniz
         num_tokens=counts["num_tokens"],
         num_supervised_tokens=counts["num_supervised_tokens"],
         num_overlong=counts["num_overlong"],
-        num_uncounted=counts["num_uncounted"],
+        num_unsupervised=counts["num_unsupervised"],
         num_straddling=counts["num_straddling"],
         template_fingerprint=fingerprint,
     )
@@ -290,29 +260,29 @@ def _check(
             "data.max_tokens",
             max_tokens,
             f"No sample is left of {report.num_conversations} conversations: {report.num_overlong} are "
-            f"longer, {report.num_uncounted} have no two tokens of the assistant's in a row. Raise it, or "
-            "see the data with scripts/inspect_data.",
+            f"longer, and {report.num_unsupervised} have no two consecutive assistant tokens. Raise this, or "
+            "look at the data with scripts/inspect_data.",
         )
 
 
 def check_refused(
     refused: list[tuple[str, str]], num_conversations: int, max_fraction: float = MAX_REFUSED_FRACTION
 ) -> None:
-    """Raises UserError when the template took too few; `refused` holds (id, why)."""
+    """Raise UserError if the template refused too many conversations; `refused` has (id, reason) pairs."""
     if len(refused) > max_fraction * num_conversations:
         raise UserError(
             "target.chat_template",
             f"{len(refused)} of {num_conversations} conversations refused",
-            f"More than {max_fraction:.1%} do not fit the target's template. The first ones:"
+            f"The target's template refuses more than {max_fraction:.1%} of the data. The first ones:"
             f"{first_reasons(refused)}",
         )
 
 
 @contextmanager
 def _renamed_when_done(output_dir: Path) -> Iterator[Path]:
-    """A directory beside `output_dir` that becomes it, or is removed."""
+    """Yield a temporary directory next to `output_dir`; rename it at the end, or remove it after an error."""
     directory = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(directory, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(directory, ignore_errors=True)  # left by a killed run
     directory.mkdir(parents=True)
     try:
         yield directory

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from data.text.inspection import bracketed, coloured, parse_template_kwargs, pieces
-from data.text.template import RenderedConversation
-from eagle31.errors import UserError
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer
 
@@ -29,7 +26,7 @@ def inspect(directory: Path, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
-def test_prints_a_sample_in_brackets_and_writes_a_page(tmp_path, target):
+def test_a_sample_is_printed_in_brackets_and_written_to_a_page(tmp_path, target):
     rows = [{"q": "what is two & two", "a": "four <b>"}, {"q": "and", "a": "six"}, {"q": "only"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = inspect(
@@ -40,50 +37,49 @@ def test_prints_a_sample_in_brackets_and_writes_a_page(tmp_path, target):
     assert done.returncode == 0, done.stderr
     assert "assistant\n<think>\n\n</think>\n\n[[four <b><|im_end|>]]\n" in done.stdout
     assert "\x1b" not in done.stdout
-    for fact in (
+    for line in (
         "conversations: 2, malformed rows: 1",
-        "data.jsonl:3: no assistant turn",
+        "data.jsonl:3: there is no assistant turn",
+        "supervised: ",
         "mask: from prefix differences",
         "template fingerprint: ",
     ):
-        assert fact in done.stdout
+        assert line in done.stdout
     page = (tmp_path / "page.html").read_text()
     assert "&lt;|im_end|&gt;" in page
     assert "<b>" not in page
 
 
-def test_user_errors_are_one_message(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["inspect_data", "missing.jsonl", "--tokenizer", "none"])
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts the repository's root there
-    with pytest.raises(SystemExit, match=r"^inspect_data: data=missing\.jsonl: No such file"):
+GOOD_ROW = '{"prompt": "what", "response": "four"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("missing.jsonl", None, [], "data=missing.jsonl: There is no such file"),
+        ("a.jsonl", '{"messages": \n[3', [], "data=a.jsonl: All 2 rows are malformed; give a source with"),
+        ("a.jsonl", '{"messages": "q"}', [], "data=a.jsonl: The only row is malformed; give a source with"),
+        ("a.jsonl", "\0\1\2", [], "data=a.jsonl: The only row is malformed; give a source with"),
+        ("a.json", "[1, 2", [], "data=a.json: It starts like a JSON array but is not valid"),
+        ("a.parquet", "text", [], "data=a.parquet: It is not a readable Parquet file"),
+        ("a.jsonl", '{"text": "q"}', [], "which --prompt-column and --response-column name."),
+        ("a.jsonl", GOOD_ROW, ["--index", "1"], "--index=1: There are 1 conversations"),
+        ("a.jsonl", GOOD_ROW, ["--chat-template", "none"], "--chat-template=none: The file cannot be read"),
+        ("a.jsonl", GOOD_ROW, ["--tokenizer", "/none"], "--tokenizer=/none: The directory does not exist"),
+        ("a.jsonl", GOOD_ROW, ["--template-kwargs", "a"], "--template-kwargs=a: Write key=value"),
+        ("a.jsonl", GOOD_ROW, ["--html", "none/page.html"], "--html=none/page.html: It cannot be written"),
+    ],
+)
+def test_a_users_mistake_is_one_message_in_terms_of_the_commands_options(
+    tmp_path, target, monkeypatch, name, content, options, message
+):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["inspect_data", name, "--tokenizer", str(target), *options])
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the repository's root there
+    with pytest.raises(SystemExit) as caught:
         runpy.run_path(str(SCRIPT), run_name="__main__")
-
-
-def test_colours_follow_the_mask_and_lose_no_text():
-    tokenizer = byte_level_tokenizer(None)
-    ids = tokenizer("and 猫\nsix")["input_ids"]
-    start = ids.index(tokenizer("\n")["input_ids"][0])
-    sample = RenderedConversation(ids, [i >= start for i in range(len(ids))])
-    parts = pieces(tokenizer, sample)
-    assert "".join(part.text for part in parts) == "and 猫\nsix"
-    assert [token for part in parts for token in part.ids] == ids
-    assert bracketed(parts) == "and 猫[[\nsix]]"
-    green, grey = "\x1b[30;", "\x1b[90m"
-    text = coloured(parts)
-    assert text.startswith(grey)
-    assert green not in text[: text.index("猫")]
-    assert green in text[text.index("猫") :]
-
-
-def test_pieces_keep_the_spaces_of_sentencepiece():
-    tokenizer = templates.sentencepiece_tokenizer("")
-    ids = tokenizer("what is two and 猫")["input_ids"]
-    parts = pieces(tokenizer, RenderedConversation(ids, [True] * len(ids)))
-    assert bracketed(parts) == "[[what is two and 猫]]"
-
-
-def test_template_kwargs_are_json_where_they_can_be():
-    parsed = parse_template_kwargs(["a=false", "b=3", "c=text", "d=x=y", 'e={"f": 1}'])
-    assert parsed == {"a": False, "b": 3, "c": "text", "d": "x=y", "e": {"f": 1}}
-    with pytest.raises(UserError, match="key=value"):
-        parse_template_kwargs(["a"])
+    assert str(caught.value).startswith("inspect_data: ")
+    assert message in str(caught.value)
+    assert "data.m" not in str(caught.value), "a recipe's setting that the command does not have"

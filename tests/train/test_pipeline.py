@@ -237,7 +237,7 @@ def test_malformed_rows_are_told_with_line_and_reason(
     run_here(RECIPE, *arguments(small_target, tmp_path / "run"), *own)
     printed = capsys.readouterr().out
     assert f"data: 2 of {len(lines)} rows" in printed
-    assert "rows.jsonl:3: no JSON" in printed
+    assert "rows.jsonl:3: the line is not JSON" in printed
     assert "rows.jsonl:4: messages is a int" in printed
     assert "num_malformed=2" in printed
 

@@ -216,7 +216,9 @@ def test_close_stops_the_thread() -> None:
 
 
 def test_a_step_that_the_ranks_or_the_rows_do_not_allow_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"train\.rows_per_step=4: It must be a multiple of the number of processes, 3"):
+    with pytest.raises(
+        UserError, match=r"train\.rows_per_step=4: It must be a multiple of the number of processes, 3"
+    ):
         _loader(world_size=3)
     with pytest.raises(UserError, match=r"train\.rows_per_step=100: The data fills"):
         _loader(rows_per_step=100)

@@ -1,4 +1,4 @@
-"""Small tokenizers and hand-written templates like those of well-known models."""
+"""Small tokenizers, and templates that resemble those of well-known models."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -26,13 +26,13 @@ CHATML_MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# The markers end before the end-of-turn token.
+# The markers exclude the end-of-turn token.
 CHATML_MARKED_CONTENT = CHATML_MARKED.replace(
     "{{- message.content + '<|im_end|>' + '\\n' }}{% endgeneration %}",
     "{{- message.content }}{% endgeneration %}{{- '<|im_end|>' + '\\n' }}",
 )
 
-# Thinking is written for the last turn only, and the generation prompt skips it on request.
+# Only the last turn keeps its thinking, and the generation prompt skips thinking on request.
 THINKING = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -56,7 +56,7 @@ HEADERS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# As templates that write the date, with one that changes from call to call.
+# Like templates that write the date, but different in every call.
 DATED = "{{- '<|im_start|>system\\nIt is ' + strftime_now('%H:%M:%S.%f') + '<|im_end|>\\n' }}" + CHATML
 
 INSTRUCTIONS = """\
@@ -69,7 +69,7 @@ INSTRUCTIONS_MARKED = INSTRUCTIONS.replace("else %}", "else %}{% generation %}")
     "</s>' }}", "</s>' }}{% endgeneration %}"
 )
 
-# No special token beside the answers, so that merges can go across their edges.
+# No special token is next to the answers, so that tokens can cross their boundaries.
 PLAIN = """\
 {%- for message in messages %}
 {{- message.role + '\\n' + message.content + '\\n' }}
@@ -83,7 +83,7 @@ STRICT = (
 
 
 def byte_level_tokenizer(chat_template: str | None, eos_token: str = "<|im_end|>") -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a few hundred merges, newlines among them."""
+    """Train a byte-level BPE tokenizer with a few hundred merges, including newlines."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def byte_level_tokenizer(chat_template: str | None, eos_token: str = "<|im_end|>
 
 
 def sentencepiece_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
-    """BPE over text whose spaces are marks, with a mark in front of it all and bytes for what it lacks."""
+    """Train a sentencepiece-like BPE tokenizer with space marks, a leading mark and byte fallback."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -122,7 +122,7 @@ def sentencepiece_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
 
 
 def python_tokenizer(chat_template: str) -> ByT5Tokenizer:
-    """A token for each byte, without character offsets."""
+    """Make a tokenizer with one token per byte and without character offsets."""
     tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=CHATML_SPECIAL, eos_token="<|im_end|>")
     tokenizer.chat_template = chat_template
     return tokenizer

@@ -33,7 +33,7 @@ def roles_and_contents(result: ReadResult) -> list[list[tuple[str, str]]]:
     return [[(m["role"], m["content"]) for m in c.messages] for c in result.conversations]
 
 
-def test_openai_messages_keep_what_templates_know(tmp_path):
+def test_openai_messages_keep_the_keys_of_templates(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"id": 7, "messages": TOOL_MESSAGES, "tools": [TOOL]}])
     (conversation,) = read_conversations(source).conversations
     assert conversation.id == "7"
@@ -70,14 +70,14 @@ def test_default_pairs(tmp_path, prompt, answer):
     assert roles_and_contents(read_conversations(source)) == [[("user", "q"), ("assistant", "a")]]
 
 
-def test_named_columns_win_over_those_found(tmp_path):
+def test_named_columns_take_precedence(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "response": "no", "solution": "a"}])
     result = read_conversations(source, prompt_column="prompt", response_column="solution")
     assert roles_and_contents(result) == [[("user", "q"), ("assistant", "a")]]
 
 
 @pytest.mark.parametrize(
-    ("row", "columns", "said"),
+    ("row", "columns", "excerpt"),
     [
         ({"text": "x", "label": 1}, {}, "text, label"),
         ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
@@ -91,13 +91,13 @@ def test_named_columns_win_over_those_found(tmp_path):
         ({"turns": ["a"]}, {}, "No known schema"),
     ],
 )
-def test_unknown_and_ambiguous_columns_are_refused(tmp_path, row, columns, said):
+def test_unknown_and_ambiguous_columns_are_user_errors(tmp_path, row, columns, excerpt):
     source = write_jsonl(tmp_path / "a.jsonl", [row])
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=excerpt):
         read_conversations(source, **columns)
 
 
-def test_prompts_without_answers(tmp_path):
+def test_prompts_without_answers_are_read_on_request(tmp_path):
     turns = write_jsonl(tmp_path / "a.jsonl", [{"turns": ["first", "second"]}])
     result = read_conversations(turns, require_answer=False)
     assert roles_and_contents(result) == [[("user", "first"), ("user", "second")]]
@@ -105,7 +105,7 @@ def test_prompts_without_answers(tmp_path):
     assert roles_and_contents(read_conversations(prompts, require_answer=False)) == [[("user", "p")]]
 
 
-def test_malformed_rows_are_kept_out_with_their_lines(tmp_path):
+def test_malformed_rows_are_left_out_with_lines_and_reasons(tmp_path):
     def messages(*items: tuple[Any, Any]) -> dict[str, Any]:
         return {"messages": [{"role": role, "content": content} for role, content in items]}
 
@@ -132,11 +132,11 @@ def test_malformed_rows_are_kept_out_with_their_lines(tmp_path):
     assert [where.rpartition(":")[2] for where, _ in result.malformed] == [
         str(line) for line in (2, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     ]
-    whys = [why for _, why in result.malformed]
-    for why, said in zip(
-        whys,
+    reasons = [reason for _, reason in result.malformed]
+    for reason, excerpt in zip(
+        reasons,
         (
-            "no JSON",
+            "not JSON",
             "no assistant turn",
             "unknown role 'narrator'",
             "empty content",
@@ -149,10 +149,10 @@ def test_malformed_rows_are_kept_out_with_their_lines(tmp_path):
         ),
         strict=True,
     ):
-        assert said in why
+        assert excerpt in reason
 
 
-def test_too_many_malformed_rows_are_refused_with_the_first_five(tmp_path):
+def test_too_many_malformed_rows_are_a_user_error_with_the_first_five(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [pair()] * 100 + ["{"] * 7)
     with pytest.raises(UserError, match="7 of 107 rows") as caught:
         read_conversations(source, max_malformed_fraction=0.05, field="data.eval")
@@ -162,19 +162,30 @@ def test_too_many_malformed_rows_are_refused_with_the_first_five(tmp_path):
     assert read_conversations(source, max_malformed_fraction=0.07).num_malformed == 7
 
 
-def test_bytes_that_are_no_text_are_a_malformed_line(tmp_path):
+def test_a_source_without_any_conversation_is_a_user_error_whatever_the_limit(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["{"] * 7)
+    with pytest.raises(
+        UserError, match=r"All 7 rows are malformed.*\n.*a\.jsonl:1: the line is not JSON"
+    ) as caught:
+        read_conversations(source, max_malformed_fraction=1.0)
+    assert "max_malformed_fraction" not in str(caught.value)
+    with pytest.raises(UserError, match="The only row is malformed"):
+        read_conversations(write_jsonl(tmp_path / "b.jsonl", [{"messages": "q"}]))
+
+
+def test_a_line_of_invalid_utf8_is_malformed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(pair()).encode() + b'\n{"question": "\xff"}\n')
     result = read_conversations(str(path), max_malformed_fraction=0.5)
     assert [where.rpartition(":")[2] for where, _ in result.malformed] == ["2"]
 
 
-def test_json_array_parquet_and_saved_dataset_hold_the_same(tmp_path):
+def test_a_json_array_parquet_and_a_saved_dataset_are_read_alike(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]}
         for i in (1, 2)
     ]
-    # Arrow gives every message this key.
+    # Arrow gives this key to every message.
     rows[0]["messages"][1]["tool_calls"] = [CALL]
     dataset = datasets.Dataset.from_list(rows)
     dataset.to_parquet(str(tmp_path / "a.parquet"))
@@ -198,25 +209,31 @@ def test_ids_come_from_the_row_or_its_content(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "folder/missing.jsonl", "./a/b/c", "missing"])
-def test_missing_sources_are_named(source, tmp_path, monkeypatch):
+def test_a_missing_source_is_a_user_error(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="No such file") as caught:
+    with pytest.raises(UserError, match="no such file") as caught:
         read_conversations(source)
     assert caught.value.value == source
 
 
-def test_other_files_and_directories_are_refused(tmp_path):
+def test_other_files_and_directories_are_user_errors(tmp_path):
     (tmp_path / "a.csv").write_text("a,b\n")
-    with pytest.raises(UserError, match=r"only \.jsonl"):
+    with pytest.raises(UserError, match=r"Only \.jsonl"):
         read_conversations(str(tmp_path / "a.csv"))
     with pytest.raises(UserError, match="cannot load it"):
         read_conversations(str(tmp_path))
+    (tmp_path / "a.parquet").write_text("not Parquet")
+    with pytest.raises(UserError, match="not a readable Parquet file"):
+        read_conversations(str(tmp_path / "a.parquet"))
+    (tmp_path / "a.json").write_text('[{"messages": ')
+    with pytest.raises(UserError, match="starts like a JSON array but is not valid"):
+        read_conversations(str(tmp_path / "a.json"))
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match="no rows"):
         read_conversations(str(tmp_path / "empty.jsonl"))
 
 
-def test_fingerprint_is_of_the_content(tmp_path):
+def test_the_fingerprint_covers_the_content(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", [pair("a")])
     same = write_jsonl(tmp_path / "b.jsonl", [pair("a")])
     other = write_jsonl(tmp_path / "c.jsonl", [pair("b")])

@@ -21,7 +21,7 @@ from tests.data.text.chat_templates import byte_level_tokenizer
 
 
 def conversation(*contents: str, system: str | None = None) -> Conversation:
-    """User and assistant in turn."""
+    """Make a conversation of alternating user and assistant messages."""
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     for i, content in enumerate(contents):
         messages.append({"role": ("user", "assistant")[i % 2], "content": content})
@@ -43,22 +43,22 @@ def rendered(template: str, turns: Turns = Turns.all, of: Conversation = TWO_TUR
     return tokenizer, samples
 
 
-def counted_texts(tokenizer, sample: RenderedConversation) -> list[str]:
-    """The text of each run of counted tokens."""
+def supervised_texts(tokenizer, sample: RenderedConversation) -> list[str]:
+    """Decode each run of supervised tokens."""
     runs, previous = [], False
-    for token, counted in zip(sample.input_ids, sample.loss_mask, strict=True):
-        if counted and not previous:
+    for token, supervised in zip(sample.input_ids, sample.loss_mask, strict=True):
+        if supervised and not previous:
             runs.append([])
-        if counted:
+        if supervised:
             runs[-1].append(token)
-        previous = counted
+        previous = supervised
     return [decode(tokenizer, run) for run in runs]
 
 
-def test_prefix_mask_is_what_the_assistant_samples():
+def test_a_mask_from_prefixes_covers_what_the_assistant_samples():
     tokenizer, (sample,) = rendered(templates.CHATML)
     assert not uses_generation_markers(tokenizer)
-    assert counted_texts(tokenizer, sample) == ["it is four<|im_end|>", "six<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["it is four<|im_end|>", "six<|im_end|>"]
     assert decode(tokenizer, sample.input_ids).endswith("six<|im_end|>\n")
     assert sample.num_prompt_tokens == len(render_prompt(tokenizer, TWO_TURNS.messages[:2], None, {}))
 
@@ -79,9 +79,9 @@ def test_markers_and_prefixes_give_the_same_samples(marked, turns, of):
     assert samples == rendered(templates.CHATML, turns, of)[1]
 
 
-def test_marks_that_touch_are_one():
+def test_adjacent_markers_are_merged():
     content = "{{- message.content + '<|im_end|>' + '\\n' }}{% endgeneration %}"
-    # "si" and "x" of "six", which is one token.
+    # The markers split "six", which is one token, into "si" and "x".
     first = "{{- message.content[:2] }}{% endgeneration %}{% generation %}"
     halves = first + "{{- message.content[2:] + '<|im_end|>' + '\\n' }}"
     template = templates.CHATML_MARKED.replace(content, halves + "{% endgeneration %}")
@@ -90,9 +90,9 @@ def test_marks_that_touch_are_one():
     assert rendered(template, of=of)[1] == rendered(templates.CHATML, of=of)[1]
 
 
-def test_each_is_one_sample_for_each_turn_and_last_the_last():
+def test_each_gives_one_sample_per_turn_and_last_only_the_last_one():
     tokenizer, each = rendered(templates.CHATML, Turns.each)
-    assert [counted_texts(tokenizer, sample) for sample in each] == [
+    assert [supervised_texts(tokenizer, sample) for sample in each] == [
         ["it is four<|im_end|>"],
         ["six<|im_end|>"],
     ]
@@ -100,13 +100,13 @@ def test_each_is_one_sample_for_each_turn_and_last_the_last():
     assert rendered(templates.CHATML, Turns.last)[1] == each[1:]
 
 
-def test_messages_behind_the_last_answer_are_left_out():
+def test_messages_after_the_last_answer_are_left_out():
     longer = conversation("what is two and two", "it is four", "and three")
     shorter = conversation("what is two and two", "it is four")
     assert rendered(templates.CHATML, of=longer)[1] == rendered(templates.CHATML, of=shorter)[1]
 
 
-def test_template_that_drops_thinking_from_the_history():
+def test_a_template_that_drops_thinking_from_the_history():
     thoughtful = Conversation(
         "some-id",
         tuple(
@@ -120,63 +120,63 @@ def test_template_that_drops_thinking_from_the_history():
     for remedy in ("data.turns=each", "data.turns=last", "enable_thinking=false", "{% generation %}"):
         assert remedy in caught.value.remedy
     tokenizer, (first, second) = rendered(templates.THINKING, Turns.each, thoughtful)
-    assert counted_texts(tokenizer, first) == ["<think>\ntwo two\n</think>\n\nit is four<|im_end|>"]
-    assert counted_texts(tokenizer, second) == ["<think>\ntwo two\n</think>\n\nsix<|im_end|>"]
+    assert supervised_texts(tokenizer, first) == ["<think>\ntwo two\n</think>\n\nit is four<|im_end|>"]
+    assert supervised_texts(tokenizer, second) == ["<think>\ntwo two\n</think>\n\nsix<|im_end|>"]
     assert "assistant\nit is four" in decode(tokenizer, second.input_ids)
 
 
-def test_template_kwargs_change_what_the_prompt_holds():
+def test_template_kwargs_change_the_prompt():
     of = conversation("what", "four")
     tokenizer, (sample,) = rendered(templates.THINKING, of=of, enable_thinking=False)
-    assert counted_texts(tokenizer, sample) == ["four<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["four<|im_end|>"]
     tokenizer, (sample,) = rendered(templates.THINKING, of=of)
-    assert counted_texts(tokenizer, sample) == ["<think>\n\n</think>\n\nfour<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["<think>\n\n</think>\n\nfour<|im_end|>"]
     prompt = render_prompt(tokenizer, of.messages[:1], None, {"enable_thinking": False})
     assert decode(tokenizer, prompt).endswith("</think>\n\n")
 
 
-def test_header_template_ends_turns_with_its_own_token():
+def test_a_header_template_ends_turns_with_its_end_of_turn_token():
     tokenizer, (sample,) = rendered(templates.HEADERS)
-    assert counted_texts(tokenizer, sample) == ["it is four<|eot_id|>", "six<|eot_id|>"]
+    assert supervised_texts(tokenizer, sample) == ["it is four<|eot_id|>", "six<|eot_id|>"]
 
 
 @pytest.mark.parametrize("turns", list(Turns))
-def test_template_that_changes_from_call_to_call_is_refused(turns):
+def test_a_template_that_changes_from_call_to_call_is_a_user_error(turns):
     with pytest.raises(UserError, match="It is ") as caught:
         rendered(templates.DATED, turns)
     assert ("data.turns=each" in caught.value.remedy) == (turns is Turns.all)
 
 
-def test_tokens_across_an_edge_are_not_counted():
+def test_tokens_across_the_start_of_a_turn_are_masked():
     of = conversation("what", "\n\nsix\n", "and", "four")
     tokenizer, (sample,) = rendered(templates.PLAIN, of=of)
     newlines = tokenizer("\n\n")["input_ids"]
     assert len(newlines) == 1
-    # The newline of "assistant\n" and the first of "\n\nsix" are one token.
+    # The newline of "assistant\n" and the first newline of "\n\nsix" are one token.
     assert sample.num_straddling == 1
-    assert counted_texts(tokenizer, sample) == ["\nsix\n\n", "four\n"]
+    assert supervised_texts(tokenizer, sample) == ["\nsix\n\n", "four\n"]
 
 
-def test_a_merge_at_the_end_of_a_turn_is_not_counted():
-    # A role that starts with newlines merges with the newline that ends the turn before it.
+def test_tokens_across_the_end_of_a_turn_are_masked():
+    # A role that starts with newlines merges with the newline that ends the previous turn.
     template = templates.PLAIN.replace(
         "{{- message.role", "{{- '\\n\\n' * (loop.index0 % 2 == 0) + message.role"
     )
     tokenizer, (sample,) = rendered(template, of=conversation("what", "six", "and", "four"))
     assert sample.num_straddling == 1
-    assert counted_texts(tokenizer, sample) == ["six", "four\n"]
+    assert supervised_texts(tokenizer, sample) == ["six", "four\n"]
 
 
 @pytest.mark.parametrize("template", [templates.INSTRUCTIONS, templates.INSTRUCTIONS_MARKED])
-def test_sentencepiece_tokenizer_without_generation_prompt(template):
+def test_a_sentencepiece_tokenizer_without_a_generation_prompt(template):
     tokenizer = templates.sentencepiece_tokenizer(template)
     of = conversation("what is two", "it is four", "and", "six 猫")
     (sample,) = render(tokenizer, of, template_kwargs={}, eos_token_ids=eos_token_ids(tokenizer))
-    assert counted_texts(tokenizer, sample) == ["it is four </s>", "six 猫 </s>"]
+    assert supervised_texts(tokenizer, sample) == ["it is four </s>", "six 猫 </s>"]
     assert sample.num_straddling == 0
 
 
-def test_tokenizer_without_offsets_uses_prefixes():
+def test_a_tokenizer_without_offsets_uses_prefixes():
     tokenizer = templates.python_tokenizer(templates.CHATML_MARKED)
     (sample,) = render(
         tokenizer,
@@ -184,7 +184,7 @@ def test_tokenizer_without_offsets_uses_prefixes():
         template_kwargs={},
         eos_token_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
     )
-    assert counted_texts(tokenizer, sample) == ["it is four<|im_end|>", "six<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["it is four<|im_end|>", "six<|im_end|>"]
 
 
 def test_tools_and_reasoning_reach_the_template_unchanged():
@@ -196,20 +196,20 @@ def test_tools_and_reasoning_reach_the_template_unchanged():
     of = Conversation("some-id", messages, ({"name": "add"},))
     tokenizer, (sample,) = rendered(template, of=of)
     expected = '[{"function": {"name": "add", "arguments": {"b": 1, "a": 2}}}]<|im_end|>'
-    assert counted_texts(tokenizer, sample) == [expected]
+    assert supervised_texts(tokenizer, sample) == [expected]
     assert decode(tokenizer, sample.input_ids).startswith('[{"name": "add"}]')
 
 
 @pytest.mark.parametrize(
     "template", [templates.STRICT, templates.STRICT + "{% generation %}{% endgeneration %}"]
 )
-def test_a_conversation_that_the_template_refuses(template):
+def test_a_conversation_that_the_template_refuses_is_an_error(template):
     messages = ({"role": "user", "content": "q"}, *conversation("q", "a").messages)
     with pytest.raises(TemplateRefused, match="roles must alternate"):
         rendered(template, of=Conversation("some-id", messages))
 
 
-def test_tokenizer_without_template():
+def test_a_tokenizer_without_a_template_is_a_user_error():
     tokenizer = byte_level_tokenizer(None)
     with pytest.raises(UserError, match="=FILE"):
         render(tokenizer, TWO_TURNS, template_kwargs={}, eos_token_ids=())
@@ -217,7 +217,7 @@ def test_tokenizer_without_template():
         render_prompt(tokenizer, TWO_TURNS.messages, None, {})
 
 
-def test_fingerprint_is_of_template_and_arguments():
+def test_the_fingerprint_covers_template_and_arguments():
     first, second = byte_level_tokenizer(templates.CHATML), byte_level_tokenizer(templates.HEADERS)
     assert template_fingerprint(first, {}) == template_fingerprint(byte_level_tokenizer(templates.CHATML), {})
     assert template_fingerprint(first, {"a": 1, "b": 2}) == template_fingerprint(first, {"b": 2, "a": 1})
@@ -225,7 +225,7 @@ def test_fingerprint_is_of_template_and_arguments():
     assert len(fingerprints) == 4
 
 
-def test_end_of_turn_tokens_of_tokenizer_and_generation_config(tmp_path):
+def test_end_of_turn_tokens_come_from_tokenizer_and_generation_config(tmp_path):
     tokenizer = byte_level_tokenizer(templates.CHATML)
     end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>"])
     assert eos_token_ids(tokenizer) == {end}
@@ -234,10 +234,10 @@ def test_end_of_turn_tokens_of_tokenizer_and_generation_config(tmp_path):
     assert eos_token_ids(tokenizer) == {end, other}
 
 
-def test_a_counted_row_needs_two_tokens_in_a_row():
+def test_a_supervised_position_needs_two_consecutive_tokens():
     def sample(*mask: int) -> RenderedConversation:
         return RenderedConversation([0] * len(mask), [bool(m) for m in mask])
 
-    assert sample(0, 0, 1, 1).has_counted_row
-    assert not sample(0, 1, 0, 1).has_counted_row
-    assert not sample(0, 0, 1, 1).cut(3).has_counted_row
+    assert sample(0, 0, 1, 1).has_supervised_position
+    assert not sample(0, 1, 0, 1).has_supervised_position
+    assert not sample(0, 0, 1, 1).cut(3).has_supervised_position

@@ -1,0 +1,37 @@
+import pytest
+
+from data.text.inspection import bracketed, coloured, parse_template_kwargs, pieces
+from data.text.template import RenderedConversation
+from eagle31.errors import UserError
+from tests.data.text import chat_templates as templates
+from tests.data.text.chat_templates import byte_level_tokenizer
+
+
+def test_colours_follow_the_mask_and_keep_the_text():
+    tokenizer = byte_level_tokenizer(None)
+    ids = tokenizer("and 猫\nsix")["input_ids"]
+    start = ids.index(tokenizer("\n")["input_ids"][0])
+    sample = RenderedConversation(ids, [i >= start for i in range(len(ids))])
+    parts = pieces(tokenizer, sample)
+    assert "".join(part.text for part in parts) == "and 猫\nsix"
+    assert [token for part in parts for token in part.ids] == ids
+    assert bracketed(parts) == "and 猫[[\nsix]]"
+    green, grey = "\x1b[30;", "\x1b[90m"
+    text = coloured(parts)
+    assert text.startswith(grey)
+    assert green not in text[: text.index("猫")]
+    assert green in text[text.index("猫") :]
+
+
+def test_pieces_keep_the_spaces_of_sentencepiece():
+    tokenizer = templates.sentencepiece_tokenizer("")
+    ids = tokenizer("what is two and 猫")["input_ids"]
+    parts = pieces(tokenizer, RenderedConversation(ids, [True] * len(ids)))
+    assert bracketed(parts) == "[[what is two and 猫]]"
+
+
+def test_template_kwargs_are_parsed_as_json_if_possible():
+    parsed = parse_template_kwargs(["a=false", "b=3", "c=text", "d=x=y", 'e={"f": 1}'])
+    assert parsed == {"a": False, "b": 3, "c": "text", "d": "x=y", "e": {"f": 1}}
+    with pytest.raises(UserError, match="key=value"):
+        parse_template_kwargs(["a"])
