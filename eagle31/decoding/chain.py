@@ -1,32 +1,34 @@
-"""Drafting a chain of tokens with a key/value cache."""
+"""Drafts of a chain of tokens with a key/value cache."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.model.attention import DocumentSpan
-from eagle31.model.drafter import Drafter, LayerKeys
+from eagle31.kernels.query_run import QueryRun
+from eagle31.model.attention import Attend, LayerKeys, attend_by_run
+from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
 
 @dataclass(frozen=True)
 class Draft:
-    """k drafted tokens."""
+    """A chain of k drafted tokens."""
 
     token_ids: list[int]
     margins: list[float]  # top logit minus the second; empty when sampling
-    probs: Tensor | None  # [k, V], what the tokens were drawn from; None for greedy drafts
+    probs: Tensor | None  # [k, V], the distributions that the tokens were drawn from; None for greedy drafts
 
 
 def sampling_probs(logits: Tensor, temperature: float) -> Tensor:
-    """float32 softmax(logits / temperature) over the last dimension."""
+    """Return softmax(logits / temperature) over the last dimension in float32."""
     return (logits.float() / temperature).softmax(dim=-1)
 
 
 def top_margin(logits: Tensor) -> Tensor:
-    """The largest logit minus the second: [..., V] -> float32 [...]."""
+    """Return the largest logit minus the second. [..., V] -> float32 [...]."""
     if logits.shape[-1] == 1:
         return torch.full(logits.shape[:-1], torch.inf, device=logits.device)
     best, second = logits.float().topk(2).values.unbind(-1)
@@ -38,7 +40,7 @@ def draw(probs: Tensor, generator: torch.Generator) -> int:
 
 
 class ChainDrafter:
-    """Drafts for one sequence; its cache holds step-0 keys of the target's confirmed positions only."""
+    """Drafts for one sequence. The cache holds the step-0 keys of confirmed positions only."""
 
     def __init__(self, drafter: Drafter, frozen: FrozenParts) -> None:
         self.drafter = drafter
@@ -55,29 +57,29 @@ class ChainDrafter:
         temperature: float,
         generator: torch.Generator | None,
     ) -> Draft:
-        """Takes the newly confirmed positions in and drafts behind the last of them.
+        """Add the newly confirmed positions to the cache and draft after the last of them.
 
         Args:
             aux_hidden_states: [n, A, Ht] of the new positions.
-            next_token_ids: int64 [n], the token that follows each.
+            next_token_ids: int64 [n], the token that follows each of them.
         """
         device = next_token_ids.device
         num_new = next_token_ids.shape[0]
         positions = torch.arange(self.num_rows, self.num_rows + num_new, device=device)
         self.num_rows += num_new
-        document_ids = torch.zeros(self.num_rows, dtype=torch.long, device=device)
-        embed = self.frozen.embed_tokens
-        output, contexts = self.drafter.first_step(
+        embed, attend = self.frozen.embed_tokens, self._attend(1)
+        output, keys = self.drafter.first_step(
             self.drafter.fuse(aux_hidden_states.to(embed.dtype)),
             F.embedding(next_token_ids, embed),
             positions,
-            document_ids,
-            positions[-1:],
+            torch.tensor([num_new - 1], device=device),
+            self._attend(num_new),
+            attend,
             self.past,
         )
-        # The keys of later steps belong to drafts; the past keeps step 0 alone.
-        self.past = [LayerKeys(context.keys, context.values) for context in contexts]
-        spans, state = self._spans(), output
+        # Later steps return new keys, which belong to this draft: the cache keeps step 0 alone.
+        self.past = keys
+        state = output
         tokens: list[int] = []
         margins: list[Tensor] = []
         probs: list[Tensor] = []
@@ -85,7 +87,7 @@ class ChainDrafter:
             if step:
                 token = torch.tensor([tokens[-1]], device=device)
                 embeds = F.embedding(token, embed)
-                output = self.drafter.next_step(state, embeds, positions[-1:] + step, spans, contexts)
+                output, keys = self.drafter.next_step(state, embeds, positions[-1:] + step, attend, keys)
             normed = self.drafter.norm(output)
             state = self.drafter.feed_back(output, normed)
             logits = self.lm_head(normed)[0]
@@ -101,14 +103,15 @@ class ChainDrafter:
             torch.stack(probs) if probs else None,
         )
 
-    def _spans(self) -> list[DocumentSpan]:
-        visible = torch.ones(1, self.num_rows, dtype=torch.bool, device=self.frozen.embed_tokens.device)
-        return [DocumentSpan(slice(0, 1), slice(0, self.num_rows), visible)]
+    def _attend(self, num_queries: int) -> Attend:
+        """Return the attention of the last `num_queries` positions."""
+        run = QueryRun(0, num_queries, 0, self.num_rows)
+        return partial(attend_by_run, runs=(run,), scale=self.drafter.config.attention_scale)
 
     def _pick(
         self, logits: Tensor, temperature: float, generator: torch.Generator | None
     ) -> tuple[int, Tensor | None]:
-        """logits: [Vd]. Returns a target id and, for sampling, the distribution over the target's ids [V]."""
+        """Return a target id and, when sampling, the distribution over the target's ids [V]. logits: [Vd]."""
         ids = self.frozen.draft_target_ids
         if temperature == 0.0:
             best = int(logits.argmax())

@@ -1,1 +1,1 @@
-"""Operations with their own backward pass; they take tensors and sizes, and know no drafter."""
+"""Operations with their own backward pass. They take tensors and sizes, and know no drafter."""

@@ -1,6 +1,7 @@
-"""Norm, gate and rotation with short backward passes.
+"""RMSNorm, SwiGLU's down projection and RoPE with short backward passes.
 
-Autograd's own walk over these memory-bound operations many times on the CPU; each here saves only its inputs.
+Autograd's backward passes of these memory-bound operations read their operands many times on the CPU. The
+ones here read them once or twice and save only the inputs.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64."""
+    """Return float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -43,7 +44,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Over the last dimension of [N, H]; computed in float32 or wider. CUDA keeps PyTorch's fused kernel."""
+    """RMSNorm over the last dimension of [N, H], computed in float32 or wider.
+
+    On CUDA it is PyTorch's fused kernel.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -71,10 +75,13 @@ class _GatedLinear(torch.autograd.Function):
 
 
 class GatedLinear(nn.Linear):
-    """The down projection of a SwiGLU: keeps neither silu(gate) nor the product that it projects."""
+    """The down projection of a SwiGLU.
+
+    It saves neither silu(gate) nor the product that it projects; the backward pass computes them again.
+    """
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
-        """gate, up: [N, I] -> weight @ (silu(gate) * up), [N, H]."""
+        """Return (silu(gate) * up) @ weight.T. gate, up: [N, I] -> [N, H]."""
         return _GatedLinear.apply(gate, up, self.weight)
 
 
@@ -102,22 +109,23 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, halves convention (Llama, Qwen).
+    """Apply rotary position embedding to the pairs (i, i + D / 2), as Llama and Qwen do.
 
     Args:
         x: [N, heads, D].
-        cos, sin: float32 [N, D], both halves alike, with the scaling's attention factor in them.
+        cos, sin: float32 [N, D], both halves equal, already multiplied by the scaling's attention factor.
     """
     return _Rotate.apply(x, cos, sin)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of neighbouring entries (DeepSeek), which end up as halves.
+    """Apply rotary position embedding to the pairs (2i, 2i + 1), as DeepSeek does.
 
-    Queries and keys are reordered alike, so their products are those of the interleaved convention.
+    The result has the pairs' entries in two halves. Queries and keys are reordered in the same way, so their
+    products are those of the interleaved order.
 
     Args:
         x: [N, heads, D].
-        cos, sin: as `rotate` takes them.
+        cos, sin: see `rotate`.
     """
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)

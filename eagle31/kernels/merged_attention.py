@@ -1,9 +1,10 @@
-"""Attention of a rollout step by merging log-sum-exps: exact, and never a matrix of scores.
+"""Exact attention of a rollout step by merging log-sum-exps, without a matrix of scores.
 
-A query reads the step-0 keys of its document up to its own row, and its own keys of later steps. A flash
-kernel does the first part; its log-sum-exp is merged with the few own scores. Given the merged output and the
-merged log-sum-exp, the kernel's backward recomputes exactly the probabilities that the first part has in the
-whole softmax, so its gradients are exact too; the own terms are elementwise.
+A query reads the step-0 keys of its document up to its own row, and its row's rollout keys, those of later
+steps. A flash kernel computes the first part, and its log-sum-exp is merged with the few rollout scores. In
+the backward pass the kernel is given the merged output and the merged log-sum-exp. It then recomputes exactly
+the probabilities that the step-0 keys have in the full softmax, so its gradients are exact too. The rollout
+terms are elementwise.
 
 Source: the merging is ring attention's (arXiv 2310.01889); the kernel is FlashAttention-2 (arXiv 2307.08691).
 """
@@ -19,56 +20,63 @@ from eagle31.kernels.elementwise import widened
 
 
 class CausalBlock(Protocol):
-    """Attention to the step-0 keys of one step's queries, by some kernel."""
+    """A kernel's attention of one step's queries to the step-0 keys."""
 
-    scale: float  # of the scores
+    scale: float  # multiplies the scores
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """query [R, Hq, D], keys [S, Hkv, D], values [S, Hkv, Dv] -> output [R, Hq, Dv], its lse [R, Hq]."""
+        """Return output [R, Hq, Dv] and log-sum-exp [R, Hq].
+
+        query: [R, Hq, D], keys: [S, Hkv, D], values: [S, Hkv, Dv].
+        """
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, keys and values; output and lse may be merged with other terms."""
+        """Return the gradients of query, keys and values; output and lse may be merged with other terms."""
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Inputs behind the block: query, keys, values, then the own keys and the own values of steps 1..k."""
+    """The tensor inputs are query, keys, values, then the rollout keys and values of steps 1..k."""
 
     @staticmethod
-    def forward(ctx: Any, block: CausalBlock, places: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
-        query, keys, values, *own = tensors
-        num_rollout = len(own) // 2
-        own = [_taken(x, places[i % num_rollout]) for i, x in enumerate(own)]
+    def forward(
+        ctx: Any, block: CausalBlock, row_indices: Sequence[Tensor | None], *tensors: Tensor
+    ) -> Tensor:
+        query, keys, values, *rollout = tensors
+        num_steps = len(rollout) // 2
+        rollout = [_select(x, row_indices[i % num_steps]) for i, x in enumerate(rollout)]
         output, lse = block.forward(query, keys, values)
-        if num_rollout:
-            scores = _rollout_scores(query, own[:num_rollout], block.scale)
-            output, lse = _merge(output, lse, scores, own[num_rollout:])
-        ctx.block, ctx.places = block, places
+        if num_steps:
+            scores = _rollout_scores(query, rollout[:num_steps], block.scale)
+            output, lse = _merge(output, lse, scores, rollout[num_steps:])
+        ctx.block, ctx.row_indices = block, row_indices
         ctx.save_for_backward(output, lse, *tensors)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        output, lse, query, keys, values, *own = ctx.saved_tensors
+        output, lse, query, keys, values, *rollout = ctx.saved_tensors
         grad = grad.contiguous()
         grad_query, grad_keys, grad_values = ctx.block.backward(grad, query, keys, values, output, lse)
-        num_rollout = len(own) // 2
+        num_steps = len(rollout) // 2
         gradients: list[Tensor] = []
-        if num_rollout:
-            taken = [_taken(x, ctx.places[i % num_rollout]) for i, x in enumerate(own)]
+        if num_steps:
+            selected = [_select(x, ctx.row_indices[i % num_steps]) for i, x in enumerate(rollout)]
             grad_query, gradients = _rollout_backward(
                 grad,
                 query,
-                taken[:num_rollout],
-                taken[num_rollout:],
+                selected[:num_steps],
+                selected[num_steps:],
                 output,
                 lse,
                 grad_query,
                 ctx.block.scale,
             )
-            gradients = [_put_back(x, ctx.places[i % num_rollout], own[i]) for i, x in enumerate(gradients)]
+            gradients = [
+                _scatter(x, ctx.row_indices[i % num_steps], rollout[i]) for i, x in enumerate(gradients)
+            ]
         return None, None, grad_query, grad_keys, grad_values, *gradients
 
 
@@ -79,39 +87,40 @@ def merged_attention(
     values: Tensor,
     rollout_keys: Sequence[Tensor],
     rollout_values: Sequence[Tensor],
-    places: Sequence[Tensor | None],
+    row_indices: Sequence[Tensor | None],
 ) -> Tensor:
-    """Softmax over the block's step-0 keys and the row's own keys of steps 1..k.
+    """Attend to the step-0 keys that the block makes visible and to each row's rollout keys of steps 1..k.
 
     Args:
         query: [R, Hq, D], rotated.
         keys: [S, Hkv, D] of step 0, rotated.
         values: [S, Hkv, Dv] of step 0; Dv may be less than D.
         rollout_keys, rollout_values: k tensors [R_i, Hkv, D] and [R_i, Hkv, Dv] of steps 1..k.
-        places: int64 [R] for each of these, the queries' rows within theirs; None when they are the same.
+        row_indices: for each of the k steps int64 [R], the queries' rows within that step's rows; None where
+            they are the same rows.
 
     Returns:
         [R, Hq, Dv] in the query's dtype; the softmax is float32 or wider.
     """
-    return _MergedAttention.apply(block, places, query, keys, values, *rollout_keys, *rollout_values)
+    return _MergedAttention.apply(block, row_indices, query, keys, values, *rollout_keys, *rollout_values)
 
 
-def _taken(x: Tensor, places: Tensor | None) -> Tensor:
-    return x if places is None else x.index_select(0, places)
+def _select(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
 
 
-def _put_back(grad: Tensor, places: Tensor | None, like: Tensor) -> Tensor:
+def _scatter(grad: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
     grad = grad.to(like.dtype)
-    return grad if places is None else torch.zeros_like(like).index_copy_(0, places, grad)
+    return grad if index is None else torch.zeros_like(like).index_copy_(0, index, grad)
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[R, Hq, D] -> [R, Hkv, group, D], float32 or wider."""
+    """Reshape [R, Hq, D] to [R, Hkv, group, D], in float32 or wider."""
     return x.to(widened(x.dtype)).unflatten(1, (num_kv_heads, -1))
 
 
 def _rollout_scores(query: Tensor, rollout_keys: Sequence[Tensor], scale: float) -> Tensor:
-    """Scaled scores [R, Hq, k]."""
+    """Return the scaled scores [R, Hq, k]."""
     grouped = _grouped(query, rollout_keys[0].shape[1])
     scores = [torch.linalg.vecdot(grouped, key.to(grouped.dtype).unsqueeze(2)) for key in rollout_keys]
     return torch.stack(scores, dim=-1).flatten(1, 2).mul_(scale)
@@ -120,7 +129,7 @@ def _rollout_scores(query: Tensor, rollout_keys: Sequence[Tensor], scale: float)
 def _merge(
     output: Tensor, lse: Tensor, scores: Tensor, rollout_values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Adds the own terms to the block's output and log-sum-exp."""
+    """Add the rollout terms to the block's output and log-sum-exp."""
     lse = lse.to(scores.dtype)
     merged_lse = torch.cat((lse.unsqueeze(-1), scores), dim=-1).logsumexp(-1)
     num_kv_heads = rollout_values[0].shape[1]
@@ -143,7 +152,7 @@ def _rollout_backward(
     grad_query: Tensor,
     scale: float,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The query's gradient with the own terms added, and those of the own keys and values."""
+    """Return the query's gradient with the rollout terms added, and those of rollout keys and values."""
     num_kv_heads = rollout_keys[0].shape[1]
     wide_query, wide_grad = _grouped(query, num_kv_heads), _grouped(grad, num_kv_heads)
     weights = (

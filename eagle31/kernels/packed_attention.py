@@ -1,4 +1,4 @@
-"""The causal block by the flash kernel for CUDA: all runs in one call, by their cumulative lengths."""
+"""Attention to the step-0 keys by the flash kernel for CUDA: one call for all runs."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -13,41 +13,42 @@ kernels = torch.ops.aten
 
 
 def can_pack(like: Tensor, head_dim: int) -> bool:
-    """Whether the kernel takes this device, dtype and head size."""
+    """Return whether the kernel supports this device, dtype and head size."""
     narrow = like.dtype in (torch.bfloat16, torch.float16)
     return like.is_cuda and narrow and head_dim % 8 == 0 and head_dim <= 256
 
 
 class PackedBlock:
-    """One varlen call. Where a run has more keys than queries, the kernel aligns the causal mask to the last
-    of both, which is what a run is: the last rows of its keys.
+    """A causal block that is one call of the kernel for sequences of different lengths.
 
-    The kernel has one width for queries, keys and values: narrower values get zeros, and their output is cut.
+    Where a run has more keys than queries, the kernel aligns the causal mask to the last query and the last
+    key. That is what a run is: its queries are the last rows of its keys. The kernel has one width for
+    queries, keys and values, so narrower values are padded with zeros and their output is cut.
 
     Args:
-        runs: those of step 0, whose lengths every step keeps.
-        scale: of the scores.
+        runs: those of step 0; every step keeps their lengths.
+        scale: multiplies the scores.
     """
 
     def __init__(self, runs: Sequence[QueryRun], device: torch.device, scale: float) -> None:
         self.scale = scale
-        self.places: Tensor | None = None
+        self.row_index: Tensor | None = None
         self.num_rows = runs[-1].query_stop if runs else 0
-        query_lengths = [run.query_stop - run.query_start for run in runs]
-        key_lengths = [run.key_stop - run.key_start for run in runs]
+        query_lengths = [run.num_queries for run in runs]
+        key_lengths = [run.num_keys for run in runs]
         self.query_offsets = _offsets(query_lengths, device)
         self.key_offsets = _offsets(key_lengths, device)
         self.longest = max(query_lengths, default=0), max(key_lengths, default=0)
         self.gather = _gather(runs, device)
 
-    def for_rows(self, places: Tensor | None) -> "PackedBlock":
-        """For a later step, which leaves some rows out: their places in the packed queries stay empty.
+    def for_rows(self, row_index: Tensor | None) -> "PackedBlock":
+        """Return the block of a later step, which leaves out some rows of step 0.
 
         Args:
-            places: int64 [R], of the step's rows among those of step 0; None when they are the same.
+            row_index: int64 [R], the step's rows within those of step 0; None when they are the same.
         """
         block = copy(self)
-        block.places = places
+        block.row_index = row_index
         return block
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,7 @@ class PackedBlock:
             scale=self.scale,
         )
         output, lse = output[..., :width], lse.t()  # the kernel's [Hq, R]
-        return (output, lse) if self.places is None else (output[self.places], lse[self.places])
+        return (output, lse) if self.row_index is None else (output[self.row_index], lse[self.row_index])
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
@@ -94,18 +95,18 @@ class PackedBlock:
             scale=self.scale,
         )
         grad_values = grad_values[..., : values.shape[-1]]
-        if self.places is not None:
-            grad_query = grad_query[self.places]
+        if self.row_index is not None:
+            grad_query = grad_query[self.row_index]
         return grad_query, self._unpacked(grad_keys, keys), self._unpacked(grad_values, values)
 
     def _spread(self, x: Tensor) -> Tensor:
-        """This step's rows at their places among those of step 0, zeros elsewhere.
+        """Place this step's rows among those of step 0, with zeros elsewhere.
 
-        A row of zeros with a zero gradient gives nothing to any key or value.
+        A row of zeros with a zero gradient adds nothing to the gradient of any key or value.
         """
-        if self.places is None:
+        if self.row_index is None:
             return x.contiguous()
-        return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy_(0, self.places, x)
+        return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy_(0, self.row_index, x)
 
     def _packed(self, x: Tensor) -> Tensor:
         return x.contiguous() if self.gather is None else x[self.gather]
@@ -115,18 +116,18 @@ class PackedBlock:
 
 
 def _widen(x: Tensor, like: Tensor) -> Tensor:
-    """With zeros, to the last dimension of `like`."""
+    """Pad `x` with zeros to the last dimension of `like`."""
     missing = like.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 
 
 def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [len(lengths) + 1], as the kernel takes them."""
+    """Return the cumulative lengths, int32 [len(lengths) + 1]."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
 def _gather(runs: Sequence[QueryRun], device: torch.device) -> Tensor | None:
-    """The keys run by run; None when the runs follow one another, which is one run a document."""
+    """Return the indices of the keys run by run; None when the runs' keys follow one another without gaps."""
     starts, stops = [run.key_start for run in runs], [run.key_stop for run in runs]
     if starts == [0, *stops[:-1]]:
         return None

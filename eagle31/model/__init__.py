@@ -1,1 +1,1 @@
-"""What a drafter is: its configuration, its modules, its vocabulary."""
+"""The drafter: its configuration, its modules, its vocabulary, and the frozen parts that it uses."""

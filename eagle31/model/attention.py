@@ -1,65 +1,122 @@
-"""Attention of a rollout step: the causal block of step-0 keys, and the row's own later keys.
+"""The keys and values that a rollout reads, and attention to them by its definition.
 
-`rollout_attention` builds the scores as they are defined: for decoding, whose queries are few, and for the
-tests of the training step. `attend_by_document` calls it document by document, so that a packed row costs
-what its documents cost.
+The definition builds the scores. Decoding uses it, whose queries are few, and so does the plain reference of
+the training step.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from eagle31.kernels.query_run import QueryRun
 
-def visible_keys(query_rows: Tensor, document_ids: Tensor) -> Tensor:
-    """True where a query's row may read a step-0 key: same document, not later.
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """One layer's rotated keys and values: of step 0, and of the rows that are rolled out at later steps."""
+
+    keys: Tensor  # [S, Hkv, D]
+    values: Tensor  # [S, Hkv, Dv]
+    rollout_keys: tuple[Tensor, ...] = ()  # [R_i, Hkv, D] of steps i = 1..k
+    rollout_values: tuple[Tensor, ...] = ()  # [R_i, Hkv, Dv]
+    # int64 [R], the current rows within the rows of each of these steps; None where they are the same rows.
+    row_indices: tuple[Tensor | None, ...] = ()
+
+    def with_new_rows(self, keys: Tensor, values: Tensor) -> "LayerKeys":
+        """Return the step-0 keys and values of these rows and of new ones; for a cache that grows."""
+        assert not self.rollout_keys
+        return LayerKeys(torch.cat((self.keys, keys)), torch.cat((self.values, values)))
+
+    def with_step(self, keys: Tensor, values: Tensor) -> "LayerKeys":
+        """Return these and the keys and values of one more step, at the current rows."""
+        return LayerKeys(
+            self.keys,
+            self.values,
+            (*self.rollout_keys, keys),
+            (*self.rollout_values, values),
+            (*self.row_indices, None),
+        )
+
+    def for_rows(self, index: Tensor) -> "LayerKeys":
+        """Return these for some of the current rows, int64 [R]."""
+        indices = (index if before is None else before[index] for before in self.row_indices)
+        return replace(self, row_indices=tuple(indices))
+
+
+Attend = Callable[[Tensor, LayerKeys], Tensor]  # query [R, Hq, D] -> [R, Hq, Dv]
+
+
+def attend_by_run(query: Tensor, keys: LayerKeys, runs: Sequence[QueryRun], scale: float) -> Tensor:
+    """Apply `rollout_attention` to each run and the keys that it may read.
+
+    A packed row thus costs what its documents cost.
 
     Args:
-        query_rows: int64 [R], indices into the T rows.
-        document_ids: int64 [T].
+        query: [R, Hq, D], rotated.
+        runs: the R queries.
+        scale: multiplies the scores.
 
     Returns:
-        bool [R, T].
+        [R, Hq, Dv] in the query's dtype.
     """
-    key_rows = torch.arange(document_ids.shape[0], device=document_ids.device)
-    same = document_ids[query_rows].unsqueeze(1) == document_ids.unsqueeze(0)
-    return same & (key_rows.unsqueeze(0) <= query_rows.unsqueeze(1))
+    if not runs:
+        return query.new_zeros(*query.shape[:2], keys.values.shape[-1])
+    rollout_keys = _current_rows(keys.rollout_keys, keys.row_indices)
+    rollout_values = _current_rows(keys.rollout_values, keys.row_indices)
+    parts = []
+    for run in runs:
+        queries = slice(run.query_start, run.query_stop)
+        visible = None if run.num_queries == 1 else _visible(run, query.device)
+        parts.append(
+            rollout_attention(
+                query[queries],
+                keys.keys[run.key_start : run.key_stop],
+                keys.values[run.key_start : run.key_stop],
+                visible,
+                [key[queries] for key in rollout_keys],
+                [value[queries] for value in rollout_values],
+                scale,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rollout_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    visible: Tensor,
+    visible: Tensor | None,
     rollout_keys: Sequence[Tensor],
     rollout_values: Sequence[Tensor],
     scale: float,
 ) -> Tensor:
-    """Softmax over the visible step-0 keys and the row's own keys of steps 1..k.
+    """Attend to the visible step-0 keys and to each row's rollout keys of steps 1..k.
 
     Args:
         query: [R, Hq, D], rotated.
-        keys: [T, Hkv, D] of step 0, rotated.
-        values: [T, Hkv, Dv] of step 0.
-        visible: bool [R, T].
-        rollout_keys, rollout_values: k tensors [R, Hkv, D] and [R, Hkv, Dv], the row's own of steps 1..k.
-        scale: of the scores.
+        keys: [S, Hkv, D] of step 0, rotated.
+        values: [S, Hkv, Dv] of step 0.
+        visible: bool [R, S]; None makes every key visible.
+        rollout_keys, rollout_values: k tensors [R, Hkv, D] and [R, Hkv, Dv] of steps 1..k.
+        scale: multiplies the scores.
 
     Returns:
-        [R, Hq, Dv] in the query's dtype; scores and softmax are float32 (or wider).
+        [R, Hq, Dv] in the query's dtype. Scores and softmax are float32 or wider.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     # shape: [Hkv, group, R, D]
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    scores = (grouped @ keys.permute(1, 2, 0).unsqueeze(1)).to(wide)  # shape: [Hkv, group, R, T]
-    scores = scores.masked_fill(~visible, float("-inf"))
+    scores = (grouped @ keys.permute(1, 2, 0).unsqueeze(1)).to(wide)  # shape: [Hkv, group, R, S]
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
     # shape: [Hkv, group, R, k]
-    own = [(grouped * key.permute(1, 0, 2).unsqueeze(1)).sum(-1, dtype=wide) for key in rollout_keys]
-    if own:
-        scores = torch.cat((scores, torch.stack(own, dim=-1)), dim=-1)
+    rollout = [(grouped * key.permute(1, 0, 2).unsqueeze(1)).sum(-1, dtype=wide) for key in rollout_keys]
+    if rollout:
+        scores = torch.cat((scores, torch.stack(rollout, dim=-1)), dim=-1)
     weights = (scores * scale).softmax(dim=-1).to(query.dtype)
     num_keys = keys.shape[0]
     out = weights[..., :num_keys] @ values.permute(1, 0, 2).unsqueeze(1)
@@ -68,56 +125,11 @@ def rollout_attention(
     return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, values.shape[-1])
 
 
-@dataclass(frozen=True)
-class DocumentSpan:
-    """The queries of one document, and the step-0 keys that they may read."""
-
-    queries: slice
-    keys: slice
-    visible: Tensor  # bool [queries, keys]
+def _visible(run: QueryRun, device: torch.device) -> Tensor:
+    """Return the causal mask of a run, bool [queries, keys]."""
+    mask = torch.ones(run.num_queries, run.num_keys, dtype=torch.bool, device=device)
+    return mask.tril_(run.num_keys - run.num_queries)
 
 
-def document_spans(query_rows: Tensor, document_ids: Tensor) -> list[DocumentSpan]:
-    """Splits ascending `query_rows` int64 [R] by document; `document_ids` int64 [T] is in runs."""
-    if not query_rows.numel():
-        return []
-    _, lengths = document_ids.unique_consecutive(return_counts=True)
-    stops = lengths.cumsum(0)
-    bounds = torch.searchsorted(query_rows, stops).tolist()
-    spans = []
-    first_query = first_key = 0
-    for last_query, last_key in zip(bounds, stops.tolist(), strict=True):
-        if last_query > first_query:
-            queries = slice(first_query, last_query)
-            keys = slice(first_key, int(query_rows[last_query - 1]) + 1)
-            visible = visible_keys(query_rows[queries] - first_key, document_ids[keys])
-            spans.append(DocumentSpan(queries, keys, visible))
-        first_query, first_key = last_query, last_key
-    return spans
-
-
-def attend_by_document(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Sequence[DocumentSpan],
-    rollout_keys: Sequence[Tensor],
-    rollout_values: Sequence[Tensor],
-    scale: float,
-) -> Tensor:
-    """`rollout_attention` over each document's own keys; same shapes, `spans` in place of the mask."""
-    if not spans:
-        return query.new_zeros(*query.shape[:2], values.shape[-1])
-    parts = [
-        rollout_attention(
-            query[span.queries],
-            keys[span.keys],
-            values[span.keys],
-            span.visible,
-            [key[span.queries] for key in rollout_keys],
-            [value[span.queries] for value in rollout_values],
-            scale,
-        )
-        for span in spans
-    ]
-    return torch.cat(parts)
+def _current_rows(steps: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x if index is None else x[index] for x, index in zip(steps, indices, strict=True)]

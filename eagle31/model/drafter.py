@@ -1,83 +1,33 @@
 """The EAGLE 3.1 drafter.
 
-The embedding is not part of it: it is the target's, frozen, and stays with whoever calls.
+The embedding is not part of it: it is the target's, it is frozen, and the caller keeps it.
 """
 
-from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from eagle31.kernels.elementwise import GatedLinear, RMSNorm
-from eagle31.model.attention import DocumentSpan, attend_by_document, document_spans
+from eagle31.kernels.elementwise import RMSNorm
+from eagle31.model.attention import Attend, LayerKeys
 from eagle31.model.config import DrafterConfig
-from eagle31.model.gqa import GroupedQueryAttention
-from eagle31.model.mla import LatentAttention
+from eagle31.model.layer import DrafterLayer, LayerTokens
 from eagle31.model.rope import Rotary
 
 
-@dataclass
-class LayerKeys:
-    """One layer's rotated keys and values: step 0 of every row, later steps of the rolled-out rows."""
-
-    keys: Tensor  # [T, Hkv, D]
-    values: Tensor  # [T, Hkv, Dv]
-    rollout_keys: list[Tensor] = field(default_factory=list)  # each [R, Hkv, D]
-    rollout_values: list[Tensor] = field(default_factory=list)
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = GatedLinear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_proj(x), self.up_proj(x))
-
-
-class DrafterLayer(nn.Module):
-    """The first layer reads the token's embedding beside the hidden state; later ones the state alone."""
-
-    def __init__(self, config: DrafterConfig, layer_index: int) -> None:
-        super().__init__()
-        self.reads_embedding = layer_index == 0
-        self.norm_before_residual = config.norm_before_residual
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps=eps)
-        if self.reads_embedding:
-            self.hidden_norm = RMSNorm(width, eps=eps)
-        attention = GroupedQueryAttention if config.mla is None else LatentAttention
-        self.self_attn = attention(config, self.reads_embedding)
-        self.post_attention_layernorm = RMSNorm(width, eps=eps)
-        self.mlp = MLP(config)
-
-    def attention_input(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """What the projections read, and the residual. state, embeds: [N, H]."""
-        normed, residual = self.state_input(state)
-        if not self.reads_embedding:
-            return normed, residual
-        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), residual
-
-    def state_input(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What the projections read beside the embedding, and the residual. state: [N, H]."""
-        if not self.reads_embedding:
-            return self.input_layernorm(state), state
-        normed = self.hidden_norm(state)
-        return normed, normed if self.norm_before_residual else state
-
-    def output(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """attended: [R, Hq, Dv], residual: [R, H] -> [R, H]."""
-        hidden = residual + self.self_attn.output(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class Drafter(nn.Module):
-    """Fusion, decoder layers, final norm, and the draft head unless it is frozen and kept outside."""
+    """Fusion, decoder layers, final norm, and the draft head unless it is frozen and kept outside.
+
+    Decoding, training and training's plain reference all run `first_step` and `next_step`. What differs is
+    passed in:
+
+    - `tokens`: embeddings, or their products with the first layer's projections. A training step reads each
+      token at up to K steps and computes its products once; decoding reads it once, and one product of the
+      concatenated inputs is faster.
+    - `attend`: training has many queries and needs gradients, so it merges a flash kernel's output with the
+      rollout keys; decoding has one query, and building its scores is faster.
+    - the rows: training drops rows from step to step; decoding extends a cache of step-0 keys.
+    """
 
     fc_norm: nn.ModuleList
 
@@ -96,7 +46,7 @@ class Drafter(nn.Module):
         self.rotary = Rotary(config.rotary_width, config.rope_parameters, config.max_position_embeddings)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """FC over the aux states, each normalised on its own under `fc_norm`. [T, A, Ht] -> [T, H]."""
+        """Project the aux hidden states, each with its own norm under `fc_norm`. [T, A, Ht] -> [T, H]."""
         if self.config.fc_norm:
             normed = [norm(aux_hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(normed, dim=-1))
@@ -104,92 +54,77 @@ class Drafter(nn.Module):
 
     def first_step(
         self,
-        hidden: Tensor,
-        embeds: Tensor,
+        fused: Tensor,
+        tokens: Tensor | LayerTokens,
         position_ids: Tensor,
-        document_ids: Tensor,
-        query_rows: Tensor,
+        query_index: Tensor,
+        attend_rows: Attend,
+        attend_queries: Attend,
         past: list[LayerKeys] | None = None,
     ) -> tuple[Tensor, list[LayerKeys]]:
-        """Step 0: keys and values of every row, the output of `query_rows` alone.
+        """Run step 0: keys and values of every row, and the output of the queries alone.
 
-        A row that no loss reads needs only its key and value in the last layer, so nothing else of it is
-        computed there.
+        In the last layer a row that is not rolled out needs only its key and value. Layers before the last
+        feed its keys, so they compute every row.
 
         Args:
-            hidden: [N, H], fused states of the new rows.
-            embeds: [N, H], embedding of each row's next token.
+            fused: [N, H], fused states of the new rows.
+            tokens: the token that follows each row, as embeddings [N, H] or as products.
             position_ids: int64 [N], RoPE positions.
-            document_ids: int64 [T], of the past and the new rows.
-            query_rows: int64 [R], indices into the T rows, all of them new ones.
-            past: keys and values of the T - N rows before.
+            query_index: int64 [R], the rows to roll out, indices into the new rows.
+            attend_rows: attention of all new rows, for layers before the last.
+            attend_queries: attention of the rows to roll out.
+            past: step-0 keys and values of earlier rows, by layer.
 
         Returns:
-            The decoder's output before the final norm [R, H], and the keys of all T rows.
+            The decoder's output before the final norm [R, H], and each layer's step-0 keys and values.
         """
-        num_past = past[0].keys.shape[0] if past else 0
-        new_rows = torch.arange(num_past, num_past + hidden.shape[0], device=hidden.device)
-        cos, sin = self.rotary(position_ids)
-        scale = self.config.attention_scale
-        contexts = []
+        rotation = self.rotary(position_ids)
+        state, keys = fused, []
         for index, layer in enumerate(self.decoder_layers):
-            layer_input, residual = layer.attention_input(hidden, embeds)
-            key, value = layer.self_attn.key_value(layer_input, cos, sin)
-            if past:
-                key = torch.cat((past[index].keys, key))
-                value = torch.cat((past[index].values, value))
-            contexts.append(LayerKeys(key, value))
-            rows = query_rows if index == len(self.layers) - 1 else new_rows
-            at = rows - num_past
-            query = layer.self_attn.query(layer_input[at], cos[at], sin[at])
-            spans = document_spans(rows, document_ids)
-            attended = attend_by_document(query, key, value, spans, (), (), scale)
-            hidden = layer.output(attended, residual[at])
-        return hidden, contexts
+            last = index == len(self.layers) - 1
+            state, layer_keys = layer.step(
+                state,
+                tokens,
+                rotation,
+                past[index].with_new_rows if past else LayerKeys,
+                attend_queries if last else attend_rows,
+                query_index if last else None,
+            )
+            keys.append(layer_keys)
+        return state, keys
 
     def next_step(
         self,
         state: Tensor,
-        embeds: Tensor,
+        tokens: Tensor | LayerTokens,
         position_ids: Tensor,
-        spans: list[DocumentSpan],
-        contexts: list[LayerKeys],
-    ) -> Tensor:
-        """A later step of the rolled-out rows; appends their keys and values to `contexts`.
+        attend: Attend,
+        keys: list[LayerKeys],
+    ) -> tuple[Tensor, list[LayerKeys]]:
+        """Run a later step of the rolled-out rows.
 
         Args:
             state: [R, H], what the step before fed back.
-            embeds: [R, H], embedding of the token this step starts from.
+            tokens: the token that this step starts from, as embeddings [R, H] or as products.
             position_ids: int64 [R], RoPE positions of this step.
-            spans: step-0 keys each row may read.
+            keys: each layer's keys and values before this step.
 
         Returns:
-            The decoder's output before the final norm [R, H].
+            The decoder's output before the final norm [R, H], and `keys` with this step's.
         """
-        cos, sin = self.rotary(position_ids)
-        for layer, context in zip(self.decoder_layers, contexts, strict=True):
-            layer_input, residual = layer.attention_input(state, embeds)
-            key, value = layer.self_attn.key_value(layer_input, cos, sin)
-            context.rollout_keys.append(key)
-            context.rollout_values.append(value)
-            query = layer.self_attn.query(layer_input, cos, sin)
-            attended = attend_by_document(
-                query,
-                context.keys,
-                context.values,
-                spans,
-                context.rollout_keys,
-                context.rollout_values,
-                self.config.attention_scale,
-            )
-            state = layer.output(attended, residual)
-        return state
+        rotation = self.rotary(position_ids)
+        extended = []
+        for layer, before in zip(self.decoder_layers, keys, strict=True):
+            state, layer_keys = layer.step(state, tokens, rotation, before.with_step, attend)
+            extended.append(layer_keys)
+        return state, extended
 
     @property
     def decoder_layers(self) -> list[DrafterLayer]:
-        """`layers` by its type."""
+        """Return `layers` with its element type."""
         return cast(list[DrafterLayer], list(self.layers))
 
     def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
-        """What the next step receives: the post-norm state under `norm_output`, else the pre-norm one."""
+        """Return what the next step receives: the post-norm state under `norm_output`, else the output."""
         return normed if self.config.norm_output else output

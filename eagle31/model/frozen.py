@@ -1,4 +1,4 @@
-"""What a drafter uses and never trains."""
+"""The parts that a drafter uses and does not train."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class RestrictableHead(Protocol):
-    """A target head that can be had for some of its tokens only."""
+    """A target head that can be restricted to some of its tokens."""
 
     def rows(self, t2d: Tensor) -> Callable[[Tensor], Tensor]:
-        """t2d: bool [V], the tokens to keep."""
+        """Return the head of the tokens that `t2d` keeps. t2d: bool [V]."""
 
 
 @dataclass(frozen=True)
 class FrozenParts:
-    """Kept outside the trained module, so that no optimizer, shard or checkpoint holds them."""
+    """Parts kept outside the trained module, so that no optimizer, shard or checkpoint holds them."""
 
     embed_tokens: Tensor  # [V, H], the target's, or its projection where the widths differ
     target_head: Callable[[Tensor], Tensor]  # [N, Ht] before the final norm -> logits [N, V]
@@ -28,7 +28,7 @@ class FrozenParts:
 
     @cached_property
     def draft_logits(self) -> Callable[[Tensor], Tensor]:
-        """The target's logits over the draft vocabulary alone: [N, Ht] -> [N, Vd]."""
+        """Return the target's head over the draft vocabulary alone: [N, Ht] -> [N, Vd]."""
         ids, head = self.draft_target_ids, self.target_head
         if ids is None:
             return head
@@ -43,7 +43,7 @@ class FrozenParts:
 
 
 def project_width(rows: Tensor, width: int) -> Tensor:
-    """Brings embedding rows to another width, keeping their inner products as well as can be.
+    """Project embedding rows to another width, preserving their inner products as well as possible.
 
     A narrower width takes the leading principal directions, a wider one pads with zeros.
 
@@ -53,11 +53,11 @@ def project_width(rows: Tensor, width: int) -> Tensor:
     Returns:
         [V, width] in the dtype of `rows`.
     """
-    own = rows.shape[1]
-    if width == own:
+    current = rows.shape[1]
+    if width == current:
         return rows
-    if width > own:
-        return torch.nn.functional.pad(rows, (0, width - own))
+    if width > current:
+        return torch.nn.functional.pad(rows, (0, width - current))
     wide = rows.float()
     _, directions = torch.linalg.eigh(wide.T @ wide)  # ascending eigenvalues
     return (wide @ directions[:, -width:].flip(1)).to(rows.dtype)

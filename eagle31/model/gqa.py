@@ -1,17 +1,19 @@
-"""Grouped-query attention: its projections. The scores are `attention.py`'s and `flash.py`'s."""
+"""The projections of grouped-query attention."""
 
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import rotate
-from eagle31.kernels.split_linear import SplitLinear, TokenProjection, projected
+from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
 from eagle31.model.config import DrafterConfig
 
 
 class GroupedQueryAttention(nn.Module):
-    """A layer that reads the embedding beside the state can be given the embedding's share of the projections
-    that read it, and the state alone for `x`.
+    """Grouped-query attention without its scores, which the caller computes.
+
+    In the layer that reads the embedding, `x` is concat(embedding, state), or the state alone when the
+    embedding's products are given as `tokens`.
     """
 
     def __init__(self, config: DrafterConfig, reads_embedding: bool) -> None:
@@ -28,29 +30,29 @@ class GroupedQueryAttention(nn.Module):
 
     @property
     def query_input(self) -> nn.Module:
-        """The projection that `query` starts from."""
+        """Return the projection that `query` starts from."""
         return self.q_proj
 
     @property
     def key_value_inputs(self) -> tuple[nn.Module, ...]:
-        """The projections that `key_value` starts from."""
+        """Return the projections that `key_value` starts from."""
         return self.k_proj, self.v_proj
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: TokenProjection | None = None) -> Tensor:
-        """[N, in] -> rotated [N, Hq, D]."""
-        return rotate(self._heads(self.q_proj, x, share), cos, sin)
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
+        """Return the rotated queries. [N, in] -> [N, Hq, D]."""
+        return rotate(self._heads(self.q_proj, x, tokens), cos, sin)
 
     def key_value(
-        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[TokenProjection] | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[N, in] -> rotated keys and values, both [N, Hkv, D]."""
-        key_share, value_share = shares or (None, None)
-        key = rotate(self._heads(self.k_proj, x, key_share), cos, sin)
-        return key, self._heads(self.v_proj, x, value_share)
+        """Return rotated keys and values. [N, in] -> [N, Hkv, D] each."""
+        key_tokens, value_tokens = tokens or (None, None)
+        key = rotate(self._heads(self.k_proj, x, key_tokens), cos, sin)
+        return key, self._heads(self.v_proj, x, value_tokens)
 
     def output(self, attended: Tensor) -> Tensor:
-        """[N, Hq, D] -> [N, H]."""
+        """Project the attended values. [N, Hq, D] -> [N, H]."""
         return self.o_proj(attended.flatten(1))
 
-    def _heads(self, projection: nn.Module, x: Tensor, share: TokenProjection | None) -> Tensor:
-        return projected(projection, x, share).unflatten(-1, (-1, self.head_dim))
+    def _heads(self, projection: nn.Module, x: Tensor, tokens: TokenProjection | None) -> Tensor:
+        return project(projection, x, tokens).unflatten(-1, (-1, self.head_dim))

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: its projections. The scores are `attention.py`'s and `flash.py`'s.
+"""The projections of multi-head latent attention.
 
-Training and our own decoding expand the latent to the keys and values of every head, as DeepSeek trains it;
-vLLM decodes on the latent itself, which is the same sum in another order.
+Training and decoding here expand the latent to the keys and values of every head, as DeepSeek trains it. vLLM
+decodes on the latent itself, which is the same sum in another order.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; `DeepseekV2MLAAttention` in vLLM's deepseek_v2.py.
 """
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import RMSNorm, rotate_pairs
-from eagle31.kernels.split_linear import SplitLinear, TokenProjection, projected
+from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
 from eagle31.model.config import DrafterConfig
 
 
 class LatentAttention(nn.Module):
-    """Queries and keys have a part without positions and a rotated part, whose key all heads share; values
-    are narrower than keys.
+    """Multi-head latent attention without its scores, which the caller computes.
 
-    A layer that reads the embedding beside the state can be given the embedding's share of the projections
-    that read it, and the state alone for `x`.
+    Queries and keys have a part without positions and a rotated part, whose key all heads share. Values are
+    narrower than keys. In the layer that reads the embedding, `x` is concat(embedding, state), or the state
+    alone when the embedding's products are given as `tokens`.
     """
 
     def __init__(self, config: DrafterConfig, reads_embedding: bool) -> None:
@@ -43,32 +43,32 @@ class LatentAttention(nn.Module):
 
     @property
     def query_input(self) -> nn.Module:
-        """The projection that `query` starts from."""
+        """Return the projection that `query` starts from."""
         return self.q_a_proj
 
     @property
     def key_value_inputs(self) -> tuple[nn.Module, ...]:
-        """The projection that `key_value` starts from."""
+        """Return the projection that `key_value` starts from."""
         return (self.kv_a_proj_with_mqa,)
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, share: TokenProjection | None = None) -> Tensor:
-        """[N, in] -> [N, Hq, D], the last part of each head rotated."""
-        query = self.q_b_proj(self.q_a_layernorm(projected(self.q_a_proj, x, share)))
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
+        """Return queries, the last part of each head rotated. [N, in] -> [N, Hq, D]."""
+        query = self.q_b_proj(self.q_a_layernorm(project(self.q_a_proj, x, tokens)))
         plain, turned = query.unflatten(-1, (self.num_heads, -1)).split(self.key_widths, dim=-1)
         return torch.cat((plain, rotate_pairs(turned, cos, sin)), dim=-1)
 
     def key_value(
-        self, x: Tensor, cos: Tensor, sin: Tensor, shares: Sequence[TokenProjection] | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[N, in] -> keys [N, Hq, D], the last part of each head rotated, and values [N, Hq, Dv]."""
-        (share,) = shares or (None,)
-        latent, turned = projected(self.kv_a_proj_with_mqa, x, share).split(self.latent_widths, dim=-1)
+        """Return keys [N, Hq, D], the last part of each head rotated, and values [N, Hq, Dv]. x: [N, in]."""
+        (token_products,) = tokens or (None,)
+        latent, turned = project(self.kv_a_proj_with_mqa, x, token_products).split(self.latent_widths, dim=-1)
         expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
         plain, value = expanded.split(self.value_widths, dim=-1)
         turned = rotate_pairs(turned.unsqueeze(1), cos, sin).expand(-1, self.num_heads, -1)
-        # A copy of the values lets the expanded product go, which attention would otherwise keep.
+        # A copy, so that attention does not keep the full expanded product for its backward pass.
         return torch.cat((plain, turned), dim=-1), value.contiguous()
 
     def output(self, attended: Tensor) -> Tensor:
-        """[N, Hq, Dv] -> [N, H]."""
+        """Project the attended values. [N, Hq, Dv] -> [N, H]."""
         return self.o_proj(attended.flatten(1))

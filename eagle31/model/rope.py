@@ -1,17 +1,18 @@
-"""RoPE's tables, and the scalings of which training, transformers and vLLM make the same ones."""
+"""RoPE's tables, and the scalings for which training, transformers and vLLM compute the same tables.
+
+Source: modeling_rope_utils.py of transformers 5, whose tables these are to the last bit.
+"""
 
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle31.errors import UserError
 
-# The keys that both read. "dynamic" and "longrope" are left out: there vLLM fixes for the whole server what
-# transformers chooses by the length.
+# The keys that training and vLLM read. "dynamic" and "longrope" are not supported: vLLM fixes for the whole
+# server what transformers chooses by the sequence length.
 ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -27,19 +28,26 @@ ROPE_KEYS = {
         "truncate",
     ),
 }
-# With MLA vLLM takes every scaling for DeepSeek's YaRN, which has no other magnitude and no open range.
+# With MLA, vLLM reads every scaling as DeepSeek's YaRN, which knows no other attention factor and always
+# truncates its correction range.
 _LATENT_KEYS = {
     "default": (),
     "yarn": tuple(key for key in ROPE_KEYS["yarn"] if key not in ("attention_factor", "truncate")),
+}
+_REQUIRED_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 _REMEDY = "Set drafter.rope_parameters, such as {rope_type: default, rope_theta: 10000.0}."
 
 
 def served_rope(rope_parameters: dict[str, Any], *, latent: bool) -> dict[str, Any]:
-    """`rope_parameters` without the keys that neither training nor vLLM's drafter reads.
+    """Return `rope_parameters` without the keys that neither training nor vLLM's drafter reads.
 
     Args:
-        latent: for MLA.
+        latent: whether the drafter has MLA.
     """
     rope_type = rope_parameters.get("rope_type", "default")
     keys = (_LATENT_KEYS if latent else ROPE_KEYS)[rope_type]
@@ -48,11 +56,11 @@ def served_rope(rope_parameters: dict[str, Any], *, latent: bool) -> dict[str, A
 
 
 def check_rope(rope_parameters: dict[str, Any], *, latent: bool) -> None:
-    """Refuses what training and vLLM would compute differently.
+    """Check that training and vLLM compute the same tables.
 
     Raises:
-        UserError: the scaling is none of those that both know, a scaled RoPE turns a part of each head only,
-            or YaRN's keys for MLA are incomplete or mean different things to the two.
+        UserError: the scaling is not one that both support, its keys are incomplete, a scaled RoPE rotates
+            only a part of each head, or YaRN's keys for MLA mean different things to the two.
     """
     rope_type = rope_parameters.get("rope_type", "default")
     known = list(_LATENT_KEYS if latent else ROPE_KEYS)
@@ -60,13 +68,18 @@ def check_rope(rope_parameters: dict[str, Any], *, latent: bool) -> None:
         raise UserError(
             "drafter.rope_parameters.rope_type",
             rope_type,
-            f"vLLM's drafter would get other tables than training; known are {known}. {_REMEDY}",
+            f"vLLM's drafter would use other tables than training; supported are {known}. {_REMEDY}",
         )
     partial = rope_parameters.get("partial_rotary_factor") or 1.0
     if rope_type != "default" and partial != 1.0:
         raise UserError(
-            "drafter.rope_parameters.partial_rotary_factor", partial, f"Drafters turn whole heads. {_REMEDY}"
+            "drafter.rope_parameters.partial_rotary_factor",
+            partial,
+            f"Drafters rotate whole heads. {_REMEDY}",
         )
+    for key in ("rope_theta", *_REQUIRED_KEYS[rope_type]):
+        if rope_parameters.get(key) is None:
+            raise UserError(f"drafter.rope_parameters.{key}", None, f"It is required. {_REMEDY}")
     if latent and rope_type == "yarn":
         _check_latent_yarn(rope_parameters)
 
@@ -74,12 +87,10 @@ def check_rope(rope_parameters: dict[str, Any], *, latent: bool) -> None:
 def _check_latent_yarn(rope_parameters: dict[str, Any]) -> None:
     for key in ("factor", "original_max_position_embeddings"):
         if rope_parameters.get(key) is None:
-            raise UserError(f"drafter.rope_parameters.{key}", None, "vLLM's YaRN for MLA needs it.")
+            raise UserError(f"drafter.rope_parameters.{key}", None, "vLLM's YaRN for MLA requires it.")
     both = [rope_parameters.get(key) for key in ("mscale", "mscale_all_dim")]
     if both != [None, None] and not all(both):
-        remedy = (
-            "Give both, other than 0, or neither: transformers and vLLM take one alone for different things."
-        )
+        remedy = "Give both, other than 0, or neither: transformers and vLLM read a single one differently."
         raise UserError("drafter.rope_parameters.mscale, mscale_all_dim", both, remedy)
     for key, neutral in (("attention_factor", None), ("truncate", True)):
         value = rope_parameters.get(key)
@@ -88,40 +99,101 @@ def _check_latent_yarn(rope_parameters: dict[str, Any]) -> None:
 
 
 def latent_score_factor(rope_parameters: dict[str, Any]) -> float:
-    """What MLA's scores are multiplied with beside head_dim^-0.5: YaRN's temperature.
+    """Return the factor of MLA's scores in addition to head_dim^-0.5, which is YaRN's temperature.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 3.1.4; `DeepseekV2MLAAttention` in vLLM's deepseek_v2.py.
     """
     all_dim = rope_parameters.get("mscale_all_dim")
     if rope_parameters.get("rope_type", "default") == "default" or not all_dim:
         return 1.0
-    factor = rope_parameters["factor"]
-    return (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return _magnitude(rope_parameters["factor"], all_dim) ** 2
 
 
 class Rotary:
     """RoPE's cos and sin in float32, with every scaling of `ROPE_KEYS`.
 
-    Not a module: the tables must not follow the drafter's cast to bfloat16.
+    It is not a module, because the tables must not follow the drafter's cast to bfloat16.
 
     Args:
-        width: of the part of a head that is turned.
+        width: of the rotated part of a head.
+        max_position_embeddings: stands in for a missing `original_max_position_embeddings`.
     """
 
     def __init__(self, width: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
-        self.config = LlamaConfig(
-            head_dim=width,
-            max_position_embeddings=max_position_embeddings,
-            rope_parameters=dict(rope_parameters),
-        )
-        self.embedding: LlamaRotaryEmbedding | None = None
+        self.width = width
+        self.parameters = {"original_max_position_embeddings": max_position_embeddings, **rope_parameters}
+        self.frequencies: Tensor | None = None  # float32 [width / 2]
+        self.attention_factor = 1.0
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [N] -> cos, sin float32 [N, width]."""
-        if self.embedding is None or self.embedding.inv_freq.device != position_ids.device:
-            # Built at first use: a drafter made on the meta device gets its tables on a real one.
-            with torch.device(position_ids.device):
-                self.embedding = LlamaRotaryEmbedding(self.config)
-        probe = torch.empty(0, device=position_ids.device)
-        cos, sin = self.embedding(probe, position_ids.unsqueeze(0))
-        return cos.squeeze(0), sin.squeeze(0)
+        """Return cos and sin. int64 [N] -> float32 [N, width] each."""
+        if self.frequencies is None or self.frequencies.device != position_ids.device:
+            # Built at the first use: a drafter made on the meta device gets its tables on a real one.
+            tables = _tables(self.width, self.parameters, position_ids.device)
+            self.frequencies, self.attention_factor = tables
+        angles = position_ids.unsqueeze(1).float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+def _tables(width: int, parameters: dict[str, Any], device: torch.device) -> tuple[Tensor, float]:
+    """Return the frequencies, float32 [width / 2], and the factor of cos and sin."""
+    exponents = torch.arange(0, width, 2, device=device).float() / width
+    periods = parameters["rope_theta"] ** exponents
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "linear":
+        return (1.0 / periods).div_(parameters["factor"]), 1.0
+    if rope_type == "llama3":
+        return _llama3_frequencies(1.0 / periods, parameters), 1.0
+    if rope_type == "yarn":
+        return _yarn_frequencies(periods, width, parameters), _yarn_attention_factor(parameters)
+    return 1.0 / periods, 1.0
+
+
+def _llama3_frequencies(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and interpolate between the two."""
+    factor, length = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    wavelengths = 2 * math.pi / frequencies
+    is_low, is_high = wavelengths > length / low, wavelengths < length / high
+    scaled = torch.where(is_low, frequencies / factor, frequencies)
+    smooth = (length / wavelengths - low) / (high - low)
+    between = (1 - smooth) * scaled / factor + smooth * scaled
+    return torch.where(is_low | is_high, scaled, between)
+
+
+def _yarn_frequencies(periods: Tensor, width: int, parameters: dict[str, Any]) -> Tensor:
+    """Interpolate low frequencies, keep high ones, with a linear ramp between the two.
+
+    Source: YaRN (arXiv 2309.00071), section 3.2.
+    """
+    theta, length = parameters["rope_theta"], parameters["original_max_position_embeddings"]
+
+    def dimension(num_rotations: float) -> float:
+        """Return the dimension that makes this number of rotations over the original length."""
+        return (width * math.log(length / (num_rotations * 2 * math.pi))) / (2 * math.log(theta))
+
+    low: float = dimension(parameters.get("beta_fast") or 32)
+    high: float = dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001  # avoids a division by zero
+    dimensions = torch.arange(width // 2, dtype=torch.float32, device=periods.device)
+    kept = 1 - ((dimensions - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (parameters["factor"] * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _yarn_attention_factor(parameters: dict[str, Any]) -> float:
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+    factor = parameters["factor"]
+    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and all_dim:
+        return _magnitude(factor, mscale) / _magnitude(factor, all_dim)
+    return _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The draft vocabulary: which of the target's tokens the drafter can propose."""
+"""The draft vocabulary: the target's tokens that the drafter can propose."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ class DraftVocab:
 
     d2t: Tensor  # int64 [Vd], target_id = draft_id + d2t[draft_id]
     t2d: Tensor  # bool [V], true for tokens in the draft vocabulary
-    coverage: float  # share of the counted tokens that lie in it
+    coverage: float  # fraction of the occurrences that are in the draft vocabulary
 
     @property
     def target_ids(self) -> Tensor:
-        """int64 [Vd], the target's id of each draft id."""
+        """Return the target's id of each draft id, int64 [Vd]."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
 
 def build_draft_vocab(
     token_counts: Tensor, draft_vocab_size: int | None, special_token_ids: Iterable[int]
 ) -> DraftVocab:
-    """Keeps the special tokens and the most frequent others; ties go to the lower id.
+    """Choose the special tokens and the most frequent others; ties go to the lower id.
 
     Args:
-        token_counts: int64 [V], occurrences among the counted tokens.
-        draft_vocab_size: None keeps the whole vocabulary.
+        token_counts: int64 [V], occurrences among the tokens that the loss mask selects.
+        draft_vocab_size: None keeps the full vocabulary.
 
     Raises:
         UserError: the size leaves no room for the special tokens, or exceeds the target's vocabulary.

@@ -1,10 +1,10 @@
-"""Which kernel attends to the step-0 keys."""
+"""The choice of the kernel that attends to the step-0 keys."""
 
 from torch import Tensor
 
 from eagle31.kernels.merged_attention import CausalBlock
 from eagle31.kernels.packed_attention import PackedBlock, can_pack
-from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, Tiles
+from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
 from eagle31.model.config import DrafterConfig
 from eagle31.training.schedule import RolloutSchedule
 
@@ -12,7 +12,7 @@ from eagle31.training.schedule import RolloutSchedule
 def causal_blocks(
     schedule: RolloutSchedule, config: DrafterConfig, like: Tensor
 ) -> tuple[CausalBlock, list[CausalBlock]]:
-    """For all key rows as queries, which layers before the last have at step 0, and for each step's rows.
+    """Return the block of all key rows, for step 0 of layers before the last, and the block of each step.
 
     Args:
         like: a tensor of the queries' dtype and device.
@@ -20,13 +20,13 @@ def causal_blocks(
     scale = config.attention_scale
     if can_pack(like, config.head_dim):
         first = PackedBlock(schedule.steps[0].runs, like.device, scale)
-        every = PackedBlock(schedule.documents, like.device, scale)
-        return every, [first.for_rows(step.first) for step in schedule.steps]
-    longest = max((run.key_stop - run.key_start for run in schedule.documents), default=0)
-    tiles = Tiles.for_keys(longest, like)
-    # The CPU's flash kernel has one width for keys and values: with padded values it is the slower one.
+        every = PackedBlock(schedule.document_runs, like.device, scale)
+        return every, [first.for_rows(step.first_index) for step in schedule.steps]
+    longest = max((run.num_keys for run in schedule.document_runs), default=0)
+    masks = TileMasks.for_keys(longest, like)
+    # The CPU's flash kernel has one width for keys and values, and is the slower one with padded values.
     narrow = config.value_width < config.head_dim
     kernel: Kernel = PlainKernel(scale) if like.is_cuda or narrow else FlashKernel(scale)
-    return TiledBlock(schedule.documents, tiles, kernel), [
-        TiledBlock(step.runs, tiles, kernel) for step in schedule.steps
+    return TiledBlock(schedule.document_runs, masks, kernel), [
+        TiledBlock(step.runs, masks, kernel) for step in schedule.steps
     ]

@@ -1,4 +1,4 @@
-"""What one training step reads."""
+"""The input of one training step."""
 
 from dataclasses import dataclass, fields
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Several documents laid end to end in one row, padded to its end.
+    """Several documents packed one after another into one row, and padding at its end.
 
     T tokens, A aux layers, Ht the target's hidden size. Padding has `document_ids` -1 and `loss_mask` false.
     """
@@ -21,7 +21,7 @@ class PackedBatch:
     final_hidden_states: Tensor  # target dtype [T, Ht], the last layer's output before the final norm
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "PackedBatch":
-        """Moves every tensor; hidden states are also cast to `dtype` when given."""
+        """Return the batch on `device`, with hidden states cast to `dtype` when it is given."""
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
         if dtype is not None:
             moved["aux_hidden_states"] = moved["aux_hidden_states"].to(dtype)

@@ -1,11 +1,11 @@
-"""The loss over all rows and steps in one walk over the teacher's positions.
+"""The loss over all rows and steps in one pass over the teacher's positions.
 
-No step needs another step's logits, so the rollout runs first. A chunk of positions j then meets all pairs
-(t = j-1-k, k) that predict j: the teacher's distribution is computed once for them, their logits in one
-matrix product, and the gradients in the same pass, after which the logits are dropped. Peak memory is one
-chunk's.
+No step needs another step's logits, so the rollout runs first. The loss then takes the teacher's positions j
+in chunks, together with all pairs (t = j-1-k, k) that predict them. The teacher's distribution is computed
+once per position, the pairs' logits in one matrix product, and the gradients in the same pass. Then the
+logits are dropped, so the peak memory is that of one chunk.
 
-Source: computing the gradient in the forward pass is Liger-Kernel's fused linear cross entropy.
+Source: Liger-Kernel's fused linear cross entropy computes its gradient in the forward pass in the same way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +19,19 @@ from eagle31.kernels.elementwise import widened
 from eagle31.training.objectives import Loss, Objective, Teacher, loss_with_gradient
 from eagle31.training.schedule import RolloutSchedule
 
-# Rows of logits that the elementwise part handles at once on the CPU: they stay in its caches.
+# Rows of logits that the elementwise part handles at once on the CPU, so that they stay in its caches.
 BLOCK_ROWS = 32
 
 
 class _OnePass(torch.autograd.Function):
-    """Inputs behind the settings: the head's weight [Vd, H], then the states [R_k, H] of each step."""
+    """The tensor inputs are the head's weight [Vd, H] and the states [R_k, H] of each step."""
 
     @staticmethod
-    def forward(ctx: Any, walk: "_Walk", weight: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, loss: "_ChunkedLoss", weight: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
         ctx.needed = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
-        total, sums, grad_weight, grad_states = walk.run(weight, states, *ctx.needed)
+        total, sums, grad_weight, grad_states = loss.run(weight, states, *ctx.needed)
         ctx.weight_dtype = weight.dtype
-        # Neither inputs nor outputs: kept here, so that the backward may scale them in place and let them go.
+        # They are neither inputs nor outputs. Kept here, backward can scale them in place and release them.
         ctx.grads = grad_weight, grad_states
         ctx.mark_non_differentiable(sums)
         return total, sums
@@ -39,7 +39,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.grads is not None, "the loss was differentiated before"
+        assert ctx.grads is not None, "the loss can be differentiated only once"
         (grad_weight, grad_states), ctx.grads = ctx.grads, None
         scaled = grad_weight.mul_(grad).to(ctx.weight_dtype) if ctx.needed[0] else None
         if not ctx.needed[1]:
@@ -56,25 +56,25 @@ def one_pass_loss(
     step_weights: Sequence[float],
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sum over steps of step_weights[k] times the sum of the losses of its rows.
+    """Return the sum over steps of step_weights[k] times the losses of the step's rows.
 
     Args:
-        states: what the head reads, [R_k, H] of each step's rows.
+        states: the head's input, [R_k, H] for each step's rows.
         weight: [Vd, H], the draft head.
-        teacher: gives the target's distributions at rows int64 [n].
+        teacher: returns the target's distributions at rows int64 [n].
         chunk_rows: rows of logits held at once, over all steps.
 
     Returns:
-        A scalar, float32 or wider, and float64 [4, K]: rows counted, loss, rows whose greedy draft is the
-        target's greedy token, and sum of min(p, q). The last two are zero where the teacher leaves out what
-        they take.
+        The scalar loss, float32 or wider, and float64 [4, K]: supervised rows, loss, rows whose greedy draft
+        is the target's greedy token, and sum of min(p, q). The last two are zero where the teacher has no
+        greedy token or no draft mass.
     """
-    walk = _Walk(teacher, schedule, objective, tuple(step_weights), chunk_rows)
-    return _OnePass.apply(walk, weight, *states)
+    loss = _ChunkedLoss(teacher, schedule, objective, tuple(step_weights), chunk_rows)
+    return _OnePass.apply(loss, weight, *states)
 
 
-class _Walk:
-    """The walk over the chunks."""
+class _ChunkedLoss:
+    """The loss and its gradients, chunk by chunk."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class _Walk:
     def run(
         self, weight: Tensor, states: Sequence[Tensor], for_weight: bool, for_states: bool
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """The loss, the sums, and the gradients of weight and states where they are asked for."""
+        """Return the loss, the sums, and the requested gradients of weight and states."""
         wide = widened(weight.dtype)
         sums = torch.zeros(4, len(states), dtype=torch.float64, device=weight.device)
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else weight.new_empty(0)
         grad_states = [torch.empty_like(x) for x in states] if for_states else []
-        # One buffer for every chunk: a fresh one costs as much in page faults as the softmax.
+        # All chunks share one buffer: the page faults of a new one cost as much as the softmax.
         buffer = weight.new_empty(self.chunk_size * len(states), weight.shape[0])
         for first, pieces in self._chunks():
             rows = torch.cat([x[piece] for x, piece in zip(states, pieces, strict=True)])
@@ -123,7 +123,7 @@ class _Walk:
         return total.to(wide), sums, grad_weight, grad_states
 
     def _chunks(self) -> Iterator[tuple[int, list[slice]]]:
-        """The first teacher position of each chunk, and the rows of each step that are held against it."""
+        """Yield each chunk's first teacher position, and the rows of each step that predict the chunk."""
         num_positions = len(self.schedule.teacher_rows)
         edges = torch.arange(0, num_positions + self.chunk_size, self.chunk_size)
         bounds = [torch.searchsorted(step.teacher_index_host, edges).tolist() for step in self.schedule.steps]
@@ -133,7 +133,7 @@ class _Walk:
     def _differentiate(
         self, logits: Tensor, teacher: Teacher, first: int, pieces: Sequence[slice], sums: Tensor
     ) -> None:
-        """Turns the logits of a chunk into their gradients, and adds to the sums."""
+        """Turn the logits of a chunk into their gradients, and add to the sums."""
         num_positions = len(teacher.probs)
         needs_entropy = self.objective.loss in (Loss.full_kl, Loss.lk_lambda)
         entropy = teacher.entropy() if needs_entropy else None
@@ -141,17 +141,17 @@ class _Walk:
         scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
         done = 0
         for step, piece in enumerate(pieces):
-            # Where every position of the chunk has a row at this step, the places are simply 0, 1, 2, ...
-            whole = piece.stop - piece.start == num_positions
-            places = self.schedule.steps[step].teacher_index[piece] - first
+            # Where every position of the chunk has a row at this step, the indices are 0, 1, 2, ...
+            is_complete = piece.stop - piece.start == num_positions
+            position_index = self.schedule.steps[step].teacher_index[piece] - first
             for start in range(0, piece.stop - piece.start, block_rows):
-                own = slice(start, min(start + block_rows, piece.stop - piece.start))
-                own_places = own if whole else places[own]
-                block = logits[done + own.start : done + own.stop]
+                rows = slice(start, min(start + block_rows, piece.stop - piece.start))
+                index = rows if is_complete else position_index[rows]
+                block = logits[done + rows.start : done + rows.stop]
                 self._block(
                     block,
-                    teacher.at(own_places),
-                    None if entropy is None else entropy[own_places],
+                    teacher.select(index),
+                    None if entropy is None else entropy[index],
                     scratch[: len(block)],
                     sums[:, step],
                 )
@@ -177,7 +177,7 @@ class _Walk:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, `total` in float32 where the factors are narrower."""
+    """Add left @ right to `total`, which is float32 where the factors are narrower."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     else:

@@ -1,4 +1,4 @@
-"""Merged attention against the scores as they are defined."""
+"""Merged attention compared with attention by its definition."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch import Tensor
 from eagle31.kernels import packed_attention as packed_block
 from eagle31.kernels.merged_attention import CausalBlock, merged_attention
 from eagle31.kernels.packed_attention import PackedBlock
-from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, Tiles
-from eagle31.model.attention import rollout_attention, visible_keys
+from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
+from eagle31.model.attention import rollout_attention
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
 DIM = 8
@@ -16,8 +16,8 @@ SCALE = 0.4  # other than DIM ** -0.5
 STEPS = 4
 
 
-def random_counted(total: int, document_ids: Tensor, seed: int) -> Tensor:
-    """Runs of rows that each lose some rows from step to step."""
+def random_supervised(total: int, document_ids: Tensor, seed: int) -> Tensor:
+    """Return runs of supervised rows that lose some rows from step to step."""
     generator = torch.Generator().manual_seed(seed)
     first = (torch.rand(total, generator=generator) < 0.1).long().cumsum(0) % 2 == 1
     columns = [first & (document_ids >= 0)]
@@ -26,32 +26,41 @@ def random_counted(total: int, document_ids: Tensor, seed: int) -> Tensor:
     return torch.stack(columns, 1)
 
 
+def visible_keys(query_rows: Tensor, document_ids: Tensor) -> Tensor:
+    """Return bool [R, T]: a row reads the keys of its document that are not later."""
+    key_rows = torch.arange(len(document_ids))
+    same = document_ids[query_rows].unsqueeze(1) == document_ids.unsqueeze(0)
+    return same & (key_rows.unsqueeze(0) <= query_rows.unsqueeze(1))
+
+
 def reference(tensors: list[Tensor], schedule: RolloutSchedule, step: int, document_ids: Tensor) -> Tensor:
-    query, keys, values, *own = tensors
+    query, keys, values, *rollout = tensors
     rows = schedule.steps[step].rows
     visible = visible_keys(rows, document_ids)[:, schedule.key_rows]
-    own = [x[places_of(schedule, step, i % step + 1)] for i, x in enumerate(own)]
-    return rollout_attention(query, keys, values, visible, own[:step], own[step:], SCALE)
+    rollout = [x[row_index(schedule, step, i % step + 1)] for i, x in enumerate(rollout)]
+    return rollout_attention(query, keys, values, visible, rollout[:step], rollout[step:], SCALE)
 
 
-def places_of(schedule: RolloutSchedule, step: int, earlier: int) -> Tensor:
+def row_index(schedule: RolloutSchedule, step: int, earlier: int) -> Tensor:
     return torch.searchsorted(schedule.steps[earlier].rows, schedule.steps[step].rows)
 
 
 def block_of(name: str, schedule: RolloutSchedule, step: int, dtype: torch.dtype) -> CausalBlock:
     if name == "packed":
         return PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE).for_rows(
-            schedule.steps[step].first
+            schedule.steps[step].first_index
         )
     kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
     longest = max(run.key_stop - run.key_start for run in schedule.steps[0].runs)
-    return TiledBlock(schedule.steps[step].runs, Tiles.for_keys(longest, torch.zeros(0, dtype=dtype)), kernel)
+    return TiledBlock(
+        schedule.steps[step].runs, TileMasks.for_keys(longest, torch.zeros(0, dtype=dtype)), kernel
+    )
 
 
 def by_definition(
     query: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities, scores' log-sum-exp and visibility as the packed kernel for CUDA documents them."""
+    """Return probabilities, log-sum-exp and visibility as the packed CUDA kernel documents them."""
     rows, width = torch.arange(len(query)), torch.arange(len(keys))
     run_q = torch.searchsorted(starts_q, rows, right=True) - 1
     run_k = torch.searchsorted(starts_k, width, right=True) - 1
@@ -65,7 +74,7 @@ def by_definition(
 
 
 class CudaKernel:
-    """Stands in for `aten._flash_attention_{forward,backward}`, by their definition."""
+    """A stand-in for `aten._flash_attention_{forward,backward}`, by their definition."""
 
     def _flash_attention_forward(
         self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object, scale: float
@@ -84,8 +93,8 @@ class CudaKernel:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] == grad.shape[-1] == out.shape[-1]
         group = q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        probs, own_lse, _visible = by_definition(q, k, v, cq, ck)
-        probs = probs * (own_lse - lse.t()).exp().unsqueeze(-1)  # the kernel takes the lse that it is given
+        probs, step_lse, _visible = by_definition(q, k, v, cq, ck)
+        probs = probs * (step_lse - lse.t()).exp().unsqueeze(-1)  # the kernel uses the lse that it is given
         slope = torch.einsum("qhd,khd->qhk", grad, wide_v) - (grad * out).sum(-1, keepdim=True)
         slope = slope * probs * SCALE
         shape = (len(k), k.shape[1], group, DIM)
@@ -109,19 +118,19 @@ def test_values_and_gradients_equal_the_definition(
 ) -> None:
     monkeypatch.setattr(packed_block, "kernels", CudaKernel())
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    schedule = schedule_rollout(random_counted(sum(lengths), document_ids, seed=heads[0]), document_ids)
+    schedule = schedule_rollout(random_supervised(sum(lengths), document_ids, seed=heads[0]), document_ids)
     for step in range(STEPS):
         tensors = random_tensors(schedule, step, heads, torch.float64, value_width)
         expected = reference(tensors, schedule, step, document_ids)
         grad = torch.randn_like(expected)
-        wanted = torch.autograd.grad(expected, tensors, grad)
-        places = [places_of(schedule, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
-        query, keys, values, *own = tensors
+        expected_grads = torch.autograd.grad(expected, tensors, grad)
+        row_indices = [row_index(schedule, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
+        query, keys, values, *rollout = tensors
         block = block_of(name, schedule, step, torch.float64)
-        found = merged_attention(block, query, keys, values, own[:step], own[step:], places)
+        found = merged_attention(block, query, keys, values, rollout[:step], rollout[step:], row_indices)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         found_grads = torch.autograd.grad(found, tensors, grad)
-        for one, other in zip(found_grads, wanted, strict=True):
+        for one, other in zip(found_grads, expected_grads, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
@@ -129,20 +138,22 @@ def test_values_and_gradients_equal_the_definition(
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
 def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: float) -> None:
     document_ids = torch.zeros(150, dtype=torch.long)
-    schedule = schedule_rollout(random_counted(150, document_ids, seed=1), document_ids)
+    schedule = schedule_rollout(random_supervised(150, document_ids, seed=1), document_ids)
     step = 3
     exact = random_tensors(schedule, step, (4, 2), torch.float64)
     exact = [x.detach().to(dtype).double().requires_grad_() for x in exact]
     expected = reference(exact, schedule, step, document_ids)
     grad = torch.randn_like(expected).to(dtype)
-    wanted = torch.autograd.grad(expected, exact, grad.double())
-    query, keys, values, *own = [x.detach().to(dtype).requires_grad_() for x in exact]
-    places = [places_of(schedule, step, 1), places_of(schedule, step, 2), None]
+    expected_grads = torch.autograd.grad(expected, exact, grad.double())
+    query, keys, values, *rollout = [x.detach().to(dtype).requires_grad_() for x in exact]
+    row_indices = [row_index(schedule, step, 1), row_index(schedule, step, 2), None]
     block = block_of(name, schedule, step, dtype)
-    found = merged_attention(block, query, keys, values, own[:step], own[step:], places)
+    found = merged_attention(block, query, keys, values, rollout[:step], rollout[step:], row_indices)
     assert found.dtype == dtype
     pairs = [(found, expected)]
-    pairs += zip(torch.autograd.grad(found, [query, keys, values, *own], grad), wanted, strict=True)
+    pairs += zip(
+        torch.autograd.grad(found, [query, keys, values, *rollout], grad), expected_grads, strict=True
+    )
     for one, other in pairs:
         assert (one.double() - other).abs().max() <= bound * other.abs().max()
 
@@ -150,23 +161,23 @@ def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: 
 def random_tensors(
     schedule: RolloutSchedule, step: int, heads: tuple[int, int], dtype: torch.dtype, value_width: int = DIM
 ) -> list[Tensor]:
-    """Query, step-0 keys and values, own keys of steps 1..step, own values."""
+    """Return query, step-0 keys and values, rollout keys of steps 1..step, rollout values."""
     generator = torch.Generator().manual_seed(step)
     num_keys = len(schedule.key_rows)
-    own = [(len(schedule.steps[i].rows), heads[1]) for i in range(1, step + 1)]
+    rollout = [(len(schedule.steps[i].rows), heads[1]) for i in range(1, step + 1)]
     query, keys = (len(schedule.steps[step].rows), heads[0], DIM), (num_keys, heads[1], DIM)
     values = (num_keys, heads[1], value_width)
-    own_shapes = [(*x, width) for width in (DIM, value_width) for x in own]
-    shapes = [query, keys, values, *own_shapes]
+    rollout_shapes = [(*x, width) for width in (DIM, value_width) for x in rollout]
+    shapes = [query, keys, values, *rollout_shapes]
     return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("name", ["flash", "plain"])
 def test_no_queries_give_no_gradient(name: str) -> None:
     document_ids = torch.zeros(6, dtype=torch.long)
-    counted = torch.zeros(6, 2, dtype=torch.bool)
-    counted[2, 0] = True
-    schedule = schedule_rollout(counted, document_ids)
+    supervised = torch.zeros(6, 2, dtype=torch.bool)
+    supervised[2, 0] = True
+    schedule = schedule_rollout(supervised, document_ids)
     tensors = random_tensors(schedule, 1, (4, 2), torch.float64)
     block = block_of(name, schedule, 1, torch.float64)
     found = merged_attention(block, *tensors[:3], tensors[3:4], tensors[4:], [None])

@@ -1,4 +1,4 @@
-"""A shared half of a projection gives what the whole projection gives."""
+"""A split projection compared with the projection of the concatenated inputs."""
 
 import torch
 from torch.autograd import gradcheck
@@ -14,9 +14,9 @@ def linear(width: int, out: int) -> SplitLinear:
 def test_the_halves_add_up() -> None:
     projection = linear(6, 5)
     first, second = torch.randn(4, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
-    at = torch.tensor([3, 0, 0, 1, 3, 2, 2, 2, 0])
-    split = projection(second, TokenProjection(projection(first), at))
-    whole = projection(torch.cat((first[at], second), dim=1))
+    index = torch.tensor([3, 0, 0, 1, 3, 2, 2, 2, 0])
+    split = projection(second, TokenProjection(projection(first), index))
+    whole = projection(torch.cat((first[index], second), dim=1))
     torch.testing.assert_close(split, whole)
 
 
@@ -24,11 +24,11 @@ def test_gradients() -> None:
     projection = linear(3, 2)
     first = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     second = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    at = torch.tensor([1, 0, 1, 1])
+    index = torch.tensor([1, 0, 1, 1])
 
     def run(first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(
-            projection, {"weight": weight}, (second, TokenProjection(projection_of(first, weight), at))
+            projection, {"weight": weight}, (second, TokenProjection(projection_of(first, weight), index))
         )
 
     def projection_of(first: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

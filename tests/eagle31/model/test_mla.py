@@ -13,7 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from eagle31.export.layouts import Layout
 from eagle31.export.rules import expected_shapes
-from eagle31.model.attention import attend_by_document, document_spans
+from eagle31.kernels.query_run import QueryRun
+from eagle31.model.attention import LayerKeys, attend_by_run
 from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.drafter import Drafter
 from eagle31.model.mla import LatentAttention
@@ -72,10 +73,10 @@ def test_it_is_deepseeks_attention(rope: dict[str, Any], changes: dict[str, Any]
     x = torch.randn(40, config.hidden_size, dtype=torch.float64)
     positions = torch.arange(40)
     cos, sin = Rotary(config.rotary_width, config.rope_parameters, 64)(positions)
-    key, value = ours.key_value(x, cos, sin)
-    spans = document_spans(positions, torch.zeros(40, dtype=torch.long))
+    keys = LayerKeys(*ours.key_value(x, cos, sin))
     query = ours.query(x, cos, sin)
-    found = ours.output(attend_by_document(query, key, value, spans, (), (), config.attention_scale))
+    attended = attend_by_run(query, keys, [QueryRun(0, 40, 0, 40)], config.attention_scale)
+    found = ours.output(attended)
     torch.testing.assert_close(found, by_deepseek(theirs, x, positions), rtol=1e-6, atol=1e-7)
 
 
