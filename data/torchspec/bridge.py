@@ -1,11 +1,11 @@
-"""Runs in TorchSpec's environment: has its inference engines put the states of given tokens into Mooncake.
+"""Run TorchSpec's inference engines in its environment, to put the states of given tokens into Mooncake.
 
-Its own controller is bound to its trainer (datasets from files, one queue for each rank) and drops what an
-engine fails on. So this takes its place before the same engines: it starts them, hands them token ids, and
-says under which key the states lie.
+TorchSpec's own controller is bound to its trainer (datasets from files, one queue per rank) and drops the
+prompts that an engine fails on. This program replaces it: it starts the same engines, hands them token ids,
+and answers with the key under which the states are stored.
 
-Lines of JSON: first an order from stdin, then a request each; answers to stdout. With `--probe`, prints what
-this environment is. Nothing of eagle31 is imported, and this file is never imported by it.
+JSON lines drive it (`data/processes/child.py`). With `--probe` it prints what the environment holds. It imports
+nothing of eagle31, and nothing imports it.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ import os
 import queue
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import uuid
 from importlib import metadata
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-# What this depends on beyond names that an import would miss: formats, ids, what is stored where.
+CHANNEL = Path(__file__).parents[1] / "processes" / "child.py"
+# The files whose formats, ids and storage keys this depends on, beyond the names that it imports.
 INTERFACE = (
     "config/inference_config.py",
     "config/mooncake_config.py",
@@ -47,7 +47,7 @@ REGISTRY = "eagle31-engines"
 
 
 def probe() -> dict[str, Any]:
-    """What is installed, without importing any of it."""
+    """Return what is installed, without importing any of it."""
     versions = {name: version(name) for name in PACKAGES}
     versions["mooncake"] = next((found for name in MOONCAKE if (found := version(name))), None)
     spec = find_spec("torchspec")
@@ -85,22 +85,22 @@ def revision(root: Path) -> str | None:
         return None
 
 
-def start_engines(order: dict[str, Any]) -> dict[str, Any]:
-    """Starts TorchSpec's engines as its train_entry does, without its trainer."""
+def start_engines(settings: dict[str, Any]) -> dict[str, Any]:
+    """Start TorchSpec's engines as its train_entry does, without its trainer."""
     import ray
     from torchspec.config.train_config import config_to_flat_args, load_config
     from torchspec.controller.setup import build_mooncake_config
     from torchspec.inference.factory import prepare_inference_engines
     from torchspec.ray.placement_group import _ensure_ray_initialized, create_placement_groups
 
-    args = config_to_flat_args(load_config(cli_args=order["settings"]))
-    check_rope(args, order["rope"])
+    args = config_to_flat_args(load_config(cli_args=settings["torchspec"]))
+    check_rope(args, settings["rope"])
     _ensure_ray_initialized()
-    # It would wait for five minutes.
-    wanted, found = args.inference_num_gpus or 0, int(ray.cluster_resources().get("GPU", 0))
-    if found < max(wanted, 1):
+    # TorchSpec would wait for five minutes.
+    required, found = args.inference_num_gpus or 0, int(ray.cluster_resources().get("GPU", 0))
+    if found < max(required, 1):
         raise RuntimeError(
-            f"Ray knows {found} GPUs and inference.inference_num_gpus is {wanted}: "
+            f"Ray knows {found} GPUs and inference.inference_num_gpus is {required}: "
             "TorchSpec's engines need CUDA."
         )
     groups = create_placement_groups(args)
@@ -115,7 +115,13 @@ def start_engines(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_rope(args: Any, expected: dict[str, Any]) -> None:
-    """A checkpoint that transformers 5 saved keeps its RoPE where transformers 4 does not look for it."""
+    """Compare the RoPE settings that transformers 4 reads with the target's.
+
+    It does not find those of a checkpoint that transformers 5 saved.
+
+    Raises:
+        RuntimeError: they differ.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(args.target_model_path, trust_remote_code=args.trust_remote_code)
@@ -125,14 +131,14 @@ def check_rope(args: Any, expected: dict[str, Any]) -> None:
     for name in ("rope_theta", "rope_type", "factor"):
         if name in expected and expected[name] != found.get(name):
             raise RuntimeError(
-                f"transformers there reads {name}={found.get(name)} of {args.target_model_path} where the "
-                f"target has {expected[name]}: write rope_theta and rope_scaling into its config.json as "
-                "transformers 4 does."
+                f"transformers in TorchSpec's environment reads {name}={found.get(name)} of "
+                f"{args.target_model_path} where the target has {expected[name]}: write rope_theta and "
+                "rope_scaling into its config.json as transformers 4 does."
             )
 
 
-def share(engines: dict[str, Any], namespace: str) -> Any:
-    """Lets the bridges of other ranks find the engines; until the returned handle dies."""
+def register_engines(engines: dict[str, Any], namespace: str) -> Any:
+    """Let the bridges of other ranks find the engines, until the returned handle dies."""
     import ray
 
     class Registry:
@@ -147,7 +153,7 @@ def share(engines: dict[str, Any], namespace: str) -> Any:
 
 
 def find_engines(namespace: str, timeout: float) -> dict[str, Any]:
-    """The engines that rank 0's bridge has started, or starts meanwhile."""
+    """Return the engines of rank 0's bridge; wait for them up to `timeout` seconds."""
     import ray
 
     deadline = time.monotonic() + timeout
@@ -163,23 +169,23 @@ def find_engines(namespace: str, timeout: float) -> dict[str, Any]:
 
 
 class Dispatcher:
-    """Hands requests to the engines and says what became of each."""
+    """Hands requests to the engines and answers each of them."""
 
-    def __init__(self, engines: dict[str, Any], answers: TextIO) -> None:
+    def __init__(self, engines: dict[str, Any], channel: Any) -> None:
         self.engines = engines["engines"]
         self.batch_size = engines["batch_size"]
         self.limit = engines["max_batches"] * len(self.engines)
-        self.answers = answers
+        self.channel = channel
         self.waiting: list[dict[str, Any]] = []
         self.running: dict[Any, list[dict[str, Any]]] = {}
         self.num_started = 0
 
-    def serve(self, requests: "queue.Queue[dict[str, Any] | None]") -> None:
-        """Until a None is among the requests."""
+    def serve(self) -> None:
+        """Answer requests until the parent ends or wants no more."""
         while True:
             busy = bool(self.waiting or self.running)
             try:
-                request = requests.get(block=not busy)
+                request = self.channel.requests.get(block=not busy)
             except queue.Empty:
                 self.start()
                 self.collect()
@@ -194,13 +200,13 @@ class Dispatcher:
         import torch
 
         while self.waiting and len(self.running) < self.limit:
-            # A request that its batch failed with goes alone, to tell which one it was.
+            # The requests of a batch that failed go one at a time, to find the one that fails.
             size = 1 if self.waiting[0].get("alone") else self.batch_size
             batch, self.waiting = self.waiting[:size], self.waiting[size:]
             engine = self.engines[self.num_started % len(self.engines)]
             self.num_started += 1
             result = engine.generate.remote(
-                # Keys of Mooncake come from it: a request that is repeated must get new ones.
+                # Mooncake's keys are made from it: a request that is repeated must get new ones.
                 data_id=[f"{request['key']}-{uuid.uuid4().hex[:8]}" for request in batch],
                 input_ids_ref=ray.put([torch.tensor(request["input_ids"]) for request in batch]),
                 packed_loss_mask_list=[f"0,{len(request['input_ids'])}" for request in batch],
@@ -236,39 +242,36 @@ class Dispatcher:
             self.answer(key=batch[0]["key"], refused=reason)
 
     def answer(self, **content: Any) -> None:
-        print(json.dumps(content), file=self.answers, flush=True)
+        self.channel.answer(content)
 
 
-def read_lines(requests: "queue.Queue[dict[str, Any] | None]") -> None:
-    for line in sys.stdin:
-        requests.put(json.loads(line))
-    requests.put(None)
+def open_channel() -> Any:
+    """Open the connection to the parent; its module is loaded by location, as `data` is not on the path."""
+    spec = spec_from_file_location("eagle31_channel", CHANNEL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Channel()
 
 
 def main() -> None:
-    # This file's directory, where modules have the names of packages: torchspec, vllm.
-    del sys.path[0]
-    # Ray and TorchSpec print.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     if sys.argv[1:] == ["--probe"]:
-        print(json.dumps(probe()), file=answers, flush=True)
+        print(json.dumps(probe()), flush=True)
         return
-    order = json.loads(sys.stdin.readline())
-    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=read_lines, args=(requests,), daemon=True).start()
+    channel = open_channel()
+    settings = channel.settings
     try:
-        if order["leads"]:
-            engines = start_engines(order)
-            registry = share(engines, order["namespace"])  # noqa: F841
+        if settings["leads"]:
+            engines = start_engines(settings)
+            registry = register_engines(engines, settings["namespace"])  # noqa: F841
         else:
-            engines = find_engines(order["namespace"], order["start_seconds"])
-        dispatcher = Dispatcher(engines, answers)
-        dispatcher.answer(ready=True, prenorm=engines["prenorm"], num_engines=len(engines["engines"]))
-        dispatcher.serve(requests)
+            engines = find_engines(settings["namespace"], settings["start_seconds"])
+        channel.ready(prenorm=engines["prenorm"], num_engines=len(engines["engines"]))
+        Dispatcher(engines, channel).serve()
     except Exception as error:
         traceback.print_exc()
-        print(json.dumps({"fatal": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        channel.fail(f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 

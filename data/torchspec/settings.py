@@ -18,7 +18,7 @@ REVISION = "6f21829"
 INTERFACE_SHA256 = "6b6d59d1620fd574ef0ee81d3013c6f21cfab62ad90c8c6539fe564fa6ecf30d"
 DTYPE = torch.bfloat16  # HIDDEN_STATES_STORAGE_DTYPE in TorchSpec
 
-BRIDGE = Path(__file__).with_name("bridge.py")
+_BRIDGE = Path(__file__).with_name("bridge.py")
 _PYTHON = "capture.torchspec.python"
 _OVERRIDES = "capture.torchspec.overrides"
 _INSTALL = (
@@ -114,6 +114,12 @@ class TorchSpecSettings:
         return self.max_tokens * (states + torch.int64.itemsize)
 
 
+def bridge_command(python: str) -> list[str]:
+    """Return the command that runs the bridge in TorchSpec's environment."""
+    # With -P the files next to the bridge are not importable there.
+    return [python, "-P", str(_BRIDGE)]
+
+
 def check_torchspec(python: str) -> None:
     """Looks at the environment before anything is started in it.
 
@@ -151,7 +157,11 @@ def check_torchspec(python: str) -> None:
 def _probe(python: str) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [python, BRIDGE, "--probe"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
+            [*bridge_command(python), "--probe"],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=True,
         )
     except OSError as error:
         raise UserError(_PYTHON, python, f"Cannot be run ({error.strerror}). {_INSTALL}") from error

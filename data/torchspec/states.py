@@ -1,28 +1,24 @@
 """TorchSpec as a source: its engines run the target, and the states come through Mooncake."""
 
-import json
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data.processes.child import Message
+from data.processes.parent import ChildProcess
 from data.samples import CapturedSample
-from data.torchspec.settings import BRIDGE, DTYPE, TorchSpecSettings, check_torchspec
+from data.torchspec.settings import DTYPE, TorchSpecSettings, bridge_command, check_torchspec
 from data.transport.mooncake import MooncakeTransport, library_directory
 from data.transport.protocol import StateRequest
 from eagle31.errors import UserError
 
 _CLOSE_SECONDS = 20.0
 _MAX_DEATHS = 3  # in a row, without an answer between them
-_LOG_LINES = 15
 _NORM_TOLERANCE = 1e-2
 
 
@@ -43,10 +39,10 @@ class TorchSpecStates:
         self, settings: TorchSpecSettings, final_norm: nn.Module, *, run: str, rank: int, log: Path
     ) -> None:
         self.settings = settings
-        self._order = {
+        self._bridge_settings = {
             "leads": rank == 0,
             "namespace": f"eagle31-{run}",
-            "settings": settings.arguments(),
+            "torchspec": settings.arguments(),
             "rope": dict(settings.rope_parameters),
             "start_seconds": settings.start_seconds,
         }
@@ -124,24 +120,34 @@ class TorchSpecStates:
 
     def close(self) -> None:
         """Ends the bridge, and with rank 0's the engines."""
-        self._bridge.close()
+        self._bridge.close(_CLOSE_SECONDS)
         self._store.close()
 
-    def _start(self) -> "_Bridge":
-        return _Bridge(self.settings.python, self._order, self._log, self._answered)
+    def _start(self) -> ChildProcess:
+        paths = [str(library_directory()), os.environ.get("LD_LIBRARY_PATH")]
+        return ChildProcess(
+            bridge_command(self.settings.python),
+            self._bridge_settings,
+            environment=os.environ | {"LD_LIBRARY_PATH": ":".join(path for path in paths if path)},
+            answered=self._note_answer,
+            log=self._log,
+            directory=self._log.parent,
+        )
 
-    def _wait_until_ready(self) -> dict[str, Any]:
-        ready = self._bridge.wait_until_ready(self.settings.start_seconds)
-        if "fatal" not in ready:
-            return ready
-        self._bridge.close()
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        remedy = f"TorchSpec's engines do not run: {ready['fatal']}\n{tail}\nThe whole log: {self._log}"
+    def _wait_until_ready(self) -> Message:
+        """Return what the bridge reports once the engines run."""
+        if self._bridge.wait_until_ready(self.settings.start_seconds):
+            assert self._bridge.ready is not None
+            return self._bridge.ready
+        self._bridge.close(_CLOSE_SECONDS)
+        reason = self._bridge.failure or "the bridge ended, or did not start in time"
+        tail = "\n".join(self._bridge.log_tail())
+        remedy = f"TorchSpec's engines do not run: {reason}\n{tail}\nThe full log: {self._log}"
         raise UserError("capture.source", "torchspec", remedy)
 
     def _restart(self) -> None:
         self._num_deaths += 1
-        self._bridge.close()
+        self._bridge.close(_CLOSE_SECONDS)
         if self._num_deaths > _MAX_DEATHS:
             remedy = f"TorchSpec's bridge died {self._num_deaths} times in a row; see {self._log}."
             raise UserError("capture.source", "torchspec", remedy)
@@ -158,83 +164,21 @@ class TorchSpecStates:
     def _send(self, request: StateRequest) -> None:
         self._bridge.send({"key": request.key, "input_ids": request.input_ids.tolist()})
 
-    def _answered(self, answer: dict[str, Any]) -> None:
-        """Called in the bridge's thread."""
+    def _note_answer(self, answer: Message) -> None:
+        """Take an answer of the bridge; called in its thread."""
         key = answer["key"]
         with self._changed:
-            wanted = key in self._owed and key not in self._stored
+            expected = key in self._owed and key not in self._stored
             if "refused" in answer:
-                if wanted:
+                if expected:
                     del self._owed[key]
                     self._refused[key] = answer["refused"]
-            elif wanted:
+            elif expected:
                 self._stored[key] = answer["stored"]
             self._num_deaths = 0
             self._changed.notify_all()
-        if not wanted and "stored" in answer:
+        if not expected and "stored" in answer:
             self._store.discard(answer["stored"])
-
-
-class _Bridge:
-    """One life of the process that runs torchspec_bridge.py."""
-
-    def __init__(
-        self, python: str, order: dict[str, Any], log: Path, answered: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self._answered = answered
-        self._began = threading.Event()
-        self._first: dict[str, Any] = {"fatal": "the bridge ended, or gave no sign in time"}
-        paths = [str(library_directory()), os.environ.get("LD_LIBRARY_PATH")]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as output:
-            self._process = subprocess.Popen(
-                [python, BRIDGE],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                cwd=log.parent,
-                env={**os.environ, "LD_LIBRARY_PATH": ":".join(path for path in paths if path)},
-            )
-        self.send(order)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def wait_until_ready(self, timeout: float) -> dict[str, Any]:
-        """What it says of itself; with `fatal`, why it cannot."""
-        self._began.wait(timeout)
-        return self._first
-
-    def send(self, content: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        # A dead bridge is noticed by `refusals`, which asks another for the same.
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(content) + "\n")
-            self._process.stdin.flush()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = json.loads(line)
-            if "key" in answer:
-                self._answered(answer)
-            elif not self._began.is_set():
-                self._first = answer
-                self._began.set()
-        self._began.set()
 
 
 def norm_gain(norm: nn.Module, hidden_size: int) -> Tensor:

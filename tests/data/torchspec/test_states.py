@@ -156,8 +156,9 @@ def test_torchspecs_engine_feeds_two_ranks_and_survives_kill_9(plane: Plane) -> 
     owed = [random_request(f"owed-{seed}", seed) for seed in range(4)]
     for request in owed:
         leader.request(request)
-    leader._bridge._process.kill()
-    leader._bridge._process.wait()
+    leader._bridge.kill()
+    while leader._bridge.alive:
+        time.sleep(0.05)
     assert leader.refusals() == {}
     assert leader.num_restarts == 1
     for request in owed:

@@ -9,8 +9,8 @@ from pathlib import Path
 from data.vllm.environment import LOADER, ROOT, capture_environment
 from tests.data.vllm.targets import make_hostile_directory
 
-# A module `data` of the user is imported already, the directories of others come first on the path, and vLLM's
-# spawned workers import the connector, too.
+# A user's module `data` is imported already, other directories come first on the path, and vLLM's spawned
+# workers import the connector, too.
 CONNECTOR = """
 import multiprocessing, sys, types
 
