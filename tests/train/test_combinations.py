@@ -78,9 +78,9 @@ def test_online_killed_regenerated_frozen_head_and_another_width_together(
     # What is computed together differs from run to run, and with it the last digits.
     assert losses[4] == pytest.approx(before[4]["loss"], rel=1e-3)
     assert {"spool_gb", "starved_seconds", "spool_full_seconds"} < set(records[-1])
-    facts = read_json(directory / "report" / "metrics.json")["facts"]
-    assert facts["regenerated"]
-    assert facts["num_tokens"] > facts["num_samples"] > 100
+    run = read_json(directory / "report" / "metrics.json")["run"]
+    assert run["regenerated"]
+    assert run["num_tokens"] > run["num_samples"] > 100
     config = read_json(directory / "export" / "config.json")
     assert (config["hidden_size"], config["target_hidden_size"]) == (48, 64)
     assert (config["fc_norm"], config["norm_output"]) == (False, False)

@@ -1,4 +1,4 @@
-"""An export on the Hugging Face Hub: weights, card, plots, in one commit."""
+"""Pushes an export to the Hugging Face Hub: weights, model card and plots in one commit."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Upload:
-    """What one push consists of, by path in the repository: a file of the run, or the card's text."""
+    """The files of one push by path in the repository; each is a file of the run or the card's bytes."""
 
     files: dict[str, Path | bytes]
 
@@ -41,18 +41,18 @@ class Upload:
         for name, content in sorted(self.files.items()):
             yield name, len(content) if isinstance(content, bytes) else content.stat().st_size
 
-    def operations(self) -> list[CommitOperationAdd]:
+    def commit_operations(self) -> list[CommitOperationAdd]:
         return [CommitOperationAdd(name, content) for name, content in sorted(self.files.items())]
 
 
 def check_push(hub: HubConfig, needs_token: bool = True) -> None:
-    """Refuses a push that could not succeed.
+    """Refuse a push that could not succeed.
 
     Raises:
-        UserError: no name, one that the Hub would refuse, or no token.
+        UserError: the repository has no name or an invalid one, or there is no token.
     """
     if hub.repo_id is None:
-        raise UserError("hub.repo_id", None, "Say where the export is to be pushed: OWNER/NAME.")
+        raise UserError("hub.repo_id", None, "Give the repository to push to: OWNER/NAME.")
     for field, name in (("hub.repo_id", hub.repo_id), ("hub.base_model", hub.base_model)):
         if name is None:
             continue
@@ -67,23 +67,23 @@ def check_push(hub: HubConfig, needs_token: bool = True) -> None:
 
 
 def hub_token() -> str:
-    """From the environment alone, where no log and no configuration shows it.
+    """Return the token from the environment, the only place that no log or configuration shows.
 
     Raises:
         UserError: it is not set.
     """
     token = os.environ.get(TOKEN, "").strip()
     if not token:
-        remedy = "Set it in the environment to a token of yours that may write: it is read from nowhere else."
+        remedy = "Set it in the environment to a token with write access; it is not read from anywhere else."
         raise UserError(TOKEN, None, remedy)
     return token
 
 
 def prepare_upload(output_dir: Path, hub: HubConfig) -> Upload:
-    """A run's export, its plots, and a card that says what was measured and how to serve it from the Hub.
+    """Collect a run's export, its plots, and a card with the results and the serve command.
 
     Raises:
-        UserError: the run has no export yet, or no report.
+        UserError: the run has no export or no report yet.
     """
     output_dir = Path(output_dir)
     export, report = output_dir / "export", output_dir / "report"
@@ -100,17 +100,17 @@ def prepare_upload(output_dir: Path, hub: HubConfig) -> Upload:
 
 
 def card(output_dir: Path, hub: HubConfig, plots: list[str]) -> str:
-    """The export's card, as it reads on the Hub."""
+    """Return the export's card for the Hub."""
     known = read_json(output_dir / "report" / "metrics.json")
-    facts: dict[str, Any] = known["facts"] | {"hub_id": hub.repo_id, "license": hub.license}
+    run_info: dict[str, Any] = known["run"] | {"hub_id": hub.repo_id, "license": hub.license}
     if hub.base_model is not None:
-        facts |= {"target": hub.base_model, "target_embedded": False}
+        run_info |= {"target": hub.base_model, "target_embedded": False}
     config = read_json(output_dir / "export" / "config.json")
-    return model_card(facts, known["evaluation"], config, read_serving(output_dir), plots)
+    return model_card(run_info, known["evaluation"], config, read_serving(output_dir), plots)
 
 
 def local_names(output_dir: Path) -> list[str]:
-    """What config.json names by a path of this machine: it goes up as it is."""
+    """Return the local paths in config.json, which is uploaded unchanged."""
     config = read_json(Path(output_dir) / "export" / "config.json")
     names = {config.get("eagle31", {}).get("target")}
     names.add(config.get("speculators_config", {}).get("verifier", {}).get("name_or_path"))
@@ -118,21 +118,21 @@ def local_names(output_dir: Path) -> list[str]:
 
 
 def commit_message(output_dir: Path) -> str:
-    """With the number that tells one push from another."""
+    """Return the commit message, which has the acceptance length."""
     greedy = read_json(Path(output_dir) / "report" / "metrics.json")["evaluation"]["greedy"]
     return f"Acceptance length {greedy['acceptance_length']:.2f} at k = {greedy['k']}, temperature 0"
 
 
 def push(upload: Upload, hub: HubConfig, message: str) -> str:
-    """Uploads everything and then makes one commit of it: the repository never shows a part.
+    """Upload all files and make one commit of them; the repository never has only some of them.
 
-    A repository that is not there is made; one that is keeps the visibility that it has.
+    A missing repository is created; an existing one keeps its visibility.
 
     Returns:
         The commit's URL.
 
     Raises:
-        UserError: no token, no right to write there, or the Hub cannot be reached.
+        UserError: there is no token or no write access, or the Hub cannot be reached.
     """
     assert hub.repo_id is not None
     if not sys.stderr.isatty():
@@ -140,7 +140,7 @@ def push(upload: Upload, hub: HubConfig, message: str) -> str:
     api = HfApi(token=hub_token())
     try:
         api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
-        commit = api.create_commit(hub.repo_id, upload.operations(), commit_message=message)
+        commit = api.create_commit(hub.repo_id, upload.commit_operations(), commit_message=message)
     except (HTTPError, OfflineModeIsEnabled, RuntimeError) as error:  # RuntimeError: a file's upload
         raise UserError("hub.repo_id", hub.repo_id, _reason(error)) from None
     return str(commit.commit_url)
@@ -149,7 +149,7 @@ def push(upload: Upload, hub: HubConfig, message: str) -> str:
 def _reason(error: BaseException) -> str:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status in (401, 403):
-        return f"The Hub refuses it ({status}): the token in {TOKEN} may not write there."
+        return f"The Hub refuses it ({status}): the token in {TOKEN} has no write access."
     causes = (error, error.__cause__) if isinstance(error, RuntimeError) else (error,)
     lines = [str(one).strip().partition("\n")[0] or type(one).__name__ for one in causes if one is not None]
     return f"Nothing was committed: {' '.join(lines)}"

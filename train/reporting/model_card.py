@@ -1,4 +1,4 @@
-"""The README.md of an export: what the drafter is, what was measured, how to serve it."""
+"""The README.md of an export: what the drafter is, its results, and how to serve it."""
 
 import json
 import shlex
@@ -13,77 +13,77 @@ from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import write_text
 from train.reporting.results import decoding_runs, identical_completions, in_vllm
 
-DRAFT_TOKENS = 3  # what to serve with where nothing was measured
+DRAFT_TOKENS = 3  # tokens per draft in the serve command when nothing was evaluated
 
 
 def write_model_card(
-    export_dir: Path, facts: dict[str, Any], evaluation: dict[str, Any], config: dict[str, Any]
+    export_dir: Path, run_info: dict[str, Any], evaluation: dict[str, Any], config: dict[str, Any]
 ) -> Path:
-    """Writes the card into the export, atomically."""
+    """Write the card into the export atomically."""
     path = Path(export_dir) / "README.md"
-    write_text(path, model_card(facts, evaluation, config))
+    write_text(path, model_card(run_info, evaluation, config))
     return path
 
 
 def model_card(
-    facts: dict[str, Any],
+    run_info: dict[str, Any],
     evaluation: dict[str, Any],
     config: dict[str, Any],
     serving: dict[str, Any] | None = None,
     plots: Sequence[str] = (),
 ) -> str:
-    """The card as Markdown with the Hub's YAML front matter.
+    """Return the card as Markdown with the Hub's YAML front matter.
 
     Args:
-        facts: what the run knows of itself; `target_embedded`, `license` and `hub_id` may be missing.
-        evaluation: what the evaluation measured; empty when nothing was.
+        run_info: describes the run; `target_embedded`, `license` and `hub_id` may be missing.
+        evaluation: the evaluation's results; empty if there are none.
         config: the export's config.json.
-        serving: what was measured in vLLM.
-        plots: files beside the card.
+        serving: speed in vLLM, from serving.json.
+        plots: image files next to the card.
     """
-    target = target_name(facts)
+    target = target_name(run_info)
     sections = [
         f"# {_variant(config)} drafter for {target}",
-        f"A draft model for speculative decoding: it proposes tokens that `{target}` verifies, "
-        "so the text stays the target's own and takes fewer of its forward passes. "
-        "It reads the target's hidden states and serves with no other model.",
+        f"A draft model for speculative decoding. It proposes tokens that `{target}` verifies, so the output "
+        "is what the target would write and needs fewer of its forward passes. It reads the target's hidden "
+        "states and works with no other model.",
         "## Measured\n\n" + "\n\n".join([_measured(evaluation), *_served(serving), *map(_picture, plots)]),
         "## Serve\n\n```shell\n"
-        + serve_command(*_public_paths(facts), evaluation.get("k", DRAFT_TOKENS), layout_of(config).value)
+        + serve_command(*_public_paths(run_info), evaluation.get("k", DRAFT_TOKENS), layout_of(config).value)
         + "\n```",
-        "## Training\n\n" + _table(("", ""), _training_rows(facts)),
-        "## Limits\n\n" + _limits(facts, evaluation),
-        "## Versions\n\n" + _table(("package", "version"), sorted(facts["versions"].items())),
+        "## Training\n\n" + _table(("", ""), _training_rows(run_info)),
+        "## Limits\n\n" + _limits(run_info, evaluation),
+        "## Versions\n\n" + _table(("package", "version"), sorted(run_info["versions"].items())),
     ]
-    return f"---\n{_front_matter(facts)}---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_front_matter(run_info)}---\n\n" + "\n\n".join(sections) + "\n"
 
 
 def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = Layout.vllm.value) -> str:
-    """The shell command that serves the target with the drafter; speculators' layout names its target."""
+    """Return the serve command; an export in speculators' layout names its target itself."""
     if layout == Layout.speculators.value:
         return f"vllm serve {shlex.quote(drafter)}"
     speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
-def _front_matter(facts: dict[str, Any]) -> str:
-    # The Hub takes models and datasets by id only: a path would make it refuse the card.
+def _front_matter(run_info: dict[str, Any]) -> str:
+    # The Hub accepts models and datasets by id only and would refuse a card with a path.
     fields: dict[str, Any] = {}
-    if is_hub_id(facts["target"]):
-        fields["base_model"] = facts["target"]
+    if is_hub_id(run_info["target"]):
+        fields["base_model"] = run_info["target"]
     fields["library_name"] = "vllm"
     fields["pipeline_tag"] = "text-generation"
-    if facts.get("license"):
-        fields["license"] = facts["license"]
-    if is_hub_id(facts["train_data"]):
-        fields["datasets"] = [facts["train_data"]]
+    if run_info.get("license"):
+        fields["license"] = run_info["license"]
+    if is_hub_id(run_info["train_data"]):
+        fields["datasets"] = [run_info["train_data"]]
     fields["tags"] = ["eagle3", "speculative-decoding", "vllm"]
     return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
 
 
 def _measured(evaluation: dict[str, Any]) -> str:
     if not evaluation.get("greedy"):
-        return "Not measured."
+        return "Not evaluated."
     rows = []
     for name, temperature, stats in decoding_runs(evaluation):
         speedup = stats.get("speedup")
@@ -107,19 +107,22 @@ def _measured(evaluation: dict[str, Any]) -> str:
         "accepted at positions 1 to k",
         "speed-up",
     )
-    text = _table(head, rows)
-    text += (
-        f"\n\n{evaluation['num_prompts']} held-out prompts, up to {evaluation['max_new_tokens']} new tokens "
+    table = _table(head, rows)
+    conditions = (
+        f"{evaluation['num_prompts']} held-out prompts, up to {evaluation['max_new_tokens']} new tokens "
         f"each; engine: {evaluation['engine']}. Acceptance length is the number of tokens emitted per draft "
-        "and verification, accepted tokens + 1; the speed-up is against plain decoding in the same engine."
+        "and verification, accepted tokens + 1. The speed-up is relative to decoding without the drafter in "
+        "the same engine."
     )
-    return text + f"\n\nGreedy text against the target alone: {identical_completions(evaluation['greedy'])}."
+    completions = identical_completions(evaluation["greedy"])
+    comparison = f"Greedy completions compared with the target without drafter: {completions}."
+    return f"{table}\n\n{conditions}\n\n{comparison}"
 
 
 def _served(serving: dict[str, Any] | None) -> list[str]:
     if serving is None:
         return []
-    head = ("users at once", "tokens per second per user", "with the drafter", "speed-up")
+    head = ("concurrent users", "tokens per second per user", "with the drafter", "speed-up")
     rows = [
         (
             str(row["concurrency"]),
@@ -129,54 +132,55 @@ def _served(serving: dict[str, Any] | None) -> list[str]:
         )
         for row in serving["rows"]
     ]
-    told = (
+    conditions = (
         f"In {serving['engine']} ({serving['dtype']}, {serving['device']}), k = {serving['k']}, temperature "
         f"{serving['temperature']:g}: acceptance length {serving['acceptance_length']:.2f}."
     )
-    return [told, _table(head, rows)]
+    return [conditions, _table(head, rows)]
 
 
 def _picture(path: str) -> str:
     return f"![{Path(path).stem.replace('_', ' ')}]({path})"
 
 
-def samples_text(facts: dict[str, Any]) -> str:
-    num_tokens = facts["num_tokens"]
-    return f"{facts['num_samples']:,} samples" + (
+def describe_samples(run_info: dict[str, Any]) -> str:
+    num_tokens = run_info["num_tokens"]
+    return f"{run_info['num_samples']:,} samples" + (
         f", {num_tokens:,} tokens" if num_tokens is not None else ""
     )
 
 
-def steps_text(facts: dict[str, Any]) -> str:
-    best_step = facts["best_step"]
-    return f"{facts['steps']:,}" + (f", exported step {best_step:,}" if best_step is not None else "")
+def describe_steps(run_info: dict[str, Any]) -> str:
+    best_step = run_info["best_step"]
+    return f"{run_info['steps']:,}" + (f", exported step {best_step:,}" if best_step is not None else "")
 
 
-def vocabulary_text(facts: dict[str, Any]) -> str:
-    if facts["draft_vocab_size"] is None:
-        return "all of the target's"
-    return f"{facts['draft_vocab_size']:,} tokens, {100 * facts['vocab_coverage']:.2f} % of those trained on"
+def describe_vocabulary(run_info: dict[str, Any]) -> str:
+    if run_info["draft_vocab_size"] is None:
+        return "the target's full vocabulary"
+    coverage = f"{100 * run_info['vocab_coverage']:.2f} % of the training tokens"
+    return f"{run_info['draft_vocab_size']:,} tokens, {coverage}"
 
 
-def _training_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _training_rows(run_info: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("data", f"`{public_name(facts['train_data'])}`"),
-        ("trained on", samples_text(facts)),
-        ("optimizer steps", steps_text(facts)),
-        ("speculation steps per row", str(facts["ttt_steps"])),
-        ("aux layer ids (decoder layers applied)", ", ".join(map(str, facts["aux_layer_ids"]))),
-        ("draft vocabulary", vocabulary_text(facts)),
-        ("parameters of the drafter", f"{facts['drafter_parameters']:,}"),
-        ("recipe", f"`{facts['recipe']}`, eagle31 at revision {facts['git_revision'] or 'unknown'}"),
+        ("data", f"`{public_name(run_info['train_data'])}`"),
+        ("trained on", describe_samples(run_info)),
+        ("optimizer steps", describe_steps(run_info)),
+        ("speculation steps per position", str(run_info["ttt_steps"])),
+        ("aux layer ids (decoder layers applied)", ", ".join(map(str, run_info["aux_layer_ids"]))),
+        ("draft vocabulary", describe_vocabulary(run_info)),
+        ("drafter parameters", f"{run_info['drafter_parameters']:,}"),
+        ("recipe", f"`{run_info['recipe']}`, eagle31 at revision {run_info['git_revision'] or 'unknown'}"),
     ]
 
 
-def _limits(facts: dict[str, Any], evaluation: dict[str, Any]) -> str:
-    data = public_name(facts["train_data"])
+def _limits(run_info: dict[str, Any], evaluation: dict[str, Any]) -> str:
+    data = public_name(run_info["train_data"])
     lines = [
-        f"- Acceptance depends on the text. Expect other numbers on text unlike `{data}`, with another chat "
+        f"- Acceptance depends on the data. Expect other numbers on data unlike `{data}`, with another chat "
         "template, or with other sampling parameters.",
-        "- The drafter fits this target, its revision and its tokenizer; a fine-tuned target accepts less.",
+        "- The drafter belongs to this target, revision and tokenizer; a fine-tuned target accepts less.",
     ]
     if evaluation.get("greedy") and not in_vllm(evaluation):
         lines.append(
@@ -184,7 +188,7 @@ def _limits(facts: dict[str, Any], evaluation: dict[str, Any]) -> str:
             "Acceptance should carry over to greedy decoding there; the speed-up depends on the hardware."
         )
     elif evaluation.get("greedy"):
-        lines.append("- The speed-up depends on the hardware and on how many prompts are decoded at a time.")
+        lines.append("- The speed-up depends on the hardware and on the number of concurrent prompts.")
     return "\n".join(lines)
 
 
@@ -192,18 +196,18 @@ def _variant(config: dict[str, Any]) -> str:
     return "EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3"
 
 
-def _public_paths(facts: dict[str, Any]) -> tuple[str, str]:
-    return public_name(facts["target"]), facts.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
+def _public_paths(run_info: dict[str, Any]) -> tuple[str, str]:
+    return public_name(run_info["target"]), run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
 
 
 def public_name(name: str) -> str:
-    """A hub id as it is, and of a path the last part: where it lies is nobody else's business."""
+    """Return a hub id unchanged, and the last part of a path, so that the card shows no local directories."""
     return name if is_hub_id(name) else Path(name).name
 
 
-def target_name(facts: dict[str, Any]) -> str:
-    """As a title has it: the directory of the embedded target tells nobody what it is."""
-    return "eagle31's embedded target" if facts.get("target_embedded") else public_name(facts["target"])
+def target_name(run_info: dict[str, Any]) -> str:
+    """Return the target's name for a title; the embedded target's directory name would say little."""
+    return "eagle31's embedded target" if run_info.get("target_embedded") else public_name(run_info["target"])
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of a run: panels that draw on one pair of axes, and their composition into PNG and SVG."""
+"""The plots of a run: panels that draw on one pair of axes each, and their output as PNG and SVG."""
 
 import io
 import re
@@ -17,7 +17,7 @@ from matplotlib.font_manager import fontManager
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-# Each colour on a light and on a dark page. Blue, orange and grey stay apart for every kind of colour vision.
+# Each colour on a light and on a dark page. Blue, orange and grey differ for every kind of colour vision.
 COLOURS = {
     "ink": ("#1c2127", "#e6e9ed"),
     "muted": ("#5c6570", "#9aa5b1"),
@@ -29,11 +29,11 @@ COLOURS = {
     "sunken": ("#f5f6f8", "#1c2228"),
 }
 INK, MUTED, RULE, ACCENT, PALE, _, _, _ = (light for light, _ in COLOURS.values())
-# Depth is ordered, and so are its colours: the first draft token stands out most on either page.
+# The colours are ordered like the depths; the first draft token has the most contrast on either page.
 LIGHT_RAMP = LinearSegmentedColormap.from_list("light", ["#14284f", "#20739f", "#62b492"])
 DARK_RAMP = LinearSegmentedColormap.from_list("dark", ["#e9f5d3", "#5fc0b4", "#3b7db5"])
 FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
-NUM_BINS = 80  # points of a training curve: enough for its shape, few enough to be calm
+NUM_BINS = 80  # points per training curve: enough for its shape without the noise
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Panel:
 
     name: str
     title: str
-    note: str  # under what conditions the numbers hold
+    note: str  # the conditions of the numbers
     draw: Callable[[Axes], None]
 
 
 def build_panels(
     metrics: Sequence[dict[str, Any]], evaluation: dict[str, Any], best_step: int | None = None
 ) -> dict[str, Panel]:
-    """The panels that there are numbers for, by name.
+    """Return the panels that there is data for, by name.
 
     Args:
-        metrics: the records of metrics.jsonl.
-        evaluation: what the evaluation measured; may be empty.
+        metrics: the lines of metrics.jsonl.
+        evaluation: the evaluation's results; may be empty.
         best_step: the step whose weights were exported.
     """
     train = [record for record in metrics if record["kind"] == "train" and record.get("depth")]
@@ -103,7 +103,7 @@ def build_panels(
 
 
 def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inches: float = 4.6) -> None:
-    """Draws panels side by side with their titles and conditions, under a headline if there is one."""
+    """Draw panels next to each other with titles and conditions, under an optional headline."""
     with matplotlib.rc_context(_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.04)
         size = (panel_inches * len(panels), 3.7 + 0.3 * bool(headline))
@@ -115,7 +115,7 @@ def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inch
         axes_row = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, panel, note in zip(axes_row, panels, notes, strict=True):
             panel.draw(axes)
-            lines = note + [""] * (num_lines - len(note))  # titles of one row stand on one line
+            lines = note + [""] * (num_lines - len(note))  # aligns the titles of a row
             axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED, pad=9)
             above = (0, 11.5 * num_lines + 11)
             _label(axes, panel.title, (0, 1), above, INK, fontsize=11.5, fontweight="bold", fraction=True)
@@ -123,9 +123,9 @@ def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inch
 
 
 def to_svg(panel: Panel) -> str:
-    """The panel without its title as an `<svg>` element that follows the page's font and colour scheme."""
+    """Return the panel without its title as an `<svg>` element in the page's font and colour scheme."""
     buffer = io.StringIO()
-    # The reader's browser brings its own font: room is measured for the widest of the usual ones.
+    # The browser chooses the font, so space is reserved for the widest of the usual ones.
     svg_style = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": panel.name}
     with matplotlib.rc_context(_style() | svg_style):
         figure = Figure(figsize=(4.9, 3.1), layout="constrained")
@@ -135,7 +135,7 @@ def to_svg(panel: Panel) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' width="\S+pt" height="\S+pt"', f' role="img" aria-label="{panel.title}"', svg, count=1)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # every figure has the same ones; a page must not
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # figures share their ids, which must be unique on a page
     svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
     dark = dict(COLOURS.values())
     for num in range(1, 33):
@@ -197,7 +197,7 @@ def _draw_draft_length(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         labels.append(("untrained", k[-1], untrained[-1][1], MUTED))
     axes.plot(k, trained, color=ACCENT, marker="o", markersize=5.5, linewidth=2.2)
     for n, value in zip(k, trained, strict=True):
-        # Near the perfect line there is room below only.
+        # Near the perfect line there is only room below.
         offset = (0, -17) if n + 1 - value < 0.45 else (0, 7)
         _label(axes, f"{value:.2f}", (n, value), offset, ACCENT, ha="center", fontweight="bold")
     _label_ends(axes, labels)
@@ -206,13 +206,13 @@ def _draw_draft_length(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
     bars = (
         ("of all drafts", stats["absolute_acceptance"], ACCENT, -0.205),
-        ("of those that got this far", stats["conditional_acceptance"], PALE, 0.205),
+        ("of drafts accepted so far", stats["conditional_acceptance"], PALE, 0.205),
     )
     positions = np.arange(1, stats["k"] + 1)
-    for name, shares, colour, offset in bars:
-        axes.bar(positions + offset, shares, 0.39, color=colour, label=name)
-        for position, share in zip(positions, shares, strict=True):
-            _label(axes, f"{100 * share:.0f}", (position + offset, share), (0, 3), INK, ha="center")
+    for name, rates, colour, offset in bars:
+        axes.bar(positions + offset, rates, 0.39, color=colour, label=name)
+        for position, rate in zip(positions, rates, strict=True):
+            _label(axes, f"{100 * rate:.0f}", (position + offset, rate), (0, 3), INK, ha="center")
     axes.set(xticks=positions, xlabel="position in the draft")
     _percent_axis(axes, "accepted", top=1.2)
     axes.set_yticks(np.linspace(0, 1, 6))
@@ -220,7 +220,7 @@ def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
 
 
 def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Means over runs of neighbouring records, at most NUM_BINS of them. float64 [N] -> [M], [M]."""
+    """Return means over at most NUM_BINS runs of neighbouring points. float64 [N] -> [M], [M]."""
     size = -(-len(steps) // NUM_BINS)
     starts = np.arange(0, len(steps), size)
     counts = np.diff([*starts, len(steps)])
@@ -229,14 +229,14 @@ def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
 
 
 def _label_ends(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names each (text, x, y, colour) curve right of its end, pushed apart where names would overlap."""
+    """Label each (text, x, y, colour) curve to the right of its end; move labels apart that would overlap."""
     shown = sorted((label for label in labels if np.isfinite(label[2])), key=lambda label: label[2])
     bottom, top = axes.get_ylim()
     gap = 0.062 * (top - bottom)
     heights: list[float] = []
     for _, _, y, _ in shown:
         heights.append(max(y, heights[-1] + gap) if heights else y)
-    # All go back down by the mean of what they were pushed up, so that they stay beside their curves.
+    # All labels move down by the mean of the shifts, so that they stay next to their curves.
     pushed = [height - y for height, (_, _, y, _) in zip(heights, shown, strict=True)]
     shift = sum(pushed) / max(len(pushed), 1)
     right = axes.get_xlim()[1]
@@ -253,7 +253,7 @@ def _label(
     fraction: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Text at a data point (or a fraction of the axes), `offset` points away from it."""
+    """Write text `offset` points away from a data point, or from a fraction of the axes."""
     where = "axes fraction" if fraction else "data"
     axes.annotate(text, xy, offset, where, "offset points", color=colour, annotation_clip=False, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What a person looks at when a run has ended: a page, pictures, and a small table."""
+"""The report of a run: an HTML page, pictures, and a table for the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +11,17 @@ from eagle31.export.layouts import Layout
 from eagle31.json_files import read_json, read_jsonl, write_json, write_text
 from train.reporting.model_card import (
     DRAFT_TOKENS,
-    samples_text,
+    describe_samples,
+    describe_steps,
+    describe_vocabulary,
     serve_command,
-    steps_text,
     target_name,
-    vocabulary_text,
 )
 from train.reporting.plots import COLOURS, Panel, build_panels, save_png, to_svg
 from train.reporting.results import decoding_runs, identical_completions
 from train.tables import aligned
 
-# The PNG files: each shows those of its panels that there are numbers for.
+# The PNG files and their panels; panels without data are left out.
 PICTURES = {
     "loss.png": ("loss",),
     "acceptance_over_training.png": ("agreement", "expected_acceptance", "replay"),
@@ -32,52 +32,52 @@ SUMMARY = ("loss", "replay", "draft_length")
 
 
 def write_report(
-    output_dir: Path, metrics_path: Path, evaluation: dict[str, Any], facts: dict[str, Any]
+    output_dir: Path, metrics_path: Path, evaluation: dict[str, Any], run_info: dict[str, Any]
 ) -> Path:
-    """Writes `output_dir/report`: index.html, PNG pictures and metrics.json with every number in them.
+    """Write `output_dir/report`: index.html, PNG pictures, and metrics.json with all their numbers.
 
     Args:
         metrics_path: the run's metrics.jsonl.
-        evaluation: what the evaluation measured; parts of it may be missing.
-        facts: what the run knows of itself.
+        evaluation: the evaluation's results; parts of it may be missing.
+        run_info: describes the run.
 
     Returns: the path of index.html.
     """
     directory = Path(output_dir) / "report"
     directory.mkdir(parents=True, exist_ok=True)
     metrics = read_jsonl(metrics_path)
-    write_json(directory / "metrics.json", {"evaluation": evaluation, "facts": facts, "metrics": metrics})
+    write_json(directory / "metrics.json", {"evaluation": evaluation, "run": run_info, "metrics": metrics})
 
-    panels = build_panels(metrics, evaluation, facts["best_step"])
+    panels = build_panels(metrics, evaluation, run_info["best_step"])
     for name, chosen in PICTURES.items():
         _save(directory / name, [panels[p] for p in chosen if p in panels])
     summary = [panels[p] for p in SUMMARY if p in panels]
     _save(directory / "summary.png", summary, _headline(evaluation), panel_inches=3.5)
 
     path = directory / "index.html"
-    write_text(path, _page(panels, evaluation, facts, read_serving(Path(output_dir))))
+    write_text(path, _page(panels, evaluation, run_info, read_serving(Path(output_dir))))
     return path
 
 
 def refresh_page(output_dir: Path) -> Path:
-    """Writes index.html anew from metrics.json and serving.json beside it.
+    """Write index.html again from the report's metrics.json and serving.json.
 
     Raises:
         UserError: the run has no report yet.
     """
     directory = Path(output_dir) / "report"
     if not (directory / "metrics.json").exists():
-        raise UserError("report", directory, "There is no report here; run the recipe's report stage.")
+        raise UserError("report", directory, "There is no report; run the recipe's report stage.")
     known = read_json(directory / "metrics.json")
-    evaluation, facts = known["evaluation"], known["facts"]
-    panels = build_panels(known["metrics"], evaluation, facts["best_step"])
+    evaluation, run_info = known["evaluation"], known["run"]
+    panels = build_panels(known["metrics"], evaluation, run_info["best_step"])
     path = directory / "index.html"
-    write_text(path, _page(panels, evaluation, facts, read_serving(Path(output_dir))))
+    write_text(path, _page(panels, evaluation, run_info, read_serving(Path(output_dir))))
     return path
 
 
 def read_serving(output_dir: Path) -> dict[str, Any] | None:
-    """What was measured in vLLM, unless it was another export than the run's present one."""
+    """Return the speed in vLLM from serving.json, or None if it is of another export than the run's."""
     path = output_dir / "report" / "serving.json"
     if not path.exists():
         return None
@@ -85,21 +85,20 @@ def read_serving(output_dir: Path) -> dict[str, Any] | None:
     return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
 
-def format_table(evaluation: dict[str, Any], facts: dict[str, Any]) -> str:
-    """The measured numbers as aligned text, and where everything lies.
+def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
+    """Return the results as a table for the terminal, and the paths of export and report.
 
     Args:
-        facts: `export` and `report` are the paths shown.
+        run_info: has the paths `export` and `report`.
     """
-    lines = []
+    lines: list[str] = []
+    rows: list[tuple[str, str]] = []
     if evaluation.get("greedy"):
         lines += [line.replace("×", "x") for line in aligned(_decoding_rows(evaluation))] + [""]
-        lines += [
-            f"text     {identical_completions(evaluation['greedy'])}",
-            f"engine   {evaluation['engine']}",
-        ]
-    lines += [f"{name:<8} {facts[name]}" for name in ("export", "report") if facts.get(name)]
-    return "\n".join(lines)
+        completions = identical_completions(evaluation["greedy"])
+        rows = [("completions", completions), ("engine", evaluation["engine"])]
+    rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
+    return "\n".join(lines + aligned(rows, text_columns=2))
 
 
 def _decoding_rows(evaluation: dict[str, Any]) -> list[list[str]]:
@@ -121,7 +120,7 @@ def _decoding_rows(evaluation: dict[str, Any]) -> list[list[str]]:
 
 
 def _untrained_replay(evaluation: dict[str, Any]) -> float | None:
-    """Acceptance length where an untrained drafter was not decoded with, but replayed."""
+    """Return the untrained drafter's acceptance length by replay if nothing was decoded with it."""
     if evaluation.get("untrained"):
         return None
     rows = evaluation.get("by_draft_length") or []
@@ -129,7 +128,7 @@ def _untrained_replay(evaluation: dict[str, Any]) -> float | None:
 
 
 def _save(path: Path, panels: Sequence[Panel], headline: str = "", panel_inches: float = 4.6) -> None:
-    path.unlink(missing_ok=True)  # no picture is better than the one of an earlier run
+    path.unlink(missing_ok=True)  # the picture of an earlier run would be misleading
     if panels:
         save_png(panels, path, headline, panel_inches)
 
@@ -145,7 +144,7 @@ def _headline(evaluation: dict[str, Any]) -> str:
 def _page(
     panels: dict[str, Panel],
     evaluation: dict[str, Any],
-    facts: dict[str, Any],
+    run_info: dict[str, Any],
     serving: dict[str, Any] | None,
 ) -> str:
     environment = Environment(
@@ -163,22 +162,22 @@ def _page(
         headlines=_headlines(evaluation),
         decoding_rows=_decoding_rows(evaluation),
         runs=decoding_runs(evaluation),
-        facts=facts,
+        run_info=run_info,
         serving=serving,
-        title=target_name(facts),
-        configuration=_configuration(facts),
-        total_seconds=sum(stage["seconds"] for stage in facts["stages"] if not stage["reused"]),
+        title=target_name(run_info),
+        configuration=_configuration(run_info),
+        total_seconds=sum(stage["seconds"] for stage in run_info["stages"] if not stage["reused"]),
         serve=serve_command(
-            str(facts["target"]),
-            str(facts["export"]),
+            str(run_info["target"]),
+            str(run_info["export"]),
             evaluation.get("k", DRAFT_TOKENS),
-            facts.get("layout", Layout.vllm.value),
+            run_info.get("layout", Layout.vllm.value),
         ),
     )
 
 
 def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(number, what it counts, what to hold it against) of the figures at the top."""
+    """Return (number, name, comparison) of the figures at the top of the page."""
     greedy = evaluation.get("greedy")
     if not greedy:
         return []
@@ -196,24 +195,29 @@ def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
         times = f"{_duration(greedy['seconds'])} instead of {_duration(greedy['plain_seconds'])}"
         found.append((_times(greedy["speedup"]), "measured speed-up", times))
     num_completions = greedy["num_identical"] + greedy["num_near_tie"] + greedy["num_different"]
-    rest = f"{greedy['num_near_tie']} part at a near-tie, {greedy['num_different']} differ"
-    found.append((f"{greedy['num_identical']}/{num_completions}", "texts identical to the target's", rest))
+    rest = f"{greedy['num_near_tie']} near-tie, {greedy['num_different']} different"
+    found.append(
+        (f"{greedy['num_identical']}/{num_completions}", "completions identical to the target's", rest)
+    )
     return found
 
 
-def _configuration(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _configuration(run_info: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("recipe", facts["recipe"]),
-        ("target", facts["target"]),
-        ("training data", facts["train_data"]),
-        ("trained on", samples_text(facts)),
-        ("optimizer steps", steps_text(facts)),
-        ("drafter", f"{facts['drafter_parameters']:,} parameters"),
-        ("aux layer ids", ", ".join(map(str, facts["aux_layer_ids"])) + " (decoder layers applied)"),
-        ("draft vocabulary", vocabulary_text(facts)),
-        ("export", facts["export"]),
-        ("git revision", facts["git_revision"]),
-        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(facts["versions"].items()))),
+        ("recipe", run_info["recipe"]),
+        ("target", run_info["target"]),
+        ("training data", run_info["train_data"]),
+        ("trained on", describe_samples(run_info)),
+        ("optimizer steps", describe_steps(run_info)),
+        ("drafter", f"{run_info['drafter_parameters']:,} parameters"),
+        ("aux layer ids", ", ".join(map(str, run_info["aux_layer_ids"])) + " (decoder layers applied)"),
+        ("draft vocabulary", describe_vocabulary(run_info)),
+        ("export", run_info["export"]),
+        ("git revision", run_info["git_revision"]),
+        (
+            "versions",
+            ", ".join(f"{name} {version}" for name, version in sorted(run_info["versions"].items())),
+        ),
     ]
     return [(name, str(value)) for name, value in rows if value is not None]
 

@@ -30,7 +30,7 @@ from train.context import RunContext
 from train.drafter.build import frozen_rows
 from train.drafter.export_checks import require_valid
 from train.reporting.model_card import write_model_card
-from train.stages.report import run_facts
+from train.stages.report import describe_run
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
 
@@ -86,9 +86,9 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
         complete=complete,
         **written,
     )
-    facts = run_facts(context) | {"export": context.output_dir / "export"}
+    run_info = describe_run(context) | {"export": context.output_dir / "export"}
     exported = read_json(directory / "checkpoint" / "config.json")
-    write_model_card(directory / "checkpoint", facts, {}, exported)
+    write_model_card(directory / "checkpoint", run_info, {}, exported)
     return {"step": best["step"], "validation_acceptance_length": best["acceptance_length"]}
 
 

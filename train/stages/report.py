@@ -16,15 +16,15 @@ from train.versions import git_revision, package_versions
 def run_report(context: RunContext) -> str:
     """Writes `report/` and the export's model card with the measured numbers; returns the table to print."""
     evaluation = read_json(context.artifacts[Stage.evaluate].directory / "evaluation.json")
-    facts = run_facts(context) | {"export": context.output_dir / "export"}
+    run_info = describe_run(context) | {"export": context.output_dir / "export"}
     metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
-    facts["report"] = write_report(context.output_dir, metrics, evaluation, facts)
+    run_info["report"] = write_report(context.output_dir, metrics, evaluation, run_info)
     export = context.artifacts[Stage.export].directory / "checkpoint"
-    write_model_card(export, facts, evaluation, read_json(export / "config.json"))
-    return format_table(evaluation, facts)
+    write_model_card(export, run_info, evaluation, read_json(export / "config.json"))
+    return format_table(evaluation, run_info)
 
 
-def run_facts(context: RunContext) -> dict[str, Any]:
+def describe_run(context: RunContext) -> dict[str, Any]:
     """What the report and the model card say of the run."""
     config = context.config
     records = {

@@ -1,6 +1,6 @@
-"""A server on loopback that speaks as much of the Hub's API as uploading a model takes.
+"""A server on loopback with the part of the Hub's API that uploads a model.
 
-Source: what huggingface_hub's client sends, and https://huggingface.co/docs/hub/api.
+Source: the requests of huggingface_hub's client, and https://huggingface.co/docs/hub/api.
 """
 
 import base64
@@ -14,12 +14,12 @@ from threading import Thread
 from typing import Any
 
 TOKEN = "hf_ThisIsAToken"
-SMALL = 4096  # larger files go the way of LFS
+SMALL = 4096  # larger files are uploaded by LFS
 
 
 @dataclass
 class Hub:
-    """What the server holds; a repository's commits are whole listings of its files."""
+    """The server's state; each commit of a repository has all of its files."""
 
     url: str = ""
     private: dict[str, bool] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Hub:
         return commits[-1][1] if commits else {}
 
     def oid(self, content: bytes) -> str:
-        """As git names a file's content; of a large one, its sha256."""
+        """Return git's name of a file's content; for a large file, its sha256."""
         if len(content) > SMALL:
             return hashlib.sha256(content).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

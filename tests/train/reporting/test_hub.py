@@ -1,4 +1,4 @@
-"""The real client against a server of ours: what lands in the repository, and what never does."""
+"""Pushes with the real client to a local server: what is in the repository, and what must not be."""
 
 import runpy
 import shutil
@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from eagle31.json_files import read_json, write_json
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
+from tests.train.reporting.finished_run import evaluation, run_info
 from tests.train.reporting.hub_server import TOKEN, Hub, running_hub
-from tests.train.reporting.run_records import evaluation, facts
 from tests.train.torchrun import ROOT
 
 REPO = "someone/drafter"
@@ -27,11 +27,11 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run leaves, as far as a push reads it."""
+    """Return the output directory of a run with the files that a push reads."""
     directory = tmp_path_factory.mktemp("run")
     write_tiny_export(directory / "export", save_target_with_tokenizer(directory / "target"))
     (directory / "report").mkdir()
-    known = {"evaluation": evaluation(), "facts": facts() | {"target": "Qwen/Qwen3-8B"}, "metrics": []}
+    known = {"evaluation": evaluation(), "run": run_info() | {"target": "Qwen/Qwen3-8B"}, "metrics": []}
     write_json(directory / "report" / "metrics.json", known)
     (directory / "report" / "summary.png").write_bytes(b"\x89PNG" + bytes(9000))
     return directory
@@ -49,9 +49,9 @@ class Done:
 
 @pytest.fixture
 def push(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Push:
-    """`scripts/push_to_hub`, its client turned to the server."""
+    """Return a function that runs `scripts/push_to_hub` against the local server."""
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol than the Hub's API
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a different protocol from the Hub's API
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
 
     def run(*arguments: object, token: str | None = TOKEN) -> Done:
@@ -71,7 +71,7 @@ def push(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     return run
 
 
-def test_everything_goes_up_in_one_private_commit(hub: Hub, push: Push, finished: Path) -> None:
+def test_everything_is_uploaded_in_one_private_commit(hub: Hub, push: Push, finished: Path) -> None:
     done = push(finished, "--repo", REPO, "--license", "apache-2.0")
     assert done.status == 0, done.stderr
     assert hub.private == {REPO: True}
@@ -92,7 +92,7 @@ def test_everything_goes_up_in_one_private_commit(hub: Hub, push: Push, finished
         assert TOKEN not in text
 
 
-def test_what_is_there_already_is_not_committed_again(hub: Hub, push: Push, finished: Path) -> None:
+def test_unchanged_files_are_not_committed_again(hub: Hub, push: Push, finished: Path) -> None:
     for _ in range(2):
         assert push(finished, "--repo", REPO, "--public").status == 0
     assert len(hub.commits[REPO]) == 1
@@ -101,7 +101,7 @@ def test_what_is_there_already_is_not_committed_again(hub: Hub, push: Push, fini
     assert len(hub.commits[REPO]) == 2
 
 
-def test_a_failed_upload_commits_nothing(hub: Hub, push: Push, finished: Path) -> None:
+def test_failed_upload_commits_nothing(hub: Hub, push: Push, finished: Path) -> None:
     hub.refuses_objects = True
     done = push(finished, "--repo", REPO)
     assert done.status == 1
@@ -110,7 +110,7 @@ def test_a_failed_upload_commits_nothing(hub: Hub, push: Push, finished: Path) -
     assert not hub.commits
 
 
-def test_a_dry_run_asks_nobody(hub: Hub, push: Push, finished: Path) -> None:
+def test_dry_run_sends_no_request(hub: Hub, push: Push, finished: Path) -> None:
     done = push(finished, "--repo", REPO, "--dry-run", token=None)
     assert done.status == 0, done.stderr
     for name in ("model.safetensors", "config.json", "plots/summary.png", "private", "## Serve"):
@@ -118,11 +118,11 @@ def test_a_dry_run_asks_nobody(hub: Hub, push: Push, finished: Path) -> None:
     assert not hub.requests
 
 
-def test_the_base_model_takes_the_embedded_targets_place(push: Push, finished: Path, tmp_path: Path) -> None:
+def test_base_model_replaces_the_embedded_target(push: Push, finished: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(finished, directory)
     known = read_json(directory / "report" / "metrics.json")
-    known["facts"] |= {"target": "/cache/embedded-3f2a91/model", "target_embedded": True}
+    known["run"] |= {"target": "/cache/embedded-3f2a91/model", "target_embedded": True}
     write_json(directory / "report" / "metrics.json", known)
     done = push(directory, "--repo", REPO, "--base-model", "someone/small-llama", "--dry-run", token=None)
     assert "drafter for someone/small-llama" in done.stdout
@@ -133,13 +133,13 @@ def test_the_base_model_takes_the_embedded_targets_place(push: Push, finished: P
     ("arguments", "token", "message"),
     [
         (("--repo", REPO), None, "HF_TOKEN"),
-        (("--repo", REPO), "hf_AnotherToken", "may not write there"),
+        (("--repo", REPO), "hf_AnotherToken", "no write access"),
         (("--repo", "drafter"), TOKEN, "OWNER/NAME"),
         (("--repo", "someone/dra fter"), TOKEN, "hub.repo_id=someone/dra fter"),
         (("--repo", REPO, "--base-model", "here"), TOKEN, "hub.base_model=here"),
     ],
 )
-def test_what_cannot_succeed_is_named(
+def test_pushes_that_cannot_succeed_are_refused(
     hub: Hub,
     push: Push,
     finished: Path,
@@ -155,12 +155,12 @@ def test_what_cannot_succeed_is_named(
     assert not hub.commits
 
 
-def test_a_run_without_an_export_is_named(push: Push, tmp_path: Path) -> None:
+def test_run_without_an_export_is_refused(push: Push, tmp_path: Path) -> None:
     done = push(tmp_path, "--repo", REPO)
     assert "run the stage 'export' first" in done.stderr
 
 
-def test_a_hub_that_is_not_there_is_named(
+def test_unreachable_hub_is_reported(
     hub: Hub, push: Push, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.train.reporting.run_records import evaluation, facts
+from tests.train.reporting.finished_run import evaluation, run_info
 from train.reporting.model_card import model_card, serve_command, write_model_card
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "fc_norm": True, "norm_output": True}
@@ -18,7 +18,7 @@ def front_matter(card: str) -> dict[str, Any]:
 
 
 def test_front_matter_parses_back() -> None:
-    known = facts() | {
+    known = run_info() | {
         "target": "Qwen/Qwen3-8B",
         "train_data": "openai/gsm8k",
         "license": "other: ask # first",
@@ -33,14 +33,12 @@ def test_front_matter_parses_back() -> None:
     }
 
 
-def test_paths_are_neither_models_of_the_hub_nor_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_not_hub_ids_and_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for target in ("models/mine", str(tmp_path / "models" / "mine")):
         card = model_card(
-            facts() | {"target": target, "train_data": "/data/private/chat.jsonl"}, evaluation(), CONFIG
+            run_info() | {"target": target, "train_data": "/data/private/chat.jsonl"}, evaluation(), CONFIG
         )
         assert not {"base_model", "datasets", "license"} & front_matter(card).keys()
         assert str(tmp_path) not in card
@@ -48,15 +46,15 @@ def test_paths_are_neither_models_of_the_hub_nor_published(
         assert "/home/someone" not in card
 
 
-def test_the_embedded_target_has_a_name() -> None:
-    known = facts() | {"target": "/cache/embedded-3f2a91/model", "target_embedded": True}
+def test_embedded_target_has_a_name() -> None:
+    known = run_info() | {"target": "/cache/embedded-3f2a91/model", "target_embedded": True}
     card = model_card(known, evaluation(), CONFIG)
     assert "# EAGLE 3.1 drafter for eagle31's embedded target\n" in card
     assert "vllm serve model " in card
 
 
 def test_every_number_has_k_temperature_and_engine() -> None:
-    card = model_card(facts(), evaluation(), CONFIG)
+    card = model_card(run_info(), evaluation(), CONFIG)
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines() if "trained |" in line
     ]
@@ -66,16 +64,16 @@ def test_every_number_has_k_temperature_and_engine() -> None:
         ["untrained", "4", "0", "1.00"],
     ]
     assert "eagle31 (transformers, float32, cpu)" in card
-    assert "31 of 32 identical, 1 part at a near-tie" in card
+    assert "31 of 32 identical, 1 near-tie" in card
     assert "not from vLLM" in card
 
 
-def test_numbers_from_vllm_are_said_to_be_so() -> None:
+def test_results_from_vllm_are_named_as_such() -> None:
     engine = "vLLM 0.32.0, bfloat16, cuda, 8 at a time"
-    card = model_card(facts(), evaluation() | {"engine": engine, "untrained": None}, CONFIG)
+    card = model_card(run_info(), evaluation() | {"engine": engine, "untrained": None}, CONFIG)
     assert f"engine: {engine}" in card
     assert "not from vLLM" not in card
-    assert "how many prompts are decoded at a time" in card
+    assert "the number of concurrent prompts" in card
     assert "| untrained |" not in card
 
 
@@ -89,24 +87,24 @@ def test_serve_command_survives_the_shell() -> None:
     }
 
 
-def test_speculators_layout_is_served_by_itself() -> None:
+def test_speculators_layout_needs_no_target_in_the_serve_command() -> None:
     assert shlex.split(serve_command("t", "/my export", 3, "speculators")) == ["vllm", "serve", "/my export"]
-    card = model_card(facts(), evaluation(), CONFIG | {"speculators_model_type": "eagle3"})
+    card = model_card(run_info(), evaluation(), CONFIG | {"speculators_model_type": "eagle3"})
     assert "\nvllm serve PATH_OF_THIS_DIRECTORY\n" in card
 
 
-def test_card_of_a_run_that_measured_nothing() -> None:
-    known = facts() | {"best_step": None, "draft_vocab_size": None, "num_tokens": None, "git_revision": None}
-    eagle3 = CONFIG | {"fc_norm": False, "norm_output": False}
-    card = model_card(known, {}, eagle3)
-    assert "Not measured." in card
+def test_card_of_a_run_without_evaluation() -> None:
+    missing = ("best_step", "draft_vocab_size", "num_tokens", "git_revision")
+    known = run_info() | dict.fromkeys(missing)
+    card = model_card(known, {}, CONFIG | {"fc_norm": False, "norm_output": False})
+    assert "Not evaluated." in card
     assert '"num_speculative_tokens": 3' in card
     assert "# EAGLE 3 drafter" in card
-    assert "all of the target's" in card
+    assert "the target's full vocabulary" in card
     assert "None" not in card
 
 
 def test_write_model_card(tmp_path: Path) -> None:
-    path = write_model_card(tmp_path, facts(), evaluation(), CONFIG)
+    path = write_model_card(tmp_path, run_info(), evaluation(), CONFIG)
     assert path == tmp_path / "README.md"
-    assert path.read_text() == model_card(facts(), evaluation(), CONFIG)
+    assert path.read_text() == model_card(run_info(), evaluation(), CONFIG)

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from eagle31.json_files import read_json, write_json, write_jsonl
-from tests.train.reporting.run_records import (
+from tests.train.reporting.finished_run import (
     evaluation,
-    facts,
-    run_records,
-    train_records,
-    validation_record,
+    finished_metrics,
+    run_info,
+    train_metrics,
+    validation_metrics,
 )
 from train.reporting.plots import COLOURS, build_panels, to_svg
 from train.reporting.report import format_table, refresh_page, write_report
@@ -32,7 +32,7 @@ PICTURES = {
 
 
 class Page(HTMLParser):
-    """The visible text of a page, the ids in it, and what it would load from elsewhere."""
+    """The visible text of a page, its ids, and the URLs that it would load."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Page(HTMLParser):
 def report(directory: Path, metrics: list[dict[str, Any]], measured: dict[str, Any], **known: Any) -> Page:
     metrics_path = directory / "metrics.jsonl"
     write_jsonl(metrics_path, metrics)
-    path = write_report(directory, metrics_path, measured, facts() | known)
+    path = write_report(directory, metrics_path, measured, run_info() | known)
     assert path == directory / "report" / "index.html"
     return Page(path.read_text(encoding="utf-8"))
 
@@ -71,10 +71,10 @@ def pictures(directory: Path) -> set[str]:
 
 def test_full_report(tmp_path: Path) -> None:
     style = dict(matplotlib.rcParams)
-    page = report(tmp_path, run_records(), evaluation())
+    page = report(tmp_path, finished_metrics(), evaluation())
     assert pictures(tmp_path) == PICTURES
     saved = read_json(tmp_path / "report" / "metrics.json")
-    assert saved == {"evaluation": evaluation(), "facts": facts(), "metrics": run_records()}
+    assert saved == {"evaluation": evaluation(), "run": run_info(), "metrics": finished_metrics()}
     for shown in (
         "2.53",
         "1.80×",
@@ -104,27 +104,27 @@ def test_report_without_the_optional_parts(tmp_path: Path) -> None:
     assert "2.53" in page.text
     assert "temperature 1" not in page.text.replace("\xa0", " ")
     assert pictures(tmp_path) == {"draft_length.png", "acceptance_by_position.png", "summary.png"}
-    assert "2.53" in format_table(measured, facts())
+    assert "2.53" in format_table(measured, run_info())
 
 
-def test_an_untrained_drafter_that_was_only_replayed_is_said_to_be_so(tmp_path: Path) -> None:
+def test_untrained_drafter_that_was_only_replayed_is_marked(tmp_path: Path) -> None:
     measured = evaluation() | {"engine": "vLLM 0.32.0, bfloat16, cuda, 8 at a time", "untrained": None}
-    page = report(tmp_path, run_records(), measured)
+    page = report(tmp_path, finished_metrics(), measured)
     assert "untrained 1.00 by replay, perfect 5" in page.text
     assert "vLLM 0.32.0, bfloat16, cuda, 8 at a time" in page.text
-    assert "untrained, by replay" in format_table(measured, facts())
-    assert "untrained, by replay" not in format_table(evaluation(), facts())
+    assert "untrained, by replay" in format_table(measured, run_info())
+    assert "untrained, by replay" not in format_table(evaluation(), run_info())
 
 
-def test_early_report_drops_the_pictures_of_the_one_before(tmp_path: Path) -> None:
+def test_early_report_removes_the_pictures_of_an_earlier_report(tmp_path: Path) -> None:
     (tmp_path / "report").mkdir()
     for name in PICTURES:
         (tmp_path / "report" / name).touch()
-    records = train_records(num_steps=2, num_depths=1)
+    records = train_metrics(num_steps=2, num_depths=1)
     page = report(tmp_path, records, {}, best_step=None, draft_vocab_size=None, git_revision=None)
     assert "Not evaluated yet" in page.text
     assert pictures(tmp_path) == {"loss.png", "acceptance_over_training.png", "summary.png"}
-    assert "export" in format_table({}, facts())
+    assert "export" in format_table({}, run_info())
 
 
 def test_page_shows_names_as_text(tmp_path: Path) -> None:
@@ -132,23 +132,23 @@ def test_page_shows_names_as_text(tmp_path: Path) -> None:
     assert "script" not in page.tags
 
 
-def test_the_embedded_target_has_a_name_and_is_served_from_its_directory(tmp_path: Path) -> None:
+def test_embedded_target_has_a_name_and_is_served_from_its_directory(tmp_path: Path) -> None:
     page = report(tmp_path, [], evaluation(), target="/cache/embedded-3f2a91/model", target_embedded=True)
     assert "Drafter for eagle31's embedded target" in page.text
     assert "vllm serve /cache/embedded-3f2a91/model " in page.text
 
 
-def test_different_texts_are_pointed_out(tmp_path: Path) -> None:
+def test_different_completions_are_highlighted(tmp_path: Path) -> None:
     measured = evaluation() | {"by_draft_length": None}
     measured["greedy"] |= {"num_identical": 29, "num_different": 2}
     page = report(tmp_path, [], measured)
     assert "29/32" in page.text
     assert "warning small" in page.classes
-    assert "2 differ" in format_table(measured, facts())
+    assert "2 different" in format_table(measured, run_info())
 
 
 def test_depth_curves_show_what_was_logged() -> None:
-    records = train_records(num_steps=6, every=1, num_depths=3)
+    records = train_metrics(num_steps=6, every=1, num_depths=3)
     axes = Figure().subplots()
     build_panels(records, {})["loss"].draw(axes)
     assert len(axes.lines) == 3
@@ -160,14 +160,14 @@ def test_depth_curves_show_what_was_logged() -> None:
 
 @pytest.mark.parametrize("key", ["loss", "agreement"])
 def test_diverged_run_is_drawn(key: str) -> None:
-    records = train_records(num_steps=6, every=1, num_depths=2)
+    records = train_metrics(num_steps=6, every=1, num_depths=2)
     for depth in records[-1]["depth"]:
         depth[key] = float("nan")
     assert to_svg(build_panels(records, {})[key]).startswith("<svg")
 
 
 def test_long_runs_are_drawn_as_means() -> None:
-    records = train_records(num_steps=1001, every=1, num_depths=1)
+    records = train_metrics(num_steps=1001, every=1, num_depths=1)
     axes = Figure().subplots()
     build_panels(records, {})["loss"].draw(axes)
     y = np.asarray(axes.lines[0].get_ydata())
@@ -177,7 +177,7 @@ def test_long_runs_are_drawn_as_means() -> None:
 
 
 def test_names_of_close_curves_do_not_overlap() -> None:
-    record = validation_record(400)
+    record = validation_metrics(400)
     record["acceptance_length"] = {str(k): 1.5 + 0.001 * k for k in range(1, 6)}
     figure = Figure(layout="constrained")
     axes = figure.subplots()
@@ -190,13 +190,13 @@ def test_names_of_close_curves_do_not_overlap() -> None:
 
 
 def test_svg_follows_the_page(tmp_path: Path) -> None:
-    for panel in build_panels(run_records(), evaluation(), best_step=360).values():
+    for panel in build_panels(finished_metrics(), evaluation(), best_step=360).values():
         svg = to_svg(panel)
         ET.fromstring(svg)
         assert "font-family" not in svg
         outside = re.sub(r"light-dark\(#[0-9a-f]{6}, #[0-9a-f]{6}\)", "", svg)
         fixed = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", outside))
-        assert fixed <= {"#ffffff"}, panel.name  # nothing of a colour that one of the schemes would hide
+        assert fixed <= {"#ffffff"}, panel.name  # no colour that one of the schemes would hide
 
 
 def test_text_is_legible_in_both_schemes() -> None:
@@ -214,7 +214,7 @@ def luminance(colour: str) -> float:
 
 
 def test_table_columns_are_aligned() -> None:
-    text = format_table(evaluation(), facts() | {"report": Path("/runs/report/index.html")})
+    text = format_table(evaluation(), run_info() | {"report": Path("/runs/report/index.html")})
     rows = text.split("\n\n")[0].splitlines()
     assert rows[0].split("  ")[0] == "drafter"
     ends = {
@@ -222,13 +222,13 @@ def test_table_columns_are_aligned() -> None:
         for row, value in zip(rows[1:], ("2.53", "2.15", "1.00", "2.53"), strict=True)
     }
     assert ends == {rows[0].index("acceptance length") + len("acceptance length")}
-    assert "engine   eagle31 (transformers, float32, cpu)" in text
-    assert text.endswith("report   /runs/report/index.html")
+    assert "engine       eagle31 (transformers, float32, cpu)" in text
+    assert text.endswith("report       /runs/report/index.html")
 
 
-def test_speed_in_vllm_is_shown_for_the_export_it_was_measured_with(tmp_path: Path) -> None:
+def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
     export = tmp_path / "export"
-    report(tmp_path, run_records(), evaluation())
+    report(tmp_path, finished_metrics(), evaluation())
     spread = {"median": 41.5, "lowest": 40.0, "highest": 43.0}
     numbers = {
         "engine": "vLLM 0.32.0",

@@ -1,11 +1,11 @@
-"""A run's records as training and evaluation write them, for the tests of what a person looks at."""
+"""The metrics and results of a finished run, as training and evaluation write them."""
 
 import math
 import random
 from typing import Any
 
 
-def train_records(
+def train_metrics(
     num_steps: int = 400, every: int = 2, num_depths: int = 7, seed: int = 0
 ) -> list[dict[str, Any]]:
     noise = random.Random(seed)
@@ -41,7 +41,7 @@ def train_records(
     return records
 
 
-def validation_record(step: int, num_steps: int = 400, max_k: int = 4) -> dict[str, Any]:
+def validation_metrics(step: int, num_steps: int = 400, max_k: int = 4) -> dict[str, Any]:
     conditional = [0.66 * (1 - math.exp(-3.5 * step / num_steps)) * 0.97**i for i in range(max_k)]
     absolute = [math.prod(conditional[: i + 1]) for i in range(max_k)]
     return {
@@ -53,10 +53,10 @@ def validation_record(step: int, num_steps: int = 400, max_k: int = 4) -> dict[s
     }
 
 
-def run_records() -> list[dict[str, Any]]:
-    records = train_records()
+def finished_metrics() -> list[dict[str, Any]]:
+    records = train_metrics()
     for index, step in enumerate(range(0, 401, 40)):
-        records.insert(index * 21, validation_record(step))
+        records.insert(index * 21, validation_metrics(step))
     return records
 
 
@@ -102,7 +102,7 @@ def evaluation() -> dict[str, Any]:
     }
 
 
-def facts() -> dict[str, Any]:
+def run_info() -> dict[str, Any]:
     return {
         "recipe": "quickstart",
         "target": "/home/someone/.cache/eagle31/embedded-3f2a91",
