@@ -109,7 +109,7 @@ def _table(group: Group, fields: list[dataclasses.Field]) -> list[str]:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in fields:
         key = f"{group.key}.{field.name}" if group.key else field.name
-        meaning = " ".join([_sentence(comments[field.name]), *_values(hints[field.name])]).strip()
+        meaning = "<br>".join(filter(None, [_sentence(comments[field.name]), *_values(hints[field.name])]))
         rows.append(f"| `{key}` | {_type(hints[field.name])} | {_default(field)} | {_escaped(meaning)} |")
     return rows
 
@@ -149,7 +149,7 @@ def _values(kind: Any) -> list[str]:
     shown = []
     for member in choice:
         comment = _code(comments[member.name]).rstrip(".")
-        shown.append(f"<br>`{member.value}`" + (f": {comment}" if comment else ""))
+        shown.append(f"`{member.value}`" + (f": {comment}" if comment else ""))
     return shown
 
 
@@ -187,6 +187,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, list):
+        if value and all(isinstance(one, Enum) for one in value) and len(value) == len(type(value[0])):
+            return "all"
         return f"[{', '.join(_shown(one) for one in value)}]"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
