@@ -113,7 +113,8 @@ def test_the_diagram_shows_which_folder_imports_which(package: str) -> None:
 
 def level(levels: dict[str, int], room: str) -> int:
     """Return the line of a folder, or of the nearest folder above it that is drawn."""
-    while room not in levels:
-        assert "/" in room, "the diagram lacks a folder"
-        room = room.rpartition("/")[0]
-    return levels[room]
+    drawn = room
+    while drawn not in levels:
+        assert "/" in drawn, f"the diagram lacks {room}"
+        drawn = drawn.rpartition("/")[0]
+    return levels[drawn]
