@@ -187,7 +187,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, list):
-        if value and all(isinstance(one, Enum) for one in value) and len(value) == len(type(value[0])):
+        if value and isinstance(value[0], Enum) and value == list(type(value[0])):
             return "all"
         return f"[{', '.join(_shown(one) for one in value)}]"
     if isinstance(value, bool) or value is None:
