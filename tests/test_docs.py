@@ -102,19 +102,19 @@ def test_the_diagram_shows_which_folder_imports_which(package: str) -> None:
     levels = drawn_levels(package)
     assert levels
     for file in python_files(package):
-        room = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        assert room is not None
+        importer = drawn(".".join(file.relative_to(ROOT).with_suffix("").parts), levels)
         for module in imported_modules(file):
-            imported = room_of(module) if module.split(".")[0] == package else None
-            if imported in (None, room):
+            if module.split(".")[0] != package or room_of(module) is None:
                 continue
-            assert level(levels, imported) < level(levels, room), f"{file} imports {module}"
+            imported = drawn(module, levels)
+            assert imported == importer or levels[imported] < levels[importer], f"{file} imports {module}"
 
 
-def level(levels: dict[str, int], room: str) -> int:
-    """Return the line of a folder, or of the nearest folder above it that is drawn."""
-    drawn = room
-    while drawn not in levels:
-        assert "/" in drawn, f"the diagram lacks {room}"
-        drawn = drawn.rpartition("/")[0]
-    return levels[drawn]
+def drawn(module: str, levels: dict[str, int]) -> str:
+    """Return the name in the diagram for a module: its folder, or the nearest one above that is drawn."""
+    room = room_of(module)
+    assert room is not None
+    while room not in levels:
+        assert "/" in room, f"the diagram lacks {room_of(module)}"
+        room = room.rpartition("/")[0]
+    return room
