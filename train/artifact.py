@@ -1,4 +1,4 @@
-"""Stage results: directories named by the fingerprint of what they depend on, finished once recorded."""
+"""Stage results: directories named by a fingerprint of what they depend on."""
 
 import hashlib
 import json
@@ -9,21 +9,21 @@ from typing import Any
 
 from eagle31.json_files import read_json, write_json
 
-RECORD = "stage.json"
+MANIFEST = "stage.json"
 
 
 def fingerprint(inputs: dict[str, Any]) -> str:
-    """12 hexadecimal digits over the canonical JSON of `inputs`."""
+    """Return 12 hexadecimal digits over the canonical JSON of `inputs`."""
     text = json.dumps(inputs, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """Where one stage's result lies, finished or not."""
+    """The directory of one stage's result, which is finished once it has a manifest."""
 
     stage: str
-    inputs: dict[str, Any]
+    inputs: dict[str, Any]  # everything that the result depends on
     directory: Path
 
     @staticmethod
@@ -31,33 +31,38 @@ class Artifact:
         return Artifact(stage, inputs, output_dir / f"{stage}-{fingerprint(inputs)}")
 
     @property
-    def record_path(self) -> Path:
-        return self.directory / RECORD
+    def manifest_path(self) -> Path:
+        return self.directory / MANIFEST
 
     @property
     def finished(self) -> bool:
-        return self.record_path.exists()
+        return self.manifest_path.exists()
 
     @property
-    def record(self) -> dict[str, Any]:
-        return read_json(self.record_path)
+    def manifest(self) -> dict[str, Any]:
+        return read_json(self.manifest_path)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the stage returned when it finished: counts and other numbers."""
+        return self.manifest["facts"]
 
     @property
     def key(self) -> str:
-        """What a later stage depends on."""
+        """The name by which later stages include this result in their inputs."""
         return self.directory.name
 
-    def finish(self, seconds: float, facts: dict[str, Any]) -> None:
-        """Marks the result complete; nothing in the directory counts before."""
-        record = {
+    def finish(self, seconds: float, summary: dict[str, Any]) -> None:
+        """Write the manifest, which marks the result as complete."""
+        manifest = {
             "stage": self.stage,
             "inputs": self.inputs,
-            "facts": facts,
+            "facts": summary,
             "seconds": round(seconds, 3),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        write_json(self.record_path, record)
+        write_json(self.manifest_path, manifest)
 
     def reopen(self) -> None:
-        """Part of the result is lost: the next run makes what is missing of it."""
-        self.record_path.unlink(missing_ok=True)
+        """Mark the result as unfinished, so that the next run makes the part that is lost."""
+        self.manifest_path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What the stages of a run share: the target, its tokenizer, the drafter's shape."""
+"""The state that the stages of a run share: the target, its tokenizer, the drafter's shape."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -44,12 +44,12 @@ from train.inference.vllm import capture_engine, completion_endpoints
 
 @dataclass
 class RunContext:
-    """One run. What is costly is made at first use and kept."""
+    """One run. Expensive values are made at first use and kept."""
 
     config: RunConfig
     world: World
     artifacts: dict[Stage, Artifact] = field(default_factory=dict)
-    reused: set[str] = field(default_factory=set)  # stages whose finished result was found
+    reused: set[str] = field(default_factory=set)  # names of the stages that were finished already
 
     @property
     def output_dir(self) -> Path:
@@ -57,7 +57,7 @@ class RunContext:
 
     @cached_property
     def embedded(self) -> EmbeddedTarget:
-        """The embedded target and its conversations; trained here if this machine has none yet."""
+        """The embedded target and its conversations, trained at first use on this machine."""
         return ensure_embedded_target(Path(self.config.cache_dir) / "embedded", progress=self.world.is_main)
 
     @cached_property
@@ -86,7 +86,7 @@ class RunContext:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
+        """The tokens that end a completion."""
         ids = set(self.parts.eos_token_ids)
         if self.tokenizer.eos_token_id is not None:
             ids.add(self.tokenizer.eos_token_id)
@@ -94,7 +94,7 @@ class RunContext:
 
     @cached_property
     def initial(self) -> LoadedExport | None:
-        """The drafter to start from, in float32 on the CPU."""
+        """The checkpoint in `drafter.init_from`, in float32 on the CPU."""
         if self.initial_directory is None:
             return None
         ids = starting_ids(self.initial_directory, self.config.drafter.aux_layer_ids)
@@ -109,13 +109,13 @@ class RunContext:
 
     @cached_property
     def initial_fingerprint(self) -> str | None:
-        """Of the weights to start from."""
+        """The fingerprint of the weights in `drafter.init_from`."""
         directory = self.initial_directory
         return None if directory is None else Checkpoint(str(directory.resolve())).fingerprint()
 
     @cached_property
     def shape(self) -> DrafterShape:
-        """The recipe's, completed by the checkpoint to start from.
+        """The recipe's shape, completed by the checkpoint in `drafter.init_from`.
 
         Raises:
             UserError: the two contradict each other, or the checkpoint is for another target.
@@ -185,32 +185,32 @@ class RunContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of training."""
+        """The dtype of the training step."""
         return torch.bfloat16 if self.config.deepspeed.precision.value == "bf16" else torch.float32
 
     def drafter_config(self, draft_vocab_size: int) -> DrafterConfig:
-        """The drafter's shape: what the recipe sets, else the target's."""
+        """Return the drafter's complete shape: the values that the recipe sets, else the target's."""
         return complete_shape(
             self.shape, self.parts.config, self.aux_layer_ids, self.parts.vocab_size, draft_vocab_size
         )
 
     def check_drafter(self) -> None:
-        """Refuses a shape, or a checkpoint to start from, that does not fit the target.
+        """Check, before any stage runs, that the shape and `drafter.init_from` fit the target.
 
         Raises:
-            UserError: names what does not fit; before any stage has run.
+            UserError: names what does not fit.
         """
         check_architecture(self.config.target.architecture, self.parts.config)
         config = self.drafter_config(self.shape.draft_vocab_size or self.parts.vocab_size)
         check_layout(config, self.config.export.layout)
 
     def load_target(self) -> tuple[PreTrainedModel, TargetModules]:
-        """The frozen target, loaded anew: stages that use it let it go when they are done."""
+        """Load the frozen target; a stage that uses it drops it when it is done."""
         model = load_target(self.spec, self.world.device)
         return model, locate(model, self.spec)
 
     def open_capture(self) -> HiddenStateCapture:
-        """The target with its hooks, after checking that its head gives its logits."""
+        """Load the target with its capture hooks, and check that its head gives its logits."""
         model, modules = self.load_target()
         capture = HiddenStateCapture(model, modules, self.aux_layer_ids)
         check_head(capture, self.parts.head)

@@ -1,4 +1,4 @@
-"""Who this process is among the run's processes, and waiting without a process group."""
+"""The processes of a run: ranks, sums over them, and waiting without a process group."""
 
 import os
 import time
@@ -15,7 +15,7 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class World:
-    """From torchrun's environment; one process without it."""
+    """This process's place among the processes of the run."""
 
     rank: int
     local_rank: int
@@ -33,6 +33,7 @@ class World:
 
     @staticmethod
     def from_environment() -> "World":
+        """Read torchrun's environment variables; without them the run is one process."""
         return World(
             rank=int(os.environ.get("RANK", 0)),
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),
@@ -41,24 +42,24 @@ class World:
 
 
 def wait_for(path: Path) -> None:
-    """Blocks until a file exists.
+    """Block until a file exists.
 
-    Other ranks wait so for what rank 0 prepares: no process group exists yet that could time out, and
-    torchrun ends everybody when rank 0 fails.
+    The other ranks wait this way for what rank 0 prepares: there is no process group yet that could time out,
+    and torchrun ends all ranks when rank 0 fails.
     """
     while not path.exists():
         time.sleep(POLL_SECONDS)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """In place; the value itself without a process group."""
+    """Sum a tensor over all ranks in place, and return it. Every rank calls."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value
 
 
 def on_main_first(is_main: bool, action: Callable[[], None]) -> None:
-    """Rank 0 acts, everybody meets behind it."""
+    """Run `action` on rank 0 while the other ranks wait. Every rank calls."""
     if is_main:
         action()
     if dist.is_initialized():
@@ -66,6 +67,6 @@ def on_main_first(is_main: bool, action: Callable[[], None]) -> None:
 
 
 def leave_process_group() -> None:
-    """Lets go of it, where there is one."""
+    """Destroy the process group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

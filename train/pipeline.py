@@ -1,4 +1,4 @@
-"""The stages in their order: what is finished is reused, what is missing runs."""
+"""The pipeline: runs the selected stages in order and reuses the ones that are finished."""
 
 import fcntl
 import gc
@@ -40,11 +40,11 @@ from train.versions import git_revision, package_versions
 
 @dataclass(frozen=True)
 class StageRun:
-    """How a stage is fingerprinted and run. `run` fills a directory and returns the facts to record."""
+    """How a stage runs: what its result depends on, and what fills a directory and returns a summary."""
 
     inputs: Callable[[RunContext], dict[str, Any]]
     run: Callable[[RunContext, Path], dict[str, Any]]
-    every_rank: bool = False
+    every_rank: bool = False  # otherwise rank 0 runs it and the others wait
 
 
 STAGES = {
@@ -59,7 +59,7 @@ STAGES = {
 
 
 def run_pipeline(config: RunConfig, world: World) -> None:
-    """Runs the selected stages; every rank calls.
+    """Run the selected stages. Every rank calls.
 
     Raises:
         UserError: bad input, or a selected stage needs one that is neither selected nor finished.
@@ -68,14 +68,14 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     quiet_libraries(world)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
-            write_run_record(config)
+            write_configuration(config)
             announce_plan(context)
         if set(config.stages) != {Stage.plan}:
             run_stages(context)
 
 
 def run_stages(context: RunContext) -> None:
-    """The selected stages in their order."""
+    """Run the selected stages in order, after checking what they need."""
     config, world = context.config, context.world
     selected = set(config.stages)
     order = list(Stage)
@@ -105,12 +105,12 @@ def run_stages(context: RunContext) -> None:
 
 
 def pushes(config: RunConfig) -> bool:
-    """Whether the run ends with a push: a recipe that names no repository pushes nothing unless told to."""
+    """Whether the run ends with a push: without hub.repo_id only if push is the one selected stage."""
     return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])
 
 
 def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
-    """Finds the stage's finished result, or makes it."""
+    """Reuse the stage's finished result, or make it."""
     definition, world = STAGES[stage], context.world
     artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, definition.inputs(context))
     context.artifacts[stage] = artifact
@@ -122,10 +122,10 @@ def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
         raise UserError(
             "stages",
             [one.value for one in context.config.stages],
-            f"They need the result of '{stage.value}', which is not there for this configuration; add it.",
+            f"They need stage '{stage.value}', which has no result for this configuration; add it.",
         )
     if not world.is_main and not definition.every_rank:
-        wait_for(artifact.record_path)
+        wait_for(artifact.manifest_path)
         return
     if world.is_main:
         check_store(context.config, stage)
@@ -133,20 +133,20 @@ def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
     _say(context, f"{stage.value}: {artifact.directory}")
     started = time.perf_counter()
     try:
-        facts = definition.run(context, artifact.directory)
+        summary = definition.run(context, artifact.directory)
     except DamagedShard:
-        # On every rank: the launcher may end rank 0 before it comes here.
+        # On every rank, because the launcher may end rank 0 before it gets here.
         context.artifacts[Stage.capture].reopen()
         raise
     release_memory(context)
     if world.is_main:
-        artifact.finish(time.perf_counter() - started, facts)
-        _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_summary(facts)}")
-    wait_for(artifact.record_path)
+        artifact.finish(time.perf_counter() - started, summary)
+        _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_shown(summary)}")
+    wait_for(artifact.manifest_path)
 
 
 def release_memory(context: RunContext) -> None:
-    """Gives back what a stage held of the GPU: the next may start an engine there, in another process."""
+    """Free the GPU memory that a stage used, because the next may start an engine in another process."""
     if torch.cuda.is_available():
         gc.collect()  # engines and modules refer to each other
         context.parts.head.cpu()
@@ -155,10 +155,10 @@ def release_memory(context: RunContext) -> None:
 
 @contextmanager
 def exclusive(output_dir: Path) -> Iterator[None]:
-    """Holds the output directory for this run; the kernel lets go of it when the process ends.
+    """Lock the output directory for this run; the kernel releases the lock when the process ends.
 
     Raises:
-        UserError: another run holds it, such as the orphaned workers of one whose launcher was killed.
+        UserError: another run holds it, possibly workers that outlived their launcher.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with open(output_dir / ".lock", "w") as file:
@@ -168,20 +168,20 @@ def exclusive(output_dir: Path) -> Iterator[None]:
             raise UserError(
                 "output_dir",
                 output_dir,
-                "Here another run is at work; wait for it or end it.",
+                "Another run is using this directory; wait for it or end it.",
             ) from None
         yield
 
 
 def quiet_libraries(world: World) -> None:
-    """Other libraries' progress bars follow the rule of ours: rank 0, on a terminal."""
+    """Show other libraries' progress bars only on rank 0 and on a terminal."""
     if not (world.is_main and sys.stderr.isatty()):
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
 
 
-def write_run_record(config: RunConfig) -> None:
-    """The resolved configuration, git revision and package versions, beside the results."""
+def write_configuration(config: RunConfig) -> None:
+    """Write the resolved configuration, the git revision and package versions to the output directory."""
     directory = Path(config.output_dir)
     write_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     write_json(
@@ -199,8 +199,8 @@ def _say(context: RunContext, line: str) -> None:
         print(line, flush=True)
 
 
-def _summary(facts: dict[str, Any]) -> str:
-    shown = [f"{key}={_short(value)}" for key, value in facts.items() if isinstance(value, int | float)]
+def _shown(summary: dict[str, Any]) -> str:
+    shown = [f"{key}={_short(value)}" for key, value in summary.items() if isinstance(value, int | float)]
     return f" ({', '.join(shown)})" if shown else ""
 
 

@@ -1,4 +1,4 @@
-"""What stages need that is not ours: vLLM's environment, a Mooncake store."""
+"""External requirements of the stages: vLLM's environment, and a Mooncake store."""
 
 from collections.abc import Set
 
@@ -10,7 +10,7 @@ from train.config.target import TargetEngine
 
 
 def check_environment(config: RunConfig) -> None:
-    """Raises UserError where a selected stage starts vLLM and its environment is not there."""
+    """Raise UserError if a selected stage starts vLLM and vLLM's environment is missing."""
     if starts_vllm(config):
         python = find_python()
         if config.capture.transport is TransportKind.mooncake and joins_mooncake(config, set(config.stages)):
@@ -18,7 +18,7 @@ def check_environment(config: RunConfig) -> None:
 
 
 def check_store(config: RunConfig, stage: Stage) -> None:
-    """Raises UserError where this stage, or a selected one behind it, needs a store that cannot be joined."""
+    """Raise UserError if this stage, or a selected later one, needs a Mooncake store and cannot join it."""
     order = list(Stage)
     if joins_mooncake(config, {one for one in config.stages if order.index(one) >= order.index(stage)}):
         load_mooncake()
@@ -26,7 +26,7 @@ def check_store(config: RunConfig, stage: Stage) -> None:
 
 
 def starts_vllm(config: RunConfig) -> bool:
-    """Whether a selected stage starts an engine of the run's own."""
+    """Whether a selected stage starts a local vLLM engine."""
     selected = config.stages
     capture, in_vllm = config.capture, config.target.engine is TargetEngine.vllm
     if in_vllm and Stage.evaluate in selected:
@@ -39,7 +39,7 @@ def starts_vllm(config: RunConfig) -> bool:
 
 
 def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:
-    """Whether one of these stages puts states into a Mooncake store, or takes them out."""
+    """Whether one of these stages writes states to a Mooncake store or reads them."""
     capture = config.capture
     torchspec = capture.source is CaptureSource.torchspec
     online = capture.mode is CaptureMode.online and (torchspec or capture.transport is TransportKind.mooncake)

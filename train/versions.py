@@ -1,4 +1,4 @@
-"""What a run was made with."""
+"""The versions of the code and the packages that a run uses."""
 
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,7 @@ PACKAGES = (
 
 
 def package_versions() -> dict[str, str]:
-    """Of the packages that numbers depend on."""
+    """Return the versions of the installed packages that results depend on."""
     return {name: version(name) for name in PACKAGES if _installed(name)}
 
 
@@ -30,7 +30,7 @@ def _installed(name: str) -> bool:
 
 
 def git_revision() -> str | None:
-    """The checkout's commit, with `+changes` when files differ from it; None outside a repository."""
+    """Return the checkout's commit, with `+changes` if files differ from it; None outside a repository."""
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:

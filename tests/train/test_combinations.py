@@ -61,7 +61,7 @@ def test_online_killed_regenerated_frozen_head_and_another_width_together(
     assert sum(record["producer_restarts"] for record in before) >= 1
     assert len(list(spools.iterdir())) == 2
     printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
-    assert "resuming behind step 4" in printed
+    assert "resuming after step 4" in printed
     assert "acceptance length" in printed
     assert not list(spools.iterdir())
     assert (directory / "report" / "index.html").is_file()

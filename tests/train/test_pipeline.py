@@ -223,7 +223,7 @@ def test_a_missing_stage_is_named(small_target: EmbeddedTarget, tmp_path: Path) 
 def test_two_runs_do_not_write_to_one_directory(
     small_target: EmbeddedTarget, finished: tuple[Path, str]
 ) -> None:
-    with exclusive(finished[0]), pytest.raises(UserError, match="another run"):
+    with exclusive(finished[0]), pytest.raises(UserError, match="Another run is using this directory"):
         run_here(RECIPE, *arguments(small_target, finished[0]))
 
 
@@ -319,7 +319,7 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(
     assert saved_steps(directory)[-1] == "step-00000008"
     command = [f"recipe={RECIPE}", *arguments(small_target, directory)]
     printed = torchrun(MAIN, *command, "stages=[train]")
-    assert "resuming behind step 8" in printed
+    assert "resuming after step 8" in printed
     assert metrics_of(directory) == metrics_of(finished[0])
 
 

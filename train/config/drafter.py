@@ -14,7 +14,11 @@ class Attention(Enum):
 
 @dataclass
 class DrafterShape:
-    """The drafter's architecture. null takes the value of the checkpoint in init_from, else the target's."""
+    """The drafter's architecture. null takes the value of the checkpoint in init_from, else the target's.
+
+    fc_norm, norm_output and norm_before_residual are never taken from init_from: an EAGLE 3 checkpoint is
+    trained further as EAGLE 3.1, with fc_norm weights that start at one.
+    """
 
     # Kind of attention. null: that of init_from, else gqa, whatever the target has.
     attention: Attention | None = None
@@ -45,8 +49,6 @@ class DrafterShape:
     # and n - 3 for a target of n layers.
     aux_layer_ids: list[int] | None = None
     draft_vocab_size: int | None = None  # Tokens that can be drafted, the most frequent. null: all tokens.
-    # The next three are never taken from init_from: an EAGLE 3 checkpoint continues as EAGLE 3.1, with
-    # fc_norm weights of one.
     fc_norm: bool = True  # Whether each captured state is normalized before the fusion (EAGLE 3.1).
     norm_output: bool = True  # Whether the next step receives the state after the final norm (EAGLE 3.1).
     norm_before_residual: bool = False  # Whether the layer's residual is the normalized input.

@@ -17,8 +17,8 @@ class PlanConfig:
     num_gpus: int | None = None  # Number of GPUs that train. null: the processes of this run.
     target_gpus: int | None = None  # Number of GPUs that run the target. null: those that train.
     gpu_memory_gb: float | None = None  # Memory of one GPU in 10^9 bytes. null: that of this machine's GPU.
-    # Sustained TFLOP/s of one GPU, not its peak. null: training time comes from the speed that an earlier run
-    # in the same output_dir measured, and is unknown without one.
+    # Sustained TFLOP/s of one GPU, not its peak, for the hours of capture and training. For training, the
+    # speed that an earlier run in the same output_dir measured takes precedence. null: unknown.
     tflops_per_gpu: float | None = None
 
 

@@ -1,1 +1,1 @@
-"""What a run will take, before any weight is touched."""
+"""The plan: sizes, memory and time of a run, before any weight is loaded."""

@@ -1,4 +1,4 @@
-"""Memory of one training GPU by part: what DeepSpeed keeps, what stays frozen, what a step takes."""
+"""Memory of one training GPU by part: DeepSpeed's state, frozen tensors, and the training step."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -6,7 +6,7 @@ from eagle31.cost.flops import StepCounts
 from eagle31.cost.memory import StepMemory, step_memory
 from eagle31.model.config import DrafterConfig
 
-# DeepSpeed's own defaults: elements of the buffer in which gradients are reduced, and of the parameters that
+# DeepSpeed's defaults: elements of the buffer in which gradients are reduced, and of the parameters that
 # ZeRO 3 keeps gathered.
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000
 # The driver, NCCL, kernels and the allocator's fragments take the rest.
@@ -15,7 +15,7 @@ USABLE_FRACTION = 0.92
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What a recipe chooses that memory depends on."""
+    """The settings of a recipe that memory depends on."""
 
     zero_stage: int
     bf16: bool
@@ -42,45 +42,50 @@ class TrainerMemory:
     weights: int
     gradients: int
     optimizer: int  # float32 weights and Adam's moments
-    buffers: int  # in which DeepSpeed reduces and gathers
-    frozen: int  # embedding, target's head, draft head where it is not trained
-    update: int  # of the optimizer's step, when there are no activations
+    buffers: int  # for DeepSpeed's reductions and gathers
+    frozen: int  # embedding, the target's head, and the draft head if it is not trained
+    update: int  # temporary tensors of the optimizer's step, when there are no activations
     step: StepMemory
 
     @property
     def total(self) -> int:
-        """The peak, which lies in the forward and backward pass or in the optimizer's step."""
-        standing = self.weights + self.gradients + self.optimizer + self.buffers + self.frozen
-        return standing + max(self.step.total, self.update)
+        """The peak, either in the forward and backward pass or in the optimizer's step."""
+        persistent = self.weights + self.gradients + self.optimizer + self.buffers + self.frozen
+        return persistent + max(self.step.total, self.update)
 
     def parts(self) -> dict[str, int]:
-        """By name, for the table; the last two are never there together."""
-        own = asdict(self)
-        step = own.pop("step")
-        update = own.pop("update")
-        own |= {name: step[name] for name in step}
-        return own | {"optimizer step": update}
+        """Return bytes by name, for the table; step and optimizer step never coincide."""
+        parts = asdict(self)
+        step = parts.pop("step")
+        update = parts.pop("update")
+        return parts | step | {"optimizer step": update}
 
 
 def trainer_memory(
     config: DrafterConfig, num_parameters: int, settings: TrainerSettings, counts: StepCounts, device: str
 ) -> TrainerMemory:
-    """Of the drafter with `num_parameters` trained parameters, on a row with these counts."""
-    size, stage, share = settings.itemsize, settings.zero_stage, settings.world_size
-    split = [share if stage >= needed else 1 for needed in (1, 2, 3)]
-    own_optimizer, own_gradients, own_weights = (num_parameters / n for n in split)
-    weights = 0 if settings.offload_parameters else own_weights * size
-    # Plain float32 has no master weights beside the weights.
+    """Return the memory of training on one rank.
+
+    Args:
+        num_parameters: number of trained parameters.
+        counts: what the largest row has.
+        device: "cuda" or "cpu".
+    """
+    size, stage = settings.itemsize, settings.zero_stage
+    split = [settings.world_size if stage >= needed else 1 for needed in (1, 2, 3)]
+    local_optimizer, local_gradients, local_weights = (num_parameters / n for n in split)
+    weights = 0 if settings.offload_parameters else local_weights * size
+    # Plain float32 has no master weights in addition to the weights.
     moments = 12 if settings.bf16 or stage else 8
-    # The float32 gradient of what a rank updates, and on CUDA the root of the second moment beside it.
-    update = own_optimizer * (4 * (moments == 12) + 4 * (device == "cuda"))
-    # The CPU gives out pages as they are written.
+    # The float32 gradient of what a rank updates, and on CUDA also the root of the second moment.
+    update = local_optimizer * (4 * (moments == 12) + 4 * (device == "cuda"))
+    # A CPU's memory is allocated only as pages are written.
     bucket = _BUCKET if device == "cuda" else min(num_parameters, _BUCKET)
     gathered = min(num_parameters, _LIVE) * size if stage == 3 else 0
     return TrainerMemory(
         weights=round(weights),
-        gradients=round(own_gradients * size),
-        optimizer=0 if settings.offload_optimizer else round(own_optimizer * moments),
+        gradients=round(local_gradients * size),
+        optimizer=0 if settings.offload_optimizer else round(local_optimizer * moments),
         buffers=round(gathered + (bucket * size if stage else 0)),
         frozen=frozen_bytes(config, settings),
         update=0 if settings.offload_optimizer else round(update),
@@ -97,16 +102,16 @@ def trainer_memory(
 
 
 def frozen_bytes(config: DrafterConfig, settings: TrainerSettings) -> int:
-    """The embedding, the target's head, its rows of the draft vocabulary, and a draft head that is frozen."""
+    """Return the bytes of embedding, target head, its draft vocabulary rows, and a frozen draft head."""
     embedding = config.vocab_size * config.hidden_size
     head = config.vocab_size * config.target_hidden_size
     rows = config.draft_vocab_size * config.target_hidden_size if config.pruned else 0
-    own_head = 0 if settings.train_lm_head else config.draft_vocab_size * config.hidden_size
-    return (embedding + head + rows + own_head) * settings.itemsize
+    draft_head = 0 if settings.train_lm_head else config.draft_vocab_size * config.hidden_size
+    return (embedding + head + rows + draft_head) * settings.itemsize
 
 
 def worst_counts(row_tokens: int, num_steps: int) -> StepCounts:
-    """Of a row whose every token is the assistant's: no other takes more memory."""
+    """Return the counts of a row that the assistant wrote entirely, which takes the most memory."""
     rows = tuple(max(row_tokens - 2 - k, 0) for k in range(num_steps))
     return StepCounts(
         keys=row_tokens, rows=rows, tokens=row_tokens, causal_pairs=0, teachers=max(row_tokens - 2, 0)
@@ -114,7 +119,7 @@ def worst_counts(row_tokens: int, num_steps: int) -> StepCounts:
 
 
 def changes(settings: TrainerSettings) -> list[tuple[str, TrainerSettings]]:
-    """What makes it smaller, the cheapest first; each builds on the ones before."""
+    """Return changes that need less memory, the cheapest first; each includes the ones before it."""
     found: list[tuple[str, TrainerSettings]] = []
     now = settings
     for stage in (1, 2):

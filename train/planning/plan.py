@@ -1,4 +1,4 @@
-"""The plan: what a run will take, before any weight is touched."""
+"""The plan of a run: the drafter's shape, memory, the amount of work, and what does not fit."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,26 +16,26 @@ from train.config.training import Precision
 from train.distributed import World
 from train.drafter.shape import complete_shape
 from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
-from train.planning.misfits import Misfit, misfits
+from train.planning.memory_check import Shortage, memory_check
 from train.planning.target import TargetPlan, planned_config, target_plan
 from train.planning.work import WorkPlan, work_plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `plan.json` has."""
+    """The content of `plan.json`."""
 
     recipe: str
     target_model: str
     drafter: DrafterConfig
-    tensors: dict[str, list[int]]  # shape by name, of what is trained
+    tensors: dict[str, list[int]]  # shapes of the trained tensors by name
     num_parameters: int
     settings: TrainerSettings
     memory: TrainerMemory
     target: TargetPlan
     work: WorkPlan
     gpu_bytes: int | None
-    misfits: list[Misfit]
+    shortages: list[Shortage]
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +97,9 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
         target=target,
         work=work,
         gpu_bytes=gpu_bytes,
-        misfits=misfits(config, settings, memory_of, target, work, gpu_bytes, for_this_machine(config)),
+        shortages=memory_check(
+            config, settings, memory_of, target, work, gpu_bytes, for_this_machine(config)
+        ),
         notes=notes(config, drafter, target_config),
     )
 
@@ -117,28 +119,30 @@ def trainer_settings(config: RunConfig, num_gpus: int) -> TrainerSettings:
 
 
 def available_gpu_bytes(config: RunConfig) -> int | None:
-    """What the recipe says, else this machine's first GPU has; None without either."""
+    """Return the recipe's plan.gpu_memory_gb, else the memory of this machine's GPU; None without either."""
     if config.plan.gpu_memory_gb is not None:
         return int(config.plan.gpu_memory_gb * 1e9)
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def for_this_machine(config: RunConfig) -> bool:
-    """Not where the recipe tells of GPUs that are not here."""
+    """Whether the run is for this machine, and not for GPUs that only the recipe describes."""
     return config.plan.gpu_memory_gb is None or torch.cuda.is_available()
 
 
 def notes(config: RunConfig, drafter: DrafterConfig, target_config: Any) -> list[str]:
-    """What the plan cannot see, and what looks like a mistake."""
+    """Return what the plan leaves out, and what looks like a mistake."""
     found = []
     if config.drafter.init_from is not None:
-        found.append("drafter.init_from is not read here: its checkpoint may complete the drafter's shape")
+        found.append(
+            "drafter.init_from is not read for the plan; its checkpoint may change the drafter's shape"
+        )
     if not for_this_machine(config):
-        found.append("there is no GPU here: disks and the spool's memory are not looked at")
+        found.append("this machine has no GPU: disk space and the spool's memory are not checked")
     active, single = active_intermediate_size(target_config), expert_intermediate_size(target_config)
     if single is not None and active is not None and drafter.intermediate_size < active:
         found.append(
-            f"drafter.intermediate_size={drafter.intermediate_size} is narrower than what one token of the "
-            f"target passes through: its experts together are {active} wide, one of them {single}"
+            f"drafter.intermediate_size={drafter.intermediate_size} is narrower than the experts that one "
+            f"token passes through in the target: together they are {active} wide, each {single}"
         )
     return found

@@ -1,26 +1,26 @@
-"""The plan as a table."""
+"""The plan as a table on the terminal."""
 
 from collections import Counter
 
 import torch
 
-from train.planning.misfits import counted, gigabytes
+from train.planning.memory_check import gigabytes, rounded
 from train.planning.plan import Plan
 from train.planning.work import WorkPlan
 from train.tables import aligned
 
 
 def format_plan(plan: Plan) -> str:
-    """The table for stdout."""
+    """Return the plan as text."""
     sections = [_drafter_lines(plan), _memory_lines(plan), _target_lines(plan), work_lines(plan.work)]
     lines = [f"plan: {plan.recipe}, {plan.target_model}"]
     rows = [(f"  {name}", value) for section in sections for name, value in section]
     lines += aligned(rows, text_columns=2)
     lines += [f"  note: {note}" for note in plan.notes]
-    for one in plan.misfits:
+    for one in plan.shortages:
         lines.append(
-            f"  DOES NOT FIT: {one.what} needs {gigabytes(one.needed_bytes)} where "
-            f"{gigabytes(one.available_bytes)} can be had. {one.change}"
+            f"  DOES NOT FIT: {one.what} needs {gigabytes(one.needed_bytes)}, "
+            f"{gigabytes(one.available_bytes)} are available. {one.change}"
         )
     return "\n".join(lines)
 
@@ -53,15 +53,15 @@ def _memory_lines(plan: Plan) -> list[_Line]:
     settings = plan.settings
     how = (
         f"{settings.world_size} x ZeRO {settings.zero_stage} in {'bf16' if settings.bf16 else 'fp32'}, "
-        f"rows of {settings.row_tokens:,} tokens, all of them the assistant's"
+        f"rows of {settings.row_tokens:,} tokens, all written by the assistant"
     )
     offloaded = [name for name in ("offload_optimizer", "offload_parameters") if getattr(settings, name)]
     parts = [(f"  {name.replace('_', ' ')}", gigabytes(size)) for name, size in plan.memory.parts().items()]
     room = "" if plan.gpu_bytes is None else f" of {gigabytes(plan.gpu_bytes)}"
     return [
-        ("training, each process", ", ".join([how, *offloaded])),
+        ("training, per process", ", ".join([how, *offloaded])),
         *parts,
-        ("  at its peak", f"{gigabytes(plan.memory.total)}{room}"),
+        ("  peak", f"{gigabytes(plan.memory.total)}{room}"),
     ]
 
 
@@ -71,14 +71,16 @@ def _target_lines(plan: Plan) -> list[_Line]:
     return [
         (
             "target",
-            f"{counted(counts.total, 4)} parameters, {counted(counts.active, 3)} in a token's products",
+            f"{rounded(counts.total, 4)} parameters, {rounded(counts.active, 3)} active per token",
         ),
-        ("  weights", f"{gigabytes(target.checkpoint_bytes)}, {gigabytes(target.bytes_per_gpu)} a GPU"),
+        ("  weights", f"{gigabytes(target.checkpoint_bytes)}, {gigabytes(target.bytes_per_gpu)} per GPU"),
         ("  capture", target.split),
     ]
 
 
 def work_lines(work: WorkPlan) -> list[_Line]:
+    """Return name and value of each line about the run's work."""
+
     def shown(value: float | None, form: str) -> str:
         return "unknown" if value is None else format(value, form)
 
@@ -87,14 +89,14 @@ def work_lines(work: WorkPlan) -> list[_Line]:
         ("tokens", tokens if work.tokens.known else work.tokens.source),
         (
             "steps",
-            "unknown" if work.steps is None else f"{work.steps:,}, {work.trained_tokens:,} tokens of rows",
+            "unknown" if work.steps is None else f"{work.steps:,}, {work.trained_tokens:,} tokens in rows",
         ),
         ("hidden states", "unknown" if work.store_bytes is None else gigabytes(work.store_bytes)),
-        ("operations of a row", f"{work.step_flops.total:.3g}"),
-        ("operations of training", shown(work.train_flops, ".3g")),
-        ("operations of capture", shown(work.capture_flops, ".3g")),
+        ("FLOPs of a row", f"{work.step_flops.total:.3g}"),
+        ("FLOPs of training", shown(work.train_flops, ".3g")),
+        ("FLOPs of capture", shown(work.capture_flops, ".3g")),
     ]
     if work.rate is None:
-        return [*lines, ("hours", "unknown; give plan.tflops_per_gpu")]
+        return [*lines, ("hours", "unknown; set plan.tflops_per_gpu")]
     capture = "" if work.capture_hours is None else f", capture {work.capture_hours:.3g}"
     return [*lines, ("hours", f"training {shown(work.train_hours, '.3g')}{capture} ({work.rate})")]

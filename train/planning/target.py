@@ -1,4 +1,4 @@
-"""The target in the plan, known by its config alone: parameters, memory, and how it is split for capture."""
+"""The target in the plan, from its config alone: parameters, memory, and how it is split for capture."""
 
 import os
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED, TargetConfig
 
-_DEFAULT_BYTES = 2  # of a parameter whose dtype the config does not tell
+_DEFAULT_BYTES = 2  # of a parameter, if the config has no dtype
 
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """Where the target's weights lie while it is captured."""
+    """The target's weights and the GPUs that hold them during capture."""
 
     parameters: ParameterCounts
     checkpoint_bytes: int
@@ -34,7 +34,7 @@ class TargetPlan:
 
     @property
     def bytes_per_gpu(self) -> int:
-        """Weights alone: the key/value cache and activations take what is left."""
+        """Bytes of weights; the key-value cache and activations use the rest of the GPU."""
         return self.checkpoint_bytes // self.gpus_per_replica
 
     @property
@@ -43,43 +43,43 @@ class TargetPlan:
 
 
 def planned_config(target: TargetConfig) -> PreTrainedConfig:
-    """The config.json that is at hand, else what the recipe says of it, else the hub's.
+    """Return the config.json on this machine, else the recipe's target.architecture, else the Hub's.
 
     Raises:
         UserError: the recipe and config.json differ, or there is neither.
     """
-    own = target.architecture
+    architecture = target.architecture
     if target.model == EMBEDDED:
-        return from_architecture(own)
+        return from_architecture(architecture)
     spec = TargetSpec(target.model, target.revision, trust_remote_code=target.trust_remote_code)
     found = load_cached_config(spec)
     if found is None:
-        return from_architecture(own) if own else load_config(spec)
-    check_architecture(own, found)
+        return from_architecture(architecture) if architecture else load_config(spec)
+    check_architecture(architecture, found)
     return found
 
 
 def target_plan(config: RunConfig, target: PreTrainedConfig, num_gpus: int) -> TargetPlan:
-    """How the target lies on GPUs.
+    """Return how the target is placed on GPUs.
 
     Args:
-        target: its config.
-        num_gpus: that train, and that the target shares unless it has its own.
+        target: the target's config.
+        num_gpus: number of GPUs that train; the target shares them unless plan.target_gpus is set.
     """
     parameters = count_parameters(target)
-    own_gpus = config.plan.target_gpus or num_gpus
-    per_replica, split = _split(config, own_gpus)
+    target_gpus = config.plan.target_gpus or num_gpus
+    per_replica, split = _split(config, target_gpus)
     return TargetPlan(
         parameters=parameters,
         checkpoint_bytes=_checkpoint_bytes(config.target, target, parameters),
-        num_gpus=own_gpus,
+        num_gpus=target_gpus,
         gpus_per_replica=per_replica,
         split=split,
     )
 
 
 def shares_gpus(config: RunConfig) -> bool:
-    """Whether the target lies beside the drafter while that is trained."""
+    """Whether the target is on the training GPUs while the drafter is trained."""
     online = config.capture.mode is CaptureMode.online
     return online and config.capture.source is CaptureSource.hf
 

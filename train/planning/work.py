@@ -1,4 +1,4 @@
-"""What a run has to do: tokens, steps, bytes, operations, hours."""
+"""The work of a run: tokens, steps, bytes, FLOPs, hours."""
 
 import json
 import math
@@ -22,10 +22,10 @@ _HOUR = 3600
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of the training data, once."""
+    """The number of tokens in the training data, each counted once."""
 
-    count: int | None  # None: nothing tells
-    source: str  # where the number is from
+    count: int | None  # None: unknown
+    source: str  # in words, where the number is from
 
     @property
     def known(self) -> bool:
@@ -34,28 +34,28 @@ class Tokens:
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """Of the whole run; None where nothing tells."""
+    """The work of the full run; None is unknown."""
 
     tokens: Tokens
     trained_tokens: int | None  # over all epochs
     steps: int | None
     step_flops: StepFlops  # of one row
     train_flops: int | None
-    capture_flops: int | None  # of the target's forward passes
-    store_bytes: int | None  # on disk; of an online run the bound of what waits
+    capture_flops: int | None  # the target's forward passes
+    store_bytes: int | None  # on disk; for online capture the limit of the spool
     train_hours: float | None
     capture_hours: float | None
-    rate: str | None  # where the hours come from
+    rate: str | None  # in words, the speed that the hours are computed with
 
 
 def newest_data_summary(output_dir: Path) -> dict[str, Any]:
-    """What the newest data stage in this directory recorded; empty when none has finished."""
-    records = sorted(output_dir.glob("artifacts/data-*/stage.json"), key=lambda path: path.stat().st_mtime)
-    return read_json(records[-1])["facts"] if records else {}
+    """Return the summary of the newest data stage in this directory; empty if none has finished."""
+    manifests = sorted(output_dir.glob("artifacts/data-*/stage.json"), key=lambda path: path.stat().st_mtime)
+    return read_json(manifests[-1])["facts"] if manifests else {}
 
 
 def measured_rate(output_dir: Path) -> float | None:
-    """Trained tokens a second over all ranks, of the newest training in this directory."""
+    """Return the tokens per second over all ranks that the newest training in this directory reached."""
     files = sorted(output_dir.glob("artifacts/train-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text(encoding="utf-8").splitlines() if files else []
     records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
@@ -70,10 +70,10 @@ def work_plan(
     num_gpus: int,
     data_summary: Mapping[str, Any],
 ) -> WorkPlan:
-    """Of the whole run.
+    """Return the work of the full run.
 
     Args:
-        num_gpus: that train.
+        num_gpus: number of GPUs that train.
         data_summary: what the data stage recorded; empty before it has run.
     """
     plan, train = config.plan, config.train
@@ -114,7 +114,7 @@ def work_plan(
 
 
 def data_tokens(config: RunConfig, data_summary: Mapping[str, Any]) -> Tokens:
-    """Measured, given, or bounded by the recipe's limits."""
+    """Return the tokens as measured, else as given, else as limited by the recipe."""
     limit, longest = config.capture.max_samples, config.data.max_tokens
     measured = data_summary.get("num_tokens")
     if measured is not None:
@@ -125,8 +125,8 @@ def data_tokens(config: RunConfig, data_summary: Mapping[str, Any]) -> Tokens:
         return Tokens(config.plan.num_tokens, "plan.num_tokens")
     if limit is not None:
         mean = config.plan.document_tokens or longest
-        return Tokens(limit * mean, f"at most: {limit:,} samples of {mean:,}")
-    return Tokens(None, "unknown before the data stage; give plan.num_tokens")
+        return Tokens(limit * mean, f"at most: {limit:,} samples of {mean:,} tokens")
+    return Tokens(None, "unknown before the data stage; set plan.num_tokens")
 
 
 def _store_bytes(config: RunConfig, drafter: DrafterConfig, num_tokens: int | None) -> int | None:
@@ -135,13 +135,13 @@ def _store_bytes(config: RunConfig, drafter: DrafterConfig, num_tokens: int | No
         return int(capture.spool_gb * 1e9)
     if num_tokens is None:
         return None
-    counted = round(num_tokens * config.plan.assistant_fraction)
-    last = counted if capture.final_states == "supervised" else num_tokens
-    # Of an unknown dtype the usual one.
+    supervised = round(num_tokens * config.plan.assistant_fraction)
+    num_final = supervised if capture.final_states == "supervised" else num_tokens
+    # bfloat16 if the dtype is unknown.
     dtype = getattr(torch, config.target.dtype, torch.bfloat16)
     return encoded_bytes(
         Encoding(capture.codec, capture.final_states),
-        Rows(num_tokens, num_tokens, last),
+        Rows(num_tokens, num_tokens, num_final),
         len(drafter.aux_layer_ids),
         drafter.target_hidden_size,
         dtype,
@@ -156,14 +156,14 @@ def _hours(
     target: TargetPlan,
     num_gpus: int,
 ) -> tuple[float | None, float | None, str | None]:
-    """Of training and of capture, and the rate that they are from."""
+    """Return the hours of training and of capture, and in words the speed that they are computed with."""
     tflops = config.plan.tflops_per_gpu
     capture = None
     if tflops is not None and capture_flops is not None:
         capture = capture_flops / (tflops * 1e12 * target.num_gpus) / _HOUR
     measured = measured_rate(Path(config.output_dir))
     if measured is not None and trained is not None:
-        return trained / measured / _HOUR, capture, f"measured: {measured:,.0f} tokens a second"
+        return trained / measured / _HOUR, capture, f"measured: {measured:,.0f} tokens/s"
     if tflops is None or train_flops is None:
         return None, capture, None
-    return train_flops / (tflops * 1e12 * num_gpus) / _HOUR, capture, f"{tflops:g} TFLOP/s a GPU"
+    return train_flops / (tflops * 1e12 * num_gpus) / _HOUR, capture, f"{tflops:g} TFLOP/s per GPU"

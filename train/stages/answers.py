@@ -22,17 +22,19 @@ def answers_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
-    """The target answers the held-out prompts greedily, once: `validation/` and `test/` (Arrow)."""
+    """Have the target answer the held-out prompts greedily, into `validation/` and `test/` (Arrow)."""
     prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
     with context.open_generator() as generator:
-        return {name: _answer_split(context, generator, name, prompts[name], directory) for name in HELD_OUT}
+        return {
+            name: _answer_prompts(context, generator, name, prompts[name], directory) for name in HELD_OUT
+        }
 
 
-def _answer_split(
+def _answer_prompts(
     context: RunContext, generator: AnswerGenerator, name: str, prompts: list[dict], directory: Path
 ) -> dict[str, int]:
     token_ids = [prompt["input_ids"] for prompt in prompts]
-    answers = answer_prompts(
+    completions = answer_prompts(
         generator,
         token_ids,
         context.sampling(context.config.evaluate.max_new_tokens, temperature=0.0),
@@ -40,9 +42,9 @@ def _answer_split(
         model_fingerprint=context.parts.fingerprint,
         progress=True,
     )
-    dataset = answers_dataset(token_ids, answers, [prompt["id"] for prompt in prompts])
+    dataset = answers_dataset(token_ids, completions, [prompt["id"] for prompt in prompts])
     dataset = dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
     if not len(dataset):
-        raise UserError("target.model", context.config.target.model, "It answers no held-out prompt.")
+        raise UserError("target.model", context.config.target.model, "It completes no held-out prompt.")
     save_dataset(dataset, directory / name)
-    return {"num_prompts": len(dataset), "num_tokens": sum(len(answer) for answer in answers)}
+    return {"num_prompts": len(dataset), "num_tokens": sum(map(len, completions))}

@@ -1,4 +1,4 @@
-"""The capture stage: every rank runs the target over its share and meets the others through files."""
+"""The capture stage: the target's hidden states, in a store or online. Every rank runs it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -61,7 +61,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def training_samples(context: RunContext) -> Dataset:
-    """The tokenised data, or a random `capture.max_samples` of it."""
+    """Return the tokenized data, or `capture.max_samples` random samples of it."""
     dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
     limit = context.config.capture.max_samples
     if limit is None or limit >= len(dataset):
@@ -70,7 +70,7 @@ def training_samples(context: RunContext) -> Dataset:
 
 
 def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Stores of hidden states: `train/` unless capture is online, `validation/`, `test/`."""
+    """Write stores of hidden states: `validation/`, `test/`, and `train/` unless capture is online."""
     answers = context.artifacts[Stage.answers].directory
     datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
     capture = context.config.capture
@@ -85,10 +85,10 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         "aux_layer_ids": list(context.aux_layer_ids),
         "dtype": str(context.parts.embed_tokens.dtype).removeprefix("torch."),
     }
-    # Replay gives what is served only from the states as they are.
+    # Replay equals serving only if it reads the exact states.
     encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": Encoding(capture.codec, capture.final_states)}
-    wanted = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
-    SOURCES[capture.source](context, wanted, fields)
+    specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
+    SOURCES[capture.source](context, specs, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     return {
         "num_samples": {name: len(store) for name, store in stores.items()},

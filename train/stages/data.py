@@ -1,4 +1,4 @@
-"""The data stage: reads, holds prompts out, renders and tokenizes. Rank 0 runs it."""
+"""The data stage: reads conversations, holds prompts out and tokenizes. Rank 0 runs it."""
 
 import os
 import random
@@ -33,7 +33,7 @@ HELD_OUT = ("validation", "test")
 
 
 def data_inputs(context: RunContext) -> dict[str, Any]:
-    """What the tokenised data depends on."""
+    """Return what the tokenized data depends on."""
     data = context.config.data
     inputs: dict[str, Any] = {
         "train": source_fingerprint(context.train_source, split=data.split, subset=data.subset),
@@ -62,18 +62,18 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Reads, holds prompts out, renders and tokenizes: `train/` (Arrow) and `held_out.json`."""
+    """Read, hold prompts out, render and tokenize, into `train/` (Arrow) and `held_out.json`."""
     data = context.config.data
-    conversations, held_out, facts = _read(context)
+    conversations, held_out, summary = _read(context)
     prompts = _held_out_prompts(context, held_out)
     write_json(directory / "held_out.json", prompts)
-    facts |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
+    summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     if data.regenerate.enabled:
         dataset = _regenerated(context, conversations, directory)
         save_dataset(dataset, directory / "train")
-        facts |= _sizes(dataset)
+        summary |= _sizes(dataset)
     else:
-        # Left behind by a run that was ended before it could record the stage.
+        # A run that was killed before the stage finished may have left it.
         shutil.rmtree(directory / "train", ignore_errors=True)
         report = tokenize(
             conversations,
@@ -88,14 +88,14 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             progress=True,
             on_refused=_print_refused,
         )
-        facts |= asdict(report)
-    if not facts["num_samples"]:
+        summary |= asdict(report)
+    if not summary["num_samples"]:
         raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
-    return facts
+    return summary
 
 
 def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
-    """Training conversations, those that are held out, and counts; no prompt is in both."""
+    """Return the training conversations, the held-out ones, and counts; no prompt is in both."""
     data, seed = context.config.data, context.config.seed
     shared: dict[str, Any] = {
         "subset": data.subset,
@@ -105,7 +105,7 @@ def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], 
     }
     read = read_conversations(context.train_source, split=data.split, field="data.train", **shared)
     _print_malformed(context.train_source, read)
-    facts = {"num_conversations_read": len(read.conversations), "num_malformed": len(read.malformed)}
+    summary = {"num_conversations_read": len(read.conversations), "num_malformed": len(read.malformed)}
     num_held_out = data.num_validation + data.num_test
     if context.eval_source is None:
         train, held_out = held_out_split(read.conversations, num_held_out, seed)
@@ -120,16 +120,16 @@ def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], 
         _print_malformed(context.eval_source, eval_read)
         held_out = eval_read.conversations
         train = drop_prompts(read.conversations, held_out)
-        facts["num_dropped_as_held_out"] = len(read.conversations) - len(train)
+        summary["num_dropped_as_held_out"] = len(read.conversations) - len(train)
     held_out = choose_prompts(held_out, num_held_out, seed)
     if not train or len(held_out) < 2:
         raise UserError(
             "data.train",
             data.train,
-            f"{len(train)} conversations are left to train on and {len(held_out)} prompts are held out; give "
+            f"Only {len(train)} training conversations and {len(held_out)} held-out prompts are left; give "
             "more data, or lower data.num_validation and data.num_test.",
         )
-    return train, held_out, facts
+    return train, held_out, summary
 
 
 def _print_malformed(source: str, read: ReadResult) -> None:
@@ -138,7 +138,7 @@ def _print_malformed(source: str, read: ReadResult) -> None:
 
 
 def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
-    _print_left_out("conversations are refused by the template", refused)
+    _print_left_out("conversations are rejected by the chat template", refused)
 
 
 def _print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
@@ -146,7 +146,7 @@ def _print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
 
 
 def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict[str, list[dict]]:
-    """Prompt token ids up to the last assistant turn, shared out between validation and test."""
+    """Return token ids up to the last assistant turn, divided between validation and test."""
     data = context.config.data
     rendered = []
     refusals: list[tuple[str, str]] = []
@@ -168,8 +168,8 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
         raise UserError(
             "train.row_tokens",
             context.config.train.row_tokens,
-            f"Only {len(rendered)} held-out prompts leave room for evaluate.max_new_tokens answers "
-            f"({context.config.evaluate.max_new_tokens}); raise the one or lower the other.",
+            f"Only {len(rendered)} held-out prompts leave room for evaluate.max_new_tokens "
+            f"({context.config.evaluate.max_new_tokens}) tokens; raise this value or lower that one.",
         )
     return {"validation": rendered[:num_validation], "test": rendered[num_validation:]}
 
@@ -181,7 +181,7 @@ def _prompt_room(context: RunContext) -> int:
 def _regenerated(context: RunContext, conversations: list[Conversation], directory: Path) -> Dataset:
     settings, limit = context.config.data.regenerate, context.config.capture.max_samples
     if limit is not None and limit < len(conversations):
-        # What is never captured need not be written.
+        # Completions that are never captured need not be generated.
         conversations = random.Random(context.config.seed).sample(conversations, limit)
     sampling = context.sampling(settings.max_new_tokens, settings.temperature)
     with context.open_generator() as generator:
@@ -209,7 +209,7 @@ def _regenerated(context: RunContext, conversations: list[Conversation], directo
 
 
 def _sizes(dataset: Dataset) -> dict[str, int]:
-    """As `TokenizeReport` has them."""
+    """Return the counts that `TokenizeReport` has for tokenized data."""
     masks = dataset.with_format("arrow", columns=["loss_mask"])[:]["loss_mask"]
     return {
         "num_samples": len(dataset),
@@ -219,12 +219,12 @@ def _sizes(dataset: Dataset) -> dict[str, int]:
 
 
 def save_dataset(dataset: Dataset, directory: Path) -> None:
-    """Writes beside and renames."""
-    write_beside(directory, lambda path: dataset.save_to_disk(str(path)))
+    """Save the dataset atomically."""
+    replace_directory(directory, lambda path: dataset.save_to_disk(str(path)))
 
 
-def write_beside(directory: Path, write: Callable[[Path], object]) -> None:
-    """`write` fills a directory beside, which then takes the place of `directory`."""
+def replace_directory(directory: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a temporary directory, which then replaces `directory`."""
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     write(partial)

@@ -1,4 +1,4 @@
-"""The evaluate stage: the export decodes the test prompts. Rank 0 runs it."""
+"""The evaluate stage: decodes the test prompts with the export. Rank 0 runs it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,20 +36,20 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
         "seed": config.seed,
     }
     if config.target.engine is TargetEngine.vllm:
-        # Its arguments may change numbers (dtype, quantization) and do change how fast it is.
+        # vLLM's arguments change its speed, and some change numbers (dtype, quantization).
         inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
     return inputs
 
 
 def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Decodes the test prompts with the exported weights, and replays their answers: `evaluation.json`."""
+    """Decode the test prompts with the export and replay their completions, into `evaluation.json`."""
     evaluate = context.config.evaluate
     tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
     store.verify(progress=True)
     in_vllm = context.config.target.engine is TargetEngine.vllm
-    # Before a drafter is loaded: the engine wants the GPU for itself.
+    # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
     decoded = decode_in_vllm(vllm_evaluation(context), prompts) if in_vllm else None
     trained = exported_drafter(context)
     fresh = untrained_drafter(context) if evaluate.untrained else None
@@ -91,7 +91,7 @@ def vllm_evaluation(context: RunContext) -> VllmEvaluation:
 def decode_in_transformers(
     context: RunContext, prompts: Sequence[Sequence[int]], trained: Candidate, fresh: Candidate | None
 ) -> dict[str, Any]:
-    """What decoding gives of `evaluation.json`, by eagle31's own engine."""
+    """Return the decoding part of `evaluation.json`, from eagle31's decoder."""
     evaluate, device = context.config.evaluate, context.world.device
     model, modules = context.load_target()
     target = TargetDecoder(model, modules, context.aux_layer_ids)
@@ -126,7 +126,7 @@ def decode_in_transformers(
 def replayed(
     context: RunContext, store: HiddenStateStore, trained: Candidate, fresh: Candidate | None
 ) -> dict[str, Any]:
-    """What replay gives of `evaluation.json`; it needs no target."""
+    """Return the replay part of `evaluation.json`, which needs no target."""
     draft_tokens, device = context.config.evaluate.draft_tokens, context.world.device
     ours = replay_by_length(*trained, store, draft_tokens, device)
     theirs = fresh and replay_by_length(*fresh, store, draft_tokens, device)
@@ -144,7 +144,7 @@ def replayed(
 
 
 def exported_drafter(context: RunContext) -> Candidate:
-    """What lies in the export, in float32 on the CPU and in its own dtype elsewhere."""
+    """Load the export, in float32 on the CPU and in the dtype of training on a GPU."""
     device = context.world.device
     dtype = torch.float32 if device.type == "cpu" else context.dtype
     loaded = load_export(context.artifacts[Stage.export].directory / "checkpoint", device, dtype)
@@ -155,7 +155,7 @@ def exported_drafter(context: RunContext) -> Candidate:
 
 
 def untrained_drafter(context: RunContext) -> Candidate:
-    """The drafter as it was before the first step."""
+    """Build the drafter as it was before the first step."""
     drafter, frozen = new_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
     drafter = drafter.to(device=context.world.device, dtype=frozen.embed_tokens.dtype)
     return drafter.requires_grad_(False), frozen

@@ -1,4 +1,4 @@
-"""The export stage: the best weights for vLLM, with the record of training, validated. Rank 0 runs it."""
+"""The export stage: writes the best weights for vLLM and validates them. Rank 0 runs it."""
 
 import os
 from pathlib import Path
@@ -48,10 +48,10 @@ def export_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
-    """The best weights as a checkpoint for vLLM, in `checkpoint/`.
+    """Write the best weights as a checkpoint for vLLM, into `checkpoint/`.
 
     Raises:
-        UserError: the export would not be served as it was trained; names what differs, and nothing appears.
+        UserError: vLLM would not serve the export as it was trained; names what differs. Nothing is written.
     """
     trained = context.artifacts[Stage.train].directory
     weights, best = CheckpointDirectory(trained / "checkpoints", 1, context.world).best_weights()
@@ -71,9 +71,9 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     )
     probe = held_out_probe(context, config, weights, embed_tokens)
 
-    def complete(beside: Path) -> None:
-        write_verification(beside, record, probe)
-        require_valid(beside, context.spec)
+    def complete(partial: Path) -> None:
+        write_verification(partial, record, probe)
+        require_valid(partial, context.spec)
 
     write_export(
         directory / "checkpoint",
@@ -93,7 +93,7 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
 
 
 def target_identity(context: RunContext) -> dict[str, Any]:
-    """What the drafter was trained for."""
+    """Return the identity of the target that the drafter is trained for."""
     return {
         "model": context.config.target.model,
         "revision": context.config.target.revision,
@@ -104,7 +104,7 @@ def target_identity(context: RunContext) -> dict[str, Any]:
 
 
 def provenance(record: TrainingRecord) -> dict[str, Any]:
-    """The record's short form in config.json, for those who copy that file alone."""
+    """Return the short form of the training record that config.json carries."""
     target = record.target
     return {
         "target": target["model"],
@@ -117,7 +117,7 @@ def provenance(record: TrainingRecord) -> dict[str, Any]:
 
 
 def verifier(context: RunContext) -> Verifier:
-    """The target as a bare `vllm serve EXPORT` finds it, from any working directory."""
+    """Return the target as a bare `vllm serve EXPORT` finds it, from any working directory."""
     model = Path(context.spec.checkpoint.path)
     return Verifier(
         name_or_path=str(model.resolve()) if model.is_dir() else context.spec.model,
@@ -129,7 +129,7 @@ def verifier(context: RunContext) -> Verifier:
 def held_out_probe(
     context: RunContext, config: DrafterConfig, weights: dict[str, Tensor], embed_tokens: Tensor
 ) -> Probe:
-    """What the trained drafter, its weights rounded as they are exported, drafts on a held-out sample."""
+    """Record what the drafter, with weights rounded as exported, drafts on a held-out sample."""
     num_steps = max(context.config.train.ttt_steps, context.config.evaluate.draft_tokens)
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "validation")
     drafter = Drafter(config)
@@ -140,11 +140,11 @@ def held_out_probe(
         piece = probe_piece(pack_row([sample], len(sample.input_ids)), num_steps)
         if piece is not None:
             return make_probe(drafter, embed_tokens.to(torch.float32), piece, num_steps)
-    raise UserError("data.num_validation", len(store), "No held-out answer is long enough to draft in.")
+    raise UserError("data.num_validation", len(store), "No held-out completion is long enough to draft in.")
 
 
 def link_export(context: RunContext) -> Path:
-    """`export` in the output directory always points at the newest one."""
+    """Point the link `export` in the output directory at this run's export."""
     link = context.output_dir / "export"
     partial = context.output_dir / ".export.partial"
     partial.unlink(missing_ok=True)

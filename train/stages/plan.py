@@ -23,7 +23,7 @@ def announce_work(context: RunContext) -> None:
 
 def _write_plan(context: RunContext) -> Plan:
     data = context.artifacts.get(Stage.data)
-    summary = newest_data_summary(context.output_dir) if data is None else data.record["facts"]
+    summary = newest_data_summary(context.output_dir) if data is None else data.summary
     plan = make_plan(context.config, context.world, summary)
     write_json(context.output_dir / PLAN, plan.to_json())
     return plan

@@ -1,4 +1,4 @@
-"""The push stage. Rank 0 runs it."""
+"""The push stage: uploads the export to the Hugging Face Hub. Rank 0 runs it."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ from train.reporting.hub import commit_message, prepare_upload, push
 
 
 def push_run(output_dir: Path, hub: HubConfig) -> str:
-    """Pushes what a run has exported and reported; returns the commit's URL."""
+    """Push a run's export and report; return the commit's URL."""
     return push(prepare_upload(output_dir, hub), hub, commit_message(output_dir))

@@ -1,4 +1,4 @@
-"""The report stage. Rank 0 runs it."""
+"""The report stage: writes the report and the model card. Rank 0 runs it."""
 
 import platform
 from typing import Any
@@ -14,7 +14,7 @@ from train.versions import git_revision, package_versions
 
 
 def run_report(context: RunContext) -> str:
-    """Writes `report/` and the export's model card with the measured numbers; returns the table to print."""
+    """Write `report/` and the export's model card with the measured numbers; return the table to print."""
     evaluation = read_json(context.artifacts[Stage.evaluate].directory / "evaluation.json")
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
@@ -25,13 +25,11 @@ def run_report(context: RunContext) -> str:
 
 
 def describe_run(context: RunContext) -> dict[str, Any]:
-    """What the report and the model card say of the run."""
+    """Return what the report and the model card say about the run."""
     config = context.config
-    records = {
-        stage.value: artifact.record for stage, artifact in context.artifacts.items() if artifact.finished
-    }
-    data, vocab, training = (records[name]["facts"] for name in ("data", "vocab", "train"))
-    captured = records["capture"]["facts"] if config.capture.mode is CaptureMode.offline else {}
+    artifacts = context.artifacts
+    data, vocab, training = (artifacts[stage].summary for stage in (Stage.data, Stage.vocab, Stage.train))
+    captured = artifacts[Stage.capture].summary if config.capture.mode is CaptureMode.offline else {}
     return {
         "recipe": config.recipe_name,
         "target": context.spec.model,
@@ -52,7 +50,12 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "python": platform.python_version(),
         "git_revision": git_revision(),
         "stages": [
-            {"name": name, "seconds": record["seconds"], "reused": name in context.reused}
-            for name, record in records.items()
+            {
+                "name": stage.value,
+                "seconds": artifact.manifest["seconds"],
+                "reused": stage.value in context.reused,
+            }
+            for stage, artifact in artifacts.items()
+            if artifact.finished
         ],
     }

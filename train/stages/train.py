@@ -1,4 +1,4 @@
-"""The train stage: builds the drafter, the engine and the loader, and runs the loop."""
+"""The train stage: builds the drafter, the model engine and the loader, and runs the loop on every rank."""
 
 import math
 from dataclasses import asdict
@@ -37,7 +37,7 @@ from train.trainer.validation import ReplayValidation
 def train_inputs(context: RunContext) -> dict[str, Any]:
     config = context.config
     training = asdict(config.train)
-    # How often something is written or measured does not change the weights, but for the choice of the best.
+    # These change no weights. validate_every stays in: it affects which step is chosen as the best.
     for name in ("log_every", "save_every", "keep_checkpoints"):
         training.pop(name)
     vocab = context.artifacts[Stage.vocab]
@@ -63,13 +63,13 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Trains: `checkpoints/` with the newest states and `best/`, and `metrics.jsonl`."""
+    """Train, into `checkpoints/` (the newest states, and `best/`) and `metrics.jsonl`."""
     with opened_source(context) as source:
         return train_on(source, context, directory)
 
 
 def train_on(source: HiddenStateSource, context: RunContext, directory: Path) -> dict[str, Any]:
-    """Builds what training needs, and trains."""
+    """Build what training needs, and train."""
     config, world = context.config, context.world
     ensure_process_group()
     vocab = load_vocab(context.artifacts[Stage.vocab])
@@ -112,7 +112,7 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
     check_world_size(checkpoints, world.size)
     state = checkpoints.resume(engine)
     if state.step and world.is_main:
-        print(f"train: resuming behind step {state.step} of {settings.max_steps}")
+        print(f"train: resuming after step {state.step} of {settings.max_steps}")
     held_out = HiddenStateStore(context.artifacts[Stage.capture].directory / "validation")
     held_out.verify(progress=world.is_main)
     validation = ReplayValidation(
@@ -159,7 +159,7 @@ def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Frozen
 
 
 def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:
-    """Lengths in steps from the recipe's epochs and fractions."""
+    """Return the loop's settings, with the recipe's epochs and fractions in steps."""
     config = context.config
     max_steps = config.train.max_steps or max(1, math.floor(steps_per_epoch * config.train.num_epochs))
     return LoopSettings(
@@ -177,13 +177,13 @@ def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:
 
 
 def check_world_size(checkpoints: CheckpointDirectory, world_size: int) -> None:
-    """Raises UserError when the run to resume had another number of processes."""
+    """Raise UserError if the run to resume had another number of processes."""
     saved = checkpoints.saved_world_size()
     if saved is not None and saved != world_size:
         raise UserError(
             "nproc",
             world_size,
-            f"The interrupted run in {checkpoints.root} had {saved} processes and its optimizer state is "
+            f"The interrupted run in {checkpoints.root} had {saved} processes, and its optimizer state is "
             f"split among them; resume with {saved}, or delete that directory to start over.",
         )
 

@@ -1,4 +1,4 @@
-"""The vocab stage: the draft vocabulary. Rank 0 runs it."""
+"""The vocab stage: builds the draft vocabulary. Rank 0 runs it."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Counts the assistant's tokens and writes `vocab.safetensors`: d2t, t2d.
+    """Count the assistant's tokens and write `vocab.safetensors` with d2t and t2d.
 
-    A drafter that starts from a checkpoint keeps that one's vocabulary, which its head was trained for.
+    A drafter that starts from a checkpoint keeps its vocabulary, for which the checkpoint's head was trained.
     """
     dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
     counts = np.zeros(context.parts.vocab_size, dtype=np.int64)
@@ -43,9 +43,9 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
         size = context.config.drafter.draft_vocab_size
         vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
     save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / "vocab.safetensors")
-    facts = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
-    write_json(directory / "vocab.json", facts)
-    return facts
+    summary = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
+    write_json(directory / "vocab.json", summary)
+    return summary
 
 
 def load_vocab(artifact: Artifact) -> DraftVocab:

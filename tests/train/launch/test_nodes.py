@@ -146,8 +146,8 @@ def test_a_job_goes_on_behind_a_requeue_and_behind_its_time_limit(
     facts = cluster.wait(job, JobState="COMPLETED")
     assert (facts["Restarts"], facts["ExitCode"]) == ("2", "0:0")
     printed = log.read_text()
-    assert f"resuming behind step {first} of" in printed
-    assert f"resuming behind step {second} of" in printed
+    assert f"resuming after step {first} of" in printed
+    assert f"resuming after step {second} of" in printed
     assert printed.count("queued again") == 1
     assert metrics_of(directory) == one_node
 

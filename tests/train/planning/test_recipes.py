@@ -64,7 +64,7 @@ def plain(recipe: str) -> Plan:
 @pytest.mark.parametrize("recipe", NAMED)
 def test_a_recipe_is_planned_and_fits(recipe: str) -> None:
     plan = plain(recipe)
-    assert not plan.misfits
+    assert not plan.shortages
     assert plan.work.steps
     assert plan.num_parameters == sum(_count(shape) for shape in plan.tensors.values())
     json.dumps(plan.to_json())
@@ -121,21 +121,21 @@ def test_a_mixtures_drafter_is_as_wide_as_what_a_token_passes_through(recipe: st
 @pytest.mark.parametrize("gpu_memory", [34, 24])
 def test_what_does_not_fit_comes_with_a_change_that_makes_it_fit(gpu_memory: int, tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path}", f"plan.gpu_memory_gb={gpu_memory}"]
-    (misfit,) = [one for one in planned("kimi_k2_6", *arguments).misfits if one.what == "training"]
-    assert misfit.needed_bytes > misfit.available_bytes == int(gpu_memory * 1e9 * USABLE_FRACTION)
-    changes = [word for word in misfit.change.split() if "=" in word]
+    (shortage,) = [one for one in planned("kimi_k2_6", *arguments).shortages if one.what == "training"]
+    assert shortage.needed_bytes > shortage.available_bytes == int(gpu_memory * 1e9 * USABLE_FRACTION)
+    changes = [word for word in shortage.change.split() if "=" in word]
     assert changes
-    after = planned("kimi_k2_6", *arguments, *changes, "data.max_tokens=512").misfits
+    after = planned("kimi_k2_6", *arguments, *changes, "data.max_tokens=512").shortages
     assert not [one for one in after if one.what == "training"]
 
 
 def test_a_target_that_is_too_large_is_split_further(tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path}", "plan.gpu_memory_gb=80", "plan.target_gpus=16"]
-    (misfit,) = [one for one in planned("kimi_k2_6", *arguments).misfits if one.what == "the target"]
-    changes = [word for word in misfit.change.split() if "=" in word]
+    (shortage,) = [one for one in planned("kimi_k2_6", *arguments).shortages if one.what == "the target"]
+    changes = [word for word in shortage.change.split() if "=" in word]
     after = planned("kimi_k2_6", *arguments, *changes)
     assert after.target.gpus_per_replica == 16
-    assert not [one for one in after.misfits if one.what == "the target"]
+    assert not [one for one in after.shortages if one.what == "the target"]
 
 
 def test_the_plan_stage_alone_writes_the_plan_and_nothing_else(

@@ -1,4 +1,4 @@
-"""What of a plan does not fit, and the change that makes it fit."""
+"""The memory check: what does not fit GPU memory or disk, and which change makes it fit."""
 
 import math
 import shutil
@@ -12,14 +12,14 @@ from train.planning.memory import USABLE_FRACTION, TrainerMemory, TrainerSetting
 from train.planning.target import TargetPlan, shares_gpus
 from train.planning.work import WorkPlan
 
-# Beside its weights an engine needs room for a few sequences' keys and values and for a forward pass.
+# In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.
 TARGET_ROOM = 0.15
 _SPOOL = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """Something that is too large for where it has to go."""
+class Shortage:
+    """A part of the run that needs more memory or disk space than there is."""
 
     what: str
     needed_bytes: int
@@ -27,7 +27,7 @@ class Misfit:
     change: str
 
 
-def misfits(
+def memory_check(
     config: RunConfig,
     settings: TrainerSettings,
     memory_of: Callable[[TrainerSettings], TrainerMemory],
@@ -35,101 +35,100 @@ def misfits(
     work: WorkPlan,
     gpu_bytes: int | None,
     here: bool,
-) -> list[Misfit]:
-    """Everything that does not fit; sizes of GPUs are left out where they are not known.
+) -> list[Shortage]:
+    """Return everything that does not fit.
 
     Args:
-        memory_of: a training GPU's memory under other settings.
-        here: whether the run is for this machine, so that its disks count.
+        memory_of: returns a training GPU's memory under other settings.
+        gpu_bytes: memory of one GPU; None leaves GPUs out of the check.
+        here: whether the run is for this machine, so that its disks are checked.
     """
     found = []
     if gpu_bytes is not None:
-        beside = target.bytes_per_gpu if shares_gpus(config) else 0
-        found += _trainer(settings, memory_of, int(gpu_bytes * USABLE_FRACTION) - beside)
+        shared = target.bytes_per_gpu if shares_gpus(config) else 0
+        found += _trainer(settings, memory_of, int(gpu_bytes * USABLE_FRACTION) - shared)
         found += _target(config, target, int(gpu_bytes * (1 - TARGET_ROOM)))
     return found + (_disk(config, work) if here else [])
 
 
 def _trainer(
     settings: TrainerSettings, memory_of: Callable[[TrainerSettings], TrainerMemory], available: int
-) -> list[Misfit]:
+) -> list[Shortage]:
     needed = memory_of(settings).total
     if needed <= available:
         return []
     made = changes(settings)
     for index, (_, changed) in enumerate(made):
         if memory_of(changed).total <= available:
-            chosen = _needed_alone(made[: index + 1], settings, memory_of, available)
-            return [Misfit("training", needed, available, chosen)]
+            chosen = _smallest_change(made[: index + 1], settings, memory_of, available)
+            return [Shortage("training", needed, available, chosen)]
     smallest = memory_of(made[-1][1]).total if made else needed
-    change = (
-        f"No setting does, at best it takes {gigabytes(smallest)}: take drafter.draft_vocab_size smaller."
-    )
-    return [Misfit("training", needed, available, change)]
+    change = f"No setting is enough, the best needs {gigabytes(smallest)}: lower drafter.draft_vocab_size."
+    return [Shortage("training", needed, available, change)]
 
 
-def _needed_alone(
+def _smallest_change(
     made: list[tuple[str, TrainerSettings]],
     settings: TrainerSettings,
     memory_of: Callable[[TrainerSettings], TrainerMemory],
     available: int,
 ) -> str:
-    """The last change by itself where that is enough, else all of them."""
+    """Return the last change alone if that is enough, else all of them."""
     text, changed = made[-1]
     differing = {
         k: v for k, v in vars(changed).items() if v != getattr(made[-2][1] if len(made) > 1 else settings, k)
     }
     alone = replace(settings, **differing)
     if memory_of(alone).total <= available:
-        return f"{text} ({gigabytes(memory_of(alone).total)})"
-    return f"{' '.join(one for one, _ in made)} ({gigabytes(memory_of(changed).total)})"
+        return f"Set {text} ({gigabytes(memory_of(alone).total)})."
+    return f"Set {' '.join(one for one, _ in made)} ({gigabytes(memory_of(changed).total)})."
 
 
-def _target(config: RunConfig, target: TargetPlan, available: int) -> list[Misfit]:
+def _target(config: RunConfig, target: TargetPlan, available: int) -> list[Shortage]:
     if target.bytes_per_gpu <= available:
         return []
     gpus = math.ceil(target.checkpoint_bytes / available)
     gpus = 1 << (gpus - 1).bit_length()  # heads are split evenly
     if config.capture.source is CaptureSource.hf:
-        change = f"target.device_map=auto over {gpus} GPUs, or capture=vllm with as many."
+        change = f"Set target.device_map=auto over {gpus} GPUs, or capture=vllm with as many."
     elif config.capture.source is CaptureSource.vllm:
-        change = f"vllm.engine_args.tensor_parallel_size={gpus}"
+        change = f"Set vllm.engine_args.tensor_parallel_size={gpus}"
         if gpus > 8:
-            change += " over several nodes; vLLM captures nothing under pipeline parallelism."
+            change += " over several nodes; vLLM cannot capture with pipeline parallelism."
     else:
-        change = f"plan.target_gpus={gpus}, and as many for TorchSpec."
-    return [Misfit("the target", target.bytes_per_gpu, available, change)]
+        change = f"Set plan.target_gpus={gpus}, and give TorchSpec as many."
+    return [Shortage("the target", target.bytes_per_gpu, available, change)]
 
 
-def _disk(config: RunConfig, work: WorkPlan) -> list[Misfit]:
+def _disk(config: RunConfig, work: WorkPlan) -> list[Shortage]:
     if work.store_bytes is None:
         return []
     capture = config.capture
     if capture.mode is CaptureMode.offline:
         free = _free(Path(config.output_dir))
-        change = "capture.mode=online, which writes nothing"
+        change = "Set capture.mode=online, which needs no disk"
         if capture.codec != "fp8":
-            change += "; capture.codec=fp8 halves it"
-        change += f"; or capture.max_samples, {work.store_bytes / max(free, 1):.1f} times fewer."
-        return [] if work.store_bytes <= free else [Misfit("the store", work.store_bytes, free, change)]
+            change += "; or capture.codec=fp8, which halves it"
+        change += f"; or {work.store_bytes / max(free, 1):.1f} times fewer capture.max_samples."
+        return [] if work.store_bytes <= free else [Shortage("the store", work.store_bytes, free, change)]
     if capture.transport is not TransportKind.spool:
         return []
     base = _SPOOL if capture.spool_dir is None else Path(capture.spool_dir)
     free = _free(base)
-    change = f"capture.spool_gb={max(1, int(free * 0.8 / 1e9))}, or capture.spool_dir on a larger disk."
-    return [] if work.store_bytes <= free else [Misfit("the spool", work.store_bytes, free, change)]
+    change = f"Set capture.spool_gb={max(1, int(free * 0.8 / 1e9))}, or capture.spool_dir on a larger disk."
+    return [] if work.store_bytes <= free else [Shortage("the spool", work.store_bytes, free, change)]
 
 
 def _free(path: Path) -> int:
-    """Where the directory is, or will be."""
+    """Return the free bytes of the disk on which the directory is or will be."""
     path = path.expanduser().absolute()
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
 
 
-def counted(count: float, digits: int) -> str:
-    """That many significant digits, in thousands (K), millions (M) or billions (B)."""
+def rounded(count: float, digits: int) -> str:
+    """Format a count with `digits` significant digits in thousands (K), millions (M) or billions (B)."""
     for factor, unit in ((1e9, "B"), (1e6, "M")):
         if count >= factor:
             return f"{count / factor:,.{digits}g} {unit}"
@@ -137,7 +136,7 @@ def counted(count: float, digits: int) -> str:
 
 
 def gigabytes(count: float) -> str:
-    """Three significant digits, in 10^9 bytes or, above that, 10^12."""
+    """Format bytes with three significant digits in MB, GB or TB (10^6, 10^9, 10^12 bytes)."""
     if count >= 1e12:
         return f"{count / 1e12:.3g} TB"
     return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
