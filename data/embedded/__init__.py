@@ -1,1 +1,1 @@
-"""The embedded target: a small Llama that is trained on this machine."""
+"""The embedded target: a small Llama that is trained on this machine, for use without a download."""

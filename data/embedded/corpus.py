@@ -1,4 +1,4 @@
-"""Conversations from the standard library: a signature and its docstring, and the function as the answer."""
+"""Chat examples from the standard library: a signature with its docstring, and the function as the answer."""
 
 import ast
 import gc
@@ -15,12 +15,12 @@ from typing import TypeAlias, TypedDict
 
 from eagle31.errors import UserError
 
-# Tk's modules are missing from many installations, and elsewhere their thousand one-line calls of
-# `self.tk.call` are what a small model learns before all else.
+# Tk's modules are missing from many installations. Where they exist, a small model first learns their
+# thousand one-line calls of `self.tk.call`.
 TK_MODULES = frozenset({"idlelib", "tkinter", "turtledemo", "turtle.py"})
 SKIPPED = TK_MODULES | {"__pycache__", "dist-packages", "lib2to3", "site-packages", "test", "tests"}
 REQUEST = "Write this function."
-# Longer bodies are a tenth of the functions and half of the text: a short run learns more without them.
+# Longer bodies are a tenth of the functions but half of the text, and a short run learns more without them.
 MAX_BODY_CHARACTERS = 800
 HELD_OUT_PERCENT = 5
 INDENT = "    "
@@ -29,14 +29,14 @@ FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Message(TypedDict):
-    """One turn."""
+    """One turn of an example."""
 
     role: str
     content: str
 
 
 class ChatExample(TypedDict):
-    """One line of the files that are trained on."""
+    """One line of the training and held-out files: a request and its answer."""
 
     id: str
     messages: list[Message]
@@ -44,19 +44,19 @@ class ChatExample(TypedDict):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The two sides of the split; no body occurs on both, and none twice."""
+    """The two sides of the split; every function body occurs once in one of them."""
 
     train: list[ChatExample]
     held_out: list[ChatExample]
 
 
 def standard_library() -> Path:
-    """Where the running Python keeps its library's source."""
+    """Return the directory with the source of the running Python's library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def python_files(source: Path) -> list[Path]:
-    """Every module below `source` but tests, Tk and what was installed on top, in a fixed order."""
+    """List the modules below `source` in a fixed order, without tests, Tk and installed packages."""
     found = []
     for directory, subdirectories, files in os.walk(source):
         subdirectories[:] = sorted(set(subdirectories) - SKIPPED)
@@ -65,14 +65,14 @@ def python_files(source: Path) -> list[Path]:
 
 
 def read_corpus(source: Path) -> Corpus:
-    """Documented functions and methods below `source`, deduplicated and split by their bodies.
+    """Read the documented functions and methods below `source`, deduplicated and split by their bodies.
 
     Raises:
-        UserError: no documented function is left for one of the two sides.
+        UserError: one of the two sides would be empty.
     """
     corpus = Corpus([], [])
     bodies: set[str] = set()
-    with _many_small_objects():
+    with _without_garbage_collection():
         for path in python_files(source):
             module = path.relative_to(source).with_suffix("").as_posix().replace("/", ".")
             for function in _functions(path):
@@ -80,25 +80,25 @@ def read_corpus(source: Path) -> Corpus:
                     continue
                 bodies.add(function.body)
                 side = corpus.held_out if is_held_out(function.body) else corpus.train
-                side.append(_conversation(module, function))
+                side.append(_example(module, function))
     if not corpus.train or not corpus.held_out:
         raise UserError(
             "source",
             source,
-            "holds too few documented Python functions to train on; use a Python installed with its "
-            "library's source (.py files), or name a target model of your own.",
+            "It has too few documented Python functions to train on; use a Python that is installed with the "
+            "source of its library (.py files), or set target.model to another model.",
         )
     return corpus
 
 
 def is_held_out(body: str) -> bool:
-    """The side of the split, from nothing but the body, so that a copy of it lands on the same one."""
+    """Return the side of the split, which depends only on the body: copies are on the same side."""
     return int.from_bytes(hashlib.sha256(body.encode()).digest()[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
 @dataclass(frozen=True)
 class Function:
-    """A documented function, its code normalised."""
+    """A documented function with normalized code."""
 
     name: str
     owners: tuple[str, ...]  # the classes around it, outermost first
@@ -108,8 +108,8 @@ class Function:
     body: str  # without the docstring, not indented
 
 
-def _conversation(module: str, function: Function) -> ChatExample:
-    """The answer repeats the signature: to copy is the first use of a prompt that a model learns."""
+def _example(module: str, function: Function) -> ChatExample:
+    """Make the example; its answer repeats the signature, because a model first learns to copy a prompt."""
     summary = textwrap.indent(f'"""{function.summary}"""', INDENT).splitlines()
     request = [REQUEST, "", function.signature, *summary]
     if function.owners:
@@ -123,7 +123,7 @@ def _conversation(module: str, function: Function) -> ChatExample:
 
 
 def _functions(path: Path) -> Iterator[Function]:
-    """Every usable function of one file; none from an unreadable file."""
+    """Yield the usable functions of one file, and none if it cannot be read or parsed."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -132,7 +132,7 @@ def _functions(path: Path) -> Iterator[Function]:
         documentation = ast.get_docstring(function)
         if not documentation or len(function.body) < 2:
             continue
-        # Unparsing drops comments and gives one style of quotes and line breaks: easier for a small model.
+        # Unparsing removes comments and unifies quotes and line breaks, which is easier for a small model.
         body = "\n".join(ast.unparse(statement) for statement in function.body[1:])
         if body == "pass" or len(body) > MAX_BODY_CHARACTERS:
             continue
@@ -151,7 +151,7 @@ def _functions(path: Path) -> Iterator[Function]:
 def _definitions(
     statements: list[ast.stmt], owners: tuple[str, ...]
 ) -> Iterator[tuple[FunctionNode, tuple[str, ...]]]:
-    """Functions of a module and methods of its classes, with the names of the classes around them."""
+    """Yield the functions of a module and the methods of its classes, with the names of their classes."""
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             yield statement, owners
@@ -160,13 +160,13 @@ def _definitions(
 
 
 @contextmanager
-def _many_small_objects() -> Iterator[None]:
-    """Without cyclic collection a walk over hundreds of syntax trees takes a quarter of the time."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause cyclic garbage collection: walking hundreds of syntax trees then takes a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's modules
+            warnings.simplefilter("ignore")  # invalid escapes in the library's modules
             yield
     finally:
         if was_enabled:

@@ -1,14 +1,14 @@
-"""Muon, an optimizer for matrices that learns more from each token than AdamW."""
+"""The Muon optimizer for matrices, which learns more from each token than AdamW."""
 
 import torch
 from torch import Tensor
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is replaced by the nearest orthogonal matrix.
+    """An optimizer that replaces each momentum update by the nearest orthogonal matrix.
 
-    torch.optim.Muon does the same in bfloat16, which processors without bfloat16 units emulate at a
-    hundredth of the speed; this one stays in the parameters' dtype. Parameters of one shape are updated
+    torch.optim.Muon computes in bfloat16, which processors without bfloat16 units emulate at a hundredth of
+    the speed. This optimizer computes in the parameters' dtype, and updates all parameters of the same shape
     together, as a batch of matrices.
 
     Source: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
@@ -41,16 +41,16 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Brings the singular values of every [R, C] matrix near 1 by a quintic Newton-Schulz iteration.
+    """Bring the singular values of matrices near 1 by a quintic Newton-Schulz iteration.
 
     Args:
-        matrices: float [N, R, C].
+        matrices: N matrices, float [N, R, C].
     """
     wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if wide else matrices.mT
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(iterations):
-        gram = x @ x.mT  # [N, r, r], of the shorter side
+        gram = x @ x.mT  # [N, r, r] with r = min(R, C)
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x if wide else x.mT

@@ -1,4 +1,4 @@
-"""Builds the embedded target once per machine and hands out where it lies."""
+"""Building the embedded target once per machine, and finding it in the cache."""
 
 import fcntl
 import hashlib
@@ -25,15 +25,15 @@ from data.embedded.corpus import ChatExample, Corpus, python_files, read_corpus,
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, evaluate, initialize, pretrain
 
-FORMAT_VERSION = 1  # raise it when the corpus, the tokenizer or the training changes in code alone
+FORMAT_VERSION = 1  # raise it for changes of corpus, tokenizer or training that do not change the settings
 
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """The target's shape and its training; every field is part of the cache's key.
+    """The target's shape and training; every field is part of the cache key.
 
-    For two minutes on two cores this narrow a model, which reads its text twice, comes further than a wider
-    one that does not finish it.
+    In two minutes on two cores, this narrow model sees the corpus twice and learns more than a wider one,
+    which does not see all of it.
     """
 
     vocab_size: int = 4096
@@ -48,11 +48,11 @@ class TargetSettings:
 
 @dataclass(frozen=True)
 class EmbeddedTarget:
-    """Where a finished target lies."""
+    """The paths of a finished target."""
 
-    model: Path  # a directory for `from_pretrained`: weights, tokenizer, chat template, training.json
-    train: Path  # JSONL of {"id", "messages"}
-    held_out: Path  # the same, functions whose bodies the target never saw
+    model: Path  # for `from_pretrained`: weights, tokenizer, chat template, and training.json
+    train: Path  # JSONL with "id" and "messages"
+    held_out: Path  # the same for functions whose bodies are not in the training data
 
 
 def ensure_embedded_target(
@@ -63,19 +63,20 @@ def ensure_embedded_target(
     source: Path | None = None,
     settings: TargetSettings | None = None,
 ) -> EmbeddedTarget:
-    """Finds the embedded target below `cache_dir`, or trains it there (about two minutes on two cores).
+    """Return the embedded target in `cache_dir`; train it first if needed (about two minutes on two cores).
 
-    An interrupted build goes on where it stopped; of several callers one builds and the others wait.
+    An interrupted build resumes where it stopped. If there are several callers, one builds and the others
+    wait.
 
     Args:
-        cache_dir: holds one directory per fingerprint of Python's version, its library and the settings.
-        num_threads: for the training; None keeps torch's setting.
+        cache_dir: has one directory per fingerprint of Python's version, its library and the settings.
+        num_threads: the number of threads for the training; None keeps torch's setting.
         progress: a bar on stderr when that is a terminal.
-        source: a directory of Python modules, the running Python's standard library by default.
-        settings: shape and training, the defaults when None.
+        source: a directory of Python modules; by default the running Python's standard library.
+        settings: the shape and training; None uses the defaults.
 
     Raises:
-        UserError: `source` holds too few documented functions.
+        UserError: `source` has too few documented functions.
     """
     source = source or standard_library()
     settings = settings or TargetSettings()
@@ -91,14 +92,14 @@ def ensure_embedded_target(
 
 
 def fingerprint(source: Path, settings: TargetSettings) -> str:
-    """Key of what the target depends on; names and sizes stand for the modules' text, to be quick."""
+    """Return the key of what the target depends on; the modules' names and sizes represent their text."""
     modules = [(p.relative_to(source).as_posix(), p.stat().st_size) for p in python_files(source)]
     key = json.dumps([FORMAT_VERSION, sys.version, modules, asdict(settings)])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _build(directory: Path, source: Path, settings: TargetSettings, progress: bool) -> None:
-    """Fills `directory`; a checkpoint is written after corpus and tokenizer, so it vouches for them."""
+    """Build in `directory`; if a checkpoint exists there, corpus and tokenizer are complete too."""
     started = time.monotonic()
     checkpoint = directory / "checkpoint.pt"
     if not checkpoint.exists():
@@ -131,7 +132,7 @@ def _build(directory: Path, source: Path, settings: TargetSettings, progress: bo
 
 
 def _initial_model(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings) -> LlamaForCausalLM:
-    """Llama with seeded weights, float32; the caller's random state is left as it was."""
+    """Make a float32 Llama with seeded weights without changing the caller's random state."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -156,8 +157,8 @@ def _initial_model(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings)
     return model
 
 
-def _write_jsonl(path: Path, conversations: list[ChatExample]) -> None:
-    path.write_text("".join(json.dumps(c) + "\n" for c in conversations))
+def _write_jsonl(path: Path, examples: list[ChatExample]) -> None:
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
 
 
 def _read_jsonl(path: Path) -> list[ChatExample]:
@@ -166,7 +167,7 @@ def _read_jsonl(path: Path) -> list[ChatExample]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for other processes of this machine; the kernel frees the lock of one that dies."""
+    """Lock out the other processes of this machine; the kernel releases the lock of a process that dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""The embedded target's tokenizer: byte-level BPE, and a ChatML template that marks the answers."""
+"""The embedded target's tokenizer: byte-level BPE and a ChatML template with generation markers."""
 
 import json
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ PAD_TOKEN = "<|pad|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
 
-# The assistant's text is trimmed because a leading line break would fuse with the one after the role into a
-# token of its own, and the generation prompt would no longer be a prefix of the whole.
+# The assistant's text is trimmed, because a leading line break would merge with the one after the role into
+# one token, and the generation prompt would no longer be a prefix of the conversation.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
@@ -37,9 +37,9 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(
-    conversations: Sequence[ChatExample], vocab_size: int, max_positions: int
+    examples: Sequence[ChatExample], vocab_size: int, max_positions: int
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with at most `vocab_size` entries, the special tokens and all 256 bytes among them."""
+    """Train byte-level BPE with at most `vocab_size` entries, including special tokens and all 256 bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,8 +50,8 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Roles are part of what the template writes: each becomes one token.
-    texts = (message[key] for c in conversations for message in c["messages"] for key in ("role", "content"))
+    # The template writes roles too, and each should become one token.
+    texts = (message[key] for e in examples for message in e["messages"] for key in ("role", "content"))
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -64,9 +64,9 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Writes what `AutoTokenizer.from_pretrained` reads, in transformers 4 and 5 alike."""
+    """Save the tokenizer so that `AutoTokenizer` of transformers 4 and 5 can load it."""
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
-    # transformers 5 writes a class name that 4, which other engines still use, does not know.
+    # transformers 5 writes a class name that transformers 4, which some engines use, does not know.
     config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n")

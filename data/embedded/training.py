@@ -1,4 +1,4 @@
-"""Pre-training of the embedded target: rows of similar length, checkpoints that resume to the last bit."""
+"""Pre-training the embedded target, with checkpoints that resume bit-identically."""
 
 import copy
 import math
@@ -25,13 +25,13 @@ Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bo
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """A fixed number of steps, so that the result does not depend on the machine's speed."""
+    """Training settings; the fixed number of steps makes the result independent of the machine's speed."""
 
     steps: int = 400
     batch_tokens: int = 2048
-    matrix_learning_rate: float = 0.03  # Muon: the layers' matrices
-    embedding_learning_rate: float = 0.03  # AdamW: a rare token is updated a few times only
-    learning_rate: float = 6e-3  # AdamW: lm_head and norms
+    matrix_learning_rate: float = 0.03  # Muon, for the layers' matrices
+    embedding_learning_rate: float = 0.03  # AdamW; high, because a rare token is updated only a few times
+    learning_rate: float = 6e-3  # AdamW, for lm_head and norms
     min_learning_rate_ratio: float = 0.02
     warmup_steps: int = 10
     max_document_tokens: int = 512
@@ -41,11 +41,11 @@ class TrainingSettings:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[ChatExample], max_tokens: int
+    tokenizer: PreTrainedTokenizerFast, examples: list[ChatExample], max_tokens: int
 ) -> list[Document]:
-    """Renders with the chat template, at most `max_tokens`; the mask is true on answers and end tokens."""
+    """Render with the chat template and cut at `max_tokens`; the mask covers answers and their end tokens."""
     encoded: Any = tokenizer.apply_chat_template(
-        cast(Any, [c["messages"] for c in conversations]),
+        cast(Any, [example["messages"] for example in examples]),
         return_dict=True,
         return_assistant_tokens_mask=True,
         truncation=True,
@@ -55,14 +55,18 @@ def encode(
     return [(torch.tensor(ids), torch.tensor(mask, dtype=torch.bool)) for ids, mask in pairs]
 
 
-def plan_batches(lengths: list[int], batch_tokens: int, steps: int, seed: int) -> list[list[int]]:
-    """Indices of each step's documents: similar lengths, at most `batch_tokens` with padding, shuffled."""
+def schedule_batches(lengths: list[int], batch_tokens: int, steps: int, seed: int) -> list[list[int]]:
+    """Return the document indices of each step.
+
+    A step's documents have similar lengths and, with padding, at most `batch_tokens` tokens. The steps of an
+    epoch are shuffled.
+    """
     rng = random.Random(seed)
     batches: list[list[int]] = []
     while len(batches) < steps:
         order = list(range(len(lengths)))
         rng.shuffle(order)
-        order.sort(key=lambda i: lengths[i] // 16)  # stable: the shuffle decides within a bucket
+        order.sort(key=lambda i: lengths[i] // 16)  # a stable sort keeps the shuffled order within a bucket
         epoch: list[list[int]] = [[]]
         width = 0
         for i in order:
@@ -77,33 +81,34 @@ def plan_batches(lengths: list[int], batch_tokens: int, steps: int, seed: int) -
 
 
 def answer_loss(model: LlamaForCausalLM, documents: list[Document]) -> Tensor:
-    """Sum of the answer tokens' negative log-likelihoods (float32, nats).
+    """Return the sum of the answer tokens' negative log-likelihoods (float32, nats).
 
-    Rows are padded on the right, where a causal model's other positions cannot see it: no attention mask.
+    Documents are padded on the right, where a causal model does not attend to the padding, so no attention
+    mask is needed.
     """
     ids = torch.nn.utils.rnn.pad_sequence([d[0] for d in documents], batch_first=True)  # [B, T]
     mask = torch.nn.utils.rnn.pad_sequence([d[1] for d in documents], batch_first=True)[:, 1:]
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # [B, T - 1, H]
-    # Only answers go through the head, whose matrix is as large as several layers.
+    # The lm_head is as large as several layers, so it is applied to the answers only.
     logits = model.lm_head(hidden[mask]).float()
     return F.cross_entropy(logits, ids[:, 1:][mask], reduction="sum")
 
 
 def num_answer_tokens(documents: list[Document]) -> int:
-    """How many tokens `answer_loss` sums over."""
+    """Return the number of tokens that `answer_loss` sums over."""
     return sum(int(mask[1:].sum()) for _, mask in documents)
 
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, documents: list[Document], rows: int = 8) -> float:
-    """Nats per answer token."""
+    """Return the loss in nats per answer token."""
     starts = range(0, len(documents), rows)
     total = sum(float(answer_loss(model, documents[start : start + rows])) for start in starts)
     return total / num_answer_tokens(documents)
 
 
 def initialize(model: LlamaForCausalLM, seed: int) -> None:
-    """Weights for a short run: layers that start as the identity, inputs of unit scale, small logits."""
+    """Initialize for a short run: layers start as the identity, inputs have unit scale, logits are small."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -116,8 +121,8 @@ def initialize(model: LlamaForCausalLM, seed: int) -> None:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
 
 
-def schedule(step: int, settings: TrainingSettings) -> float:
-    """Factor of the learning rates: linear warm-up, then a cosine down to `min_learning_rate_ratio`."""
+def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
+    """Return the learning rates' factor: linear warm-up, then cosine decay to `min_learning_rate_ratio`."""
     warmup = min(1.0, (step + 1) / settings.warmup_steps)
     low = settings.min_learning_rate_ratio
     return warmup * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
@@ -126,7 +131,7 @@ def schedule(step: int, settings: TrainingSettings) -> float:
 def build_optimizers(
     model: LlamaForCausalLM, settings: TrainingSettings
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest."""
+    """Build Muon for the layers' matrices and AdamW for the other parameters."""
     matrices: list[torch.nn.Parameter] = []
     embeddings: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
@@ -147,22 +152,22 @@ def build_optimizers(
 
 
 class GradientWorkers:
-    """Two halves of a batch at once, each in a thread of its own with half of torch's threads.
+    """Two threads that each compute the gradient of half a batch with half of torch's threads.
 
-    At this size that is faster than all cores in one matrix product after the other. The replica shares the
-    model's weights and has gradients of its own. There are two whatever the machine, so that every machine
-    adds up the same sums.
+    For such small matrices this is faster than using all cores for each product. The replica shares the
+    model's weights and has separate gradients. There are two on every machine, so that every machine sums in
+    the same order.
     """
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.num_threads = torch.get_num_threads()
         self.replicas = (model, copy.deepcopy(model))
-        for shared, own in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            own.data = shared.data
+        for original, replicated in zip(*(replica.parameters() for replica in self.replicas), strict=True):
+            replicated.data = original.data
         self.pool = ThreadPoolExecutor(max_workers=2)
 
     def __call__(self, documents: list[Document]) -> float:
-        """Leaves the gradient of the mean loss per answer token in the model, and returns that loss."""
+        """Set the model's gradients to those of the mean loss per answer token, and return that loss."""
         num_tokens = num_answer_tokens(documents)
         halves = [half for half in (documents[0::2], documents[1::2]) if half]
 
@@ -174,10 +179,10 @@ class GradientWorkers:
         torch.set_num_threads(max(self.num_threads // 2, 1))
         loss = sum(self.pool.map(backward, self.replicas, halves))
         torch.set_num_threads(self.num_threads)
-        for shared, own in zip(*(replica.parameters() for replica in self.replicas), strict=True):
+        for original, replicated in zip(*(replica.parameters() for replica in self.replicas), strict=True):
             if len(halves) == 2:
-                shared.grad.add_(own.grad)
-                own.grad = None
+                original.grad.add_(replicated.grad)
+                replicated.grad = None
         return loss
 
 
@@ -188,10 +193,10 @@ def pretrain(
     checkpoint: Path,
     progress: bool = True,
 ) -> None:
-    """Trains `model` in place; goes on from `checkpoint` where it exists, and keeps it up to date."""
+    """Train `model` in place; resume from `checkpoint` if it exists, and keep it up to date."""
     optimizers = build_optimizers(model, settings)
     lengths = [len(ids) for ids, _ in documents]
-    batches = plan_batches(lengths, settings.batch_tokens, settings.steps, settings.seed)
+    batches = schedule_batches(lengths, settings.batch_tokens, settings.steps, settings.seed)
     start = _load_checkpoint(checkpoint, model, optimizers)
     gradients = GradientWorkers(model)
     saved_at = time.monotonic()
@@ -202,7 +207,7 @@ def pretrain(
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * schedule(step, settings)
+                    group["lr"] = group["peak_lr"] * learning_rate_factor(step, settings)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             bar.note(f"loss {loss:.2f}")
@@ -215,7 +220,7 @@ def pretrain(
 def save_checkpoint(
     path: Path, model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], next_step: int
 ) -> None:
-    """Weights, the optimizers' moments and the step to go on with; nothing else changes from step to step."""
+    """Save everything that a step changes: the weights, the optimizers' states and the step number."""
     written = path.with_name(path.name + ".partial")
     moments = [optimizer.state_dict() for optimizer in optimizers]
     torch.save({"model": model.state_dict(), "optimizers": moments, "next_step": next_step}, written)

@@ -1,0 +1,57 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from data.embedded.corpus import read_corpus
+from data.embedded.target import EmbeddedTarget
+from data.embedded.tokenizer import train_tokenizer
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Add 1 <|im_end|>"},
+    {"role": "assistant", "content": "\n  y = x + 1\n"},
+    {"role": "tool", "content": "ok\n"},
+    {"role": "assistant", "content": "return é"},
+]
+
+
+@pytest.mark.parametrize("turn", [2, 4])
+def test_the_generation_prompt_is_an_exact_prefix(built: EmbeddedTarget, turn: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built.model)
+    text: Any = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    prompt: Any = tokenizer.apply_chat_template(
+        CONVERSATION[:turn], add_generation_prompt=True, tokenize=False
+    )
+    assert text.startswith(prompt)
+    ids = tokenizer(text)["input_ids"]
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    assert ids[: len(prompt_ids)] == prompt_ids
+
+
+def test_the_assistant_mask_covers_answers_and_end_tokens(built: EmbeddedTarget) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built.model)
+    encoded: Any = tokenizer.apply_chat_template(
+        CONVERSATION, return_dict=True, return_assistant_tokens_mask=True
+    )
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    answers = tokenizer.decode([token for token, in_answer in pairs if in_answer])
+    assert answers == "y = x + 1<|im_end|>return é<|im_end|>"
+
+
+def test_the_template_refuses_unknown_roles(built: EmbeddedTarget) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built.model)
+    with pytest.raises(Exception, match="unknown role: robot"):
+        tokenizer.apply_chat_template([{"role": "robot", "content": "x"}])
+
+
+def test_the_tokenizer_keeps_every_byte_and_its_special_tokens(library: Path) -> None:
+    tokenizer = train_tokenizer(read_corpus(library).train, 300, 256)
+    text = "naïve\t\x00 \U0001f600\r\n\n    x"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|pad|>"
+    marked = tokenizer("<|im_start|>a<|im_end|>")["input_ids"]
+    assert tokenizer.decode(marked, skip_special_tokens=True) == "a"
+    assert len(tokenizer) <= 300

@@ -1,0 +1,17 @@
+"""Small files of conversations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def pair(question: str = "two?", answer: str = "2") -> dict[str, str]:
+    return {"question": question, "answer": answer}
