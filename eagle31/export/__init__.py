@@ -1,1 +1,1 @@
-"""The checkpoint that vLLM loads: layouts, writing, reading, rules, verification."""
+"""Checkpoints that vLLM loads: writing, reading, checking."""

@@ -1,4 +1,4 @@
-"""The layouts in which EAGLE-3 drafters are published: config.json and tensor names, in both directions."""
+"""The layouts in which EAGLE-3 drafters are published: their keys, their tensor names, their files."""
 
 import json
 from dataclasses import dataclass
@@ -19,90 +19,48 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Layout(Enum):
-    """How an export is written."""
+    """The layout of an export's files."""
 
-    vllm = "vllm"  # the drafter's own config.json: `--speculative-config` names export and method
-    speculators = "speculators"  # names its target too: a bare `vllm serve EXPORT`
+    vllm = "vllm"  # the drafter's config.json: `--speculative-config` names export and method
+    speculators = "speculators"  # config.json names the target too: `vllm serve EXPORT` is enough
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """What a speculators checkpoint says of how it is served."""
+    """What a speculators checkpoint says about how it is served."""
 
     name_or_path: str  # the target
     architectures: tuple[str, ...]
     draft_tokens: int
 
 
-def write_config(
-    config: DrafterConfig, layout: Layout, dtype: str, verifier: Verifier | None = None
-) -> dict[str, Any]:
-    """`config.json` in a layout.
-
-    Args:
-        dtype: of the exported weights, such as "bfloat16".
-        verifier: needed for `Layout.speculators`.
-
-    Raises:
-        UserError: vLLM reads no such layout of this drafter.
-
-    Source: vllm/transformers_utils/configs/speculators (what vLLM reads of it).
-    """
-    own = config.to_json(dtype)
-    if layout is Layout.vllm:
-        return own
-    check_layout(config, layout)
-    assert verifier is not None
-    # vLLM takes the norms and the ids from the top level and everything else from the layer's config.
-    at_top = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output", IDS)
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": verifier.draft_tokens}],
-            "verifier": {
-                "name_or_path": verifier.name_or_path,
-                "architectures": list(verifier.architectures),
-            },
-        },
-        **{key: own[key] for key in at_top},
-        "norm_before_fc": False,
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "transformer_layer_config": {key: value for key, value in own.items() if key != "architectures"},
-    }
-
-
 def check_layout(config: DrafterConfig, layout: Layout) -> None:
-    """Raises UserError when vLLM reads no such layout of this drafter."""
+    """Raise UserError when vLLM does not read this layout for this drafter."""
     if config.mla is not None and layout is Layout.speculators:
-        remedy = "vLLM reads this layout for grouped-query attention alone; use export.layout=vllm."
+        remedy = "vLLM reads this layout only for grouped-query attention; use export.layout=vllm."
         raise UserError("export.layout", layout.value, remedy)
 
 
 def layout_of(raw: dict[str, Any]) -> Layout:
-    """Of a parsed config.json."""
+    """Return the layout of a parsed config.json."""
     is_speculators = "speculators_config" in raw or "speculators_model_type" in raw
     return Layout.speculators if is_speculators else Layout.vllm
 
 
 def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The drafter's keys as vLLM sees them: speculators' top level overrides some of the layer's.
+    """Return the drafter's keys as vLLM reads them: speculators' top level overrides some of the layer's.
 
     Raises:
-        UserError: a speculators checkpoint of another algorithm, or without its layer.
+        UserError: a speculators checkpoint has another algorithm, or no layer config.
     """
     if layout_of(raw) is Layout.vllm:
         return raw
     if raw.get("speculators_model_type") != "eagle3":
-        remedy = "Only eagle3 drafters can be read."
+        remedy = "Only eagle3 drafters are supported."
         raise UserError("speculators_model_type", raw.get("speculators_model_type"), remedy)
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
-        raise UserError("transformer_layer_config", layer, "The layer's shape is missing from config.json.")
+        raise UserError("transformer_layer_config", layer, "config.json does not have the layer's shape.")
     taken = {key: raw[key] for key in ("target_hidden_size", IDS) if raw.get(key)}
     return layer | {
         **taken,
@@ -115,41 +73,41 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def served_name(name: str, layout: Layout = Layout.vllm) -> str:
-    """Our parameter name -> the checkpoint's: in vLLM's layout the first layer is `midlayer`."""
+    """Return a parameter's tensor name in the checkpoint: in vLLM's layout the first layer is `midlayer`."""
     if layout is Layout.vllm and name.startswith("layers.0."):
         return name.replace("layers.0.", "midlayer.", 1)
     return name
 
 
 def parameter_name(name: str) -> str:
-    """The checkpoint's tensor name -> ours."""
+    """Return the parameter's name of a checkpoint's tensor."""
     name = name.removeprefix("model.")
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:
-    """Raises UserError when config.json is not there or not JSON."""
+    """Read config.json. Raises UserError when it is missing or not a JSON object."""
     try:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError("config.json", directory, f"It can not be read: {error}") from error
+        raise UserError("config.json", directory, f"It cannot be read: {error}") from error
     if not isinstance(raw, dict):
-        raise UserError("config.json", directory, "It holds no JSON object.")
+        raise UserError("config.json", directory, "It is not a JSON object.")
     return raw
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor by the name it has there, from one safetensors file or several with their index.
+    """Read every tensor by its name in the checkpoint, from one safetensors file or several with an index.
 
     Raises:
-        UserError: a file is missing, damaged, or no safetensors.
+        UserError: a file is missing, damaged, or not a safetensors file.
     """
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
         try:
             tensors |= load_file(directory / file)
         except (OSError, SafetensorError) as error:
-            remedy = f"It can not be read, it is missing or damaged; fetch or export it again ({error})."
+            remedy = f"It cannot be read; it is missing or damaged. Download or export it again ({error})."
             raise UserError(file, directory, remedy) from error
     return tensors
 
@@ -160,8 +118,10 @@ def _weight_files(directory: Path) -> list[str]:
         try:
             return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, json.JSONDecodeError, KeyError) as error:
-            raise UserError(INDEX, directory, f"It can not be read: {error!r}") from error
+            raise UserError(INDEX, directory, f"It cannot be read: {error!r}") from error
     if not (directory / WEIGHTS).exists() and list(directory.glob("*.bin")):
-        remedy = "Its weights are pickled, which can run any code; convert them to model.safetensors."
+        remedy = (
+            "Its weights are pickled, and loading them can run any code; convert them to model.safetensors."
+        )
         raise UserError("checkpoint", directory, remedy)
     return [WEIGHTS]

@@ -1,16 +1,15 @@
-"""Published config.json files of EAGLE-3 drafters, understood as vLLM understands them."""
+"""Published config.json files of EAGLE-3 drafters, read as vLLM reads them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig
-
 from eagle31.errors import UserError
+from eagle31.export.config_json import LATENT_ARCHITECTURE
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
-from eagle31.model.config import LATENT_ARCHITECTURE, DrafterConfig, MlaShape
+from eagle31.model.config import DrafterConfig, MlaShape
 
-# What vLLM 0.32 loads as `Eagle3LlamaForCausalLM`; it puts "Eagle3" before a bare LlamaForCausalLM itself.
+# The names that vLLM 0.32 loads as `Eagle3LlamaForCausalLM`; it adds "Eagle3" to a plain LlamaForCausalLM.
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -27,27 +26,32 @@ SHAPE_KEYS = (
     "num_attention_heads",
     "vocab_size",
 )
-_COMMON_KEYS = (
-    *SHAPE_KEYS,
-    *("num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
-    *("rope_theta", "rope_scaling", "rope_parameters"),
-)
-# Whose defaults vLLM takes for missing keys of a layer with MLA.
-_LATENT_CONFIGS = {
-    "kimi_k2": DeepseekV3Config,
-    "deepseek_v3": DeepseekV3Config,
-    "deepseek_v2": DeepseekV2Config,
+# The defaults that vLLM uses for missing keys.
+_LLAMA_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+_LATENT_WIDTHS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_V2_DEFAULTS = _LLAMA_DEFAULTS | _LATENT_WIDTHS
+_DEEPSEEK_V3_DEFAULTS = _DEEPSEEK_V2_DEFAULTS | {"max_position_embeddings": 4096}
+_LATENT_DEFAULTS = {
+    "kimi_k2": _DEEPSEEK_V3_DEFAULTS,
+    "deepseek_v3": _DEEPSEEK_V3_DEFAULTS,
+    "deepseek_v2": _DEEPSEEK_V2_DEFAULTS,
 }
 _MLA_KEYS = tuple(field.name for field in fields(MlaShape))
 
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """A published config.json, understood."""
+    """A drafter's configuration, read from a published config.json."""
 
     config: DrafterConfig
     layout: Layout
-    notes: tuple[str, ...]  # what was assumed, for a person
+    notes: tuple[str, ...]  # assumptions, for the user
 
 
 def read_config(
@@ -56,36 +60,32 @@ def read_config(
     num_target_layers: int | None = None,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> ReadConfig:
-    """Understands a published config.json as vLLM does, its defaults for missing keys included.
+    """Read a published config.json as vLLM does, with its defaults for missing keys.
 
     Args:
-        num_target_layers: for checkpoints that leave the aux layer ids out, as vLLM then guesses from it.
-        aux_layer_ids: in place of the checkpoint's own.
+        num_target_layers: used for checkpoints without aux layer ids, which vLLM derives from it.
+        aux_layer_ids: replace the checkpoint's.
 
     Raises:
-        UserError: a key is missing, or it describes what our drafter cannot represent.
+        UserError: a key is missing, or the drafter has parts that are not supported here.
     """
     layer = layer_config(raw)
     refuse_unknown_parts(raw, layer)
     missing = [key for key in SHAPE_KEYS if layer.get(key) is None]
     if missing:
         raise UserError("config.json", missing, "These keys are missing.")
-    own = _transformers_config(layer)
+    values = _with_defaults(layer)
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
-    mla, kv_heads, head_dim = _heads(layer, own)
+    mla, num_kv_heads, head_dim = _heads(layer, values)
     config = DrafterConfig(
-        hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_hidden_layers=own.num_hidden_layers,
-        num_attention_heads=own.num_attention_heads,
-        num_key_value_heads=kv_heads,
+        **{key: values[key] for key in SHAPE_KEYS},
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=own.rms_norm_eps,
-        rope_parameters=dict(own.rope_parameters or {}),
-        max_position_embeddings=own.max_position_embeddings,
-        vocab_size=own.vocab_size,
-        draft_vocab_size=layer.get("draft_vocab_size") or own.vocab_size,
-        target_hidden_size=layer.get("target_hidden_size") or own.hidden_size,
+        rms_norm_eps=values["rms_norm_eps"],
+        rope_parameters=_rope_parameters(layer, values["max_position_embeddings"]),
+        max_position_embeddings=values["max_position_embeddings"],
+        draft_vocab_size=layer.get("draft_vocab_size") or values["vocab_size"],
+        target_hidden_size=layer.get("target_hidden_size") or values["hidden_size"],
         aux_layer_ids=ids,
         fc_norm=bool(layer.get("fc_norm", False)),
         norm_output=bool(layer.get("norm_output", False)),
@@ -95,62 +95,83 @@ def read_config(
         eos_token_id=layer.get("eos_token_id"),
     )
     if layer.get("model_type") == "deepseek_v3":
-        notes += ("model_type deepseek_v3: vLLM takes it for multi-token prediction and does not serve it.",)
+        notes += ("model_type deepseek_v3: vLLM reads it as multi-token prediction and does not serve it.",)
     return ReadConfig(config, layout_of(raw), notes)
 
 
 def is_latent(layer: dict[str, Any]) -> bool:
-    """Whether a layer's config is of a drafter with MLA."""
+    """Return whether a layer's config describes a drafter with MLA."""
     return next(iter(layer.get("architectures") or ()), None) in LATENT_ARCHITECTURES
 
 
-def _transformers_config(layer: dict[str, Any]) -> Any:
-    """The layer with the defaults that vLLM takes for missing keys, its RoPE in today's spelling.
+def _with_defaults(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return the layer's keys with the defaults that vLLM uses for missing ones.
 
     Raises:
-        UserError: transformers does not understand it, or it is of a kind of MLA that our drafter is not.
+        UserError: a value has the wrong type, or the layer has a kind of MLA that is not supported here.
+
+    Source: configuration_llama.py, configuration_deepseek_v2.py and configuration_deepseek_v3.py of
+    transformers, which vLLM reads these files with.
     """
-    kind: Any = LlamaConfig
-    keys: tuple[str, ...] = (*_COMMON_KEYS, "head_dim")
+    defaults = _LLAMA_DEFAULTS
     if is_latent(layer):
-        kind, keys = _LATENT_CONFIGS.get(layer.get("model_type") or ""), (*_COMMON_KEYS, *_MLA_KEYS)
-        if kind is None:
-            remedy = f"Readable are {', '.join(_LATENT_CONFIGS)}."
-            raise UserError("model_type", layer.get("model_type"), remedy)
+        model_type = layer.get("model_type") or ""
+        if model_type not in _LATENT_DEFAULTS:
+            raise UserError("model_type", model_type or None, f"Supported are {', '.join(_LATENT_DEFAULTS)}.")
         if layer.get("q_lora_rank", 0) is None:  # not missing: it says that queries have no latent
-            raise UserError("q_lora_rank", None, "vLLM loads no such drafter, and ours has a latent.")
-    given = {key: layer[key] for key in keys if layer.get(key) is not None}
-    try:
-        return kind(**given)
-    except (ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError("config.json", "its layer", f"It can not be understood: {reason}") from error
+            raise UserError("q_lora_rank", None, "Drafters whose queries have no latent are not supported.")
+        defaults = _LATENT_DEFAULTS[model_type]
+    values = {key: layer[key] for key in (*SHAPE_KEYS, *defaults) if layer.get(key) is not None}
+    for key, value in values.items():
+        number = (int, float) if key == "rms_norm_eps" else int
+        if isinstance(value, bool) or not isinstance(value, number):
+            raise UserError(key, value, "config.json must have a number here.")
+    return defaults | values
 
 
-def _heads(layer: dict[str, Any], own: Any) -> tuple[MlaShape | None, int, int]:
-    """MLA's widths, the number of key heads, and the width of a query or key."""
-    if not is_latent(layer):
-        head_dim = layer.get("head_dim") or own.hidden_size // own.num_attention_heads
-        return None, own.num_key_value_heads, head_dim
-    mla = MlaShape(**{key: getattr(own, key) for key in _MLA_KEYS})
-    return mla, own.num_attention_heads, mla.head_dim
+def _heads(layer: dict[str, Any], values: dict[str, Any]) -> tuple[MlaShape | None, int, int]:
+    """Return MLA's widths, the number of key heads, and the width of a query or key."""
+    num_heads = values["num_attention_heads"]
+    if is_latent(layer):
+        mla = MlaShape(**{key: values[key] for key in _MLA_KEYS})
+        return mla, num_heads, mla.head_dim
+    if values["hidden_size"] % num_heads:
+        raise UserError("hidden_size", values["hidden_size"], f"It must be a multiple of {num_heads} heads.")
+    head_dim = layer.get("head_dim") or values["hidden_size"] // num_heads
+    return None, layer.get("num_key_value_heads") or num_heads, head_dim
+
+
+def _rope_parameters(layer: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+    """Return RoPE's parameters, of either spelling, in the newer one: a dict with `rope_type` and `rope_theta`.
+
+    Source: `RotaryEmbeddingConfigMixin` in modeling_rope_utils.py of transformers.
+    """
+    given = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise UserError("rope_scaling", given, "config.json must have an object here.")
+    theta = layer.get("rope_theta")
+    rope = {"rope_theta": 10000.0 if theta is None else theta, **given}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", max_position_embeddings)
+    return rope
 
 
 def refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Raises UserError for what a checkpoint has and our drafter has not, naming it."""
+    """Raise UserError for parts of a checkpoint that are not supported here."""
     eagle = layer.get("eagle_config") or {}
     if layout_of(raw) is Layout.vllm:
         architecture = next(iter(raw.get("architectures") or ()), None)
-        readable = (*ARCHITECTURES, *LATENT_ARCHITECTURES)
-        if architecture not in readable:
-            raise UserError("architectures", architecture, f"Readable are {', '.join(readable)}.")
+        supported = (*ARCHITECTURES, *LATENT_ARCHITECTURES)
+        if architecture not in supported:
+            raise UserError("architectures", architecture, f"Supported are {', '.join(supported)}.")
     else:
         model_type = layer.get("model_type", "llama")
         if model_type != "llama":
             raise UserError(
                 "transformer_layer_config.model_type",
                 model_type,
-                "Only llama layers can be read; those of qwen3 have a q_norm and a k_norm, ours have not.",
+                "Only llama layers are supported; those of qwen3 have a q_norm and a k_norm.",
             )
     unknown = {
         "norm_before_fc": eagle.get("norm_before_fc", layer.get("norm_before_fc", False)),
@@ -165,16 +186,16 @@ def refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
     }
     for name, value in unknown.items():
         if value:
-            raise UserError(name, value, "A drafter with this can not be represented here.")
+            raise UserError(name, value, "Drafters with this are not supported here.")
 
 
 def vllm_default_ids(num_target_layers: int) -> tuple[int, ...]:
-    """What vLLM takes for a checkpoint without ids (`get_eagle3_default_aux_hidden_state_layers`)."""
+    """Return vLLM's ids for a checkpoint without any (`get_eagle3_default_aux_hidden_state_layers`)."""
     return (2, num_target_layers // 2, num_target_layers - 3)
 
 
 def stated_ids(layer: dict[str, Any]) -> tuple[int, ...]:
-    """The aux layer ids of a layer's config as vLLM captures them: each once, ascending; maybe none."""
+    """Return a layer config's aux layer ids as vLLM captures them: each once, ascending; maybe none."""
     return tuple(sorted(set(layer.get(IDS) or (layer.get("eagle_config") or {}).get(IDS) or ())))
 
 
@@ -191,19 +212,19 @@ def _aux_layer_ids(
         if num_target_layers and ids == tuple(i - 1 for i in vllm_default_ids(num_target_layers)):
             shifted = [i + 1 for i in ids]
             notes = (
-                f"aux layer ids {list(ids)} look as if they count layer outputs, as SGLang does. They "
-                f"are taken as vLLM takes them; if acceptance is low, try {shifted}.",
+                f"aux layer ids {list(ids)} seem to count layer outputs, as SGLang does. They are used as "
+                f"vLLM uses them; if acceptance is low, try {shifted}.",
             )
     elif num_target_layers is None:
         raise UserError(
             IDS,
             None,
-            "config.json has none; give those it was trained with as drafter.aux_layer_ids=[...] or "
-            "--aux-layer-ids ...",
+            "config.json has none; give those that the drafter was trained with as "
+            "drafter.aux_layer_ids=[...] or --aux-layer-ids ...",
         )
     else:
         ids = vllm_default_ids(num_target_layers)
-        notes = (f"config.json names no aux layer ids: vLLM's default {list(ids)} is taken.",)
+        notes = (f"config.json has no aux layer ids: vLLM's default {list(ids)} is used.",)
     if len(ids) != num_aux:
         raise UserError(IDS, list(ids), f"The drafter reads {num_aux} hidden states (num_aux_hidden_states).")
     return ids, notes

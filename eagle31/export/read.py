@@ -1,4 +1,4 @@
-"""Reading an exported or published checkpoint."""
+"""Reads an exported or published checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import (
-    parameter_name,
-    read_raw_config,
-    read_tensors,
-)
+from eagle31.export.layouts import parameter_name, read_raw_config, read_tensors
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -21,7 +17,7 @@ from eagle31.model.drafter import Drafter
 
 @dataclass(frozen=True)
 class TargetDefaults:
-    """What a published checkpoint may leave to its target."""
+    """Parts of the target that a published checkpoint may leave out."""
 
     num_layers: int
     embed_tokens: Tensor  # [V, Ht]
@@ -35,8 +31,8 @@ class LoadedExport:
     drafter: Drafter
     embed_tokens: Tensor  # [V, H]
     draft_target_ids: Tensor | None  # int64 [Vd]
-    config: dict[str, Any]  # config.json as it lies there
-    notes: tuple[str, ...] = ()  # what was assumed where the checkpoint says nothing
+    config: dict[str, Any]  # the parsed config.json
+    notes: tuple[str, ...] = ()  # assumptions where the checkpoint says nothing
 
 
 def load_export(
@@ -47,15 +43,15 @@ def load_export(
     target: TargetDefaults | None = None,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> LoadedExport:
-    """Reads an export, ours or a published one in any layout, for evaluation.
+    """Load a checkpoint written here or published elsewhere, in any layout, for evaluation.
 
     Args:
-        target: stands in for what a published checkpoint leaves out; ours leave nothing out.
-        aux_layer_ids: in place of the checkpoint's own.
+        target: provides what a published checkpoint leaves out; exports written here leave nothing out.
+        aux_layer_ids: replace the checkpoint's.
 
     Raises:
         UserError: files or tensors are missing, damaged or of the wrong shape, or the checkpoint has parts
-            that our drafter has not.
+            that are not supported here.
     """
     raw = read_raw_config(directory)
     read = read_config(
@@ -70,14 +66,14 @@ def load_export(
     if embed_tokens is None:
         embed_tokens = _target_rows(target.embed_tokens if target else None, "embed_tokens.weight", config)
     if "lm_head.weight" not in tensors:
-        # Of a pruned vocabulary vLLM would take the target's head for the wrong tokens.
-        own_head = target.lm_head if target is not None and not config.pruned else None
-        tensors["lm_head.weight"] = _target_rows(own_head, "lm_head.weight", config)
+        # With a pruned vocabulary, vLLM would use the target's head for the wrong tokens.
+        lm_head = target.lm_head if target is not None and not config.pruned else None
+        tensors["lm_head.weight"] = _target_rows(lm_head, "lm_head.weight", config)
     drafter = Drafter(config)
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
-        raise UserError("export", directory, f"Its tensors do not fit its config.json: {error}") from error
+        raise UserError("export", directory, f"Its tensors do not match its config.json: {error}") from error
     if embed_tokens.shape != (config.vocab_size, config.hidden_size):
         expected = f"[{config.vocab_size}, {config.hidden_size}]"
         raise UserError("embed_tokens.weight", list(embed_tokens.shape), f"Its shape must be {expected}.")
@@ -92,20 +88,22 @@ def load_export(
 
 
 def draft_target_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None:
-    """int64 [Vd], the target's id of each draft id; None for the full vocabulary.
+    """Return the target's id of each draft id, int64 [Vd]; None for the full vocabulary.
 
     Raises:
         UserError: d2t is missing, of the wrong size, or points outside the target's vocabulary.
     """
     if not config.pruned:
         if d2t is not None and d2t.any():
-            remedy = "draft_vocab_size equals vocab_size, so there is nothing to map; vLLM would refuse it."
+            remedy = "draft_vocab_size equals vocab_size, so there is nothing to map; vLLM refuses it."
             raise UserError("d2t", list(d2t.shape), remedy)
         return None
     if d2t is None:
         raise UserError("d2t", None, "It is missing from a checkpoint with a pruned draft vocabulary.")
     if d2t.shape != (config.draft_vocab_size,):
-        raise UserError("d2t", list(d2t.shape), f"It must have draft_vocab_size={config.draft_vocab_size}.")
+        raise UserError(
+            "d2t", list(d2t.shape), f"It must have draft_vocab_size={config.draft_vocab_size} entries."
+        )
     ids = d2t.long() + torch.arange(config.draft_vocab_size)
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         remedy = "It points outside the target's vocabulary; d2t holds offsets, target id - draft id."
@@ -114,11 +112,11 @@ def draft_target_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None
 
 
 def _target_rows(rows: Tensor | None, name: str, config: DrafterConfig) -> Tensor:
-    """The target's, for a tensor that the checkpoint leaves out as vLLM allows."""
+    """Return the target's rows for a tensor that the checkpoint leaves out, where vLLM allows it."""
     if rows is None or rows.shape != (config.vocab_size, config.hidden_size):
         remedy = (
-            "It is missing; the target's can stand in for it only where the drafter has the target's width, "
-            "and its head only where the draft vocabulary is the whole one."
+            "It is missing. The target's can replace it only where the drafter has the target's width, and "
+            "the target's head only where the draft vocabulary is the full one."
         )
         raise UserError(name, None, remedy)
     return rows

@@ -1,4 +1,4 @@
-"""Drafts on an export's probe in a process that knows only the files."""
+"""Drafts on an export's probe in a new process that has only the files."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from eagle31.export.verification import Difference, read_probe, replay_probe
 
 
 def reload_in_fresh_process(export: Path) -> Difference:
-    """Loads the export and drafts on its probe elsewhere.
+    """Load the export and draft on its probe in a new process.
 
     Raises:
-        UserError: the other process could not; with what it said.
+        UserError: the process failed; the message has its last line.
     """
     root = str(Path(eagle31.__file__).resolve().parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -30,8 +30,8 @@ def reload_in_fresh_process(export: Path) -> Difference:
         text=True,
     )
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise UserError("reload", export, f"A fresh process can not draft with it: {said}")
+        last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise UserError("reload", export, f"A new process cannot draft with it: {last_line}")
     return Difference(**json.loads(done.stdout.splitlines()[-1]))
 
 

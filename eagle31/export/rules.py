@@ -1,4 +1,4 @@
-"""What vLLM needs of a drafter's checkpoint, whatever its target: its keys, its tensors, its vocabulary."""
+"""What vLLM requires of a drafter's checkpoint, whatever its target: its keys, tensors and vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle31.export.config_json import ARCHITECTURE, LATENT_ARCHITECTURE, LATENT_MODEL_TYPE, MODEL_TYPE
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of, served_name
-from eagle31.model.config import (
-    ARCHITECTURE,
-    LATENT_ARCHITECTURE,
-    LATENT_MODEL_TYPE,
-    MODEL_TYPE,
-    DrafterConfig,
-)
+from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
@@ -22,7 +17,7 @@ FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with an export."""
+    """One problem of an export."""
 
     field: str
     found: str
@@ -34,17 +29,17 @@ class Finding:
 
 
 def finding(field: str, found: object, expected: object, remedy: str) -> Finding:
-    """Values as JSON writes them, so that false is not False."""
+    """Make a finding, with values as JSON writes them: false, not False."""
     words = {True: "true", False: "false", None: "none"}
     shown = [words[v] if isinstance(v, bool) or v is None else str(v) for v in (found, expected)]
     return Finding(field, shown[0], shown[1], remedy)
 
 
 def schema_findings(raw: dict[str, Any]) -> list[Finding]:
-    """Keys that vLLM would otherwise guess, or reads at two places; exports of ours leave none out."""
+    """Find missing keys that vLLM would guess, and keys that contradict each other."""
     speculators = layout_of(raw) is Layout.speculators
     layer = layer_config(raw)
-    missing = "Export again; vLLM takes its own default for a missing key."
+    missing = "Export again; vLLM uses its default for a missing key."
     findings = []
 
     def expect(field: str, found: object, expected: object, remedy: str = missing) -> None:
@@ -52,8 +47,8 @@ def schema_findings(raw: dict[str, Any]) -> list[Finding]:
             findings.append(finding(field, found, expected, remedy))
 
     latent = "kv_lora_rank" in layer
-    own = LATENT_ARCHITECTURE if latent else ARCHITECTURE
-    expect("architectures", raw.get("architectures"), ["Eagle3Speculator" if speculators else own])
+    architecture = LATENT_ARCHITECTURE if latent else ARCHITECTURE
+    expect("architectures", raw.get("architectures"), ["Eagle3Speculator" if speculators else architecture])
     expect("model_type", layer.get("model_type"), LATENT_MODEL_TYPE if latent else MODEL_TYPE)
     expect("tie_word_embeddings", raw.get("tie_word_embeddings"), False)
     for flag in FLAGS:
@@ -61,10 +56,10 @@ def schema_findings(raw: dict[str, Any]) -> list[Finding]:
             findings.append(finding(flag, raw.get(flag), "true or false", missing))
     ids = raw.get(IDS)
     if not ids or ids != sorted(set(ids)):
-        remedy = "vLLM guesses the layers of a config without ids, and sorts those of one that has them."
+        remedy = "vLLM guesses the layers if there are no ids, and sorts the ids if there are."
         findings.append(finding(IDS, ids, "ascending aux layer ids", remedy))
         return findings
-    both = "The ids stand at two places, for two readers; export again."
+    both = "config.json has the ids twice, for two readers; export again."
     expect(f"eagle_config.{IDS}", (layer.get("eagle_config") or {}).get(IDS), ids, both)
     expect("num_aux_hidden_states", layer.get("num_aux_hidden_states"), len(ids))
     if speculators:
@@ -74,13 +69,13 @@ def schema_findings(raw: dict[str, Any]) -> list[Finding]:
                 f"transformer_layer_config.{flag}",
                 raw["transformer_layer_config"].get(flag),
                 raw.get(flag),
-                "The flags stand at two places, for two readers; export again.",
+                "config.json has the flags twice, for two readers; export again.",
             )
     return findings
 
 
 def expected_shapes(config: DrafterConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a complete checkpoint by its served name."""
+    """Return the shape of every tensor of a complete checkpoint, by its served name."""
     with torch.device("meta"):
         drafter = Drafter(config)
     shapes = {served_name(name, layout): tuple(p.shape) for name, p in drafter.named_parameters()}
@@ -93,7 +88,7 @@ def expected_shapes(config: DrafterConfig, layout: Layout) -> dict[str, tuple[in
 def tensor_findings(
     tensors: Mapping[str, Tensor], config: DrafterConfig, layout: Layout, optional: frozenset[str]
 ) -> list[Finding]:
-    """Names and shapes that vLLM would not load, and weights that are not finite.
+    """Find tensors that vLLM would not load, and weights that are not finite.
 
     Args:
         optional: served names that may be missing.
@@ -104,13 +99,13 @@ def tensor_findings(
     for key, (name, shape) in expected.items():
         if key not in present:
             if name not in optional:
-                findings.append(finding(name, "no such tensor", list(shape), "Export again, it is missing."))
+                findings.append(finding(name, "no such tensor", list(shape), "It is missing; export again."))
         elif tuple(present[key][1].shape) != shape:
             remedy = "config.json and the weights contradict each other; export again."
             findings.append(finding(name, list(present[key][1].shape), list(shape), remedy))
     for key, (name, tensor) in present.items():
         if key not in expected:
-            remedy = "vLLM has no place for it: another config.json, or a prefix that vLLM adds itself."
+            remedy = "vLLM has no such parameter: config.json is another's, or the name has a prefix that vLLM adds."
             findings.append(finding(name, list(tensor.shape), "no such tensor", remedy))
         elif tensor.is_floating_point() and not torch.isfinite(tensor).all():
             findings.append(finding(name, "nan or inf", "finite weights", "Export an earlier step."))
@@ -118,10 +113,10 @@ def tensor_findings(
 
 
 def mapping_findings(tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[Finding]:
-    """d2t holds offsets, int64 [Vd], that map the draft ids onto the true places of t2d, bool [V]."""
+    """Check that d2t, int64 [Vd], holds offsets from the draft ids to the ids that t2d, bool [V], selects."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if not config.pruned or d2t is None or d2t.shape != (config.draft_vocab_size,):
-        return []  # the names and shapes were looked at before
+        return []  # `tensor_findings` checks names and shapes
     findings = []
     if d2t.dtype is not torch.int64:
         findings.append(finding("d2t", d2t.dtype, torch.int64, "Export again."))
@@ -131,14 +126,14 @@ def mapping_findings(tensors: Mapping[str, Tensor], config: DrafterConfig) -> li
     chosen = None if t2d is None or t2d.shape != (config.vocab_size,) else t2d.bool().nonzero().squeeze(1)
     if chosen is None:
         if targets.min() < 0 or targets.max() >= config.vocab_size or len(targets.unique()) < len(targets):
-            findings.append(finding("d2t", "offsets that repeat or leave the vocabulary", "one to one", ""))
+            findings.append(
+                finding("d2t", "offsets that repeat or leave the vocabulary", "one to one", "Export again.")
+            )
     elif not torch.equal(targets.sort().values, chosen):
         absolute = torch.equal(d2t.long().sort().values, chosen)
         found = "absolute ids" if absolute else f"{_num_different(targets, chosen)} ids that are not in t2d"
-        expected = "offsets (target id - draft id) onto the true places of t2d"
-        remedy = (
-            "d2t looks like absolute ids; subtract the draft id of each." if absolute else "Export again."
-        )
+        expected = "offsets (target id - draft id) to the ids that t2d selects"
+        remedy = "d2t seems to hold absolute ids; subtract each draft id." if absolute else "Export again."
         findings.append(finding("d2t", found, expected, remedy))
     return findings
 
@@ -148,5 +143,5 @@ def _num_different(targets: Tensor, chosen: Tensor) -> int:
 
 
 def _neutral(name: str) -> str:
-    """vLLM reads `midlayer.` as `layers.0.`."""
+    """Return the name with `layers.0.` for `midlayer.`, as vLLM reads it."""
     return name.replace("midlayer.", "layers.0.")

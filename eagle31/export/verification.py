@@ -1,4 +1,4 @@
-"""What training knew of a drafter, kept beside its export so that the export can be held against it."""
+"""A record of the trained drafter, kept with its export so that the export can be compared with it."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.rollout import rollout
 from eagle31.training.supervision import supervised_drafts, supervised_positions
 
-# A subdirectory: vLLM takes every safetensors file beside config.json for weights.
+# A subdirectory: vLLM loads every safetensors file next to config.json as weights.
 DIRECTORY, RECORD, PROBE = "verification", "record.json", "probe.safetensors"
 FORMAT = 1
 MAX_TOKENS, MAX_ROWS, TOP = 128, 16, 64
@@ -28,39 +28,39 @@ MAX_STATE_BYTES = 6_000_000
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The drafter as it was trained and what it was trained for; none of it is read from the export."""
+    """The drafter as it was trained, and its target; none of it is read from the export."""
 
     config: DrafterConfig
     dtype: str  # of the exported weights
     layout: str
     step: int
     target: dict[str, Any]  # model, revision, fingerprint, tokenizer_fingerprint, template_fingerprint
-    tensors: dict[str, str]  # served name -> sha256 of its bytes
+    tensors: dict[str, str]  # sha256 of each tensor's bytes, by its served name
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "TrainingRecord":
-        """Raises UserError for another format, or keys missing."""
+        """Parse a record. Raises UserError when its format is another one or keys are missing."""
         if raw.get("format") != FORMAT:
-            remedy = f"This version reads format {FORMAT}; export again with it."
+            remedy = f"This version reads format {FORMAT}; export again with this version."
             raise UserError(f"{DIRECTORY}/{RECORD}:format", raw.get("format"), remedy)
         try:
-            own = {field.name: raw[field.name] for field in fields(TrainingRecord)}
-            shape = own["config"] | {"aux_layer_ids": tuple(own["config"]["aux_layer_ids"])}
+            values = {field.name: raw[field.name] for field in fields(TrainingRecord)}
+            shape = values["config"] | {"aux_layer_ids": tuple(values["config"]["aux_layer_ids"])}
             if shape.get("mla") is not None:
                 shape["mla"] = MlaShape(**shape["mla"])
-            return TrainingRecord(**own | {"config": DrafterConfig(**shape)})
+            return TrainingRecord(**values | {"config": DrafterConfig(**shape)})
         except (KeyError, TypeError) as error:
             raise UserError(f"{DIRECTORY}/{RECORD}", error, "It is damaged; export again.") from error
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A piece of a held-out sample, and what the trained drafter makes of it.
+    """A piece of a held-out sample, and the trained drafter's logits on it.
 
-    R rows, K steps, n the draft ids kept for each.
+    R rows, K steps, the n highest logits of each.
     """
 
     batch: PackedBatch  # one document
@@ -71,7 +71,7 @@ class Probe:
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """sha256 of each tensor's bytes, as they lie in the file."""
+    """Return the sha256 of each tensor's bytes, which are those in the file."""
     return {name: tensor_hash(tensor) for name, tensor in sorted(tensors.items())}
 
 
@@ -81,9 +81,9 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def probe_piece(batch: PackedBatch, num_steps: int) -> PackedBatch | None:
-    """The stretch of a sample around its first draft that counts, short enough to keep; None without one.
+    """Return a short piece of a sample around its first supervised draft; None if it has none.
 
-    batch: one document, unpadded.
+    batch: one document without padding.
     """
     rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, num_steps))
     if not len(rows):
@@ -97,14 +97,14 @@ def probe_piece(batch: PackedBatch, num_steps: int) -> PackedBatch | None:
 
 
 def make_probe(drafter: Drafter, embed_tokens: Tensor, piece: PackedBatch, num_steps: int) -> Probe:
-    """Drafts on the piece by the training path, in float32 on the CPU.
+    """Draft on the piece by the training path, in float32 on the CPU.
 
     Args:
-        drafter: float32, its weights rounded to the export's dtype.
+        drafter: float32, with weights rounded to the export's dtype.
         embed_tokens: float32 [V, H].
     """
-    counted = supervised_drafts(piece.loss_mask, piece.document_ids, num_steps)
-    rows = supervised_positions(counted)[:MAX_ROWS]
+    supervised = supervised_drafts(piece.loss_mask, piece.document_ids, num_steps)
+    rows = supervised_positions(supervised)[:MAX_ROWS]
     logits = draft_logits(drafter, embed_tokens, piece, rows, num_steps)
     top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
     return Probe(piece, rows, top.indices, top.values, logits.logsumexp(-1))
@@ -114,7 +114,7 @@ def make_probe(drafter: Drafter, embed_tokens: Tensor, piece: PackedBatch, num_s
 def draft_logits(
     drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, rows: Tensor, num_steps: int
 ) -> Tensor:
-    """float32 [K, R, Vd]"""
+    """Return the draft logits of `rows`, float32 [K, R, Vd]."""
     batch = batch.to(torch.device("cpu"), torch.float32)
     steps = rollout(drafter, embed_tokens, batch, rows, num_steps)
     return torch.stack([drafter.lm_head(normed) for normed, _ in steps])
@@ -122,43 +122,43 @@ def draft_logits(
 
 @dataclass(frozen=True)
 class Difference:
-    """Where drafting again departs most from the probe."""
+    """The largest difference between a probe and drafting on it again."""
 
-    largest: float  # of a logit or a logsumexp
+    largest: float  # absolute difference of a logit or a logsumexp
     step: int  # 0-based speculation step
     scale: float  # the largest recorded logit by magnitude, at least 1
 
 
 def replay_probe(probe: Probe, drafter: Drafter, embed_tokens: Tensor) -> Difference:
-    """Drafts on the probe's piece again. Both in float32 on the CPU."""
+    """Draft on the probe's piece again, in float32 on the CPU as the probe was made."""
     num_steps = len(probe.top_ids)
     logits = draft_logits(drafter, embed_tokens, probe.batch, probe.rows, num_steps)
     at_top = (logits.gather(-1, probe.top_ids) - probe.top_logits).abs().amax(dim=(1, 2))
     in_sum = (logits.logsumexp(-1) - probe.logsumexp).abs().amax(dim=1)
-    # A nan compares as larger than anything here.
+    # NaN counts as an infinite difference.
     by_step = torch.maximum(at_top, in_sum).nan_to_num(nan=torch.inf)
     scale = max(1.0, float(probe.top_logits.abs().max()))
     return Difference(float(by_step.max()), int(by_step.argmax()), scale)
 
 
 def write_verification(export: Path, record: TrainingRecord, probe: Probe | None) -> None:
-    """Into `verification/` of an export's directory."""
+    """Write `verification/` into an export's directory."""
     directory = export / DIRECTORY
     write_json(directory / RECORD, record.to_json())
     if probe is not None:
-        own = {name: getattr(probe, name) for name in ("rows", "top_ids", "top_logits", "logsumexp")}
+        drafts = {name: getattr(probe, name) for name in ("rows", "top_ids", "top_logits", "logsumexp")}
         batch = {f.name: getattr(probe.batch, f.name) for f in fields(PackedBatch)}
-        save_file({n: t.cpu().contiguous() for n, t in (own | batch).items()}, directory / PROBE)
+        save_file({n: t.cpu().contiguous() for n, t in (drafts | batch).items()}, directory / PROBE)
 
 
 def read_record(export: Path) -> TrainingRecord | None:
-    """None for a checkpoint that was not exported here. Raises UserError for a damaged one."""
+    """Read the record; None for a checkpoint that was not exported here. Raises UserError if it is damaged."""
     path = export / DIRECTORY / RECORD
     return TrainingRecord.from_json(read_json(path)) if path.exists() else None
 
 
 def read_probe(export: Path) -> Probe | None:
-    """None where there is none. Raises UserError for a damaged one."""
+    """Read the probe; None if there is none. Raises UserError if it is damaged."""
     path = export / DIRECTORY / PROBE
     if not path.exists():
         return None
@@ -167,4 +167,4 @@ def read_probe(export: Path) -> Probe | None:
         batch = PackedBatch(**{f.name: tensors.pop(f.name) for f in fields(PackedBatch)})
         return Probe(batch=batch, **tensors)
     except (SafetensorError, OSError, KeyError, TypeError) as error:
-        raise UserError(f"{DIRECTORY}/{PROBE}", path, f"It can not be read: {error!r}") from error
+        raise UserError(f"{DIRECTORY}/{PROBE}", path, f"It cannot be read: {error!r}") from error

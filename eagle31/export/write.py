@@ -1,4 +1,4 @@
-"""Writing the checkpoint that vLLM loads."""
+"""Writes the checkpoint that vLLM loads."""
 
 import os
 import shutil
@@ -11,13 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import (
-    WEIGHTS,
-    Layout,
-    Verifier,
-    served_name,
-    write_config,
-)
+from eagle31.export.config_json import config_json
+from eagle31.export.layouts import WEIGHTS, Layout, Verifier, served_name
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig
 from eagle31.model.vocab import DraftVocab
@@ -34,12 +29,12 @@ def served_tensors(
     dtype: str,
     layout: Layout,
 ) -> dict[str, Tensor]:
-    """Everything that lies in `model.safetensors`, by its name there.
+    """Return the tensors of `model.safetensors` by their names there.
 
     Args:
-        state: the drafter's parameters with `lm_head.weight`, by our names.
-        embed_tokens: [V, H], kept with the bytes it has.
-        dtype: of the drafter's tensors, a key of `DTYPES`.
+        state: the drafter's parameters by their names here, with `lm_head.weight`.
+        embed_tokens: [V, H]; its bytes are not changed.
+        dtype: a key of `DTYPES`, for the drafter's tensors.
     """
     tensors = {served_name(name, layout): tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
     tensors["embed_tokens.weight"] = embed_tokens
@@ -61,14 +56,14 @@ def write_export(
     verifier: Verifier | None = None,
     complete: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes `config.json` and `model.safetensors` beside `directory` and renames; replaces an older export.
+    """Write an export. It replaces an older one only when it is complete.
 
     Args:
-        state, embed_tokens, dtype: as `served_tensors` takes them.
+        state, embed_tokens, dtype: see `served_tensors`.
         provenance: target, revision, fingerprints; kept under `eagle31` in `config.json`.
-        verifier: the target and how it drafts; needed for `Layout.speculators`.
-        complete: is given the directory before it takes its place, to add to it and to check it; what it
-            raises leaves the older export where it was.
+        verifier: the target and its number of draft tokens; required for `Layout.speculators`.
+        complete: called with the temporary directory before it is renamed, to add files and to check it. If it
+            raises, the older export stays.
 
     Raises:
         UserError: a weight is not finite.
@@ -77,14 +72,14 @@ def write_export(
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(name, "nan or inf", "The trained weights are not finite; export an earlier step.")
-    beside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
-    raw = write_config(config, layout, dtype, verifier)
-    write_json(beside / "config.json", raw | {"eagle31": provenance})
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+    raw = config_json(config, layout, dtype, verifier)
+    write_json(partial / "config.json", raw | {"eagle31": provenance})
     if complete is not None:
-        complete(beside)
+        complete(partial)
     if directory.exists():
         shutil.rmtree(directory)
-    os.replace(beside, directory)
+    os.replace(partial, directory)

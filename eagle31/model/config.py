@@ -1,4 +1,4 @@
-"""What a drafter is: its shape, its norms, the target it reads."""
+"""The configuration of a drafter: its shape, its norms, and the target hidden states that it reads."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -6,17 +6,12 @@ from typing import Any
 from eagle31.errors import UserError
 from eagle31.model.rope import check_rope, latent_score_factor, served_rope
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
-# vLLM takes a drafter of type "deepseek_v3" for a head of multi-token prediction.
-MODEL_TYPE, LATENT_MODEL_TYPE = "llama", "kimi_k2"
-
 
 @dataclass(frozen=True)
 class MlaShape:
     """The widths of multi-head latent attention.
 
-    vLLM loads no drafter whose queries have no latent: it looks for the two first projections as one.
+    Queries always have a latent: vLLM fuses the two first projections, so it cannot load a drafter without.
     """
 
     q_lora_rank: int
@@ -30,20 +25,22 @@ class MlaShape:
             if value < 1:
                 raise UserError(f"drafter.{name}", value, "It must be at least 1.")
         if self.qk_rope_head_dim % 2:
-            raise UserError("drafter.qk_rope_head_dim", self.qk_rope_head_dim, "RoPE turns pairs.")
+            raise UserError(
+                "drafter.qk_rope_head_dim", self.qk_rope_head_dim, "It must be even: RoPE rotates pairs."
+            )
         if self.v_head_dim > self.head_dim:
-            remedy = f"vLLM's kernels take values no wider than queries and keys ({self.head_dim})."
+            remedy = f"vLLM's kernels need values no wider than queries and keys ({self.head_dim})."
             raise UserError("drafter.v_head_dim", self.v_head_dim, remedy)
 
     @property
     def head_dim(self) -> int:
-        """Of a query or key."""
+        """Return the width of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """EAGLE 3.1 by default; EAGLE 3 is `fc_norm=False, norm_output=False`.
+    """The configuration of a drafter. The default is EAGLE 3.1; EAGLE 3 has no `fc_norm` and no `norm_output`.
 
     With `mla`, each head has its own keys: `num_key_value_heads` is the number of heads, and `head_dim` the
     width of their queries and keys.
@@ -57,7 +54,7 @@ class DrafterConfig:
     vocab_size: int  # the target's
     draft_vocab_size: int
     target_hidden_size: int
-    aux_layer_ids: tuple[int, ...]  # decoder layers already applied: 0 is the embedding's output
+    aux_layer_ids: tuple[int, ...]  # number of decoder layers applied: 0 is the embedding's output
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] = field(
@@ -90,19 +87,19 @@ class DrafterConfig:
             raise UserError(
                 "drafter.draft_vocab_size",
                 self.draft_vocab_size,
-                f"It must lie between 1 and the target's vocabulary ({self.vocab_size}); null takes all.",
+                f"It must be between 1 and the target's vocabulary size ({self.vocab_size}); null takes all.",
             )
         if not self.aux_layer_ids or list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
             raise UserError(
                 "drafter.aux_layer_ids",
                 list(self.aux_layer_ids),
-                "Give at least one id, ascending, each once: vLLM sorts and deduplicates them.",
+                "Give at least one id, in ascending order and each once: vLLM sorts and deduplicates them.",
             )
         check_rope(self.rope_parameters, latent=self.mla is not None)
 
     @property
     def served_rope(self) -> dict[str, Any]:
-        """`rope_parameters` without the keys that neither training nor vLLM's drafter reads."""
+        """Return `rope_parameters` without the keys that neither training nor vLLM's drafter reads."""
         return served_rope(self.rope_parameters, latent=self.mla is not None)
 
     @property
@@ -111,63 +108,21 @@ class DrafterConfig:
 
     @property
     def rotary_width(self) -> int:
-        """Of the part of a query or key that RoPE turns."""
+        """Return the width of the part of a query or key that RoPE rotates."""
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def value_width(self) -> int:
-        """Of one head."""
+        """Return the width of one head's values."""
         return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied with before the softmax."""
+        """Return the factor of the scores before the softmax."""
         factor = 1.0 if self.mla is None else latent_score_factor(self.rope_parameters)
         return self.head_dim**-0.5 * factor
 
     @property
     def pruned(self) -> bool:
-        """Whether the draft vocabulary is smaller than the target's."""
+        """Return whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
-
-    def to_json(self, dtype: str) -> dict[str, Any]:
-        """`config.json` as vLLM reads it (its models/llama_eagle3.py, models/deepseek_eagle3.py).
-
-        Args:
-            dtype: of the exported weights, such as "bfloat16".
-        """
-        # The older spelling: vLLM, transformers 4 and 5 and SGLang all read it.
-        rope_scaling = {k: v for k, v in self.served_rope.items() if k != "rope_theta"}
-        scaled = rope_scaling["rope_type"] != "default"
-        ids = list(self.aux_layer_ids)
-        return {
-            "architectures": [ARCHITECTURE if self.mla is None else LATENT_ARCHITECTURE],
-            "model_type": MODEL_TYPE if self.mla is None else LATENT_MODEL_TYPE,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            # Some versions of transformers take an MLA config's head_dim for its qk_rope_head_dim.
-            **({"head_dim": self.head_dim} if self.mla is None else asdict(self.mla)),
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": rope_scaling if scaled else None,
-            "max_position_embeddings": self.max_position_embeddings,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "target_hidden_size": self.target_hidden_size,
-            "num_aux_hidden_states": len(ids),
-            "eagle_aux_hidden_state_layer_ids": ids,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
-            "fc_norm": self.fc_norm,
-            "norm_output": self.norm_output,
-            "norm_before_residual": self.norm_before_residual,
-            "tie_word_embeddings": False,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
-            "torch_dtype": dtype,
-        }

@@ -5,35 +5,6 @@ from eagle31.model.config import MlaShape
 from tests.eagle31.tiny import MLA, tiny_config
 
 
-def test_json_has_what_vllm_reads() -> None:
-    written = tiny_config(aux_layer_ids=(1, 4)).to_json("float32")
-    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert written["model_type"] == "llama"
-    assert written["eagle_aux_hidden_state_layer_ids"] == [1, 4]
-    assert written["eagle_config"] == {
-        "eagle_aux_hidden_state_layer_ids": [1, 4],
-        "use_aux_hidden_state": True,
-    }
-    assert written["num_aux_hidden_states"] == 2
-    assert (written["fc_norm"], written["norm_output"], written["norm_before_residual"]) == (
-        True,
-        True,
-        False,
-    )
-    assert written["tie_word_embeddings"] is False
-    assert written["torch_dtype"] == "float32"
-
-
-def test_json_of_mla_has_what_vllm_reads() -> None:
-    written = tiny_config(**MLA).to_json("bfloat16")
-    assert written["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
-    assert written["model_type"] == "kimi_k2"
-    widths = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    assert [written[name] for name in widths] == [10, 7, 5, 4, 6]
-    assert written["num_key_value_heads"] == written["num_attention_heads"] == 4
-    assert "head_dim" not in written  # transformers may take it for qk_rope_head_dim
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -74,9 +45,12 @@ def test_impossible_shapes_are_refused(changes: dict, field: str) -> None:
             {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
             "drafter.rope_parameters.partial_rotary_factor",
         ),
+        ({"rope_type": "linear"}, "drafter.rope_parameters.factor"),
+        ({"rope_type": "llama3", "factor": 2.0}, "drafter.rope_parameters.low_freq_factor"),
+        ({"rope_theta": None}, "drafter.rope_parameters.rope_theta"),
     ],
 )
-def test_rope_that_vllm_would_compute_otherwise_is_refused(rope: dict, field: str) -> None:
+def test_rope_that_vllm_would_compute_differently_is_refused(rope: dict, field: str) -> None:
     with pytest.raises(UserError) as raised:
         tiny_config(rope_parameters={"rope_theta": 1e4, **rope})
     assert raised.value.field == field
@@ -103,15 +77,13 @@ LATENT_YARN = {
         ({"truncate": False}, "truncate"),
     ],
 )
-def test_rope_that_vllm_would_compute_otherwise_for_mla_is_refused(rope: dict, field: str) -> None:
+def test_rope_that_vllm_would_compute_differently_for_mla_is_refused(rope: dict, field: str) -> None:
     tiny_config(**MLA, rope_parameters=LATENT_YARN)
     with pytest.raises(UserError) as raised:
         tiny_config(**MLA, rope_parameters=LATENT_YARN | rope)
     assert raised.value.field == f"drafter.rope_parameters.{field}"
 
 
-def test_rope_keys_that_nobody_reads_are_not_written() -> None:
+def test_rope_keys_that_nobody_reads_are_not_served() -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    config = tiny_config(rope_parameters=rope)
-    assert config.served_rope == {"rope_type": "default", "rope_theta": 1e4}
-    assert config.to_json("float32")["rope_scaling"] is None
+    assert tiny_config(rope_parameters=rope).served_rope == {"rope_type": "default", "rope_theta": 1e4}

@@ -5,9 +5,11 @@ import torch
 from safetensors.torch import load_file
 
 from eagle31.errors import UserError
+from eagle31.export.layouts import Layout
 from eagle31.export.read import load_export
 from eagle31.export.write import write_export
 from eagle31.model.vocab import DraftVocab, build_draft_vocab
+from tests.eagle31.export import exports as tiny_exports
 from tests.eagle31.tiny import VOCAB, tiny_config, tiny_drafter
 
 CPU = torch.device("cpu")
@@ -31,7 +33,7 @@ def export(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reload_equals_what_was_trained(tmp_path: Path, dtype: str) -> None:
+def test_the_weights_are_read_back(tmp_path: Path, dtype: str) -> None:
     state, embed, vocab = export(tmp_path / "e", dtype, num_hidden_layers=2)
     loaded = load_export(tmp_path / "e", CPU)
     for name, parameter in loaded.drafter.named_parameters():
@@ -75,7 +77,7 @@ def test_full_vocabulary_has_no_mapping(tmp_path: Path) -> None:
     assert load_export(tmp_path / "e", CPU).draft_target_ids is None
 
 
-def test_an_older_export_is_replaced_whole(tmp_path: Path) -> None:
+def test_an_older_export_is_replaced_completely(tmp_path: Path) -> None:
     export(tmp_path / "e")
     (tmp_path / "e" / "stale").touch()
     export(tmp_path / "e")
@@ -94,30 +96,25 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "e").exists()
 
 
-def test_damaged_exports_are_refused(tmp_path: Path) -> None:
-    export(tmp_path / "e")
-    weights = tmp_path / "e" / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="read"):
-        load_export(tmp_path / "e", CPU)
-    weights.unlink()
-    with pytest.raises(UserError, match="read"):
-        load_export(tmp_path / "e", CPU)
-
-
-def test_what_fails_before_the_end_leaves_the_older_export(tmp_path: Path) -> None:
+def test_a_failure_before_the_end_leaves_the_older_export(tmp_path: Path) -> None:
     export(tmp_path / "e")
     before = (tmp_path / "e" / "config.json").read_bytes()
     config = tiny_config(norm_output=False)
     drafter, frozen = tiny_drafter(config, torch.float32)
     state = {name: p.detach() for name, p in drafter.named_parameters()}
 
-    def refuse(beside: Path) -> None:
-        assert (beside / "model.safetensors").exists()
-        raise UserError("export", beside, "It is no good.")
+    def refuse(directory: Path) -> None:
+        assert (directory / "model.safetensors").exists()
+        raise UserError("export", directory, "It is no good.")
 
     common: dict = {"dtype": "float32", "provenance": {}, "complete": refuse}
     with pytest.raises(UserError, match="no good"):
         write_export(tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, **common)
     assert (tmp_path / "e" / "config.json").read_bytes() == before
+
+
+def test_speculators_layout_has_no_midlayer(tmp_path: Path) -> None:
+    tiny_exports.export(tmp_path / "e", Layout.speculators)
+    names = set(load_file(tmp_path / "e" / "model.safetensors"))
+    assert "layers.0.self_attn.q_proj.weight" in names
+    assert not any("midlayer" in name for name in names)

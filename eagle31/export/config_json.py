@@ -1,0 +1,93 @@
+"""The config.json of an export."""
+
+from dataclasses import asdict
+from typing import Any
+
+from eagle31.export.layouts import IDS, Layout, Verifier, check_layout
+from eagle31.model.config import DrafterConfig
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
+# vLLM reads a drafter of type "deepseek_v3" as a multi-token prediction head.
+MODEL_TYPE, LATENT_MODEL_TYPE = "llama", "kimi_k2"
+
+
+def config_json(
+    config: DrafterConfig, layout: Layout, dtype: str, verifier: Verifier | None = None
+) -> dict[str, Any]:
+    """Return the content of `config.json` in a layout.
+
+    Args:
+        dtype: of the exported weights, such as "bfloat16".
+        verifier: required for `Layout.speculators`.
+
+    Raises:
+        UserError: vLLM does not read this layout for this drafter.
+
+    Source: models/llama_eagle3.py, models/deepseek_eagle3.py and transformers_utils/configs/speculators of
+    vLLM, which read it.
+    """
+    drafter = _drafter_json(config, dtype)
+    if layout is Layout.vllm:
+        return drafter
+    check_layout(config, layout)
+    assert verifier is not None
+    # vLLM reads the norms and the ids from the top level and everything else from the layer's config.
+    at_top = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output", IDS)
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": verifier.draft_tokens}],
+            "verifier": {
+                "name_or_path": verifier.name_or_path,
+                "architectures": list(verifier.architectures),
+            },
+        },
+        **{key: drafter[key] for key in at_top},
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "transformer_layer_config": {key: value for key, value in drafter.items() if key != "architectures"},
+    }
+
+
+def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    # The older spelling of RoPE: vLLM, transformers 4 and 5 and SGLang all read it.
+    rope_scaling = {key: value for key, value in config.served_rope.items() if key != "rope_theta"}
+    scaled = rope_scaling["rope_type"] != "default"
+    ids = list(config.aux_layer_ids)
+    return {
+        "architectures": [ARCHITECTURE if config.mla is None else LATENT_ARCHITECTURE],
+        "model_type": MODEL_TYPE if config.mla is None else LATENT_MODEL_TYPE,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        # Some versions of transformers read an MLA config's head_dim as its qk_rope_head_dim.
+        **({"head_dim": config.head_dim} if config.mla is None else asdict(config.mla)),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope_scaling if scaled else None,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "num_aux_hidden_states": len(ids),
+        IDS: ids,
+        "eagle_config": {IDS: ids, "use_aux_hidden_state": True},
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
+        "tie_word_embeddings": False,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "torch_dtype": dtype,
+    }

@@ -1,0 +1,64 @@
+import json
+from typing import Any
+
+import pytest
+
+from eagle31.errors import UserError
+from eagle31.export.config_json import config_json
+from eagle31.export.layouts import Layout, Verifier
+from tests.eagle31.tiny import MLA, tiny_config
+
+VERIFIER = Verifier("org/target", ("Qwen3ForCausalLM",), 3)
+
+
+def test_json_has_what_vllm_reads() -> None:
+    written = config_json(tiny_config(aux_layer_ids=(1, 4)), Layout.vllm, "float32")
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert written["model_type"] == "llama"
+    assert written["eagle_aux_hidden_state_layer_ids"] == [1, 4]
+    assert written["eagle_config"] == {
+        "eagle_aux_hidden_state_layer_ids": [1, 4],
+        "use_aux_hidden_state": True,
+    }
+    assert written["num_aux_hidden_states"] == 2
+    assert (written["fc_norm"], written["norm_output"], written["norm_before_residual"]) == (
+        True,
+        True,
+        False,
+    )
+    assert written["tie_word_embeddings"] is False
+    assert written["torch_dtype"] == "float32"
+
+
+def test_json_of_mla_has_what_vllm_reads() -> None:
+    written = config_json(tiny_config(**MLA), Layout.vllm, "bfloat16")
+    assert written["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    assert written["model_type"] == "kimi_k2"
+    widths = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    assert [written[name] for name in widths] == [10, 7, 5, 4, 6]
+    assert written["num_key_value_heads"] == written["num_attention_heads"] == 4
+    assert "head_dim" not in written  # transformers may read it as qk_rope_head_dim
+
+
+def test_rope_keys_that_nobody_reads_are_not_written() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    raw = config_json(tiny_config(rope_parameters=rope), Layout.vllm, "float32")
+    assert raw["rope_scaling"] is None
+    assert "partial_rotary_factor" not in json.dumps(raw)
+
+
+def test_a_speculators_config_is_what_vllm_serve_reads() -> None:
+    raw: dict[str, Any] = config_json(tiny_config(), Layout.speculators, "float32", VERIFIER)
+    assert "model_type" not in raw  # with it, vLLM would not read a speculators checkpoint
+    assert raw["speculators_model_type"] == "eagle3"
+    spec = raw["speculators_config"]
+    assert spec["verifier"]["name_or_path"] == "org/target"
+    assert spec["proposal_methods"][0]["speculative_tokens"] == 3
+    # vLLM reads these from the top level alone, norm_before_residual with a default of true.
+    assert (raw["fc_norm"], raw["norm_output"], raw["norm_before_residual"]) == (True, True, False)
+    assert raw["transformer_layer_config"]["num_aux_hidden_states"] == 3
+
+
+def test_mla_has_no_speculators_layout() -> None:
+    with pytest.raises(UserError, match=r"export\.layout"):
+        config_json(tiny_config(**MLA), Layout.speculators, "float32", VERIFIER)

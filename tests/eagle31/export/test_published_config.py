@@ -1,0 +1,200 @@
+from typing import Any
+
+import pytest
+from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig
+
+from eagle31.errors import UserError
+from eagle31.export.layouts import Layout, layout_of
+from eagle31.export.published_config import SHAPE_KEYS, read_config
+from eagle31.model.config import MlaShape
+from tests.eagle31.export.exports import DEFAULT_ROPE, LATENT_YARN, LLAMA3, YARN, written
+from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA, tiny_config
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("rope", [DEFAULT_ROPE, LLAMA3, YARN])
+def test_config_round_trip(layout: Layout, rope: dict) -> None:
+    config = tiny_config(rope_parameters=rope, norm_before_residual=True, bos_token_id=1, eos_token_id=[2, 3])
+    read = read_config(written(config, layout))
+    assert (read.config, read.layout, read.notes) == (config, layout, ())
+
+
+@pytest.mark.parametrize("changes", [MLA, WIDE_MLA])
+@pytest.mark.parametrize("rope", [DEFAULT_ROPE, LATENT_YARN])
+def test_mla_round_trip(changes: dict, rope: dict) -> None:
+    config = tiny_config(**changes, rope_parameters=rope, eos_token_id=[2, 3])
+    read = read_config(written(config))
+    assert (read.config, read.layout, read.notes) == (config, Layout.vllm, ())
+
+
+def test_missing_widths_of_mla_have_vllms_defaults() -> None:
+    raw = written(tiny_config(**MLA))
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+        del raw[name]
+    shape = read_config(raw).config.mla
+    assert shape == MlaShape(
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=4, v_head_dim=128
+    )
+
+
+def test_a_type_that_vllm_does_not_serve_is_read_with_a_note() -> None:
+    read = read_config(written(tiny_config(**MLA)) | {"model_type": "deepseek_v3"})
+    assert read.config == tiny_config(**MLA)
+    assert "does not serve" in read.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"mla_use_nope": True}, "mla_use_nope"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+    ],
+)
+def test_mla_with_other_parts_is_refused(changes: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_config(written(tiny_config(**MLA)) | changes)
+    assert raised.value.field == field
+
+
+def test_missing_keys_have_vllms_defaults() -> None:
+    raw = written(tiny_config(hidden_size=24, target_hidden_size=24, num_key_value_heads=4))
+    dropped = (
+        *("fc_norm", "norm_output", "norm_before_residual", "draft_vocab_size", "target_hidden_size"),
+        *("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling"),
+        *("num_aux_hidden_states", "eagle_aux_hidden_state_layer_ids"),
+    )
+    config = read_config({key: value for key, value in raw.items() if key not in dropped}).config
+    assert (config.fc_norm, config.norm_output, config.norm_before_residual) == (False, False, False)
+    assert (config.draft_vocab_size, config.target_hidden_size) == (VOCAB, 24)
+    assert (config.head_dim, config.num_key_value_heads, config.rms_norm_eps) == (6, 4, 1e-6)
+    assert config.rope_parameters == DEFAULT_ROPE
+    assert config.aux_layer_ids == (0, 2, 5)  # from eagle_config
+
+
+def test_speculators_norm_before_residual_is_on_by_default() -> None:
+    raw = written(tiny_config(), Layout.speculators)
+    del raw["norm_before_residual"]
+    assert read_config(raw).config.norm_before_residual
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN])
+def test_rope_in_its_newer_spelling(rope: dict) -> None:
+    raw = written(tiny_config()) | {"rope_parameters": rope}
+    del raw["rope_theta"], raw["rope_scaling"]
+    assert read_config(raw).config.served_rope == rope
+
+
+def test_ids_left_out_are_vllms_default_or_given() -> None:
+    raw = written(tiny_config())
+    del raw["eagle_aux_hidden_state_layer_ids"], raw["eagle_config"]
+    read = read_config(raw, num_target_layers=36)
+    assert read.config.aux_layer_ids == (2, 18, 33)
+    assert "[2, 18, 33]" in read.notes[0]
+    with pytest.raises(UserError, match=r"drafter\.aux_layer_ids=\[\.\.\.\]"):
+        read_config(raw)
+    assert read_config(raw, aux_layer_ids=[1, 2, 3]).config.aux_layer_ids == (1, 2, 3)
+
+
+def test_ids_that_count_layer_outputs_are_noted() -> None:
+    raw = written(tiny_config(aux_layer_ids=(1, 17, 32)))
+    read = read_config(raw, num_target_layers=36)
+    assert read.config.aux_layer_ids == (1, 17, 32)
+    assert "[2, 18, 33]" in read.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "architectures"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_aux_hidden_states": 4}, "eagle_aux_hidden_state_layer_ids"),
+        ({"hidden_size": None}, "config.json"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "drafter.rope_parameters.rope_type"),
+    ],
+)
+def test_unsupported_parts_are_refused_by_name(changes: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_config(written(tiny_config()) | changes)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type"),
+        ({"transformer_layer_config": None}, "transformer_layer_config"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "transformer_layer_config.model_type"),
+    ],
+)
+def test_speculators_parts_that_are_refused(changes: dict, field: str) -> None:
+    raw = written(tiny_config(), Layout.speculators) | changes
+    assert layout_of(raw) is Layout.speculators
+    with pytest.raises(UserError) as raised:
+        read_config(raw)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "16"}, {"kv_lora_rank": 7.5}, {"rope_scaling": "yarn"}])
+def test_values_of_another_type_are_refused(changes: dict) -> None:
+    with pytest.raises(UserError) as raised:
+        read_config(written(tiny_config(**MLA)) | changes)
+    assert raised.value.field == next(iter(changes))
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(UserError) as raised:
+        read_config(written(tiny_config()) | {"hidden_size": 18})
+    assert raised.value.field == "hidden_size"
+
+
+ROPES: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 5e5},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1e6},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}, "rope_theta": 5e5},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    {"max_position_embeddings": 512, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_llama_defaults_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    """vLLM reads a config.json with transformers."""
+    raw = written(tiny_config(num_key_value_heads=4, head_dim=4))
+    layer = {key: raw[key] for key in SHAPE_KEYS} | rope
+    config = read_config(layer | {key: raw[key] for key in ("architectures", "eagle_config")}).config
+    theirs = LlamaConfig(**layer)
+    assert config.rope_parameters == theirs.rope_parameters
+    for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"):
+        assert getattr(config, name) == getattr(theirs, name), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [("kimi_k2", DeepseekV3Config), ("deepseek_v3", DeepseekV3Config), ("deepseek_v2", DeepseekV2Config)],
+)
+@pytest.mark.parametrize(
+    "rope", [rope for rope in ROPES if "linear" not in str(rope) and "llama3" not in str(rope)]
+)
+def test_mla_defaults_are_those_of_transformers(model_type: str, kind: type, rope: dict[str, Any]) -> None:
+    raw = written(tiny_config(**MLA))
+    layer = {key: raw[key] for key in SHAPE_KEYS} | rope
+    known = {key: raw[key] for key in ("architectures", "eagle_config")} | {"model_type": model_type}
+    config = read_config(layer | known).config
+    theirs = kind(**layer)
+    rope_parameters = dict(theirs.rope_parameters)
+    if not rope:
+        assert rope_parameters == DEFAULT_ROPE
+    assert config.rope_parameters == rope_parameters
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (
+        theirs.rms_norm_eps,
+        theirs.max_position_embeddings,
+    )
+    assert config.mla is not None
+    for name, width in vars(config.mla).items():
+        assert width == getattr(theirs, name), name

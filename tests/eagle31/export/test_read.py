@@ -1,0 +1,136 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle31.errors import UserError
+from eagle31.export.layouts import Layout
+from eagle31.export.read import TargetDefaults, load_export
+from tests.eagle31.export.exports import (
+    DEFAULT_ROPE,
+    LATENT_YARN,
+    LLAMA3,
+    drafted,
+    edit_config,
+    export,
+    rename,
+)
+from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"fc_norm": False, "norm_output": False},
+        {"norm_before_residual": True, "draft_vocab_size": VOCAB},
+        {"num_hidden_layers": 2, "aux_layer_ids": (1, 3), "rope_parameters": LLAMA3},
+    ],
+)
+def test_what_is_read_back_drafts_the_same(tmp_path: Path, layout: Layout, changes: dict) -> None:
+    expected = export(tmp_path / "e", layout, **changes)
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+
+
+@pytest.mark.parametrize("changes", [MLA, WIDE_MLA])
+@pytest.mark.parametrize("rope", [DEFAULT_ROPE, LATENT_YARN])
+def test_mla_read_back_drafts_the_same(tmp_path: Path, changes: dict, rope: dict) -> None:
+    expected = export(tmp_path / "e", **changes, rope_parameters=rope)
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+
+
+def test_mla_as_others_publish_it(tmp_path: Path) -> None:
+    """The older names, and a number of key heads that says nothing."""
+    expected = export(tmp_path / "e", **MLA, rope_parameters=LATENT_YARN)
+    rope = {key: value for key, value in LATENT_YARN.items() if key not in ("rope_type", "rope_theta")}
+    changes = {"num_key_value_heads": 1, "rope_scaling": rope | {"type": "yarn"}}
+    edit_config(tmp_path / "e", **changes, eagle_aux_hidden_state_layer_ids=None, t2d=None)
+    rename(tmp_path / "e", lambda name: name.replace("midlayer.", "layers.0."))
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda name: name.replace("midlayer.", "layers.0."),
+        lambda name: name if name in ("d2t", "t2d", "lm_head.weight") else f"model.{name}",
+        lambda name: f"model.{name.replace('midlayer.', 'layers.0.')}",
+    ],
+    ids=["layers.0", "model.midlayer", "model.layers.0"],
+)
+def test_published_tensor_names(tmp_path: Path, rule: Any) -> None:
+    expected = export(tmp_path / "e")
+    rename(tmp_path / "e", rule)
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+
+
+def test_sharded_weights(tmp_path: Path) -> None:
+    expected = export(tmp_path / "e")
+    whole = tmp_path / "e" / "model.safetensors"
+    tensors = load_file(whole)
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / "e" / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (tmp_path / "e" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    whole.unlink()
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+    (tmp_path / "e" / "b.safetensors").unlink()
+    with pytest.raises(UserError, match=r"b\.safetensors"):
+        load_export(tmp_path / "e", CPU)
+
+
+def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+    export(tmp_path / "e")
+    (tmp_path / "e" / "model.safetensors").rename(tmp_path / "e" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="convert them"):
+        load_export(tmp_path / "e", CPU)
+
+
+def test_what_a_checkpoint_leaves_to_its_target(tmp_path: Path) -> None:
+    export(tmp_path / "e", target_hidden_size=16, draft_vocab_size=VOCAB)
+    path = tmp_path / "e" / "model.safetensors"
+    tensors = load_file(path)
+    embed_tokens, lm_head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
+    save_file(tensors, path)
+    loaded = load_export(tmp_path / "e", CPU, target=TargetDefaults(6, embed_tokens, lm_head))
+    assert torch.equal(loaded.embed_tokens, embed_tokens)
+    assert torch.equal(loaded.drafter.lm_head.weight, lm_head)
+    with pytest.raises(UserError, match=r"embed_tokens\.weight"):
+        load_export(tmp_path / "e", CPU)
+    wider = TargetDefaults(6, torch.zeros(VOCAB, 20), torch.zeros(VOCAB, 20))
+    with pytest.raises(UserError, match=r"embed_tokens\.weight"):
+        load_export(tmp_path / "e", CPU, target=wider)
+
+
+def test_a_draft_vocabulary_is_checked(tmp_path: Path) -> None:
+    export(tmp_path / "e")
+    path = tmp_path / "e" / "model.safetensors"
+    tensors = load_file(path)
+    for d2t in (tensors["d2t"] + torch.arange(29), tensors["d2t"][:5]):
+        save_file(tensors | {"d2t": d2t}, path)
+        with pytest.raises(UserError, match="d2t"):
+            load_export(tmp_path / "e", CPU)
+    del tensors["d2t"]
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="d2t"):
+        load_export(tmp_path / "e", CPU)
+
+
+def test_damaged_exports_are_refused(tmp_path: Path) -> None:
+    export(tmp_path / "e")
+    weights = tmp_path / "e" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="read"):
+        load_export(tmp_path / "e", CPU)
+    weights.unlink()
+    with pytest.raises(UserError, match="read"):
+        load_export(tmp_path / "e", CPU)
