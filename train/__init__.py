@@ -1,1 +1,1 @@
-"""The run: recipes, stages, training loop, evaluation, report."""
+"""A training run: recipe, stages, training loop, evaluation, report."""

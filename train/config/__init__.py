@@ -1,1 +1,1 @@
-"""The recipe's schema, one file per group of settings."""
+"""The recipe's schema, with a file for each group of settings."""

@@ -1,1 +1,1 @@
-"""Which drafter a run has: its shape, a checkpoint to start from, checks of an export."""
+"""The drafter of a run: its shape, its first weights, and checks of its export."""

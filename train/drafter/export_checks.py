@@ -1,4 +1,4 @@
-"""Holds an export against its target and against what training recorded, without vLLM."""
+"""Checks of an export against its target and against the training record, without vLLM."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
@@ -23,25 +23,25 @@ from eagle31.export.verification import PROBE, TrainingRecord, read_probe, read_
 from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.rope import Rotary
 
-# Of the largest logit. float32 sums of another order differ by 1e-6 or so; the mistakes looked for, by 1e-2.
+# Relative to the largest logit. float32 sums in another order differ by about 1e-6, real mistakes by 1e-2.
 RELOAD_TOLERANCE = 1e-4
 ROPE_TOLERANCE = 1e-5
 ROPE_SAMPLES = 512
 _AGAIN = "Export again from the training run."
 
-# Of a DrafterConfig's fields that config.json has under other names, or that are compared by what they do.
+# Fields of DrafterConfig that have another name in config.json, or that are compared by their effect.
 _PUBLISHED_NAMES = {"aux_layer_ids": IDS, "rope_parameters": "scale of the scores"}
 
 _T = TypeVar("_T")
 
 
 def validate_export(directory: Path, spec: TargetSpec) -> list[Finding]:
-    """Everything that is wrong with an export, or with a published checkpoint, for serving this target.
+    """Return everything that is wrong with an export or a published checkpoint for serving this target.
 
-    A checkpoint without a verification record gets the checks that need none.
+    A checkpoint without a training record gets only the checks that do not need it.
 
     Raises:
-        UserError: the target itself can not be read.
+        UserError: the target cannot be read.
     """
     parts = load_target_parts(spec)
     findings: list[Finding] = []
@@ -76,15 +76,15 @@ def validate_export(directory: Path, spec: TargetSpec) -> list[Finding]:
 
 
 def require_valid(directory: Path, spec: TargetSpec) -> None:
-    """Raises UserError with every finding."""
+    """Raise UserError with every finding."""
     findings = validate_export(directory, spec)
     if findings:
         lines = "\n".join(f"  {one}" for one in findings)
-        raise UserError("export", directory, f"It would not be served as it was trained:\n{lines}")
+        raise UserError("export", directory, f"vLLM would not serve it as it was trained:\n{lines}")
 
 
 def optional_tensors(config: DrafterConfig) -> frozenset[str]:
-    """What a published checkpoint may leave to its target in vLLM."""
+    """Return the tensors that a published checkpoint may omit: vLLM takes the target's, or needs none."""
     embedding = {"embed_tokens.weight"} if config.hidden_size == config.target_hidden_size else set()
     head = set() if config.pruned else {"lm_head.weight"}
     # vLLM does not read t2d.
@@ -92,8 +92,8 @@ def optional_tensors(config: DrafterConfig) -> frozenset[str]:
 
 
 def target_findings(config: DrafterConfig, parts: TargetParts) -> list[Finding]:
-    """The sizes and layers that the drafter assumes of its target."""
-    remedy = "This is an export for another target; give the target it was trained for."
+    """Compare the sizes and layers that the drafter expects with the target's."""
+    remedy = "This is an export for another target; give the target that it was trained for."
     findings = [
         finding(name, getattr(config, name), expected, remedy)
         for name, expected in (
@@ -111,28 +111,30 @@ def target_findings(config: DrafterConfig, parts: TargetParts) -> list[Finding]:
 def provenance_findings(
     raw: dict[str, Any], record: TrainingRecord | None, spec: TargetSpec, parts: TargetParts
 ) -> list[Finding]:
-    """The target's weights and its tokenizer against those of training."""
+    """Compare the target's weights and tokenizer with those of training."""
     written = raw.get("eagle31") or {}
     trained = record.target if record is not None else {}
-    own = trained.get("fingerprint") or written.get("target_fingerprint")
-    own_tokenizer = trained.get("tokenizer_fingerprint") or written.get("tokenizer_fingerprint")
+    weights = trained.get("fingerprint") or written.get("target_fingerprint")
+    tokenizer = trained.get("tokenizer_fingerprint") or written.get("tokenizer_fingerprint")
     findings = []
-    # A hub model is known by its commit, a directory by a hash of its files: one says nothing of the other.
-    if own and len(own) == len(parts.fingerprint) and own != parts.fingerprint:
+    # A Hub model has its commit as fingerprint, a directory a hash of its files; the two cannot be compared.
+    if weights and len(weights) == len(parts.fingerprint) and weights != parts.fingerprint:
         remedy = "This is an export for another target, or for another revision of it; give the right one."
-        findings.append(finding("target_fingerprint", parts.fingerprint[:12], own[:12], remedy))
-    if own_tokenizer:
+        findings.append(finding("target_fingerprint", parts.fingerprint[:12], weights[:12], remedy))
+    if tokenizer:
         found = tokenizer_fingerprint(load_tokenizer(spec))
-        if found != own_tokenizer:
-            remedy = "wrong tokenizer: the target's differs from the one of training, so ids mean other text."
-            findings.append(finding("tokenizer_fingerprint", found[:12], own_tokenizer[:12], remedy))
+        if found != tokenizer:
+            remedy = (
+                "wrong tokenizer: the target's differs from the one in training, so ids have another meaning."
+            )
+            findings.append(finding("tokenizer_fingerprint", found[:12], tokenizer[:12], remedy))
     return findings
 
 
 def config_findings(served: DrafterConfig, trained: DrafterConfig) -> list[Finding]:
-    """config.json against what training recorded, field by field.
+    """Compare config.json with the training record, field by field.
 
-    RoPE is compared by its tables elsewhere, and here by the temperature that YaRN gives the scores of MLA.
+    `rope_findings` compares RoPE's tables; here only the scale that YaRN gives MLA's scores is compared.
     """
     findings = []
     for field in fields(DrafterConfig):
@@ -147,7 +149,7 @@ def config_findings(served: DrafterConfig, trained: DrafterConfig) -> list[Findi
 
 
 def rope_findings(raw: dict[str, Any], trained: DrafterConfig) -> list[Finding]:
-    """RoPE's cos and sin, as transformers and vLLM make them from config.json, against training's."""
+    """Compare RoPE's cos and sin, computed from config.json as vLLM does, with those of training."""
     layer = layer_config(raw)
     keys = ("hidden_size", "num_attention_heads", "max_position_embeddings")
     rope = {key: layer[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if layer.get(key)}
@@ -157,22 +159,22 @@ def rope_findings(raw: dict[str, Any], trained: DrafterConfig) -> list[Finding]:
         width = layer.get("qk_rope_head_dim", trained.rotary_width)
         embedding = DeepseekV3RotaryEmbedding(DeepseekV3Config(**given, qk_rope_head_dim=width))
     else:
-        own_width = {"head_dim": layer["head_dim"]} if layer.get("head_dim") else {}
-        embedding = LlamaRotaryEmbedding(LlamaConfig(**given, **own_width))
+        head_width = {"head_dim": layer["head_dim"]} if layer.get("head_dim") else {}
+        embedding = LlamaRotaryEmbedding(LlamaConfig(**given, **head_width))
     longest = trained.max_position_embeddings
     positions = torch.linspace(0, longest - 1, min(ROPE_SAMPLES, longest)).round().long()
     rotary = Rotary(trained.rotary_width, trained.rope_parameters, longest)
     table = embedding(torch.empty(0), positions[None])
     pairs = list(zip([one.squeeze(0) for one in table], rotary(positions), strict=True))
-    same_shape = all(ours.shape == own.shape for ours, own in pairs)
-    if same_shape and all((ours - own).abs().max() <= ROPE_TOLERANCE for ours, own in pairs):
+    same_shape = all(served.shape == trained.shape for served, trained in pairs)
+    if same_shape and all((served - trained).abs().max() <= ROPE_TOLERANCE for served, trained in pairs):
         return []
-    remedy = f"Its cos and sin are not those of training. {_AGAIN}"
+    remedy = f"Its cos and sin differ from those in training. {_AGAIN}"
     return [finding("rope_parameters", rope or "none", trained.served_rope, remedy)]
 
 
 def embedding_findings(tensors: Mapping[str, Tensor], parts: TargetParts) -> list[Finding]:
-    """The target's own bytes where the widths are equal; a projection is known by its hash in the record."""
+    """Compare the embedding with the target's; `hash_findings` covers projections to another width."""
     embed_tokens = tensors.get("embed_tokens.weight")
     if embed_tokens is None or embed_tokens.shape != parts.embed_tokens.shape:
         return []
@@ -180,41 +182,43 @@ def embedding_findings(tensors: Mapping[str, Tensor], parts: TargetParts) -> lis
         return []
     num_rows = int((embed_tokens != parts.embed_tokens.to(embed_tokens.dtype)).any(dim=1).sum())
     found = f"{num_rows} of {len(embed_tokens)} rows that differ"
-    return [finding("embed_tokens.weight", found, "the target's own", _AGAIN)]
+    return [finding("embed_tokens.weight", found, "the target's rows", _AGAIN)]
 
 
 def hash_findings(tensors: Mapping[str, Tensor], record: TrainingRecord) -> list[Finding]:
-    """Tensors with other bytes, or other names, than training wrote."""
+    """Compare the bytes of each tensor with the hash in the training record."""
     findings = []
     hashes = tensor_hashes(tensors)
     for name in sorted(set(hashes) & set(record.tensors)):
         if hashes[name] != record.tensors[name]:
-            remedy = f"These are not the trained bytes. {_AGAIN}"
+            remedy = f"These bytes are not the trained ones. {_AGAIN}"
             found, expected = f"sha256 {hashes[name][:12]}", f"sha256 {record.tensors[name][:12]}"
             findings.append(finding(name, found, expected, remedy))
     return findings
 
 
 def reload_findings(directory: Path) -> list[Finding]:
-    """What a fresh process drafts on the probe, against what training drafted."""
+    """Compare what a fresh process drafts on the probe with what training drafted."""
     findings: list[Finding] = []
     if _attempt(findings, lambda: read_probe(directory)) is None:
         missing = finding(PROBE, "none", "what training drafted", _AGAIN)
         return findings or [missing]
     difference = _attempt(findings, lambda: reload_in_fresh_process(directory))
     if difference is not None and not difference.largest <= RELOAD_TOLERANCE * difference.scale:
-        found = f"logits off by up to {difference.largest:.2g}, most at speculation step {difference.step}"
+        found = f"logits that differ by up to {difference.largest:.2g}, most at speculation step {difference.step}"
         expected = f"at most {RELOAD_TOLERANCE * difference.scale:.2g}"
-        findings.append(finding("reload", found, expected, f"Served, it would draft otherwise. {_AGAIN}"))
+        findings.append(
+            finding("reload", found, expected, f"It would draft differently when served. {_AGAIN}")
+        )
     return findings
 
 
 def _attempt(findings: list[Finding], read: Callable[[], _T]) -> _T | None:
-    """What can not be read is a finding among the others."""
+    """Call `read`; an error becomes a finding."""
     try:
         return read()
     except UserError as error:
-        findings.append(finding(error.field, error.value, "what can be read", error.remedy))
+        findings.append(finding(error.field, error.value, "a readable file", error.remedy))
         return None
 
 

@@ -1,4 +1,4 @@
-"""Drafter checkpoints, published or our own: found, held against the target, and trained further."""
+"""Drafter checkpoints to start training from, exported or published: found, checked, and loaded."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,32 +26,36 @@ _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "verificat
 
 
 def fetch_checkpoint(name: str, revision: str | None, field: str) -> Path:
-    """The directory of a local checkpoint, or of a hub one, downloaded if need be.
+    """Return the directory of a checkpoint, which is downloaded if `name` is a Hub id.
+
+    Args:
+        field: the setting that `name` is from, for errors.
 
     Raises:
-        UserError: it is neither, or cannot be downloaded.
+        UserError: `name` is neither a directory nor a Hub id, or the download fails.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if not is_hub_id(name):
-        raise UserError(field, name, "No such directory; give a directory or a hub id.")
+        raise UserError(field, name, "No such directory; give a directory or a Hub id.")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
     except (OSError, ValueError) as error:
-        raise UserError(field, name, f"Cannot be downloaded: {' '.join(str(error).split())}") from error
+        raise UserError(field, name, f"It cannot be downloaded: {' '.join(str(error).split())}") from error
 
 
 def open_published(
     directory: Path, parts: TargetParts, aux_layer_ids: Sequence[int] | None, field: str
 ) -> LoadedExport:
-    """A checkpoint in float32 on the CPU, known to be for this target.
+    """Load a checkpoint in float32 on the CPU, after checking that it is for this target.
 
     Args:
-        aux_layer_ids: in place of the checkpoint's own.
+        aux_layer_ids: replace those of the checkpoint unless None.
+        field: the setting that `directory` is from, for errors.
 
     Raises:
-        UserError: it cannot be read, or is for another target; before its weights are.
+        UserError: the checkpoint cannot be read, or is for another target.
     """
     raw = read_raw_config(directory)
     read = read_config(raw, num_target_layers=parts.num_layers, aux_layer_ids=aux_layer_ids)
@@ -64,12 +68,12 @@ def open_published(
 
 
 def starting_ids(directory: Path, recipe: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The recipe's ids for `open_published`, None for the checkpoint's own.
+    """Return the aux layer ids for `open_published`: the recipe's, or None for those of the checkpoint.
 
-    Ids that are each one more than the checkpoint's are its own in our count: it counts layer outputs.
+    Ids that are each one more than the checkpoint's mean the same layers: it counts layer outputs.
 
     Raises:
-        UserError: the two contradict each other.
+        UserError: recipe and checkpoint contradict each other.
     """
     stated = stated_ids(layer_config(read_raw_config(directory)))
     if recipe is None or not stated or tuple(recipe) in (stated, tuple(i + 1 for i in stated)):
@@ -78,58 +82,58 @@ def starting_ids(directory: Path, recipe: Sequence[int] | None) -> tuple[int, ..
 
 
 def starting_shape(recipe: DrafterShape, checkpoint: DrafterConfig) -> DrafterShape:
-    """The recipe's shape, what it leaves null taken from the checkpoint. The norm flags stay the recipe's.
+    """Return the recipe's shape with null values taken from the checkpoint. The norm flags stay the recipe's.
 
     Raises:
-        UserError: the recipe sets what the checkpoint has otherwise.
+        UserError: the recipe sets a value that differs from the checkpoint's.
     """
     given = asdict(recipe)
-    own = asdict(checkpoint) | {"rope_parameters": checkpoint.served_rope}
-    own["aux_layer_ids"] = list(checkpoint.aux_layer_ids)
-    own["attention"] = Attention.gqa if checkpoint.mla is None else Attention.mla
+    found = asdict(checkpoint) | {"rope_parameters": checkpoint.served_rope}
+    found["aux_layer_ids"] = list(checkpoint.aux_layer_ids)
+    found["attention"] = Attention.gqa if checkpoint.mla is None else Attention.mla
     if checkpoint.mla is not None:
-        own |= asdict(checkpoint.mla)
+        found |= asdict(checkpoint.mla)
     taken: dict[str, Any] = {}
-    for name in given.keys() & own.keys() - set(FLAGS):
+    for name in given.keys() & found.keys() - set(FLAGS):
         if given[name] in (None, {}):
-            taken[name] = own[name]
-        elif not _agree(given[name], own[name]):
-            raise _conflict(name, given[name], own[name], recipe.init_from)
+            taken[name] = found[name]
+        elif not _agree(given[name], found[name]):
+            raise _conflict(name, given[name], found[name], recipe.init_from)
     return replace(recipe, **taken)
 
 
 def starting_notes(recipe: DrafterShape, loaded: LoadedExport, parts: TargetParts) -> list[str]:
-    """What a person should know of how training starts."""
+    """Return what the user should know about the checkpoint that training starts from."""
     checkpoint = loaded.drafter.config
     notes = list(loaded.notes)
     for name in FLAGS:
-        found, wanted = getattr(checkpoint, name), getattr(recipe, name)
-        if found != wanted:
-            fresh = "; its new weights are ones" if name == "fc_norm" and wanted else ""
-            notes.append(f"{name} was {found} and is {wanted} from now on{fresh}.")
+        found, chosen = getattr(checkpoint, name), getattr(recipe, name)
+        if found != chosen:
+            fresh = "; its new weights are ones" if name == "fc_norm" and chosen else ""
+            notes.append(f"{name} changes from {found} to {chosen}{fresh}.")
     same_width = checkpoint.hidden_size == parts.hidden_size
     if same_width and not torch.equal(loaded.embed_tokens, parts.embed_tokens.float()):
-        notes.append("its embedding is not the target's; the target's is used from now on.")
+        notes.append("its embedding differs from the target's; the target's is used.")
     return notes
 
 
 def start_from(drafter: Drafter, checkpoint: Drafter) -> None:
-    """Copies the checkpoint's weights; an fc_norm that it has not keeps its ones."""
+    """Copy the checkpoint's weights into the drafter; an fc_norm that it lacks stays one."""
     missing, unexpected = drafter.load_state_dict(checkpoint.state_dict(), strict=False)
     others = [name for name in missing if not name.startswith("fc_norm.")]
-    # A head that is not trained stays outside the drafter.
+    # A head that is not trained is no part of the drafter.
     others += [name for name in unexpected if not name.startswith(("fc_norm.", "lm_head."))]
     assert not others, others
 
 
 def starting_vocab(loaded: LoadedExport, token_counts: Tensor) -> DraftVocab:
-    """The checkpoint's own draft vocabulary.
+    """Return the checkpoint's draft vocabulary.
 
     Args:
-        token_counts: int64 [V], occurrences among the counted tokens.
+        token_counts: int64 [V], occurrences among the assistant's tokens.
 
     Raises:
-        UserError: its ids do not ascend, as the target's rows would have to be ordered then.
+        UserError: the target ids of its d2t do not ascend.
     """
     config = loaded.drafter.config
     ids = loaded.draft_target_ids
@@ -137,7 +141,7 @@ def starting_vocab(loaded: LoadedExport, token_counts: Tensor) -> DraftVocab:
         ids = torch.arange(config.vocab_size)
     if (ids.diff() <= 0).any():
         raise UserError(
-            "drafter.init_from", "d2t", "Its target ids do not ascend; such a map can not be used."
+            "drafter.init_from", "d2t", "Its target ids do not ascend; such a map is not supported."
         )
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[ids] = True
@@ -146,14 +150,12 @@ def starting_vocab(loaded: LoadedExport, token_counts: Tensor) -> DraftVocab:
     return DraftVocab(ids - torch.arange(len(ids)), t2d, coverage)
 
 
-def _agree(given: Any, own: Any) -> bool:
+def _agree(given: Any, found: Any) -> bool:
     if isinstance(given, dict):
-        return all(own.get(key) == value for key, value in given.items())
-    return given == own
+        return all(found.get(key) == value for key, value in given.items())
+    return given == found
 
 
-def _conflict(name: str, given: object, own: object, checkpoint: object) -> UserError:
-    remedy = (
-        f"drafter.init_from={checkpoint} has {own}; leave it out to take that, or start from no checkpoint."
-    )
+def _conflict(name: str, given: object, found: object, checkpoint: object) -> UserError:
+    remedy = f"drafter.init_from={checkpoint} has {found}; remove this setting, or start from no checkpoint."
     return UserError(f"drafter.{name}", given, remedy)

@@ -1,4 +1,4 @@
-"""The drafter's shape: what the recipe sets, else the target's."""
+"""The drafter's complete shape, from the recipe and the target's config."""
 
 from dataclasses import fields
 from typing import Any
@@ -18,17 +18,19 @@ def complete_shape(
     vocab_size: int,
     draft_vocab_size: int,
 ) -> DrafterConfig:
-    """What the recipe sets, else the target's; the feed-forward network takes the target's active width.
+    """Return the values that the recipe sets, else the target's.
+
+    The feed-forward network takes the width that one token passes through in the target.
 
     Raises:
-        UserError: a value is given by neither, or the two do not go together.
+        UserError: neither gives a value, or values contradict each other.
     """
     target = target_config.get_text_config()
     hidden_size = shape.hidden_size or target.hidden_size
     heads = shape.num_attention_heads or target.num_attention_heads
     intermediate_size = shape.intermediate_size or active_intermediate_size(target)
     if intermediate_size is None:
-        remedy = "The target does not tell how wide its feed-forward network is; give it."
+        remedy = "The target's config has no width of its feed-forward network; set it."
         raise UserError("drafter.intermediate_size", None, remedy)
     return DrafterConfig(
         hidden_size=hidden_size,
@@ -52,58 +54,58 @@ def complete_shape(
 
 
 def attention_heads(shape: DrafterShape, target: Any, num_heads: int, hidden_size: int) -> dict[str, Any]:
-    """The recipe's heads, else the target's: `num_key_value_heads`, `head_dim` and `mla` of `DrafterConfig`.
+    """Return `num_key_value_heads`, `head_dim` and `mla` of `DrafterConfig`: the recipe's, else the target's.
 
     Raises:
-        UserError: a width of MLA is not given, and the target has none.
+        UserError: a width of MLA is given by neither, or is set for a drafter without MLA.
     """
     if shape.attention is Attention.mla:
         mla = latent_shape(shape, target)
         if shape.head_dim not in (None, mla.head_dim):
-            remedy = "MLA has drafter.qk_nope_head_dim + drafter.qk_rope_head_dim; leave it out."
+            remedy = "With MLA it is drafter.qk_nope_head_dim + drafter.qk_rope_head_dim; remove it."
             raise UserError("drafter.head_dim", shape.head_dim, remedy)
         return {"num_key_value_heads": num_heads, "head_dim": mla.head_dim, "mla": mla}
     for name in (one.name for one in fields(MlaShape)):
         if getattr(shape, name) is not None:
-            remedy = "It is of MLA; give drafter.attention=mla too."
+            remedy = "It is a setting of MLA; set drafter.attention=mla too."
             raise UserError(f"drafter.{name}", getattr(shape, name), remedy)
-    # The head_dim that transformers gives a target with MLA is that of the rotated part.
-    latent = getattr(target, "kv_lora_rank", None) is not None
-    own_width = target.v_head_dim if latent else getattr(target, "head_dim", None)
+    # transformers' head_dim of a target with MLA is the width of the part with RoPE.
+    mla_target = getattr(target, "kv_lora_rank", None) is not None
+    target_width = target.v_head_dim if mla_target else getattr(target, "head_dim", None)
     return {
         "num_key_value_heads": shape.num_key_value_heads or target.num_key_value_heads,
-        "head_dim": shape.head_dim or own_width or hidden_size // num_heads,
+        "head_dim": shape.head_dim or target_width or hidden_size // num_heads,
     }
 
 
 def latent_shape(shape: DrafterShape, target: Any) -> MlaShape:
-    """MLA's widths, those of a target with MLA where the recipe gives none.
+    """Return the widths of MLA: the recipe's, else the target's.
 
     Raises:
-        UserError: one is not given, and the target has none.
+        UserError: neither gives a width.
     """
     widths: dict[str, int] = {}
     for name in (one.name for one in fields(MlaShape)):
-        own = getattr(shape, name)
-        value = getattr(target, name, None) if own is None else own
+        chosen = getattr(shape, name)
+        value = getattr(target, name, None) if chosen is None else chosen
         if value is None:
-            raise UserError(f"drafter.{name}", None, "The target has none to take over; give it.")
+            raise UserError(f"drafter.{name}", None, "The target has no such width; set it.")
         widths[name] = value
     return MlaShape(**widths)
 
 
-def rope_parameters(own: dict | None, target: dict | None) -> dict:
-    """The recipe's, else the target's.
+def rope_parameters(recipe: dict | None, target: dict | None) -> dict:
+    """Return the recipe's RoPE parameters, else the target's.
 
     Raises:
-        UserError: there are none, or one set per layer type, of which the drafter can have only one.
+        UserError: neither gives any, or the target has one set per layer type and the drafter needs one.
     """
-    chosen = dict(own or target or {})
+    chosen = dict(recipe or target or {})
     if "rope_theta" not in chosen or any(isinstance(value, dict) for value in chosen.values()):
         raise UserError(
             "drafter.rope_parameters",
             chosen or None,
-            "The target has no single set to take over; give one, such as "
+            "The target has no single set of them; set one, such as "
             "{rope_type: default, rope_theta: 10000.0}.",
         )
     chosen.setdefault("rope_type", "default")

@@ -1,1 +1,1 @@
-"""Who runs the target in a run: transformers, vLLM, TorchSpec."""
+"""The engines that run the target: transformers, vLLM, TorchSpec."""

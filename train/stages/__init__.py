@@ -1,1 +1,1 @@
-"""The pipeline's stages, one file each, named after them."""
+"""The pipeline's stages, with a file for each."""

@@ -134,8 +134,8 @@ def test_eagle31_starts_from_eagle3_with_new_norms(
     for norm in drafter.fc_norm:
         assert torch.equal(norm.get_parameter("weight"), torch.ones(32))
     printed = capsys.readouterr().out
-    assert "fc_norm was False and is True from now on; its new weights are ones." in printed
-    assert "norm_output was False" in printed
+    assert "fc_norm changes from False to True; its new weights are ones." in printed
+    assert "norm_output changes from False" in printed
     own = load_file(tmp_path / "e" / "model.safetensors")
     assert torch.equal(drafter.fc.weight, own["fc.weight"])
 
