@@ -1,4 +1,4 @@
-"""What `scripts/bench/codecs` reads of finished runs, and its table; the runs are those of tests/train."""
+"""How `scripts/bench/codecs` reads finished runs, and its table."""
 
 import runpy
 from pathlib import Path
@@ -20,7 +20,7 @@ def script() -> dict[str, Any]:
 
 
 def finish_run(output_dir: Path, codec: str, acceptance_length: float) -> None:
-    """As a pipeline's last stages leave it, on top of an earlier run's."""
+    """Write the artifacts of a pipeline's last stages, on top of an earlier run's."""
     inputs: dict[str, Any] = {"codec": codec}
     for stage in ("capture", "train", "export"):
         artifact = Artifact.locate(output_dir / "artifacts", stage, inputs)
@@ -38,7 +38,7 @@ def finish_run(output_dir: Path, codec: str, acceptance_length: float) -> None:
     write_json(output_dir / "report" / "metrics.json", {"evaluation": evaluation})
 
 
-def test_each_runs_own_store_and_evaluation_are_told(script: dict[str, Any], tmp_path: Path) -> None:
+def test_results_are_of_each_runs_store_and_evaluation(script: dict[str, Any], tmp_path: Path) -> None:
     results = []
     for codec, acceptance_length in (("bf16", 2.0), ("fp8", 1.99)):
         finish_run(tmp_path, codec, acceptance_length)
@@ -52,14 +52,14 @@ def test_each_runs_own_store_and_evaluation_are_told(script: dict[str, Any], tmp
     first, other = results
     assert (first.codec, other.codec) == ("bf16", "fp8")
     assert first.num_tokens == sum(LENGTHS)
-    told, _, *rows = script["table"](results).splitlines()
-    assert told == f"7 samples, {sum(LENGTHS)} tokens; k = 4, temperature 0, some engine"
+    conditions, _, *rows = script["table"](results).splitlines()
+    assert conditions == f"7 samples, {sum(LENGTHS)} tokens; k = 4, temperature 0, some engine"
     assert [row.split()[-3:] for row in rows] == [["2.000", "+0.00%", "50"], ["1.990", "-0.50%", "50"]]
-    shares = [f"{other.store_bytes / whole:.3f}" for whole in (first.store_bytes, first.all_states_bytes)]
-    assert rows[1].split()[3:5] == shares
+    ratios = [f"{other.store_bytes / whole:.3f}" for whole in (first.store_bytes, first.all_states_bytes)]
+    assert rows[1].split()[3:5] == ratios
 
 
-def test_without_a_store_there_is_nothing_to_measure(script: dict[str, Any]) -> None:
+def test_online_capture_is_refused(script: dict[str, Any]) -> None:
     arguments = ["recipe=any_target", "target.model=nowhere", "data.train=nowhere", "capture=online"]
     with pytest.raises(UserError, match=r"capture\.mode"):
         script["measure"](arguments, "bf16")

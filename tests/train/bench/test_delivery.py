@@ -9,7 +9,7 @@ from tests.train.torchrun import ROOT, environment
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
-    """A short round of each side, and what is printed."""
+    """Return the results and the output of a short round of each side."""
     path: Path = tmp_path_factory.mktemp("bench") / "result.json"
     command = ["scripts/bench/delivery", "--rounds", "1", "--steps", "3", "--spool-gb", "0.05"]
     done = subprocess.run(
@@ -30,6 +30,6 @@ def test_both_sides_are_measured_in_every_round(measured: tuple[dict, str]) -> N
     )
 
 
-def test_what_is_printed_is_what_was_measured(measured: tuple[dict, str]) -> None:
+def test_output_has_the_result(measured: tuple[dict, str]) -> None:
     result, printed = measured
     assert f"online reaches {result['online_of_offline']:.1%} of offline" in printed

@@ -1,4 +1,4 @@
-"""The sides of every source; those that run the target through transformers, in this process."""
+"""The sources of hidden states, and the sides that run the target with transformers in this process."""
 
 import shutil
 import time
@@ -22,7 +22,7 @@ from train.bench.capture.vllm_sides import open_vllm
 
 @contextmanager
 def open_hf(task: Task) -> Iterator[Mapping[str, RunSide]]:
-    """Plain prefill runs the decoder over the batches that capture makes; neither runs the lm_head."""
+    """Yield the sides; plain prefill runs the decoder on capture's batches, and no side runs the lm_head."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_target(task.spec, device)
     capture = HiddenStateCapture(model, locate(model, task.spec), task.aux_layer_ids)
@@ -37,8 +37,8 @@ SOURCES: dict[str, OpenSource] = {"hf": open_hf, "vllm": open_vllm}
 def _prefill(task: Task, capture: HiddenStateCapture) -> Timing:
     start = _now()
     tokens = TokenRows(task.dataset)
-    for places in batches_by_length(dataset_lengths(task.dataset), task.batch_tokens):
-        ids = [input_ids for input_ids, _ in tokens.read(places)]
+    for indices in batches_by_length(dataset_lengths(task.dataset), task.batch_tokens):
+        ids = [input_ids for input_ids, _ in tokens.read(indices)]
         padded = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(capture.device)
         capture.modules.decoder(input_ids=padded, use_cache=False)
     if capture.device.type == "cuda":
@@ -47,7 +47,7 @@ def _prefill(task: Task, capture: HiddenStateCapture) -> Timing:
 
 
 def _capture(task: Task, capture: HiddenStateCapture, encoding: Encoding) -> Timing:
-    """The whole of it, from an empty directory to a finished store."""
+    """Time a capture from an empty directory to a finished store."""
     directory = task.scratch / "store"
     start = _now()
     with redirect_stderr(StringIO()):

@@ -1,4 +1,4 @@
-"""Capture and plain prefill of the same tokens taking turns, and what comes out of it."""
+"""Times capture and plain prefill of the same tokens in turns, and summarizes the rounds."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ PREFILL = "prefill"
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one pass over all samples."""
+    """Time of one pass over all samples."""
 
     wall_seconds: float
-    cpu_seconds: float  # of every process that took part
+    cpu_seconds: float  # of all processes of the side
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every side is given: the samples and how they are captured."""
+    """The input of every side: the samples and how to capture them."""
 
     spec: TargetSpec
     aux_layer_ids: tuple[int, ...]
@@ -35,23 +35,23 @@ class Task:
     encodings: tuple[Encoding, ...]
     batch_tokens: int
     shard_tokens: int
-    scratch: Path  # an empty directory, where stores go
+    scratch: Path  # an empty directory for stores
 
     @property
     def num_tokens(self) -> int:
         return int(dataset_rows(self.dataset, Encoding())[:, 0].sum())
 
 
-# One side: runs over all samples once.
+# One side; it runs over all samples once.
 RunSide = Callable[[], Timing]
-# Opens a source for as long as it is measured; `PREFILL`, and one side for each encoding by its codec.
+# Opens a source for the time of its rounds: the side `PREFILL`, and a side per encoding, named by its codec.
 OpenSource = Callable[[Task], AbstractContextManager[Mapping[str, RunSide]]]
 
 
 def time_rounds(
     open_source: OpenSource, task: Task, rounds: int, note: Callable[[str], None]
 ) -> dict[str, list[Timing]]:
-    """The sides' timings, one a round; every other round runs them in reverse, so that drift favours none."""
+    """Return each side's timings; every other round runs in reverse order, so that drift favours no side."""
     timings: dict[str, list[Timing]] = {}
     with open_source(task) as sides:
         for name, run in sides.items():
@@ -70,31 +70,31 @@ def _turns(names: list[str], number: int) -> Iterator[str]:
 
 
 def summary(timings: Mapping[str, Sequence[Timing]], num_tokens: int) -> list[dict[str, Any]]:
-    """Medians over the rounds; the share of plain prefill is of paired rounds."""
-    limit = timings[PREFILL]
+    """Return medians over the rounds; ratios to plain prefill are taken within each round."""
+    prefill = timings[PREFILL]
     return [
         {
             "side": name,
-            "tokens_per_second": statistics.median(num_tokens / one.wall_seconds for one in own),
-            "tokens_per_cpu_second": statistics.median(num_tokens / one.cpu_seconds for one in own),
+            "tokens_per_second": statistics.median(num_tokens / one.wall_seconds for one in rounds),
+            "tokens_per_cpu_second": statistics.median(num_tokens / one.cpu_seconds for one in rounds),
             "of_prefill": _median_ratio(
-                [one.wall_seconds for one in limit], [one.wall_seconds for one in own]
+                [one.wall_seconds for one in prefill], [one.wall_seconds for one in rounds]
             ),
             "of_prefill_cpu": _median_ratio(
-                [one.cpu_seconds for one in limit], [one.cpu_seconds for one in own]
+                [one.cpu_seconds for one in prefill], [one.cpu_seconds for one in rounds]
             ),
-            "rounds": [vars(one) for one in own],
+            "rounds": [vars(one) for one in rounds],
         }
-        for name, own in timings.items()
+        for name, rounds in timings.items()
     ]
 
 
-def _median_ratio(limit: Sequence[float], own: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(limit, own, strict=True))
+def _median_ratio(prefill: Sequence[float], side: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(prefill, side, strict=True))
 
 
 def sizes(dataset: Dataset, num_aux_layers: int, hidden_size: int, dtype: Any) -> list[dict[str, Any]]:
-    """Bytes a token of every encoding, and their share of bf16 with all states."""
+    """Return the bytes per token of every encoding, and their ratio to bf16 with all states."""
 
     def num_bytes(encoding: Encoding) -> int:
         return encoded_bytes(encoding, rows[encoding.final_states], num_aux_layers, hidden_size, dtype)

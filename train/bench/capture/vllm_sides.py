@@ -1,4 +1,4 @@
-"""The sides that run the target through vLLM, in two engines of which the idle one sleeps."""
+"""The sides that run the target with vLLM, in two engines, one with hidden states and one without."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ Pass = Callable[[], Coroutine[None, None, Timing]]
 
 @contextmanager
 def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
-    """Prefill by the same engine without hidden states, neither with prefix caching."""
+    """Yield the sides; prefill uses an engine without hidden states, and no engine caches prefixes."""
     parts, scratch = load_target_parts(task.spec), task.scratch
     engine = CaptureEngine(
         target=task.spec.checkpoint.path,
@@ -38,14 +38,14 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
         dtype=str(parts.embed_tokens.dtype).removeprefix("torch."),
         trust_remote_code=task.spec.trust_remote_code,
         mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
-        extra={"enable_prefix_caching": False},  # every round has the same prompts
+        extra={"enable_prefix_caching": False},  # because every round has the same prompts
     )
     plain = LocalEngine(engine.plain_arguments(), scratch / "plain.log")
     capturing = LocalEngine(engine.arguments(), scratch / "capture.log")
     loop, numbers = asyncio.new_event_loop(), count()
 
-    def side(own: Pass) -> RunSide:
-        return lambda: loop.run_until_complete(own())
+    def side(run_pass: Pass) -> RunSide:
+        return lambda: loop.run_until_complete(run_pass())
 
     async def capture(encoding: Encoding) -> Timing:
         store = scratch / f"store-{next(numbers)}"
@@ -57,27 +57,29 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
     try:
         yield {PREFILL: side(partial(_pass, plain, task)), **sides}
     finally:
-        for own in (plain, capturing):
-            loop.run_until_complete(own.close())
+        for one in (plain, capturing):
+            loop.run_until_complete(one.close())
         loop.close()
 
 
 async def _pass(
     engine: LocalEngine, task: Task, store: Path | None = None, encoding: Encoding | None = None
 ) -> Timing:
-    """All samples once; into a store if there is one, until the last state is on disk."""
+    """Send all samples once; with a store, until the last state is on disk."""
     samples = [(ids.tolist(), mask) for ids, mask in TokenRows(task.dataset).read(range(len(task.dataset)))]
-    orders: list[dict] = [{} for _ in samples]
+    requests: list[dict] = [{} for _ in samples]
     if store is not None and encoding is not None:
         destination = store_destination(store, encoding, task.shard_tokens)
-        orders = [
+        requests = [
             CaptureRequest.of(destination, str(i), ids, mask).to_params()
             for i, (ids, mask) in enumerate(samples)
         ]
     if engine.process_id is None:
         await engine.send(samples[0][0], {})
     cpu_before, started, begun = _cpu_seconds(engine), time.perf_counter(), time.time()
-    await asyncio.gather(*(engine.send(ids, order) for (ids, _), order in zip(samples, orders, strict=True)))
+    await asyncio.gather(
+        *(engine.send(ids, request) for (ids, _), request in zip(samples, requests, strict=True))
+    )
     seconds = time.perf_counter() - started
     if store is not None:
         seconds = max(seconds, await _written(store, len(samples)) - begun)
@@ -85,13 +87,13 @@ async def _pass(
 
 
 async def _written(store: Path, num_samples: int) -> float:
-    """When the last sample was on disk, but for the pause after which an open shard is ended."""
+    """Return when the last sample was on disk, less the pause after which an open shard is closed."""
     shards = FinishedShards(store)
-    records: list[ShardRecord] = []
-    while sum(len(record.sample_ids) for record in records) < num_samples:
+    shard_records: list[ShardRecord] = []
+    while sum(len(record.sample_ids) for record in shard_records) < num_samples:
         await asyncio.sleep(_POLL_SECONDS)
-        records = shards.records() if store.exists() else []
-    times = [(store / record.file).stat().st_mtime for record in records]
+        shard_records = shards.records() if store.exists() else []
+    times = [(store / record.file).stat().st_mtime for record in shard_records]
     return max(times) - IDLE_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""Training steps from a store and through a spool, in turns: the quickstart's shapes, random states."""
+"""Times training steps from a store and from a spool in turns, with random states."""
 
 import statistics
 import time
@@ -52,7 +52,7 @@ MIN_TOKENS, MAX_TOKENS = 64, 512
 
 @dataclass(frozen=True)
 class Round:
-    """One side's steps of one round, without the first, which nothing was read ahead for."""
+    """One side's steps of one round, without the first, for which nothing was read ahead."""
 
     steps_per_second: float
     cpu_seconds_per_step: float  # of the training process
@@ -61,27 +61,27 @@ class Round:
 
 
 def random_dataset(num_samples: int) -> Dataset:
-    """A prompt of a third of each sample, then the answer."""
+    """Return random samples; the first third of each is the prompt and the rest the completion."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(MIN_TOKENS, MAX_TOKENS + 1, (num_samples,), generator=generator).tolist()
     ids = [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]
-    masks = [[place >= length // 3 for place in range(length)] for length in lengths]
+    masks = [[index >= length // 3 for index in range(length)] for length in lengths]
     return Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
 
 
 def write_store(directory: Path, dataset: Dataset, encoding: Encoding) -> HiddenStateStore:
-    """Random states for the dataset."""
+    """Write a store of random states for the dataset."""
     generator = torch.Generator().manual_seed(1)
     with StoreWriter(directory, "random", encoding, shard_tokens=65536) as writer:
         for index, row in enumerate(dataset.with_format("torch")):
             states = torch.randn(len(row["input_ids"]), 4, SHAPE.hidden_size, generator=generator)
-            aux, last = states[:, :3].contiguous(), states[:, 3].contiguous()
-            writer.append(index, CapturedSample(row["input_ids"], row["loss_mask"], aux, last))
+            aux, final = states[:, :3].contiguous(), states[:, 3].contiguous()
+            writer.append(index, CapturedSample(row["input_ids"], row["loss_mask"], aux, final))
     write_manifest(directory, {"encoding": encoding.to_json()})
     return HiddenStateStore(directory)
 
 
-def build_engine() -> deepspeed.DeepSpeedEngine:
+def build_model_engine() -> deepspeed.DeepSpeedEngine:
     ensure_process_group()
     torch.manual_seed(0)
     head = nn.Linear(CONFIG.target_hidden_size, CONFIG.vocab_size, bias=False).requires_grad_(False)
@@ -105,10 +105,10 @@ def build_engine() -> deepspeed.DeepSpeedEngine:
 
 
 @contextmanager
-def replayed(
+def spooled(
     store: HiddenStateStore, dataset: Dataset, encoding: Encoding, spool_dir: Path | None, spool_gb: float
 ) -> Iterator[OnlineStates]:
-    """The store's states, put into a spool by a process of its own."""
+    """Yield a source of the store's states, which a separate process puts into a spool."""
 
     def sample_bytes(loss_mask: torch.Tensor) -> int:
         return file_bytes(encoding, loss_mask, SHAPE.num_aux_layers, SHAPE.hidden_size, SHAPE.dtype)
@@ -128,14 +128,14 @@ def replayed(
 
 
 def train_round(
-    engine: deepspeed.DeepSpeedEngine, source: HiddenStateSource, num_steps: int, seed: int
+    model_engine: deepspeed.DeepSpeedEngine, source: HiddenStateSource, num_steps: int, seed: int
 ) -> Round:
-    """`num_steps` steps, logged as the loop does."""
+    """Run `num_steps` steps with the metrics that the training loop logs."""
     world = World(rank=0, local_rank=0, size=1)
     loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=ROWS_PER_STEP, seed=seed)
     window = WindowSums(TTT_STEPS, world.device)
     with closing(loader):
-        optimizer_step(engine, loader.batches(0), 1e-3, window, world, torch.float32, with_metrics=True)
+        optimizer_step(model_engine, loader.batches(0), 1e-3, window, world, torch.float32, with_metrics=True)
         loader.collect_stats()
         started, cpu_started, waited = time.perf_counter(), time.process_time(), 0.0
         for step in range(1, num_steps + 1):
@@ -143,7 +143,7 @@ def train_round(
             batches = loader.batches(step)
             waited += time.perf_counter() - waiting
             logs = step % LOG_EVERY == 0
-            optimizer_step(engine, batches, 1e-3, window, world, torch.float32, with_metrics=logs)
+            optimizer_step(model_engine, batches, 1e-3, window, world, torch.float32, with_metrics=logs)
             if logs:
                 window.metrics(world, STEP_DECAY)
                 window = WindowSums(TTT_STEPS, world.device)
@@ -166,26 +166,26 @@ def compare(
     spool_dir: Path | None,
     spool_gb: float,
 ) -> dict[str, Any]:
-    """Both sides' medians over the rounds, and all rounds. The store is written below `directory`."""
-    rows = (rounds * 2 + 2) * ROWS_PER_STEP  # some epochs, whatever the steps
+    """Return both sides' medians and their rounds; the store is written to `directory`."""
+    rows = (rounds * 2 + 2) * ROWS_PER_STEP  # a few epochs for any number of steps
     dataset = random_dataset(max(64, rows * ROW_TOKENS * 2 // (MIN_TOKENS + MAX_TOKENS)))
     store = write_store(directory / "store", dataset, encoding)
-    engine = build_engine()
-    train_round(engine, store, LOG_EVERY, seed=0)
+    model_engine = build_model_engine()
+    train_round(model_engine, store, LOG_EVERY, seed=0)
     sides: dict[str, list[Round]] = {"offline": [], "online": []}
     for number in range(rounds):
         for side in list(sides) if number % 2 else list(sides)[::-1]:
             if side == "offline":
-                sides[side].append(train_round(engine, store, num_steps, seed=number))
+                sides[side].append(train_round(model_engine, store, num_steps, seed=number))
             else:
-                with replayed(store, dataset, encoding, spool_dir, spool_gb) as source:
-                    sides[side].append(train_round(engine, source, num_steps, seed=number))
-    result: dict[str, Any] = {side: summary(measured) for side, measured in sides.items()}
+                with spooled(store, dataset, encoding, spool_dir, spool_gb) as source:
+                    sides[side].append(train_round(model_engine, source, num_steps, seed=number))
+    result: dict[str, Any] = {side: summary(of_side) for side, of_side in sides.items()}
     offline, online = (result[side]["steps_per_second"] for side in ("offline", "online"))
     return result | {"online_of_offline": online / offline, "num_steps": num_steps}
 
 
-def summary(measured: list[Round]) -> dict[str, Any]:
-    """Medians by name, and what each round had."""
-    medians = {name: statistics.median(getattr(one, name) for one in measured) for name in vars(measured[0])}
-    return medians | {"rounds": [vars(one) for one in measured]}
+def summary(rounds: list[Round]) -> dict[str, Any]:
+    """Return the medians by name, and all rounds."""
+    medians = {name: statistics.median(getattr(one, name) for one in rounds) for name in vars(rounds[0])}
+    return medians | {"rounds": [vars(one) for one in rounds]}

@@ -1,4 +1,4 @@
-"""The step on a device against the reference in float64 on the CPU: values and gradients."""
+"""Compares the step on a device with the reference in float64 on the CPU: values and gradients."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import DepthSums, rollout_loss
+from train.bench.step.documents import packed_rows
 from train.bench.step.inputs import random_batch, random_weights
 from train.bench.step.shapes import Shape
-from train.bench.step.text import packed_rows
 
 # Relative to the norm of the reference's gradient; bfloat16 keeps 8 bits of every product and state.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 _SHAPE = Shape(
-    "parity",
+    "device check",
     "chat",
     row_tokens=384,
     hidden_size=64,
@@ -37,12 +37,12 @@ _MLA = MlaShape(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=64, qk_rope_he
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """How far one variant in one dtype is from the reference."""
+    """The error of one variant in one dtype against the reference."""
 
     variant: str
     dtype: str
     loss_error: float  # relative
-    gradient_error: float  # of the parameter that is farthest off, relative to its gradient's norm
+    gradient_error: float  # of the parameter with the largest error, relative to the norm of its gradient
     parameter: str
     bound: float
 
@@ -52,22 +52,22 @@ class DeviceCheck:
 
 
 def check_device(device: torch.device) -> Iterator[DeviceCheck]:
-    """EAGLE 3.1, EAGLE 3, a frozen head, the full vocabulary and MLA, in float32 and bfloat16."""
+    """Check EAGLE 3.1, EAGLE 3, a frozen head, the full vocabulary and MLA, in float32 and bfloat16."""
     for dtype, bound in BOUNDS.items():
         for variant in ("eagle3.1", "eagle3", "frozen head", "full vocabulary", "mla"):
             config = _config(variant)
             generator = torch.Generator().manual_seed(0)
             rows, _ = packed_rows(_SHAPE, 1, None)
-            # Both sides start from what the narrower dtype can hold, so that rounding inputs is no error.
+            # Both sides start from inputs in the narrower dtype, so that rounding them is no error.
             batch = random_batch(_SHAPE, rows[0], generator).to(torch.device("cpu"), dtype)
             weights = {
                 name: tensor.to(dtype) if tensor.is_floating_point() else tensor
                 for name, tensor in random_weights(config, generator).items()
             }
             cpu = torch.device("cpu")
-            wanted = _run(reference_loss, config, variant, weights, batch, cpu, torch.float64)
+            expected = _run(reference_loss, config, variant, weights, batch, cpu, torch.float64)
             found = _run(rollout_loss, config, variant, weights, batch, device, dtype)
-            yield _compare(variant, dtype, bound, wanted, found)
+            yield _compare(variant, dtype, bound, expected, found)
 
 
 def _config(variant: str) -> DrafterConfig:
@@ -90,7 +90,7 @@ def _run(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The loss per drafted row and all gradients, float64 on the CPU."""
+    """Return the loss per supervised position and all gradients, float64 on the CPU."""
     on_device = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
         for name, tensor in weights.items()
@@ -125,10 +125,10 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def _compare(
-    variant: str, dtype: torch.dtype, bound: float, wanted: dict[str, Tensor], found: dict[str, Tensor]
+    variant: str, dtype: torch.dtype, bound: float, expected: dict[str, Tensor], found: dict[str, Tensor]
 ) -> DeviceCheck:
-    assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
-    errors = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
+    errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
     loss_error = errors.pop("loss")
     worst = max(errors, key=lambda name: errors[name])
     return DeviceCheck(variant, str(dtype).removeprefix("torch."), loss_error, errors[worst], worst, bound)

@@ -1,4 +1,4 @@
-"""What all sides of a measurement read: the same weights, hidden states and masks, in one file."""
+"""The inputs of all sides: the same weights, hidden states and masks, in one file."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,31 +13,34 @@ from data.samples import CapturedSample
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.training.batch import PackedBatch
+from train.bench.step.documents import Document
 from train.bench.step.shapes import Shape
-from train.bench.step.text import Conversation
 
-_LOGIT_STD = 3.0  # of the target's random logits: neither uniform nor one-hot
+_LOGIT_STD = 3.0  # makes the target's random distribution neither uniform nor one-hot
 
 
-def random_batch(shape: Shape, row: Sequence[Conversation], generator: torch.Generator) -> PackedBatch:
-    """Random hidden states for the conversations, packed and padded to the shape's row."""
+def random_batch(shape: Shape, row: Sequence[Document], generator: torch.Generator) -> PackedBatch:
+    """Return random hidden states for the documents, packed and padded to the shape's row."""
     width, num_aux = shape.hidden_size, len(shape.config().aux_layer_ids)
-    # Deeper layers have larger states, which fc_norm is there for.
+    # Deeper layers have larger states, which fc_norm normalizes.
     scales = torch.tensor([1.0, 4.0, 20.0])[:, None]
     samples = [
         CapturedSample(
-            input_ids=chat.input_ids,
-            loss_mask=chat.loss_mask,
-            aux_hidden_states=torch.randn(len(chat.input_ids), num_aux, width, generator=generator) * scales,
-            final_hidden_states=torch.randn(len(chat.input_ids), width, generator=generator),
+            input_ids=one.input_ids,
+            loss_mask=one.loss_mask,
+            aux_hidden_states=torch.randn(len(one.input_ids), num_aux, width, generator=generator) * scales,
+            final_hidden_states=torch.randn(len(one.input_ids), width, generator=generator),
         )
-        for chat in row
+        for one in row
     ]
     return pack_row(samples, shape.row_tokens)
 
 
 def random_weights(config: DrafterConfig, generator: torch.Generator) -> dict[str, Tensor]:
-    """The drafter's by their names, float32, and the target's with the prefix `target_`."""
+    """Return the drafter's weights by name, float32, and the target's with the prefix `target_`.
+
+    The names of the draft vocabulary's tensors begin with `draft_`; d2t and t2d are the peers' form of it.
+    """
     with torch.device("meta"):
         drafter = Drafter(config)
     weights = {
@@ -48,24 +51,31 @@ def random_weights(config: DrafterConfig, generator: torch.Generator) -> dict[st
     }
     size = (config.vocab_size, config.target_hidden_size)
     ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    ids = t2d.nonzero().squeeze(1)
     return weights | {
         "target_embed": torch.randn(size, generator=generator) * 0.02,
         "target_head": torch.randn(size, generator=generator) * _LOGIT_STD * config.target_hidden_size**-0.5,
         "target_norm": torch.ones(config.target_hidden_size),
-        "draft_target_ids": ids.sort().values,
+        "draft_target_ids": ids,
+        "draft_d2t": ids - torch.arange(len(ids)),
+        "draft_t2d": t2d,
     }
 
 
 def write_inputs(
-    path: Path, shape: Shape, rows: Sequence[Sequence[Conversation]], dtype: str, seed: int = 0
+    path: Path, shape: Shape, rows: Sequence[Sequence[Document]], dtype: str, seed: int = 0
 ) -> list[PackedBatch]:
-    """Writes the file for `worker.py`, floating point in `dtype`, and returns its rows."""
+    """Write the file for `worker.py` with floating point values in `dtype`, and return its rows."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"weights/{name}": value for name, value in random_weights(shape.config(), generator).items()}
     batches = [random_batch(shape, row, generator) for row in rows]
     for index, batch in enumerate(batches):
         for field in fields(batch):
             tensors[f"{index}/{field.name}"] = getattr(batch, field.name).contiguous()
-    wanted: torch.dtype = getattr(torch, dtype)
-    save_file({name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()}, path)
+    floating_dtype: torch.dtype = getattr(torch, dtype)
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.to(floating_dtype) if tensor.is_floating_point() else tensor
+    save_file(tensors, path)
     return batches

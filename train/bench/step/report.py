@@ -1,4 +1,4 @@
-"""What a person reads: the table of the measured sides, and the two pictures."""
+"""The report of step benchmarks: a table for the terminal, and two pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +17,14 @@ _CLOCKS = {"cpu": "CPU second", "wall": "second"}
 
 
 def shape_lines(measured: dict[str, Any], settings_line: str) -> list[str]:
-    """The table of one shape, the ratios, and the operations."""
+    """Return the table of one shape, the ratios to the peers, and the FLOPs."""
     shape = Shape(**measured["shape"])
     rows = measured["rows"]
-    rolled = np.mean([row["rows"][0] / row["num_tokens"] for row in rows])
+    supervised = np.mean([row["rows"][0] / row["num_tokens"] for row in rows])
     lines = [
         f"{shape.name}  {shape.describe()}",
-        f"   {len(rows)} packed row(s) of {shape.row_tokens:,} tokens, {100 * rolled:.0f} % of them drafted "
-        f"from; {measured['text']}; {settings_line}",
+        f"   {len(rows)} packed row(s) of {shape.row_tokens:,} tokens, {100 * supervised:.0f} % of them "
+        f"supervised; {measured['content']}; {settings_line}",
         "",
     ]
     table = [["side", "head", "trained", "tokens/s", "CPU s/step", "step MB", "baseline MB"]]
@@ -42,7 +42,7 @@ def shape_lines(measured: dict[str, Any], settings_line: str) -> list[str]:
         else:
             cells = ["", "failed", "", "", ""]
         table.append([name, side["head"], *cells])
-    lines += aligned(table)
+    lines += aligned(table, text_columns=2)
     lines += [
         f"{side['side']}: {side[key]}"
         for side in measured["sides"]
@@ -67,7 +67,7 @@ def shape_lines(measured: dict[str, Any], settings_line: str) -> list[str]:
 
 
 def plot_sides(results: Sequence[dict[str, Any]], path: Path, condition: str) -> None:
-    """Tokens per second and peak memory of every side, shape by shape."""
+    """Plot tokens per second and peak memory of every side by shape."""
     panels = [
         Panel(
             "speed",
@@ -90,14 +90,14 @@ def plot_sides(results: Sequence[dict[str, Any]], path: Path, condition: str) ->
 
 
 def _draw_sides(axes: Axes, results: Sequence[dict[str, Any]], value: Any, text: Any, unit: str) -> None:
-    """One line per side, grouped by shape, from the axis to its value."""
-    place, ticks, labels = 0.0, [], []
+    """Draw a bar per side from the axis to its value, grouped by shape."""
+    y, ticks, labels = 0.0, [], []
     values: list[float] = []
     for measured in results:
         shown = [side for side in measured["sides"] if "tokens_per_second" in side]
         axes.annotate(
             f"{measured['shape']['name']}  {_short(measured)}",
-            (0, place),
+            (0, y),
             (0, 0),
             ("axes fraction", "data"),
             "offset points",
@@ -105,23 +105,23 @@ def _draw_sides(axes: Axes, results: Sequence[dict[str, Any]], value: Any, text:
             fontweight="bold",
             va="center",
         )
-        place += 1
+        y += 1
         for side in shown:
             ours = side["side"] == "eagle31"
             number = value(side)
             colour = ACCENT if ours else MUTED
-            axes.plot([1e-9, number], [place, place], color=ACCENT if ours else PALE, linewidth=5)
+            axes.plot([1e-9, number], [y, y], color=ACCENT if ours else PALE, linewidth=5)
             axes.annotate(
-                text(number), (number, place), (5, 0), "data", "offset points", color=colour, va="center"
+                text(number), (number, y), (5, 0), "data", "offset points", color=colour, va="center"
             )
-            ticks.append(place)
+            ticks.append(y)
             labels.append(f"{side['side']}, head {side['head']}")
             values.append(number)
-            place += 1
-        place += 0.5
+            y += 1
+        y += 0.5
     axes.set_xscale("log")
     axes.set_xlim(min(values) / 3, max(values) * 4)
-    axes.set_ylim(place - 0.5, -0.8)
+    axes.set_ylim(y - 0.5, -0.8)
     axes.set_yticks(ticks, labels)
     axes.grid(False)
     axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
@@ -129,13 +129,13 @@ def _draw_sides(axes: Axes, results: Sequence[dict[str, Any]], value: Any, text:
 
 
 def _short(measured: dict[str, Any]) -> str:
-    texts = {
+    contents = {
         "chat": "chat, packed to {n:,}",
         "long prompt": "prompt of {p:,}, answer of 256",
-        "answers only": "every token counted, {n:,}",
+        "answers only": "every token supervised, {n:,}",
     }
     tokens = measured["shape"]["row_tokens"]
-    return texts[measured["shape"]["text"]].format(n=tokens, p=tokens - 256)
+    return contents[measured["shape"]["content"]].format(n=tokens, p=tokens - 256)
 
 
 def _megabytes(value: float) -> str:
@@ -143,7 +143,7 @@ def _megabytes(value: float) -> str:
 
 
 def plot_memory(by_length: Sequence[dict[str, Any]], by_size: Sequence[dict[str, Any]], path: Path) -> None:
-    """Peak memory over row length with its straight line, and over vocabulary and steps.
+    """Plot peak memory over row length with a linear fit, and over vocabulary and steps.
 
     Args:
         by_length: `row_tokens`, `hidden_size`, `num_steps`, `vocab_size`, `step_bytes`; ascending.
@@ -154,7 +154,7 @@ def plot_memory(by_length: Sequence[dict[str, Any]], by_size: Sequence[dict[str,
         Panel(
             "length",
             "Peak memory over row length",
-            f"one document a row, half of it the assistant's; hidden size {first['hidden_size']}, "
+            f"one document per row, half of it the assistant's; hidden size {first['hidden_size']}, "
             f"{first['num_steps']} steps, vocabulary {_thousands(first['vocab_size'])}",
             lambda axes: _draw_lengths(axes, by_length),
         ),
@@ -170,7 +170,7 @@ def plot_memory(by_length: Sequence[dict[str, Any]], by_size: Sequence[dict[str,
 
 
 def fit_line(points: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Bytes per token, bytes at zero tokens, and the largest deviation relative to the point."""
+    """Return bytes per token, bytes at zero tokens, and the largest relative deviation of a point."""
     x = np.array([p["row_tokens"] for p in points], dtype=float)
     y = np.array([p["step_bytes"] for p in points], dtype=float)
     slope, intercept = np.polyfit(x, y, 1, w=1 / y)
@@ -204,11 +204,11 @@ def _draw_sizes(axes: Axes, points: Sequence[dict[str, Any]]) -> None:
             )
             for vocabulary in vocabularies
         ]
-        at = np.arange(len(vocabularies)) + (index - (len(depths) - 1) / 2) * width
+        x = np.arange(len(vocabularies)) + (index - (len(depths) - 1) / 2) * width
         label = f"{depth} step{'s' if depth > 1 else ''}"
-        axes.bar(at, heights, width * 0.94, color=colours[index % 3], label=label)
-        for place, height in zip(at, heights, strict=True):
-            axes.annotate(f"{height:.2f}", (place, height), (0, 3), "data", "offset points", ha="center")
+        axes.bar(x, heights, width * 0.94, color=colours[index % 3], label=label)
+        for center, height in zip(x, heights, strict=True):
+            axes.annotate(f"{height:.2f}", (center, height), (0, 3), "data", "offset points", ha="center")
     axes.set_xticks(range(len(vocabularies)), [_thousands(n) for n in vocabularies])
     axes.set(xlabel="vocabulary of the target", ylabel="GB above weights and inputs")
     axes.set_ylim(top=axes.get_ylim()[1] * 1.18)

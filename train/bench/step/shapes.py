@@ -1,4 +1,4 @@
-"""What the training step is measured at: drafter shapes, and the conversations that fill the rows."""
+"""The shapes at which training steps are timed: drafters, and the documents that fill the rows."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +13,7 @@ class Shape:
     """A drafter, its target's sizes, and the rows of one step."""
 
     name: str
-    text: str  # which text fills the rows: "chat", "long prompt" or "answers only"
+    content: str  # what fills the rows: "chat", "long prompt", "answers only" or "one long chat"
     row_tokens: int
     hidden_size: int
     num_attention_heads: int
@@ -26,7 +26,7 @@ class Shape:
     step_decay: float = 0.8
 
     def config(self) -> DrafterConfig:
-        """An EAGLE 3.1 drafter; the target is as wide, which speculators asks for."""
+        """Return an EAGLE 3.1 drafter that is as wide as its target, which speculators requires."""
         return DrafterConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -40,11 +40,26 @@ class Shape:
             max_position_embeddings=max(2048, self.row_tokens + 64),
         )
 
+    def llama_config(self) -> dict[str, Any]:
+        """Return the arguments of transformers' LlamaConfig for the peers' decoder layer."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": 1,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.row_tokens + 64,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def describe(self) -> str:
-        """One line for the table's head."""
+        """Return one line for the heading of the table."""
         return (
             f"hidden {self.hidden_size}, heads {self.num_attention_heads}/{self.num_key_value_heads}, "
             f"intermediate {self.intermediate_size}, vocabulary {self.vocab_size:,}, draft vocabulary "
@@ -91,6 +106,6 @@ GPU_SHAPES = {
 
 
 def memory_shape(row_tokens: int, num_steps: int, vocab_size: int) -> Shape:
-    """For peak memory: one document a row, so that nothing quadratic can hide behind short ones."""
+    """Return a shape for peak memory; its single document per row shows any quadratic growth."""
     sizes = _SMALL | {"vocab_size": vocab_size, "draft_vocab_size": vocab_size // 4}
     return Shape("memory", "one long chat", row_tokens, **sizes, num_steps=num_steps)

@@ -1,4 +1,4 @@
-"""eagle31's own step, for `worker.py`."""
+"""eagle31's step, for `worker.py`."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def build(
     spec: dict[str, Any], weights: dict[str, Tensor], rows: list[dict[str, Tensor]], device: torch.device
 ) -> tuple[nn.Module, Callable[[int], Tensor], dict[str, Any]]:
-    """Trains the head, or keeps it frozen outside the drafter, as `spec["head"]` says."""
+    """Return the drafter and its step; the head is trained or frozen according to `spec["head"]`."""
     sys.path.insert(0, str(ROOT))
     from data.target.head import TargetHead
     from eagle31.model.drafter import Drafter
@@ -26,11 +26,11 @@ def build(
     shape = Shape(**spec["shape"])
     config = shape.config()
     frozen_head = spec["head"] == "frozen"
-    own = {name: tensor for name, tensor in weights.items() if not name.startswith(("target_", "draft_"))}
-    head = own.pop("lm_head.weight") if frozen_head else None
+    trained = {name: tensor for name, tensor in weights.items() if not name.startswith(("target_", "draft_"))}
+    head = trained.pop("lm_head.weight") if frozen_head else None
     with torch.device("meta"):
         drafter = Drafter(config, with_head=not frozen_head)
-    drafter.load_state_dict(own, assign=True)
+    drafter.load_state_dict(trained, assign=True)
     drafter.requires_grad_(True)
     norm = nn.RMSNorm(config.target_hidden_size, eps=config.rms_norm_eps, device="meta")
     norm.load_state_dict({"weight": weights["target_norm"]}, assign=True)
@@ -43,7 +43,7 @@ def build(
     batches = [PackedBatch(**row) for row in rows]
 
     def step(index: int) -> Tensor:
-        # As the training loop calls it on all but its logging steps; the peers' teachers too stay within the
+        # The training loop skips the metrics except at logging steps. The peers' teachers also cover only the
         # draft vocabulary.
         loss, sums = rollout_loss(
             drafter,
@@ -61,7 +61,7 @@ def build(
 
 
 def linear(weight: Tensor) -> nn.Linear:
-    """A frozen one around `weight` [out, in]."""
+    """Return a frozen linear layer around `weight` [out, in]."""
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     module.load_state_dict({"weight": weight}, assign=True)
     return module.requires_grad_(False)

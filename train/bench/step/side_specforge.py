@@ -1,4 +1,4 @@
-"""The step of SpecForge, with its own model class and loss, for `worker.py`."""
+"""SpecForge's step with its model class and loss, for `worker.py`."""
 
 import importlib.metadata
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def build(
     spec: dict[str, Any], weights: dict[str, Tensor], rows: list[dict[str, Tensor]], device: torch.device
 ) -> tuple[nn.Module, Callable[[int], Tensor], dict[str, Any]]:
-    """On the CPU with its `sdpa` backend; the plain loss of the file that holds the Triton one stands in."""
+    """Return the model and its step; on a CPU the plain loss of the same file replaces the Triton one."""
     from specforge.algorithms.eagle3 import model as eagle3
     from specforge.core import loss as losses
     from specforge.modeling.draft import LlamaForCausalLMEagle3
@@ -27,21 +27,7 @@ def build(
         "fc_norm": True,
         "norm_output": True,
     }
-    config = LlamaConfig(
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["intermediate_size"],
-        num_attention_heads=shape["num_attention_heads"],
-        num_key_value_heads=shape["num_key_value_heads"],
-        head_dim=shape["head_dim"],
-        num_hidden_layers=1,
-        vocab_size=shape["vocab_size"],
-        max_position_embeddings=shape["row_tokens"] + 64,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        pretraining_tp=1,
-        pad_token_id=None,
-        **drafter_keys,
-    )
+    config = LlamaConfig(**spec["llama_config"], pretraining_tp=1, pad_token_id=None, **drafter_keys)
     drafter = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
     drafter = drafter.to(device, getattr(torch, spec["dtype"]))
     load(drafter, weights)
@@ -54,8 +40,10 @@ def build(
         row = rows[index]
         masks.current = index
         with torch.no_grad():
-            # Its own trainers get the target's normed state, or logits: the norm is no part of its classes.
-            last = nn.functional.rms_norm(row["final_hidden_states"], norm.shape, norm, 1e-6).unsqueeze(0)
+            # SpecForge's classes lack the target's norm; its trainers pass normalized states, or logits.
+            final_states = nn.functional.rms_norm(
+                row["final_hidden_states"], norm.shape, norm, 1e-6
+            ).unsqueeze(0)
         losses_by_step, *_ = model(
             input_ids=padding(row["input_ids"].unsqueeze(0), left=False),
             attention_mask=(row["document_ids"] >= 0).long().unsqueeze(0),
@@ -63,7 +51,7 @@ def build(
             loss_mask=row["loss_mask"].long().view(1, -1, 1),
             hidden_states=row["aux_hidden_states"].flatten(1).unsqueeze(0),
             position_ids=row["position_ids"].unsqueeze(0),
-            target_hidden_for_compact=padding(last, left=False),
+            target_hidden_for_compact=padding(final_states, left=False),
             target_head_weight=head,
         )
         loss = sum(shape["step_decay"] ** i * one for i, one in enumerate(losses_by_step))
@@ -71,14 +59,14 @@ def build(
         loss.backward()
         return loss.detach()
 
-    ran = "sdpa backend with a document mask put in, compact teacher"
-    ran += ", plain loss in place of Triton's" if device.type == "cpu" else ""
+    ran = "sdpa backend with an added document mask, compact teacher"
+    ran += ", plain loss instead of Triton's" if device.type == "cpu" else ""
     ran += "; it feeds back the state before the norm"
     return model, step, {"version": importlib.metadata.version("specforge"), "ran": ran}
 
 
 class PlainLoss:
-    """In place of the autograd function of the same file, which launches a Triton kernel."""
+    """Replaces the autograd function of the same file, which launches a Triton kernel."""
 
     def __init__(self, losses: Any) -> None:
         self.plain = losses._compute_loss
@@ -89,7 +77,7 @@ class PlainLoss:
 
 
 class DocumentMasks:
-    """Gives its causal mask documents: it knows padding only, and packed rows are what all sides run on."""
+    """Adds documents to the causal mask, which handles only padding, because all sides run packed rows."""
 
     def __init__(self, drafter: Any, rows: list[dict[str, Tensor]]) -> None:
         self.documents = [row["document_ids"] for row in rows]
@@ -105,17 +93,14 @@ class DocumentMasks:
 
 @torch.no_grad()
 def load(drafter: Any, weights: dict[str, Tensor]) -> None:
-    """The same weights as every side."""
-    ids = weights["draft_target_ids"]
+    """Load the weights that every side has."""
     state = {
         name.replace("layers.0.", "midlayer."): tensor
         for name, tensor in weights.items()
         if not name.startswith(("target_", "draft_"))
     }
     state["embed_tokens.weight"] = weights["target_embed"]
-    state["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-    state["t2d"] = torch.zeros(len(weights["target_embed"]), dtype=torch.bool, device=ids.device)
-    state["t2d"][ids] = True
+    state |= {"d2t": weights["draft_d2t"], "t2d": weights["draft_t2d"]}
     missing, unexpected = drafter.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
     assert not missing, missing

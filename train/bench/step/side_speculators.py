@@ -1,4 +1,4 @@
-"""The step of speculators, with its own model class and loss, for `worker.py`."""
+"""The step of speculators with its model class and loss, for `worker.py`."""
 
 import importlib.metadata
 from collections.abc import Callable
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 def build(
     spec: dict[str, Any], weights: dict[str, Tensor], rows: list[dict[str, Tensor]], device: torch.device
 ) -> tuple[nn.Module, Callable[[int], Tensor], dict[str, Any]]:
-    """On the CPU with `sdpa` and the eager loss: its flex attention has no backward there, its fused losses
-    are Triton's. On a GPU with its defaults."""
+    """Return the model and its step, with the defaults on a GPU and with sdpa and the eager loss on a CPU.
+
+    On a CPU flex attention has no backward pass, and the fused losses need Triton.
+    """
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
@@ -20,18 +22,7 @@ def build(
 
     shape = spec["shape"]
     on_gpu = device.type == "cuda"
-    layer = LlamaConfig(
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["intermediate_size"],
-        num_attention_heads=shape["num_attention_heads"],
-        num_key_value_heads=shape["num_key_value_heads"],
-        head_dim=shape["head_dim"],
-        num_hidden_layers=1,
-        vocab_size=shape["vocab_size"],
-        max_position_embeddings=shape["row_tokens"] + 64,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    layer = LlamaConfig(**spec["llama_config"])
     layer._attn_implementation = "simple_flex_attention" if on_gpu else "sdpa"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
@@ -68,22 +59,19 @@ def spec_dtype(spec: dict[str, Any]) -> torch.dtype:
 
 @torch.no_grad()
 def load(model: Any, weights: dict[str, Tensor]) -> None:
-    """The same weights as every side; its copy of the target's head has the draft vocabulary's rows only."""
-    ids = weights["draft_target_ids"]
+    """Load the weights that every side has; of the target's head only the draft vocabulary's rows."""
     state = {name: tensor for name, tensor in weights.items() if not name.startswith(("target_", "draft_"))}
     state["embed_tokens.weight"] = weights["target_embed"]
-    state["verifier_lm_head.weight"] = weights["target_head"][ids]
+    state["verifier_lm_head.weight"] = weights["target_head"][weights["draft_target_ids"]]
     state["verifier_norm.weight"] = weights["target_norm"]
-    state["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-    state["t2d"] = torch.zeros(len(weights["target_embed"]), dtype=torch.bool, device=ids.device)
-    state["t2d"][ids] = True
+    state |= {"d2t": weights["draft_d2t"], "t2d": weights["draft_t2d"]}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
     assert all("rotary" in name for name in missing), missing
 
 
 def shifted(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Its rows pair x[t+1] with the state at t, document by document, so each document loses one row."""
+    """Return inputs that pair x[t+1] with the state at t within each document, which loses one row."""
     documents = row["document_ids"]
     keep = (documents[1:] == documents[:-1]) & (documents[1:] >= 0)
     before, after = keep.nonzero().squeeze(1), keep.nonzero().squeeze(1) + 1

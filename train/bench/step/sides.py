@@ -1,4 +1,4 @@
-"""The sides of a measurement from outside: which there are, their processes, questions and answers."""
+"""The sides of a step benchmark, and the processes that run them."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from train.bench.step.shapes import Shape
 
 HERE = Path(__file__).parent
 SETUP = HERE.parents[2] / "scripts" / "setup" / "peers"
-# Python's own settings belong to our environment, not to a peer's.
+# Settings of our Python environment, which a peer's must not inherit.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _TAIL_LINES = 12
 
 
 class SideFailure(RuntimeError):
-    """A side's process failed; the message says why and where its log is."""
+    """A side's process failed; the message has the reason and the path of its log."""
 
 
 @dataclass(frozen=True)
 class SideSpec:
-    """Whose step, and whether it trains the draft head."""
+    """The project whose step runs, and whether it trains the draft head."""
 
     name: str
     head: Literal["trained", "frozen"]
@@ -36,7 +36,7 @@ class SideSpec:
 
 
 OURS = (SideSpec("eagle31", "trained"), SideSpec("eagle31", "frozen"))
-# As each of them trains: speculators freezes the head that it copies from the target, SpecForge trains it.
+# Each peer as it trains: speculators freezes the head that it copies from the target, SpecForge trains it.
 PEER_SIDES = {
     "speculators": SideSpec("speculators", "frozen"),
     "specforge": SideSpec("specforge", "trained"),
@@ -44,7 +44,7 @@ PEER_SIDES = {
 
 
 def find_python(name: str) -> Path:
-    """Python of a side's environment.
+    """Return the Python of a side's environment.
 
     Raises:
         UserError: the peer is not installed.
@@ -79,6 +79,7 @@ class SideProcess:
             "side_file": str(HERE / f"side_{side.name}.py"),
             "head": side.head,
             "shape": shape.to_json(),
+            "llama_config": shape.llama_config(),
             "data": str(data),
             "num_rows": num_rows,
             "threads": threads,
@@ -86,7 +87,7 @@ class SideProcess:
             "device": device,
         }
         environment = {name: value for name, value in os.environ.items() if name not in _OURS}
-        # Threads that spin while they wait would count as work.
+        # Threads that spin while they wait would count as CPU time.
         environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
@@ -109,7 +110,7 @@ class SideProcess:
         self.process.communicate()
 
     def start(self) -> None:
-        """Waits until it is built.
+        """Wait until the side is built.
 
         Raises:
             SideFailure
@@ -117,7 +118,7 @@ class SideProcess:
         self.about = self._answer()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """One request and its answer.
+        """Send one request and return its response.
 
         Raises:
             SideFailure
@@ -127,7 +128,7 @@ class SideProcess:
             self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # the answer says why
+            pass  # `_answer` raises with the reason
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -144,4 +145,4 @@ class SideProcess:
 
     def _tail(self) -> str:
         lines: Sequence[str] = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return "\n".join([*(f"  | {line}" for line in lines), f"The whole log: {self.log_path}"])
+        return "\n".join([*(f"  | {line}" for line in lines), f"The full log: {self.log_path}"])

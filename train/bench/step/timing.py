@@ -1,4 +1,4 @@
-"""Sides taking turns at the same rows, and what comes out of it."""
+"""Times all sides on the same rows in turns, and summarizes the rounds."""
 
 import statistics
 import tempfile
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.cost.flops import StepCounts, count_step, gemm_sizes, step_flops
+from train.bench.step.documents import packed_rows
 from train.bench.step.inputs import write_inputs
 from train.bench.step.shapes import Shape
 from train.bench.step.sides import OURS, SideFailure, SideProcess, SideSpec
-from train.bench.step.text import packed_rows
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The same for all sides."""
+    """The settings that all sides share."""
 
     rounds: int
-    num_rows: int  # different ones; the rounds go through them again and again
+    num_rows: int  # number of different rows; the rounds repeat them in order
     threads: int
     dtype: str
     device: str
@@ -30,13 +30,13 @@ class Settings:
 def time_shape(
     shape: Shape, peers: Sequence[SideSpec], conversations: Path | None, settings: Settings
 ) -> dict[str, Any]:
-    """All sides on one shape; each round is a row that every side runs once.
+    """Time all sides on one shape; in each round every side runs one row.
 
-    Every other round begins with the other end of the list, so that no side always runs first. A peer that
-    fails, for want of memory say, has an `error` in place of its numbers.
+    Every other round runs the sides in reverse order, so that no side always runs first. A peer that fails,
+    for example because it runs out of memory, has an `error` instead of numbers.
 
     Raises:
-        SideFailure: of our own side.
+        SideFailure: eagle31's side failed.
     """
     rows, source = packed_rows(shape, min(settings.rounds, settings.num_rows), conversations)
     num_rows = len(rows)
@@ -48,7 +48,7 @@ def time_shape(
         results: dict[SideSpec, dict[str, Any]] = {}
         alive: dict[SideSpec, SideProcess] = {}
         for side in (*OURS, *peers):
-            # One after the other, so that no side starts, warms up or is weighed beside another.
+            # The sides start and measure memory one after the other, so that none disturbs another.
             process = running.enter_context(_process(side, shape, data, num_rows, settings))
             results[side] = {"side": side.name, "head": side.head, "rounds": []}
             try:
@@ -75,11 +75,11 @@ def time_shape(
                     del alive[side]
                     continue
                 results[side]["rounds"].append({"row": row, "num_tokens": num_tokens[row], **timed})
-    # On a GPU the processor's own time says nothing.
+    # With a GPU, CPU time does not measure the step.
     clock = "wall" if settings.device == "cuda" else "cpu"
     return {
         "shape": shape.to_json(),
-        "text": source,
+        "content": source,
         "rows": [vars(one) | {"num_tokens": n} for one, n in zip(counts, num_tokens, strict=True)],
         "sides": [summarize_side(result, shape, counts, gemm, clock) for result in results.values()],
         "gemm": gemm,
@@ -93,10 +93,10 @@ def summarize_side(
     gemm: Sequence[dict[str, Any]],
     clock: str,
 ) -> dict[str, Any]:
-    """Medians over the rounds; for our own side also its operations, and what of the peak they reach.
+    """Return medians over the rounds; for eagle31 also its FLOPs and the fraction of the peak rate.
 
     Args:
-        clock: "cpu" or "wall", by which the peak and what is reached of it are taken.
+        clock: "cpu" or "wall"; times both the step and the peak rate.
     """
     rounds = result["rounds"]
     if not rounds:
@@ -108,39 +108,39 @@ def summarize_side(
         "cpu_seconds_per_step": statistics.median(r["cpu_seconds"] for r in rounds),
     }
     if result["side"] == "eagle31":
-        work = [step_flops(shape.config(), one, result["head"] == "trained") for one in counts]
-        per_round = [work[r["row"]].total for r in rounds]
-        result["flops"] = vars(work[0]) | {"total": work[0].total}
+        flops = [step_flops(shape.config(), one, result["head"] == "trained") for one in counts]
+        per_round = [flops[r["row"]].total for r in rounds]
+        result["flops"] = vars(flops[0]) | {"total": flops[0].total}
         peak = statistics.median(max(one[f"{clock}_flops"] for one in g["gemm"]) for g in gemm)
-        reached = [w / r[f"{clock}_seconds"] for w, r in zip(per_round, rounds, strict=True)]
-        result |= {"clock": clock, "peak_flops": peak, "fraction_of_peak": statistics.median(reached) / peak}
+        rates = [count / r[f"{clock}_seconds"] for count, r in zip(per_round, rounds, strict=True)]
+        result |= {"clock": clock, "peak_flops": peak, "fraction_of_peak": statistics.median(rates) / peak}
     return result
 
 
 def like_for_like(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Ours against each peer, with the head trained on both sides or on neither; medians of paired rounds."""
+    """Compare eagle31 with each peer, both with the same head; return medians of ratios within rounds."""
     ours = {side["head"]: side for side in measured["sides"] if side["side"] == "eagle31"}
     compared = []
     for peer in measured["sides"]:
-        own = ours[peer["head"]]
-        if peer["side"] == "eagle31" or not peer["rounds"] or not own["rounds"]:
+        our_side = ours[peer["head"]]
+        if peer["side"] == "eagle31" or not peer["rounds"] or not our_side["rounds"]:
             continue
-        pairs = list(zip(own["rounds"], peer["rounds"], strict=False))
+        pairs = list(zip(our_side["rounds"], peer["rounds"], strict=False))
         compared.append(
             {
                 "peer": peer["side"],
                 "head": peer["head"],
                 "speed": statistics.median(b["wall_seconds"] / a["wall_seconds"] for a, b in pairs),
                 "cpu_speed": statistics.median(b["cpu_seconds"] / a["cpu_seconds"] for a, b in pairs),
-                "memory": own["memory"]["step_bytes"] / peer["memory"]["step_bytes"],
-                "whole_memory": own["memory"]["peak_bytes"] / peer["memory"]["peak_bytes"],
+                "memory": our_side["memory"]["step_bytes"] / peer["memory"]["step_bytes"],
+                "whole_memory": our_side["memory"]["peak_bytes"] / peer["memory"]["peak_bytes"],
             }
         )
     return compared
 
 
 def peak_memory(shape: Shape, settings: Settings) -> dict[str, Any]:
-    """Bytes that our step needs above weights and inputs, in a fresh process; the head is trained."""
+    """Return the memory that eagle31's step with a trained head needs, measured in a new process."""
     rows, _ = packed_rows(shape, 1, None)
     side = OURS[0]
     with tempfile.TemporaryDirectory(prefix="eagle31-step-") as scratch:
@@ -148,7 +148,7 @@ def peak_memory(shape: Shape, settings: Settings) -> dict[str, Any]:
         write_inputs(data, shape, rows, settings.dtype)
         with _process(side, shape, data, 1, settings) as process:
             process.start()
-            # Weights and inputs are mapped files, in memory once they have been read.
+            # Weights and inputs are mapped files, which are resident once they have been read.
             process.ask("round", row=0)
             return process.ask("memory", row=0)
 

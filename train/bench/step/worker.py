@@ -1,7 +1,7 @@
-"""One side of the measurement: a process that stays alive and runs its training step when it is asked to.
+"""One side of a step benchmark: a process that runs its training step on request.
 
-It runs in the side's own environment, so it imports the standard library, torch and safetensors, and beside
-them the one file that builds the side's step. Requests and answers are lines of JSON on stdin and stdout.
+It runs in the side's environment, so it imports only the standard library, torch, safetensors and the file
+that builds the side's step. Requests and responses are lines of JSON on stdin and stdout.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    # Only answers go to the pipe: libraries print as well, and that belongs into the log.
+    # Only responses go to the pipe; what libraries print goes to the log.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(spec["threads"])
@@ -47,10 +47,10 @@ def main() -> None:
 
 
 class Side:
-    """The step of one side on the rows of a shape.
+    """One side's step on the rows of a shape.
 
-    Its file has `build(spec, weights, rows, device)`, which returns the trained module, a function that runs
-    forward and backward on a row and returns the loss, and a JSON object to show.
+    The side's file has `build(spec, weights, rows, device)`. It returns the trained module, a function that
+    runs forward and backward on a row and returns the loss, and a JSON object for the report.
     """
 
     def __init__(self, spec: Json) -> None:
@@ -78,11 +78,11 @@ class Side:
         }
 
     def round(self, row: int) -> Json:
-        """One forward and backward, without an optimizer."""
+        """Run forward and backward once, without an optimizer."""
         self.model.zero_grad(set_to_none=True)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            # The other sides live on the same device, so each gives back what it cached and warms up anew.
+            # All sides share the device, so each frees its cache and warms up again.
             self.step(row)
             self.model.zero_grad(set_to_none=True)
         self.synchronize()
@@ -96,10 +96,10 @@ class Side:
         return {"wall_seconds": wall, "cpu_seconds": cpu, "loss": float(loss)}
 
     def memory(self, row: int) -> Json:
-        """Peak of one step above what lay there before it: weights, inputs, libraries. Gradients count.
+        """Return one step's peak memory, gradients included, above the weights, inputs and libraries.
 
-        On the CPU the kernel's high-water mark of resident memory, reset just before the step, after freed
-        memory has been handed back; on a GPU torch's own of allocated memory.
+        On a CPU this is the kernel's high-water mark of resident memory, reset just before the step after
+        freed memory was returned; on a GPU it is torch's peak of allocated memory.
         """
         self.model.zero_grad(set_to_none=True)
         gc.collect()
@@ -118,7 +118,7 @@ class Side:
         return {"baseline_bytes": baseline, "peak_bytes": peak, "step_bytes": peak - baseline}
 
     def gemm(self, sizes: list[list[int]], repeats: int = 3) -> Json:
-        """Operations a second of plain products [m, k] @ [n, k].T, in wall and in CPU time."""
+        """Return the FLOP rates of plain products [m, k] @ [n, k].T, in wall and in CPU time."""
         rates: list[Json] = []
         for m, k, n in sizes:
             a = torch.randn(m, k, device=self.device, dtype=self.dtype)
@@ -132,12 +132,12 @@ class Side:
                 self.synchronize()
                 wall_seconds.append(time.perf_counter() - wall)
                 cpu_seconds.append(time.process_time() - cpu)
-            work = 2 * m * k * n
+            flops = 2 * m * k * n
             rates.append(
                 {
                     "size": [m, k, n],
-                    "wall_flops": work / statistics.median(wall_seconds),
-                    "cpu_flops": work / statistics.median(cpu_seconds),
+                    "wall_flops": flops / statistics.median(wall_seconds),
+                    "cpu_flops": flops / statistics.median(cpu_seconds),
                 }
             )
         return {"gemm": rates}

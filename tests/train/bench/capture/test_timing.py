@@ -41,22 +41,22 @@ def test_sides_take_turns_in_both_orders(tmp_path: Path) -> None:
         yield {name: side(name) for name in (PREFILL, "exact")}
         ran.append("closed")
 
-    given = Task(TargetSpec("t"), (0,), make_dataset(), (), 1, 1, tmp_path)
-    timings = time_rounds(open_source, given, rounds=2, note=lambda _: None)
+    turns = Task(TargetSpec("t"), (0,), make_dataset(), (), 1, 1, tmp_path)
+    timings = time_rounds(open_source, turns, rounds=2, note=lambda _: None)
     assert ran == [PREFILL, "exact", PREFILL, "exact", "exact", PREFILL, "closed"]
     assert timings == {name: [Timing(1.0, 2.0)] * 2 for name in (PREFILL, "exact")}
 
 
-def test_shares_are_of_paired_rounds() -> None:
-    limit = [Timing(1.0, 1.0), Timing(2.0, 2.0), Timing(4.0, 4.0)]
-    own = [Timing(2.0, 1.25), Timing(4.0, 2.5), Timing(4.0, 5.0)]
-    prefill, capture = summary({PREFILL: limit, "exact": own}, num_tokens=100)
+def test_ratios_are_taken_within_rounds() -> None:
+    prefill_rounds = [Timing(1.0, 1.0), Timing(2.0, 2.0), Timing(4.0, 4.0)]
+    capture_rounds = [Timing(2.0, 1.25), Timing(4.0, 2.5), Timing(4.0, 5.0)]
+    prefill, capture = summary({PREFILL: prefill_rounds, "exact": capture_rounds}, num_tokens=100)
     assert (prefill["tokens_per_second"], prefill["of_prefill"]) == (50.0, 1.0)
     assert (capture["tokens_per_second"], capture["of_prefill"]) == (25.0, 0.5)
     assert capture["of_prefill_cpu"] == 0.8
 
 
-def test_both_sides_run_the_same_batches_and_one_of_them_captures(
+def test_all_sides_run_the_same_batches_and_only_capture_writes_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[list] = []
@@ -81,26 +81,26 @@ def test_both_sides_run_the_same_batches_and_one_of_them_captures(
     assert stores == [12, 12]
 
 
-def test_sizes_are_those_that_a_store_has() -> None:
+def test_sizes_match_a_store() -> None:
     dataset = make_dataset()  # two tokens of a prompt, then the answer
     tokens = sum(len(ids) for ids in dataset["input_ids"])
     by_name = {(x["codec"], x["final_states"]): x for x in sizes(dataset, 3, HIDDEN_SIZE, torch.float32)}
     assert by_name["exact", "all"]["bytes_per_token"] == 4 * HIDDEN_SIZE * 4 + 5
     assert by_name["bf16", "all"]["of_bf16"] == 1
     assert by_name["fp8", "all"]["bytes_per_token"] == 4 * (HIDDEN_SIZE + 1) + 5
-    # Counted: the answers but for their last tokens; keys up to the token before.
+    # Supervised: the answers without their last tokens; keys up to the token before.
     rows = sum(max(len(ids) - 3, 0) for ids in dataset["input_ids"])
     keys = sum(max(len(ids) - 2, 0) for ids in dataset["input_ids"] if len(ids) > 3)
-    counted = (3 * keys + rows) * (HIDDEN_SIZE + 1) / tokens + 5
-    assert by_name["fp8", "supervised"]["bytes_per_token"] == pytest.approx(counted)
+    supervised = (3 * keys + rows) * (HIDDEN_SIZE + 1) / tokens + 5
+    assert by_name["fp8", "supervised"]["bytes_per_token"] == pytest.approx(supervised)
 
 
-def test_the_command_measures_and_writes_its_numbers(
+def test_command_prints_and_writes_its_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     spec = save_target(tmp_path / "target")
-    own = ["--max-samples", "6", "--rounds", "1", "--json", str(tmp_path / "out.json")]
-    monkeypatch.setattr(sys, "argv", ["bench/capture", spec.model, *own])
+    options = ["--max-samples", "6", "--rounds", "1", "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["bench/capture", spec.model, *options])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert "6 samples" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())

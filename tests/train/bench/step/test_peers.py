@@ -1,4 +1,4 @@
-"""The peers compute on the weights and rows that they are given what we do: their losses are ours."""
+"""The peers compute eagle31's losses on the weights and rows of the benchmark."""
 
 import subprocess
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.objectives import Objective
 from eagle31.training.reference import reference_loss
+from train.bench.step.documents import packed_rows
 from train.bench.step.inputs import random_weights, write_inputs
 from train.bench.step.shapes import Shape
 from train.bench.step.sides import PEER_SIDES, SideProcess
-from train.bench.step.text import packed_rows
 
 ROOT = Path(__file__).resolve().parents[4]
 SHAPE = Shape(
@@ -36,11 +36,11 @@ SHAPE = Shape(
 
 
 @pytest.fixture
-def measured_loss(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], float]:
+def loss_of_peer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], float]:
     if not request.config.getoption("--full"):
         pytest.skip("starts the peers: --full")
 
-    def measure(name: str) -> float:
+    def peer_loss(name: str) -> float:
         subprocess.run([ROOT / "scripts" / "setup" / "peers", name], check=True, stdout=subprocess.DEVNULL)
         path = tmp_path / "inputs.safetensors"
         write_inputs(path, SHAPE, packed_rows(SHAPE, 1, None)[0], "float32")
@@ -58,11 +58,11 @@ def measured_loss(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[s
             loss: float = side.ask("round", row=0)["loss"]
             return loss
 
-    return measure
+    return peer_loss
 
 
 def our_loss(tmp_path: Path, objective: Objective, norm_output: bool) -> tuple[float, Tensor]:
-    """Summed over steps, of the mean over drafted rows; and the teacher's distribution at each place."""
+    """Return the sum over steps of the mean over positions, and the teacher's distributions."""
     rows, _ = packed_rows(SHAPE, 1, None)
     (batch,) = write_inputs(tmp_path / "ours.safetensors", SHAPE, rows, "float32")
     weights = random_weights(SHAPE.config(), torch.Generator().manual_seed(0))
@@ -78,29 +78,29 @@ def our_loss(tmp_path: Path, objective: Objective, norm_output: bool) -> tuple[f
         drafter, frozen, batch, num_steps=SHAPE.num_steps, step_decay=SHAPE.step_decay, objective=objective
     )
     decays = SHAPE.step_decay ** torch.arange(SHAPE.num_steps)
-    # By drafted rows, those that the objective leaves out included.
+    # Divides by all supervised positions, including those that the objective skips.
     means = sums.loss / (SHAPE.row_tokens - 2 - torch.arange(SHAPE.num_steps))
     with torch.no_grad():
         teacher = target_head(batch.final_hidden_states)[:, ids].softmax(-1)
     return float((means * decays).sum()), teacher
 
 
-def test_speculators_loss_is_ours_less_the_entropy(
-    measured_loss: Callable[[str], float], tmp_path: Path
+def test_speculators_loss_is_ours_without_the_entropy(
+    loss_of_peer: Callable[[str], float], tmp_path: Path
 ) -> None:
-    found = measured_loss("speculators")
+    found = loss_of_peer("speculators")
     ours, teacher = our_loss(tmp_path, Objective(), norm_output=True)
     entropy = -torch.xlogy(teacher, teacher).sum(-1).mean()
     decays = (SHAPE.step_decay ** torch.arange(SHAPE.num_steps)).sum()
-    # It counts one row more at the row's end.
+    # It supervises one more position at the end of a row.
     assert found == pytest.approx(ours - float(entropy * decays), rel=0.01)
 
 
 def test_specforges_loss_is_ours_without_norm_output(
-    measured_loss: Callable[[str], float], tmp_path: Path
+    loss_of_peer: Callable[[str], float], tmp_path: Path
 ) -> None:
-    """It feeds back the state before the norm, and counts where the target's greedy token can be drafted."""
-    found = measured_loss("specforge")
+    """It feeds back the state before the norm, and supervises only greedy tokens in the draft vocabulary."""
+    found = loss_of_peer("specforge")
     ours, _ = our_loss(tmp_path, Objective(count_outside_vocab=False), norm_output=False)
-    # It divides by all rows, those at the row's end that predict nothing included.
+    # It divides by all positions, including those at the end of a row that predict nothing.
     assert found == pytest.approx(ours, rel=0.02)

@@ -1,4 +1,4 @@
-"""The measurement itself, at a tiny size and with eagle31 alone."""
+"""Step benchmarks at a tiny size, with eagle31's sides only."""
 
 import runpy
 import sys
@@ -53,7 +53,7 @@ def test_both_heads_run_the_same_rows(measured: dict[str, Any]) -> None:
     assert trained["rounds"][0]["loss"] != trained["rounds"][1]["loss"]
 
 
-def test_memory_is_that_of_the_step(measured: dict[str, Any]) -> None:
+def test_memory_is_the_steps(measured: dict[str, Any]) -> None:
     for side in measured["sides"]:
         memory = side["memory"]
         assert memory["peak_bytes"] - memory["baseline_bytes"] == memory["step_bytes"]
@@ -61,7 +61,7 @@ def test_memory_is_that_of_the_step(measured: dict[str, Any]) -> None:
         assert 4 * side["num_trained"] < memory["step_bytes"] < 300e6
 
 
-def test_the_table_shows_speed_memory_and_the_peak(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_table_shows_speed_memory_and_the_peak(measured: dict[str, Any], tmp_path: Path) -> None:
     lines = shape_lines(measured, "float32")
     assert any(line.startswith("eagle31") and "trained" in line for line in lines)
     failed = {"side": "specforge", "head": "trained", "rounds": [], "error": "out of memory"}
@@ -99,7 +99,7 @@ def test_ratios_are_like_for_like() -> None:
     assert specforge["memory"] == pytest.approx(1 / 3)
 
 
-def test_the_fraction_of_the_peak_is_by_the_asked_clock() -> None:
+def test_fraction_of_the_peak_uses_the_given_clock() -> None:
     gemm = [{"gemm": [{"cpu_flops": 4e9, "wall_flops": 8e9}, {"cpu_flops": 5e9, "wall_flops": 7e9}]}]
     result = fake("eagle31", "trained", [0.1], 100)
     by_cpu, by_wall = (summarize_side(result, TINY, [COUNTS], gemm, clock) for clock in ("cpu", "wall"))
@@ -109,7 +109,7 @@ def test_the_fraction_of_the_peak_is_by_the_asked_clock() -> None:
     assert by_wall["fraction_of_peak"] == pytest.approx(by_cpu["flops"]["total"] / 0.1 / 8e9)
 
 
-def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
+def test_failed_side_reports_the_reason(tmp_path: Path) -> None:
     with (
         SideProcess(
             OURS[0],
@@ -126,7 +126,7 @@ def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
         process.start()
 
 
-def test_a_peer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_peer_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EAGLE31_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="scripts/setup/peers specforge"):
         find_python("specforge")
@@ -159,7 +159,7 @@ def test_peak_memory_and_its_picture(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
-def test_parity_holds_on_the_cpu() -> None:
+def test_device_check_passes_on_the_cpu() -> None:
     found = list(check_device(torch.device("cpu")))
     assert {one.dtype for one in found} == {str(dtype).removeprefix("torch.") for dtype in BOUNDS}
     for one in found:
@@ -167,7 +167,7 @@ def test_parity_holds_on_the_cpu() -> None:
         assert one.gradient_error > 0, one  # not compared with itself
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would run")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the check would run")
 def test_gpu_check_without_a_gpu_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

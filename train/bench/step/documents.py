@@ -1,4 +1,4 @@
-"""The conversations of a measurement: token ids and masks, packed into rows. No tokenizer is downloaded."""
+"""Documents for step benchmarks: token ids and masks, packed into rows, without a tokenizer."""
 
 import json
 import re
@@ -15,30 +15,30 @@ from data.batches.packing import pack_epoch
 from eagle31.errors import UserError
 from train.bench.step.shapes import Shape
 
-# Words, single digits and runs of punctuation, as the pre-tokenizers of Llama 3 and Qwen cut text: frequent
-# words are one token there, so the lengths are close to theirs.
+# Words, single digits and runs of punctuation, as the pre-tokenizers of Llama 3 and Qwen split text. Frequent
+# words are one token there, so the lengths are similar.
 _PIECES = re.compile(r" ?[^\W\d_]+|\d| ?[^\w\s]+|\s+|_")
 # ChatML: <|im_start|>, role, line break before a turn; <|im_end|>, line break after it.
 _HEAD, _TAIL = 3, 2
 NUM_CONVERSATIONS = 2000
-# Of question and answer of GSM8K's training set under `_PIECES`: mean and deviation of log lengths.
+# Mean and standard deviation of the log lengths of GSM8K's questions and answers, in `_PIECES`.
 _LOG_LENGTHS = ((3.98, 0.35), (4.68, 0.40))
 _LOG_CORRELATION = 0.55
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """One document: its tokens, and which of them the assistant wrote."""
+class Document:
+    """The tokens of one document, and which of them the assistant wrote."""
 
     input_ids: Tensor  # int64 [L]
     loss_mask: Tensor  # bool [L]
 
 
-def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
-    """JSON lines with `question` and `answer`.
+def read_documents(path: Path, vocab_size: int) -> list[Document]:
+    """Read JSON lines with `question` and `answer`.
 
     Raises:
-        UserError: the file is not there, or a line has no such columns.
+        UserError: the file cannot be read, or a line lacks these columns.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[:NUM_CONVERSATIONS]
@@ -50,15 +50,15 @@ def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
             row = json.loads(line)
             pieces = [_PIECES.findall(row[name]) for name in ("question", "answer")]
         except (ValueError, KeyError, TypeError):
-            remedy = f"Line {number} is no JSON object with question and answer."
+            remedy = f"Line {number} is not a JSON object with question and answer."
             raise UserError("--conversations", path, remedy) from None
         ids = [torch.tensor([zlib.crc32(p.encode()) % vocab_size for p in turn]) for turn in pieces]
-        conversations.append(_conversation(*ids))
+        conversations.append(_chat(*ids))
     return conversations
 
 
-def synthetic_conversations(vocab_size: int, seed: int = 0) -> list[Conversation]:
-    """Random tokens with GSM8K's lengths: log-normal questions and answers, correlated as there."""
+def synthetic_documents(vocab_size: int, seed: int = 0) -> list[Document]:
+    """Return random tokens with GSM8K's lengths: log-normal, with correlated questions and answers."""
     generator = np.random.Generator(np.random.PCG64(seed))
     (q_mean, q_std), (a_mean, a_std) = _LOG_LENGTHS
     covariance = _LOG_CORRELATION * q_std * a_std
@@ -67,22 +67,19 @@ def synthetic_conversations(vocab_size: int, seed: int = 0) -> list[Conversation
     )
     lengths = np.exp(logs).round().astype(int).clip(4, 600)
     ids = torch.Generator().manual_seed(seed)
-    return [
-        _conversation(*(torch.randint(vocab_size, (int(n),), generator=ids) for n in pair))
-        for pair in lengths
-    ]
+    return [_chat(*(torch.randint(vocab_size, (int(n),), generator=ids) for n in pair)) for pair in lengths]
 
 
 def packed_rows(
     shape: Shape, num_rows: int, conversations: Path | None, seed: int = 0
-) -> tuple[list[list[Conversation]], str]:
-    """Rows of a shape, and in words what they hold."""
-    if shape.text == "chat":
+) -> tuple[list[list[Document]], str]:
+    """Return rows of a shape, and a description of their content."""
+    if shape.content == "chat":
         if conversations is None:
-            chats = synthetic_conversations(shape.vocab_size, seed)
+            chats = synthetic_documents(shape.vocab_size, seed)
             source = "random tokens with GSM8K's lengths"
         else:
-            chats = read_conversations(conversations, shape.vocab_size)
+            chats = read_documents(conversations, shape.vocab_size)
             source = f"conversations of {conversations.name}"
         lengths = [len(chat.input_ids) for chat in chats]
         fitting = [i for i, length in enumerate(lengths) if length <= shape.row_tokens]
@@ -91,38 +88,38 @@ def packed_rows(
         full = sorted(packed, key=_num_tokens, reverse=True)
         if not full:
             raise UserError("--conversations", conversations, f"None fits into {shape.row_tokens} tokens.")
-        # The fullest rows: what is left over at the end of an epoch stands for no step.
+        # Only the fullest rows, because the last rows of an epoch are not typical.
         rng = np.random.Generator(np.random.PCG64(seed))
         chosen = rng.permutation(max(1, len(full) * 3 // 4))[:num_rows]
         return [full[i] for i in chosen], source
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(shape.vocab_size, (num_rows, shape.row_tokens), generator=generator)
     mask, source = _whole_row(shape)
-    return [[Conversation(row, mask)] for row in ids], source
+    return [[Document(row, mask)] for row in ids], source
 
 
 def _whole_row(shape: Shape) -> tuple[Tensor, str]:
-    """The mask of a row that is one document, and in words what it is."""
-    at = torch.arange(shape.row_tokens)
-    if shape.text == "answers only":
-        return torch.ones(shape.row_tokens, dtype=torch.bool), "one sequence, every token counted"
-    if shape.text == "long prompt":
+    """Return the mask of a row of one document, and a description of it."""
+    indices = torch.arange(shape.row_tokens)
+    if shape.content == "answers only":
+        return torch.ones(shape.row_tokens, dtype=torch.bool), "one sequence, every token supervised"
+    if shape.content == "long prompt":
         prompt = shape.row_tokens - 256
-        return at >= prompt, f"a prompt of {prompt:,} tokens and an answer of 256"
-    assert shape.text == "one long chat", shape.text
-    return at % 256 >= 128, "one conversation, turns of 128 tokens, half of them the assistant's"
+        return indices >= prompt, f"a prompt of {prompt:,} tokens and an answer of 256"
+    assert shape.content == "one long chat", shape.content
+    return indices % 256 >= 128, "one conversation, turns of 128 tokens, half of them the assistant's"
 
 
-def _num_tokens(row: Sequence[Conversation]) -> int:
+def _num_tokens(row: Sequence[Document]) -> int:
     return sum(len(chat.input_ids) for chat in row)
 
 
-def _conversation(question: Tensor, answer: Tensor) -> Conversation:
-    """ChatML around both; the mask covers the answer and the token that ends it."""
+def _chat(question: Tensor, answer: Tensor) -> Document:
+    """Return question and answer in ChatML; the mask covers the answer and the token that ends it."""
     filler = torch.zeros(_HEAD + _TAIL, dtype=torch.long)
     head, tail = filler.split((_HEAD, _TAIL))
     ids = torch.cat((head, question, tail, head, answer, tail))
     mask = torch.zeros(len(ids), dtype=torch.bool)
     start = len(ids) - _TAIL - len(answer)
     mask[start : len(ids) - _TAIL + 1] = True
-    return Conversation(ids, mask)
+    return Document(ids, mask)
