@@ -29,17 +29,17 @@ def pack_epoch(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -
         raise UserError("train.row_tokens", row_tokens, remedy)
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     shuffled = generator.permutation(len(lengths))
-    order = shuffled[np.argsort(-np.asarray(lengths)[shuffled], kind="stable")]
-    rows = _best_fit([int(i) for i in order], lengths, row_tokens)
+    samples = shuffled[np.argsort(-np.asarray(lengths)[shuffled], kind="stable")]
+    rows = _best_fit([int(i) for i in samples], lengths, row_tokens)
     return [rows[i] for i in generator.permutation(len(rows))]
 
 
-def _best_fit(order: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+def _best_fit(samples: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Put each sample, in order, into the row in which it leaves the least room."""
     rows: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]
     rooms = 0  # bit r is set if and only if some row has room for exactly r tokens
-    for sample in order:
+    for sample in samples:
         length = int(lengths[sample])
         fitting = rooms >> length
         if fitting:

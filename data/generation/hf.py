@@ -97,6 +97,6 @@ def _seeded(seed: Sequence[int], device: torch.device) -> Iterator[None]:
 
 def _batches_by_length(prompts: Prompts, batch_size: int) -> Iterator[list[int]]:
     """Yield batches of indices, longest prompts first: a batch that does not fit in memory fails early."""
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for start in range(0, len(by_length), batch_size):
+        yield by_length[start : start + batch_size]

@@ -7,7 +7,7 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from data.generation.answers import answers_dataset
-from data.text.sources import Conversation
+from data.text.schemas import Conversation
 from data.text.template import TemplateRefused, render_prompt
 from data.text.tokenize import check_refused
 

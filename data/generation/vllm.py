@@ -70,8 +70,8 @@ class VllmGenerator:
         on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
         # The longest prompts first: one that does not fit is refused early.
-        order = sorted(indices, key=lambda i: -len(prompts[i]))
-        longest = len(prompts[order[0]]) + sampling.max_new_tokens
+        by_length = sorted(indices, key=lambda i: -len(prompts[i]))
+        longest = len(prompts[by_length[0]]) + sampling.max_new_tokens
         finished: dict[int, list[int]] = {}
         refused: dict[int, str] = {}
 
@@ -83,17 +83,17 @@ class VllmGenerator:
         dispatcher = Dispatcher(
             self._endpoints,
             check=check,
-            answered=lambda prompt, _, ids: finished.update({order[prompt.place]: ids}),
-            refused=lambda prompt, reason: refused.update({order[prompt.place]: reason}),
+            answered=lambda prompt, _, ids: finished.update({by_length[prompt.place]: ids}),
+            refused=lambda prompt, reason: refused.update({by_length[prompt.place]: reason}),
             patience_seconds=self._patience_seconds,
         )
-        for place, index in enumerate(order):
+        for place, index in enumerate(by_length):
             seeded = replace(sampling, seed=_seed(sampling.seed, index))
             dispatcher.add(Prompt(place, str(index), list(prompts[index]), seeded))
         running = asyncio.create_task(dispatcher.run())
         num_finished = 0
         try:
-            while num_finished + len(refused) < len(order) and not running.done():
+            while num_finished + len(refused) < len(by_length) and not running.done():
                 await asyncio.wait([running], timeout=_HAND_OVER_SECONDS)
                 num_finished += _hand_over(finished, on_answers)
         finally:

@@ -71,26 +71,28 @@ def active_intermediate_size(config: PreTrainedConfig) -> int | None:
     drafter as wide as a single expert is too narrow for such a target. The width is None if the config does
     not determine it.
     """
-    text = config.get_text_config()
-    dense = getattr(text, "intermediate_size", None)
-    if not is_mixture(text):
+    text_config = config.get_text_config()
+    dense = getattr(text_config, "intermediate_size", None)
+    if not is_mixture(text_config):
         return dense
-    chosen = _first(text, _EXPERTS_PER_TOKEN)
-    width = getattr(text, "moe_intermediate_size", None) or dense
+    chosen = _first(text_config, _EXPERTS_PER_TOKEN)
+    width = getattr(text_config, "moe_intermediate_size", None) or dense
     if chosen is None or width is None:
         return None
-    shared = getattr(text, "shared_expert_intermediate_size", None)
+    shared = getattr(text_config, "shared_expert_intermediate_size", None)
     if shared is None:
-        shared = (getattr(text, "n_shared_experts", None) or 0) * width
+        shared = (getattr(text_config, "n_shared_experts", None) or 0) * width
     return chosen * width + shared
 
 
 def expert_intermediate_size(config: PreTrainedConfig) -> int | None:
     """Return the width of one expert, or None for a dense target."""
-    text = config.get_text_config()
-    if not is_mixture(text):
+    text_config = config.get_text_config()
+    if not is_mixture(text_config):
         return None
-    return getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    return getattr(text_config, "moe_intermediate_size", None) or getattr(
+        text_config, "intermediate_size", None
+    )
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
@@ -116,13 +118,13 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCounts:
     except ValueError as error:
         remedy = f"transformers cannot build this model: {' '.join(str(error).split())[:300]}"
         raise UserError("target.architecture.model_type", config.model_type, remedy) from error
-    text = config.get_text_config()
-    num_experts, chosen = _first(text, _NUM_EXPERTS) or 1, _first(text, _EXPERTS_PER_TOKEN) or 1
+    text_config = config.get_text_config()
+    num_experts, chosen = _first(text_config, _NUM_EXPERTS) or 1, _first(text_config, _EXPERTS_PER_TOKEN) or 1
     vision = _module_names(model, ("vision", "visual", "projector"))
     total = active = 0
     tied: nn.Parameter | None = None
     embedding = model.get_input_embeddings()
-    if getattr(text, "tie_word_embeddings", False):
+    if getattr(text_config, "tie_word_embeddings", False):
         tied = embedding.weight
     for name, parameter in model.named_parameters():
         count = parameter.numel()

@@ -90,7 +90,7 @@ class Checkpoint:
         """Read one tensor in its stored dtype.
 
         Raises:
-            UserError: the file is missing, or the tensor is quantised: its values are not the weights.
+            UserError: the file is missing, or the tensor is quantized: its values are not the weights.
         """
         path = self.find_file(file_name)
         if path is None:
@@ -100,7 +100,7 @@ class Checkpoint:
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
         if tensor.dtype not in _PLAIN_DTYPES:
-            remedy = f"{name} is {tensor.dtype}: a quantised embedding, norm or lm_head is not supported."
+            remedy = f"{name} is {tensor.dtype}: a quantized embedding, norm or lm_head is not supported."
             raise UserError("target.model", self.model, remedy)
         return tensor
 
@@ -142,7 +142,7 @@ def read_modules(
         model: the modules' owner, for their names; may be on the meta device.
 
     Raises:
-        UserError: the checkpoint lacks one of the tensors, or has it quantised.
+        UserError: the checkpoint lacks one of the tensors, or has it quantized.
     """
     paths = {module: path for path, module in model.named_modules()}
     files = checkpoint.tensor_files()
@@ -152,7 +152,7 @@ def read_modules(
         stored = {key: names.find(f"{paths[module]}.{key}") for key in module.state_dict()}
         for key, name in stored.items():
             if name is None:
-                remedy = f"The checkpoint has no tensor {paths[module]}.{key}; is it quantised?"
+                remedy = f"The checkpoint has no tensor {paths[module]}.{key}; is it quantized?"
                 raise UserError("target.model", checkpoint.model, remedy)
         states.append({k: checkpoint.read_tensor(files[name], name) for k, name in stored.items() if name})
     return states

@@ -1,4 +1,4 @@
-"""Showing a sample's tokens coloured by the loss mask, on a terminal or in an HTML page."""
+"""Showing a sample's tokens colored by the loss mask, on a terminal or in an HTML page."""
 
 import html
 import json
@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.text.sources import Conversation, ReadResult
+from data.text.schemas import Conversation
+from data.text.sources import ReadResult
 from data.text.template import RenderedConversation, decode, template_fingerprint, uses_generation_markers
 from eagle31.errors import UserError
 
@@ -59,9 +60,9 @@ def pieces(tokenizer: PreTrainedTokenizerBase, sample: RenderedConversation) -> 
     return found
 
 
-def coloured(parts: Sequence[Piece]) -> str:
-    """Format the pieces in ANSI colours, the supervised tokens on green."""
-    return "".join(_in_colour(part, i) for i, part in enumerate(parts))
+def colored(parts: Sequence[Piece]) -> str:
+    """Format the pieces in ANSI colors, the supervised tokens on green."""
+    return "".join(_in_color(part, i) for i, part in enumerate(parts))
 
 
 def bracketed(parts: Sequence[Piece]) -> str:
@@ -130,11 +131,11 @@ def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
     return kwargs
 
 
-def _in_colour(part: Piece, index: int) -> str:
-    colour = (_SUPERVISED if part.supervised else _MASKED)[index % 2]
-    # A background colour that continues after a line break would fill the rest of the line.
-    text = part.text.replace("\n", f"↵{_RESET}\n{colour}" if part.supervised else "\n")
-    return f"{colour}{text}{_RESET}"
+def _in_color(part: Piece, index: int) -> str:
+    color = (_SUPERVISED if part.supervised else _MASKED)[index % 2]
+    # A background color that continues after a line break would fill the rest of the line.
+    text = part.text.replace("\n", f"↵{_RESET}\n{color}" if part.supervised else "\n")
+    return f"{color}{text}{_RESET}"
 
 
 def _span(part: Piece) -> str:

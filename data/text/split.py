@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from data.text.sources import Conversation
+from data.text.schemas import Conversation
 from eagle31.errors import UserError
 
 

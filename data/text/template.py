@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.text.sources import Conversation
+from data.text.schemas import Conversation
 from eagle31.errors import UserError
 
 _FIELD = "target.chat_template"

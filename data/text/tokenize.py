@@ -23,7 +23,8 @@ from data.progress import Progress
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from data.text import template
-from data.text.sources import Conversation, first_reasons
+from data.text.schemas import Conversation
+from data.text.sources import first_reasons
 from data.text.template import RenderedConversation, TemplateRefused, Turns, template_fingerprint
 from eagle31.errors import UserError
 

@@ -12,7 +12,7 @@ from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
 from data.generation.regenerate import regenerate
 from data.sampling import Sampling
-from data.text.sources import Conversation
+from data.text.schemas import Conversation
 from data.text.template import render_prompt
 from eagle31.errors import UserError
 from tests.data.text.chat_templates import CHATML, STRICT, byte_level_tokenizer

@@ -69,7 +69,7 @@ def _mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": torch.zeros(*weight.shape[:-1], 1, dtype=torch.uint8)}
 
 
-QUANTISED = {
+QUANTIZED = {
     "fp8": (DeepseekV3Config(**DEEPSEEK), _fp8, ("_proj.weight",), {"quant_method": "fp8"}),
     "int4": (
         from_architecture(
@@ -101,9 +101,9 @@ QUANTISED = {
 }
 
 
-def _save_quantised(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
+def _save_quantized(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
     """Save two shards, one with the plain tensors that are needed; return the model and the other's name."""
-    config, quantise, patterns, quantization = QUANTISED[kind]
+    config, quantize, patterns, quantization = QUANTIZED[kind]
     model = _built(config).to(torch.bfloat16)
     save_model(model, directory)
     stored = load_file(directory / "model.safetensors")
@@ -113,7 +113,7 @@ def _save_quantised(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) or name.endswith("model.norm.weight"):
             needed[name] = tensor
         elif (all if kind == "int4" else any)(part in name for part in patterns) and "bias" not in name:
-            others |= quantise(name, tensor)
+            others |= quantize(name, tensor)
         else:
             others[name] = tensor
     assert len(needed) == 3
@@ -128,9 +128,9 @@ def _save_quantised(directory: Path, kind: str) -> tuple[PreTrainedModel, str]:
     return model, "model-00002-of-00002.safetensors"
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_only_the_plain_tensors_of_a_quantised_checkpoint_are_read(tmp_path: Path, kind: str) -> None:
-    model, unneeded = _save_quantised(tmp_path, kind)
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_only_the_plain_tensors_of_a_quantized_checkpoint_are_read(tmp_path: Path, kind: str) -> None:
+    model, unneeded = _save_quantized(tmp_path, kind)
     (tmp_path / unneeded).unlink()
     spec = TargetSpec(str(tmp_path))
     parts = load_target_parts(spec)
@@ -143,8 +143,8 @@ def test_only_the_plain_tensors_of_a_quantised_checkpoint_are_read(tmp_path: Pat
         assert torch.equal(parts.head(hidden), modules.lm_head(modules.final_norm(hidden)))
 
 
-def test_a_quantised_head_is_a_user_error_that_names_it(tmp_path: Path) -> None:
-    _save_quantised(tmp_path, "fp8")
+def test_a_quantized_head_is_a_user_error_that_names_it(tmp_path: Path) -> None:
+    _save_quantized(tmp_path, "fp8")
     file = tmp_path / "model-00001-of-00002.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)

@@ -1,13 +1,13 @@
 import pytest
 
-from data.text.inspection import bracketed, coloured, parse_template_kwargs, pieces
+from data.text.inspection import bracketed, colored, parse_template_kwargs, pieces
 from data.text.template import RenderedConversation
 from eagle31.errors import UserError
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer
 
 
-def test_colours_follow_the_mask_and_keep_the_text():
+def test_colors_follow_the_mask_and_keep_the_text():
     tokenizer = byte_level_tokenizer(None)
     ids = tokenizer("and 猫\nsix")["input_ids"]
     start = ids.index(tokenizer("\n")["input_ids"][0])
@@ -16,9 +16,9 @@ def test_colours_follow_the_mask_and_keep_the_text():
     assert "".join(part.text for part in parts) == "and 猫\nsix"
     assert [token for part in parts for token in part.ids] == ids
     assert bracketed(parts) == "and 猫[[\nsix]]"
-    green, grey = "\x1b[30;", "\x1b[90m"
-    text = coloured(parts)
-    assert text.startswith(grey)
+    green, gray = "\x1b[30;", "\x1b[90m"
+    text = colored(parts)
+    assert text.startswith(gray)
     assert green not in text[: text.index("猫")]
     assert green in text[text.index("猫") :]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from data.text.sources import Conversation
+from data.text.schemas import Conversation
 from data.text.split import choose_prompts, drop_prompts, first_prompt, held_out_split
 from eagle31.errors import UserError
 

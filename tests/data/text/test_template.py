@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from data.text.sources import Conversation
+from data.text.schemas import Conversation
 from data.text.template import (
     RenderedConversation,
     TemplateRefused,

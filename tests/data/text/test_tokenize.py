@@ -4,7 +4,7 @@ from dataclasses import asdict
 import datasets
 import pytest
 
-from data.text.sources import Conversation
+from data.text.schemas import Conversation
 from data.text.template import Turns, template_fingerprint
 from data.text.tokenize import Overlong, TokenizeReport, tokenize
 from eagle31.errors import UserError
