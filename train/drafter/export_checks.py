@@ -205,7 +205,7 @@ def reload_findings(directory: Path) -> list[Finding]:
         return findings or [missing]
     difference = _attempt(findings, lambda: reload_in_fresh_process(directory))
     if difference is not None and not difference.largest <= RELOAD_TOLERANCE * difference.scale:
-        found = f"logits that differ by up to {difference.largest:.2g}, most at step {difference.step}"
+        found = f"logits that differ by {difference.largest:.2g}, most at speculation step {difference.step}"
         expected = f"at most {RELOAD_TOLERANCE * difference.scale:.2g}"
         findings.append(
             finding("reload", found, expected, f"It would draft differently when served. {_AGAIN}")
