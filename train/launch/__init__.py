@@ -1,1 +1,1 @@
-"""Starting a run from outside: recipes composed, Slurm."""
+"""Starting a run from another command: composing its recipe, and Slurm batch scripts."""

@@ -1,4 +1,4 @@
-"""A recipe composed outside of `train/main.py`, as it composes it."""
+"""Composes a recipe for other commands in the same way as `train/main.py`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def recipe_name(arguments: Sequence[str]) -> str:
-    """Of `recipe=NAME` among the arguments.
+    """Return the name in `recipe=NAME` among the arguments.
 
     Raises:
-        UserError: it is not there.
+        UserError: the argument is missing.
     """
     names = [one.removeprefix("recipe=") for one in arguments if one.startswith("recipe=")]
     if not names:
@@ -28,10 +28,10 @@ def recipe_name(arguments: Sequence[str]) -> str:
 
 
 def composed(arguments: Sequence[str]) -> RunConfig:
-    """The run's configuration.
+    """Return the configuration of the run.
 
     Raises:
-        UserError: the recipe or an argument is not sound.
+        UserError: the recipe or an argument is invalid.
     """
     overrides = checked([*arguments, f"recipe_name={recipe_name(arguments)}"])
     register()

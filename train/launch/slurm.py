@@ -1,4 +1,4 @@
-"""A run as a Slurm batch script."""
+"""Slurm batch scripts for runs."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ TEMPLATE = "slurm.sh.jinja"
 
 @dataclass(frozen=True)
 class Submission:
-    """What is to run: the arguments as `train/main.py` takes them, the Python and the checkout."""
+    """A run to submit: the arguments of `train/main.py`, the Python and the checkout."""
 
     arguments: Sequence[str]
     recipe: str
@@ -26,12 +26,12 @@ class Submission:
 
 
 def render(submission: Submission, launcher: LauncherConfig) -> str:
-    """The batch script.
+    """Return the batch script.
 
-    Nothing of the environment is written into it: sbatch hands the submitter's on, tokens included.
+    It has nothing of the environment, because sbatch passes on the submitter's, tokens included.
 
     Raises:
-        UserError: the output directory's path cannot stand in a script for sbatch.
+        UserError: sbatch would misread the output directory's path.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -60,20 +60,20 @@ def render(submission: Submission, launcher: LauncherConfig) -> str:
 
 
 def num_trainers(launcher: LauncherConfig) -> int:
-    """The nodes that train."""
+    """Return the number of nodes that train."""
     return launcher.nodes - launcher.capture_nodes
 
 
 def num_processes(launcher: LauncherConfig) -> int:
-    """Of each of them."""
+    """Return the number of processes on each node that trains."""
     return max(launcher.gpus_per_node, 1)
 
 
 def check_rows(rows_per_step: int, launcher: LauncherConfig) -> None:
-    """Refuses what the run would refuse too, after the queue and the capture.
+    """Refuse rows that the run would refuse only after the queue and the capture.
 
     Raises:
-        UserError: a step's rows do not divide among the processes.
+        UserError: a step's rows are not a multiple of the number of processes.
     """
     size = num_trainers(launcher) * num_processes(launcher)
     if rows_per_step % size:
@@ -81,10 +81,14 @@ def check_rows(rows_per_step: int, launcher: LauncherConfig) -> None:
 
 
 def sbatch_options(submission: Submission, launcher: LauncherConfig) -> list[str]:
-    """Raises UserError where sbatch would read the log's path otherwise than it is meant."""
+    """Return the options of sbatch.
+
+    Raises:
+        UserError: sbatch would misread the path of the log.
+    """
     output_dir = str(submission.output_dir.absolute())
     if not re.fullmatch(r"[\w./+@:,=-]+", output_dir):
-        remedy = "Slurm's log goes there: leave blanks, quotes, % and the like out of its path."
+        remedy = "Slurm's log is written there; use a path without spaces, quotes, % and similar characters."
         raise UserError("output_dir", output_dir, remedy)
     options = [
         f"--job-name=eagle31-{submission.recipe}",

@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine: real daemons on loopback, no root needed."""
+"""A Slurm cluster of two nodes on this machine, with real daemons on loopback and without root."""
 
 import getpass
 import os
@@ -17,7 +17,7 @@ import pytest
 
 from tests.train.torchrun import ROOT, environment
 
-# It looks for a job to start every second.
+# The scheduler looks for a job to start every second.
 CONFIGURATION = """
 ClusterName=loopback
 SlurmctldHost={host}(127.0.0.1)
@@ -50,7 +50,7 @@ PartitionName=both Nodes=n1,n2 Default=YES MaxTime=INFINITE
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running Slurm; `environment` is what its commands need."""
+    """A running Slurm cluster; its commands need `environment`."""
 
     environment: dict[str, str]
 
@@ -61,23 +61,23 @@ class Cluster:
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
-    def facts(self, job: str) -> dict[str, str]:
-        """What Slurm tells of a job: JobState, Restarts, ExitCode, ..."""
+    def job_fields(self, job: str) -> dict[str, str]:
+        """Return Slurm's fields of a job: JobState, Restarts, ExitCode, ..."""
         fields = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait(self, job: str, seconds: float = 240, **expected: str) -> dict[str, str]:
-        """Until the job's facts are these."""
+        """Wait until the job's fields have the expected values."""
         deadline = time.monotonic() + seconds
-        while not expected.items() <= (facts := self.facts(job)).items():
-            assert time.monotonic() < deadline, (expected, facts)
-            assert facts["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"), (expected, facts)
+        while not expected.items() <= (fields := self.job_fields(job)).items():
+            assert time.monotonic() < deadline, (expected, fields)
+            assert fields["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"), (expected, fields)
             time.sleep(0.2)
-        return facts
+        return fields
 
 
 def debian_packages() -> Path:
-    """The folder that holds Slurm's programs; made at first use."""
+    """Return the folder of Slurm's programs; it is made at first use."""
     if shutil.which("apt-get") is None:
         pytest.skip("Slurm comes from Debian's packages here, and this machine has no apt-get")
     return Path(subprocess.check_output([ROOT / "scripts" / "setup" / "slurm"], text=True).strip())
@@ -85,13 +85,13 @@ def debian_packages() -> Path:
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """Starts the daemons; ends what jobs there are, and them."""
+    """Start the daemons; at the end cancel all jobs and stop the daemons."""
     prefix = debian_packages()
-    # A short path: munged's socket has to fit 108 characters.
+    # The path is short because that of munged's socket is limited to 108 characters.
     directory = Path(tempfile.mkdtemp(prefix="slurm-"))
     libraries = prefix / "usr" / "lib" / f"{platform.machine()}-linux-gnu"
     programs, daemons = prefix / "usr" / "bin", prefix / "usr" / "sbin"
-    own = {
+    variables = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "LD_LIBRARY_PATH": f"{libraries}:{libraries / 'slurm-wlm'}",
         "SLURM_CONF": str(directory / "slurm.conf"),
@@ -100,7 +100,7 @@ def running_cluster() -> Iterator[Cluster]:
     munge_files = [f"--{name}-file={directory / f'munge.{name}'}" for name in ("key", "log", "pid", "seed")]
     munge_files.append(f"--socket={directory / 'munge.socket'}")
     stepd = ["-d", str(daemons / "slurmstepd-wlm")]
-    cluster = Cluster(environment() | own)
+    cluster = Cluster(environment() | variables)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         for name, command in {

@@ -1,4 +1,4 @@
-"""What scripts/submit refuses, and the batch script. About 15 s."""
+"""The batch script, and the arguments that scripts/submit refuses. Takes about 15 s."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ def test_options_reach_sbatch() -> None:
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600" in text
 
 
-def test_what_is_left_out_is_the_clusters_choice() -> None:
+def test_omitted_options_are_left_to_the_cluster() -> None:
     options = options_of(script(LauncherConfig(LauncherKind.slurm)))
     assert "--exclusive" in options
     names = ("--gpus", "--cpus", "--mem", "--partition", "--account", "--qos", "--constraint", "--time")
@@ -78,7 +78,7 @@ def test_what_is_left_out_is_the_clusters_choice() -> None:
 
 
 @pytest.mark.parametrize("capture_nodes", [0, 2])
-def test_the_script_is_clean_bash_that_hands_the_arguments_on(tmp_path: Path, capture_nodes: int) -> None:
+def test_script_passes_shellcheck_and_forwards_the_arguments(tmp_path: Path, capture_nodes: int) -> None:
     arguments = ["data.train=a b's $HOME.jsonl", "recipe=any_target", "data.template_kwargs={a: [1,2]}"]
     launcher = LauncherConfig(LauncherKind.slurm, nodes=4, capture_nodes=capture_nodes)
     path = tmp_path / "slurm.sh"
@@ -150,7 +150,7 @@ def test_times_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
         ("sbatch", ["--a\n--b"]),
     ],
 )
-def test_what_slurm_would_refuse_is_refused_before_the_queue(key: str, value: object) -> None:
+def test_invalid_options_are_refused_before_submission(key: str, value: object) -> None:
     launcher = LauncherConfig(LauncherKind.slurm, nodes=2)
     setattr(launcher, key, value)
     with pytest.raises(UserError) as caught:
@@ -159,7 +159,7 @@ def test_what_slurm_would_refuse_is_refused_before_the_queue(key: str, value: ob
     assert caught.value.remedy.endswith(".")
 
 
-def test_a_log_path_that_sbatch_would_misread_is_refused() -> None:
+def test_log_path_that_sbatch_would_misread_is_refused() -> None:
     with pytest.raises(UserError, match="output_dir"):
         script(LauncherConfig(LauncherKind.slurm), output_dir="/shared/my run")
     with pytest.raises(UserError, match="output_dir"):
@@ -176,20 +176,20 @@ def test_a_log_path_that_sbatch_would_misread_is_refused() -> None:
         (["recipe=any_target", "launcher=pbs", *NEEDED], "recipe"),
     ],
 )
-def test_the_recipe_is_checked_first(arguments: list[str], field: str) -> None:
+def test_recipe_is_checked_first(arguments: list[str], field: str) -> None:
     with pytest.raises(UserError) as caught:
         composed(arguments)
     assert caught.value.field == field
 
 
-def test_rows_have_to_divide_among_the_processes_that_train() -> None:
+def test_rows_must_be_a_multiple_of_the_processes_that_train() -> None:
     launcher = LauncherConfig(LauncherKind.slurm, nodes=3, capture_nodes=1, gpus_per_node=4)
     check_rows(16, launcher)
     with pytest.raises(UserError, match=r"train\.rows_per_step=12: .* 8 processes"):
         check_rows(12, launcher)
 
 
-# What the batch script calls, as far as its end needs it; srun stands for the run itself.
+# Replacements of the commands that the batch script calls; srun plays the run.
 COMMANDS = {
     "srun": 'echo $$ > "$HERE/pid"; trap "exit 143" TERM; touch "$HERE/started"; while :; do sleep 0.1; done',
     "scontrol": 'case "$1 $2" in "show hostnames") echo n1 ;; requeue*) touch "$HERE/requeued" ;; esac',
@@ -207,7 +207,7 @@ COMMANDS = {
         (2, "run/artifacts/train-0/step-00000002", "slurm: not queued again: started again 2 times "),
     ],
 )
-def test_a_job_queues_again_while_it_gets_on_and_not_for_ever(
+def test_job_is_requeued_while_it_progresses_and_not_forever(
     tmp_path: Path, restarts: int, added: str, last_line: str
 ) -> None:
     (tmp_path / "bin").mkdir()
@@ -220,11 +220,11 @@ def test_a_job_queues_again_while_it_gets_on_and_not_for_ever(
     (before / "kept").touch()
     launcher = LauncherConfig(LauncherKind.slurm, max_requeues=2)
     (tmp_path / "slurm.sh").write_text(script(launcher, output_dir=str(tmp_path / "run")))
-    told = {"HERE": str(tmp_path), "ADDED": str(tmp_path / added), "SLURM_RESTART_COUNT": str(restarts)}
-    told |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
-    told |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    variables = {"HERE": str(tmp_path), "ADDED": str(tmp_path / added), "SLURM_RESTART_COUNT": str(restarts)}
+    variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
+    variables |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     job = subprocess.Popen(
-        ["bash", tmp_path / "slurm.sh"], env=environment() | told, stdout=subprocess.PIPE, text=True
+        ["bash", tmp_path / "slurm.sh"], env=environment() | variables, stdout=subprocess.PIPE, text=True
     )
     while not (tmp_path / "started").exists():
         assert job.poll() is None
@@ -249,7 +249,7 @@ time.sleep(60)
 """
 
 
-def test_torchrun_waits_as_long_as_the_script_tells_it(tmp_path: Path) -> None:
+def test_torchrun_kills_after_the_timeout_that_the_script_sets(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
     command = torchrun_command(str(tmp_path / "slow.py"), str(tmp_path))
     grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
