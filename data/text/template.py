@@ -274,7 +274,7 @@ class _Template:
     def _refusal(self) -> Iterator[None]:
         try:
             yield
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: an expression on a value of another type
             remedy = f"The template refuses a conversation: {error}. Correct the data or the template."
             raise TemplateRefused(_FIELD, self._name, remedy) from error
 

@@ -209,6 +209,14 @@ def test_a_conversation_that_the_template_refuses_is_an_error(template):
         rendered(template, of=Conversation("some-id", messages))
 
 
+def test_a_value_of_a_type_that_the_template_does_not_expect_is_refused():
+    template = templates.CHATML.replace("message.content", "message.content + (message.name or '')")
+    assert template != templates.CHATML
+    messages = ({"role": "user", "content": "q", "name": 3}, {"role": "assistant", "content": "a"})
+    with pytest.raises(TemplateRefused, match="can only concatenate str"):
+        rendered(template, of=Conversation("some-id", messages))
+
+
 def test_a_tokenizer_without_a_template_is_a_user_error():
     tokenizer = byte_level_tokenizer(None)
     with pytest.raises(UserError, match="=FILE"):
