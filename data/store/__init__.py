@@ -1,4 +1,4 @@
-"""Hidden states on disk: many writers, shards that each vouch for themselves, one logical order."""
+"""Hidden states on disk: many writers, shards with a checksum each, and one logical order of samples."""
 
 from data.store.reader import HiddenStateStore
 from data.store.shards import DamagedShard

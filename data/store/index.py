@@ -1,4 +1,4 @@
-"""Which samples a store holds and where: the manifest, which people read, and the index beside it."""
+"""The samples that a store holds and their locations: a manifest for people and an index for programs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ INDEX = "index.safetensors"
 
 
 def claim(directory: Path, settings: Mapping[str, Any], rank: int = 0) -> None:
-    """Says what a directory is for, which is then known before the store is finished.
+    """Write down what a directory is for, before its store is finished.
 
     Args:
-        settings: as the manifest's fields, with `encoding`, `tokens_fingerprint` and `dataset_samples`.
+        settings: the manifest's fields, with `encoding`, `tokens_fingerprint` and `dataset_samples`.
 
     Raises:
-        UserError: it is for something else.
+        UserError: the directory is for another capture.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path, settings = directory / SETTINGS, as_read_back(settings)
@@ -41,15 +41,15 @@ def claim(directory: Path, settings: Mapping[str, Any], rank: int = 0) -> None:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys whose values are not the same in both."""
+    """Return the keys whose values differ."""
     return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
 
 
 def missing_ids(directory: Path, records: Sequence[ShardRecord], num_samples: int) -> list[int]:
-    """Of 0 .. num_samples - 1, what neither these shards hold nor is refused; ascending.
+    """Return the ids in 0 .. num_samples - 1 that are in no shard and not refused, ascending.
 
     Raises:
-        UserError: there is a sample beyond these.
+        UserError: the store holds a larger id.
     """
     done = np.zeros(num_samples, dtype=bool)
     for ids in (*(record.sample_ids for record in records), tuple(refused(directory))):
@@ -61,10 +61,10 @@ def missing_ids(directory: Path, records: Sequence[ShardRecord], num_samples: in
 
 
 def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
-    """Where each of N samples lies, by ascending id. A sample that several shards hold is the first one's.
+    """Return the location of each of N samples, by ascending id. The first shard that has a sample counts.
 
     Returns:
-        sample_ids int64 [N], shards int32 [N], and within the shard's tokens, aux and last-layer states
+        sample_ids int64 [N], shards int32 [N], and for the shard's tokens, aux states and final-layer states
         starts int64 [N, 3] and rows int32 [N, 3].
     """
     ids = [np.asarray(record.sample_ids, dtype=np.int64) for record in records]
@@ -72,8 +72,8 @@ def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
         np.stack([record.lengths, record.aux_rows, record.last_rows], axis=1).astype(np.int64)
         for record in records
     ]
-    starts = [own.cumsum(axis=0) - own for own in rows]
-    shards = np.repeat(np.arange(len(records), dtype=np.int32), [len(own) for own in ids])
+    starts = [shard_rows.cumsum(axis=0) - shard_rows for shard_rows in rows]
+    shards = np.repeat(np.arange(len(records), dtype=np.int32), [len(shard_ids) for shard_ids in ids])
     sample_ids, first = np.unique(np.concatenate([*ids, np.empty(0, np.int64)]), return_index=True)
     none = np.empty((0, 3), np.int64)
     return {
@@ -87,7 +87,7 @@ def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
 def manifest_content(
     directory: Path, records: Sequence[ShardRecord], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the manifest says of these shards, as it reads back, but for the index's checksum."""
+    """Return the manifest of these shards as it reads back, without the index's checksum."""
     rows = build_index(records)["rows"]
     captured = {sample_id for record in records for sample_id in record.sample_ids}
     content = {
@@ -107,10 +107,10 @@ def manifest_content(
 
 
 def write_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
-    """Declares the store finished: writes the index, then the manifest.
+    """Declare the store finished: write the index, then the manifest.
 
     Args:
-        fields: target, revision, fingerprints, layer ids, dtype, encoding: what the states were made with.
+        fields: what the states were made with: target, revision, fingerprints, layer ids, dtype, encoding.
     """
     records = FinishedShards(directory).records()
     arrays = build_index(records)
@@ -120,7 +120,7 @@ def write_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
 
 
 def is_written(directory: Path, content: Mapping[str, Any]) -> bool:
-    """Whether the manifest is there and says just this, and the index beside it is intact."""
+    """Return whether the manifest exists with this content and the index is intact."""
     manifest = read_manifest(directory)
     if manifest is None or manifest | {"index_sha256": None} != {**content, "index_sha256": None}:
         return False
@@ -129,7 +129,7 @@ def is_written(directory: Path, content: Mapping[str, Any]) -> bool:
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest as written, or None while the store is unfinished.
+    """Return the manifest, or None while the store is unfinished.
 
     Raises:
         UserError: another version of eagle31 wrote it.
@@ -145,14 +145,14 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def read_index(directory: Path, manifest: Mapping[str, Any]) -> dict[str, NDArray]:
-    """Raises DamagedShard when it is missing or altered."""
+    """Return the index; raise DamagedShard where it is missing or altered."""
     path = Path(directory) / INDEX
     if not path.exists() or file_sha256(path) != manifest["index_sha256"]:
-        remedy = "The index is missing or altered; run again with the capture stage: it is made anew."
+        remedy = "The index is missing or altered; run again with the capture stage, which makes it again."
         raise DamagedShard(str(path), None, remedy)
     return safetensors.numpy.load_file(path)
 
 
 def as_read_back(content: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON knows no tuples: what a written object is compared with."""
+    """Return the object as it reads back from JSON, which has no tuples."""
     return json.loads(json.dumps(content))

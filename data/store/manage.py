@@ -1,4 +1,4 @@
-"""What is done with whole stores: describing, checking, joining and encoding them anew."""
+"""Operations on complete stores: describe, verify, merge and convert."""
 
 import hashlib
 import shutil
@@ -42,10 +42,10 @@ SHARD_TOKENS = 1 << 18
 
 @dataclass(frozen=True)
 class Contents:
-    """What a directory holds, finished or not."""
+    """The contents of a store's directory, finished or not."""
 
     directory: Path
-    settings: dict[str, Any]  # what the capture is of
+    settings: dict[str, Any]  # the target, the dataset and the encoding of the capture
     records: list[ShardRecord]
     refused: dict[int, str]
     missing: list[int]
@@ -57,10 +57,10 @@ class Contents:
 
     @staticmethod
     def read(directory: Path) -> "Contents":
-        """Raises UserError when no store is there."""
+        """Read the contents; raise UserError where the directory holds no store."""
         path = directory / SETTINGS
         if not path.exists():
-            raise UserError("STORE", directory, f"Is no store: it has no {SETTINGS}.")
+            raise UserError("STORE", directory, f"The directory holds no store: {SETTINGS} is missing.")
         settings, records = read_json(path), FinishedShards(directory).records()
         missing = missing_ids(directory, records, settings["dataset_samples"])
         finished = read_manifest(directory) is not None
@@ -68,7 +68,7 @@ class Contents:
 
 
 def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
-    """Reads every shard and yields what is wrong with it, with its sidecar or with the index."""
+    """Read every shard and yield what is wrong with it, with its sidecar or with the index."""
     manifest = read_manifest(directory)
     listed = {shard["file"]: shard for shard in manifest["shards"]} if manifest else {}
     sidecars = {path.with_suffix(".safetensors").name for path in directory.glob("shard-*.json")}
@@ -100,25 +100,27 @@ def _check(directory: Path, file: str, listed: Mapping[str, Any] | None) -> None
 def merge(
     stores: Sequence[Path], output: Path, shard_tokens: int = SHARD_TOKENS, progress: bool = False
 ) -> int:
-    """One store of several, in shards of one size; of one store it makes fewer, larger shards.
+    """Merge several stores into one with shards of one size. A single store gets fewer, larger shards.
 
-    Stores of the same dataset complete each other, and the first one's sample counts where several have it.
-    Samples of another dataset are counted on from those of the datasets before.
+    Stores of the same dataset complete each other; where several have a sample, the first store's is taken.
+    The ids of another dataset's samples follow those of the datasets before it.
 
     Returns:
-        How many samples are missing; the store is finished when none is.
+        The number of missing samples. The store is finished when it is zero.
 
     Raises:
-        UserError: the stores were not made alike, one is damaged, or the disk cannot hold the result.
+        UserError: the stores were made differently, one is damaged, or the disk cannot hold the result.
     """
     contents = [Contents.read(store) for store in stores]
-    datasets: dict[str, int] = {}  # where each one's samples begin
+    datasets: dict[str, int] = {}  # the first id of each one's samples
     num_samples = 0
     for one in contents:
         own = {"tokens_fingerprint", "dataset_samples"}
         changed = sorted(set(differing(contents[0].settings, one.settings)) - own)
         if changed:
-            raise UserError("STORE", one.directory, f"Has another {', '.join(changed)} than the first.")
+            raise UserError(
+                "STORE", one.directory, f"Its {', '.join(changed)} differs from that of the first store."
+            )
         if one.settings["tokens_fingerprint"] not in datasets:
             datasets[one.settings["tokens_fingerprint"]] = num_samples
             num_samples += one.settings["dataset_samples"]
@@ -137,10 +139,10 @@ def convert(
     shard_tokens: int = SHARD_TOKENS,
     progress: bool = False,
 ) -> int:
-    """The same store in an encoding that holds less. Returns and raises what `merge` does.
+    """Write the same store in an encoding that keeps less. Return and raise what `merge` does.
 
     Raises:
-        UserError: the encoding would need what the store does not have.
+        UserError: the encoding needs more than the store has.
     """
     contents = Contents.read(store)
     old = contents.encoding
@@ -148,7 +150,7 @@ def convert(
     for option, names in zip(("codec", "final_states"), order, strict=True):
         has, wants = getattr(old, option), getattr(encoding, option)
         if names.index(wants) < names.index(has):
-            remedy = f"The store holds {has} only; what that left out does not come back. Capture anew."
+            remedy = f"The store holds {has} only, and what that left out is lost. Capture again."
             raise UserError(f"--{option.replace('_', '-')}", wants, remedy)
     settings = contents.settings | {"encoding": encoding.to_json()}
     return _write([contents], [0], output, settings, shard_tokens, progress)
@@ -162,11 +164,11 @@ def _write(
     shard_tokens: int,
     progress: bool,
 ) -> int:
-    """Goes on where an earlier one stopped."""
+    """Copy what is missing in the output, and resume where an earlier copy stopped."""
     for source in sources:
         if output.resolve() == source.directory.resolve():
-            raise UserError("OUT", output, "Is one of the stores; choose another directory.")
-        # A damaged sample must not come by a new checksum.
+            raise UserError("OUT", output, "This is one of the stores; choose another directory.")
+        # A damaged sample must not get a new, valid checksum.
         for record in tracked(source.records, f"verify {source.directory}", "shards", shown=progress):
             check_content(source.directory, record.file, record.sha256)
     claim(output, settings)
@@ -201,7 +203,7 @@ def _write(
 
 
 def _samples(contents: Contents) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """By ascending id, as they are encoded."""
+    """Yield the samples by ascending id, as they are encoded."""
     index = build_index(contents.records)
     reader = SampleReader(contents.directory, [record.file for record in contents.records], index)
     for place, sample_id in enumerate(index["sample_ids"].tolist()):
@@ -209,11 +211,11 @@ def _samples(contents: Contents) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 
 def _needed_bytes(contents: Contents, encoding: Encoding) -> int:
-    """At most, in another encoding."""
+    """Return the largest possible size in another encoding."""
     first = next(_samples(contents), None)
     if first is None:
         return 0
     states = decode(first[1]).aux_hidden_states
-    tokens, aux, last = build_index(contents.records)["rows"].sum(axis=0, dtype=int).tolist()
+    tokens, aux, final = build_index(contents.records)["rows"].sum(axis=0, dtype=int).tolist()
     _, num_layers, hidden_size = states.shape
-    return encoded_bytes(encoding, Rows(tokens, aux, last), num_layers, hidden_size, states.dtype)
+    return encoded_bytes(encoding, Rows(tokens, aux, final), num_layers, hidden_size, states.dtype)

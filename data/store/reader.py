@@ -1,4 +1,4 @@
-"""A finished store, read in the order of its samples."""
+"""The reader of a finished store, in the order of its samples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +15,14 @@ from data.store.index import MANIFEST, read_index, read_manifest
 from data.store.shards import check_content, check_size
 from eagle31.errors import UserError
 
-_KINDS = ("tokens", "aux", "last")
+_KINDS = ("tokens", "aux", "final")
 
 
 class SampleReader:
-    """The encoded samples of some shards, by their place in the index; files are mapped when first touched.
+    """Reads the encoded samples of some shards by their position in the index; maps files on first use.
 
     Args:
-        files: the shards that `index`, of `build_index`, counts.
+        files: the shards that `index`, from `build_index`, refers to.
     """
 
     def __init__(self, directory: Path, files: Sequence[str], index: Mapping[str, NDArray]) -> None:
@@ -46,10 +46,10 @@ class SampleReader:
 
 
 class HiddenStateStore:
-    """Reads a finished store; its samples come in the order of their ids.
+    """Reads a finished store. Samples are in the order of their ids.
 
     Raises:
-        DamagedShard: one is missing or of another size than it had, or the index is damaged.
+        DamagedShard: a shard is missing or has changed its size, or the index is damaged.
         UserError: the store has no manifest.
     """
 
@@ -57,7 +57,9 @@ class HiddenStateStore:
         self.directory = Path(directory)
         manifest = read_manifest(self.directory)
         if manifest is None:
-            remedy = f"Has no {MANIFEST}: the capture is unfinished; run it again to go on where it stopped."
+            remedy = (
+                f"It has no {MANIFEST}: the capture is unfinished; run it again to resume where it stopped."
+            )
             raise UserError("capture", self.directory, remedy)
         self.manifest = manifest
         self.shards: list[dict[str, Any]] = manifest["shards"]
@@ -78,10 +80,10 @@ class HiddenStateStore:
         return [self[index] for index in indices]
 
     def verify(self, rank: int = 0, world_size: int = 1, *, progress: bool = False) -> None:
-        """Reads this rank's share of the shards and compares their checksums.
+        """Read this rank's part of the shards and compare their checksums.
 
         Raises:
-            DamagedShard: one was altered; names it.
+            DamagedShard: a shard was altered.
         """
         for shard in tracked(self.shards[rank::world_size], "verify", "shards", shown=progress):
             check_content(self.directory, shard["file"], shard["sha256"])

@@ -1,4 +1,4 @@
-"""One file of a store: samples laid end to end in safetensors, and a sidecar that vouches for them."""
+"""One file of a store: concatenated samples in safetensors, with a sidecar that holds their checksum."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from eagle31.json_files import read_json, write_json, write_text
 REFUSED = "refused"
 SHARD_NAME = re.compile(r"shard-(?P<writer>.+)-(?P<number>\d{5,})\.safetensors")
 _READ_BYTES = 1 << 22
-_AGAIN = "run again with the capture stage: only it is captured anew."
+_AGAIN = "run again with the capture stage: only this shard is captured again."
 _DTYPES = {
     torch.int64: "I64",
     torch.float32: "F32",
@@ -36,12 +36,12 @@ _DTYPES = {
 
 
 class DamagedShard(UserError):
-    """A shard of a finished store is missing or altered; it can be captured anew alone."""
+    """A shard of a finished store is missing or altered; it can be captured again on its own."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard's sidecar; the lists are as long as there are samples."""
+    """A finished shard's sidecar. The lists have one item per sample."""
 
     file: str
     sha256: str
@@ -58,7 +58,7 @@ class ShardRecord:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For the manifest, which does not grow with the samples."""
+        """The fields for the manifest, whose size does not depend on the number of samples."""
         sums = {"num_samples": len(self.sample_ids), "num_tokens": sum(self.lengths)}
         return {"file": self.file, "sha256": self.sha256, "num_bytes": self.num_bytes, **sums}
 
@@ -69,7 +69,7 @@ class ShardRecord:
 
 
 def split_name(file: str) -> tuple[str, int]:
-    """A shard's writer and number."""
+    """Return a shard's writer and number."""
     found = SHARD_NAME.fullmatch(file)
     assert found, file
     return found["writer"], int(found["number"])
@@ -78,21 +78,21 @@ def split_name(file: str) -> tuple[str, int]:
 def write_shard(
     path: Path, encoding: Encoding, samples: Sequence[tuple[int, Mapping[str, Tensor]]]
 ) -> ShardRecord:
-    """Writes a shard, then its sidecar: without the sidecar the shard does not exist.
+    """Write a shard, then its sidecar: a shard without a sidecar does not count.
 
     Args:
-        path: named as `SHARD_NAME`.
-        samples: ids, and what `encode` made of each, on the CPU.
+        path: a path whose name matches `SHARD_NAME`.
+        samples: ids, and the tensors of `encode` for each, on the CPU.
 
     Raises:
-        OSError: such as a full disk; nothing is left behind.
+        OSError: the disk is full, for example; no file is left then.
     """
     ids = tuple(sample_id for sample_id, _ in samples)
     rows = [Rows(*(len(tensors[name]) for name in ("input_ids", *STATES))) for _, tensors in samples]
     columns = {name: [tensors[name] for _, tensors in samples] for name in samples[0][1]}
-    # The shard tells by itself what is in it; the sidecar is held against that.
+    # The shard also says which samples it holds, so that the sidecar can be compared with it.
     columns["sample_ids"] = [torch.tensor(ids)]
-    columns["rows"] = [torch.tensor([[r.tokens, r.aux, r.last] for r in rows], dtype=torch.int32)]
+    columns["rows"] = [torch.tensor([[r.tokens, r.aux, r.final] for r in rows], dtype=torch.int32)]
     sha256, num_bytes = write_tensors(path, columns)
     record = ShardRecord(
         path.name,
@@ -102,22 +102,22 @@ def write_shard(
         ids,
         lengths=tuple(r.tokens for r in rows),
         aux_rows=tuple(r.aux for r in rows),
-        last_rows=tuple(r.last for r in rows),
+        last_rows=tuple(r.final for r in rows),
     )
     write_text(path.with_suffix(".json"), json.dumps(asdict(record)) + "\n")
     return record
 
 
 def write_tensors(path: Path, columns: Mapping[str, Sequence[Tensor]]) -> tuple[str, int]:
-    """Writes a safetensors file of tensors that lie in pieces, joined along their first dimension.
+    """Write a safetensors file of tensors that are given in pieces, concatenated along the first dimension.
 
-    In one pass that copies nothing, takes the checksum on its way and leaves other threads to run, where
-    safetensors' own writer does none of these. The file appears once it is on disk.
+    A single pass copies nothing, computes the checksum and lets other threads run, none of which safetensors'
+    own writer does. The file appears once it is on disk.
 
     Returns:
-        sha256, and the size in bytes.
+        The sha256, and the size in bytes.
     """
-    # As safetensors lays it out: wide types first, so that all are aligned.
+    # In safetensors' order: wide types first, so that all are aligned.
     names = sorted(columns, key=lambda name: (-columns[name][0].element_size(), name))
     partial = path.with_name(f".{path.name}.partial")
     digest = hashlib.sha256()
@@ -139,7 +139,10 @@ def write_tensors(path: Path, columns: Mapping[str, Sequence[Tensor]]) -> tuple[
 
 
 def _header(names: Sequence[str], columns: Mapping[str, Sequence[Tensor]]) -> bytes:
-    """Source: the safetensors format, https://github.com/huggingface/safetensors#format."""
+    """Return the file's header.
+
+    Source: the safetensors format, https://github.com/huggingface/safetensors#format.
+    """
     header, start = {}, 0
     for name in names:
         first = columns[name][0]
@@ -159,7 +162,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _sync_directory(directory: Path) -> None:
-    """The name of the shard is to last before that of its sidecar."""
+    """Make the shard's name durable before its sidecar is written."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,26 +171,26 @@ def _sync_directory(directory: Path) -> None:
 
 
 def read_sidecar(path: Path) -> ShardRecord:
-    """Raises UserError for one that is damaged."""
+    """Read a sidecar; raise UserError where it is damaged."""
     try:
         return ShardRecord.from_json(read_json(path))
     except (TypeError, KeyError, AttributeError):
-        remedy = "Is no shard's sidecar of this version; delete it with its shard and capture again."
+        remedy = "The file is no shard's sidecar of this version; delete it with its shard and capture again."
         raise UserError("capture", path, remedy) from None
 
 
 class FinishedShards:
-    """Follows which shards of a directory are finished, however many write there."""
+    """The finished shards of a directory, to which any number of processes may be writing."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
         self._seen: dict[tuple[str, int], ShardRecord] = {}
 
     def records(self) -> list[ShardRecord]:
-        """Those whose sidecar is there and whose file has the size it says, by name."""
+        """Return, by name, the shards that have a sidecar and the size that it states."""
         with os.scandir(self.directory) as entries:
             stats = {entry.name: entry.stat() for entry in entries if entry.name.startswith("shard-")}
-        # A sidecar may be one of the same name that was written anew.
+        # A sidecar may have been written again under the same name.
         sidecars = [
             (name, stat.st_mtime_ns) for name, stat in sorted(stats.items()) if name.endswith(".json")
         ]
@@ -197,28 +200,28 @@ class FinishedShards:
 
 
 def captured_ids(directory: Path) -> set[int]:
-    """The samples in finished shards."""
+    """Return the ids of the samples in finished shards."""
     return {sample_id for record in FinishedShards(directory).records() for sample_id in record.sample_ids}
 
 
 def refuse(directory: Path, name: str, sample_id: int, reason: str) -> None:
-    """Records that a sample cannot be captured; it counts as done.
+    """Record that a sample cannot be captured; it counts as done.
 
     Args:
-        name: of the writer.
+        name: the writer's name.
     """
     content = {"sample_id": sample_id, "reason": reason, "writer": name}
     write_json(Path(directory) / REFUSED / f"{sample_id}.json", content)
 
 
 def refused(directory: Path) -> dict[int, str]:
-    """The reasons, by sample id."""
+    """Return the reasons of refused samples, by sample id."""
     contents = [read_json(path) for path in (Path(directory) / REFUSED).glob("[0-9]*.json")]
     return dict(sorted((content["sample_id"], content["reason"]) for content in contents))
 
 
 def check_size(directory: Path, file: str, num_bytes: int) -> None:
-    """Raises DamagedShard when the shard is gone or of another size."""
+    """Raise DamagedShard where the shard is missing or has another size."""
     path = directory / file
     if not path.exists():
         raise DamagedShard(str(path), None, f"The shard is gone; {_AGAIN}")
@@ -228,7 +231,7 @@ def check_size(directory: Path, file: str, num_bytes: int) -> None:
 
 
 def check_content(directory: Path, file: str, sha256: str) -> None:
-    """Raises DamagedShard when the shard was altered."""
+    """Raise DamagedShard where the shard was altered."""
     path = directory / file
     found = file_sha256(path)
     if found != sha256:
@@ -237,12 +240,12 @@ def check_content(directory: Path, file: str, sha256: str) -> None:
 
 
 def check_sidecar(directory: Path, record: ShardRecord) -> None:
-    """Raises DamagedShard when the sidecar says other samples than the shard itself."""
+    """Raise DamagedShard where the sidecar names other samples than the shard itself."""
     path = directory / record.file
     with safe_open(path, framework="np") as file:
         ids, rows = file.get_tensor("sample_ids"), file.get_tensor("rows")
-    told = np.stack([record.lengths, record.aux_rows, record.last_rows], axis=1)
-    if not (np.array_equal(ids, record.sample_ids) and np.array_equal(rows, told)):
+    expected = np.stack([record.lengths, record.aux_rows, record.last_rows], axis=1)
+    if not (np.array_equal(ids, record.sample_ids) and np.array_equal(rows, expected)):
         sidecar = path.with_suffix(".json").name
         raise DamagedShard(str(path), sidecar, f"The two name other samples; delete both and {_AGAIN}")
 

@@ -1,4 +1,4 @@
-"""One of a store's writers: takes samples as they come, lays them into shards behind the caller's back."""
+"""A writer of a store: it takes samples as they come and writes shards in the background."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ from eagle31.errors import UserError
 
 QUEUE_BYTES = 1 << 28
 _WRITER_NAME = re.compile(r"[A-Za-z0-9_-]+")
-# Shards, sidecars, and what was not finished of either.
+# Shards and sidecars, finished or not.
 _SHARD_FILE = re.compile(r"\.?(?P<stem>shard-(?P<writer>.+)-(?P<number>\d{5,}))\.(safetensors|json)")
 
 
@@ -33,15 +33,15 @@ class _Waiting(NamedTuple):
 
 
 class StoreWriter:
-    """Appends to a store that others append to as well, each under a name of its own.
+    """Appends samples to a store. Other processes may append to it under other names.
 
-    A thread encodes and writes. In memory are the open shard, encoded, and what waits to be encoded: at most
-    `queue_bytes` and at most another shard, or one sample. That is also all that is lost with the process.
+    A thread encodes and writes. Memory holds the open shard, encoded, and the samples that wait to be encoded:
+    at most `queue_bytes` and at most another shard, or one sample. If the process dies, only these are lost.
 
     Args:
-        directory: is made if it is not there.
+        directory: the store's directory, which is created where it does not exist.
         name: letters, digits, - and _; one process at a time can have it.
-        shard_tokens: a shard is closed once it holds so many.
+        shard_tokens: a shard is closed once it holds this many tokens.
 
     Raises:
         UserError: another process writes under this name.
@@ -61,14 +61,14 @@ class StoreWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = hold_name(self.directory, name)
         if lock is None:
-            raise UserError("capture", self.directory, f"Another process writes there as {name}; end it.")
+            raise UserError("capture", self.directory, f"Another process writes to it as {name}; end it.")
         self._lock = lock
         remove_leftovers(self.directory, name)
         own = [record for record in FinishedShards(self.directory).records() if record.writer == name]
         self._next_number = 1 + max((split_name(record.file)[1] for record in own), default=-1)
         self._open: list[tuple[int, Mapping[str, Tensor]]] = []
         self._open_tokens = 0
-        self._changed = Condition()  # guards what follows
+        self._changed = Condition()  # guards the fields below
         self._waiting: deque[_Waiting] = deque()
         self._flushing = self._closing = False
         self._failure: BaseException | None = None
@@ -76,24 +76,24 @@ class StoreWriter:
         self._thread.start()
 
     def append(self, sample_id: int, sample: CapturedSample) -> None:
-        """Hands a sample over, whose tensors, on any device, must not change any more.
+        """Append a sample. Its tensors, on any device, must not change afterwards.
 
-        Blocks while too many wait.
+        This blocks while too many samples wait.
 
         Raises:
-            UserError: the disk is full. Shards that are finished by then are kept.
-            Exception: whatever else stopped the writing of this or an earlier sample.
+            UserError: the disk is full. Finished shards are kept.
+            Exception: whatever else failed while this or an earlier sample was written.
         """
         num_bytes = sample.aux_hidden_states.nbytes + sample.final_hidden_states.nbytes
         self._put(_Waiting(sample_id, sample, len(sample.input_ids), num_bytes))
 
     def append_encoded(self, sample_id: int, tensors: Mapping[str, Tensor]) -> None:
-        """The same for a sample that is in the writer's encoding already."""
+        """Append a sample that is already in the writer's encoding; like `append` otherwise."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._put(_Waiting(sample_id, tensors, len(tensors["input_ids"]), num_bytes))
 
     def flush(self) -> None:
-        """Closes the open shard; returns when everything appended is on disk. Raises what `append` does."""
+        """Close the open shard and return when everything appended is on disk. Raise what `append` does."""
         with self._changed:
             self._flushing = True
             self._changed.notify_all()
@@ -101,7 +101,7 @@ class StoreWriter:
             self._raise_failure()
 
     def close(self) -> None:
-        """Flushes, ends the thread and lets go of the name. Raises what `append` does."""
+        """Flush, end the thread and release the name. Raise what `append` does."""
         if self._lock.closed:
             return
         try:
@@ -156,7 +156,7 @@ class StoreWriter:
                 self._changed.notify_all()
 
     def _step(self) -> bool:
-        """Takes one sample, or else ends a flush; false at the end."""
+        """Take one sample, or end a flush where none waits; return false at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._flushing or self._closing)
             waiting = self._waiting[0] if self._waiting else None
@@ -169,7 +169,7 @@ class StoreWriter:
         if self._open:
             self._write()
         with self._changed:
-            # A sample may have come meanwhile: the flush is over when nothing waits.
+            # A sample may have come in the meantime: the flush ends when nothing waits.
             if not self._waiting:
                 self._flushing = False
                 self._changed.notify_all()
@@ -201,7 +201,7 @@ def disk_full(directory: Path, what: str) -> UserError:
 
 
 def hold_name(directory: Path, name: str) -> IO[str] | None:
-    """Takes a writer's name until the file is closed or the process ends; None when it is taken."""
+    """Reserve a writer's name until the file is closed or the process ends; return None where it is taken."""
     lock = open(directory / f".writer-{name}.lock", "w")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,7 +212,7 @@ def hold_name(directory: Path, name: str) -> IO[str] | None:
 
 
 def remove_leftovers(directory: Path, name: str) -> None:
-    """Removes a writer's files that are no finished shard. Only who holds the name may."""
+    """Remove a writer's unfinished files. Only the process that holds the name may call this."""
     finished = {Path(record.file).stem for record in FinishedShards(directory).records()}
     for file in os.listdir(directory):
         found = _SHARD_FILE.match(file)
@@ -221,7 +221,7 @@ def remove_leftovers(directory: Path, name: str) -> None:
 
 
 def remove_all_leftovers(directory: Path) -> None:
-    """Those of every writer that is not at work."""
+    """Remove the unfinished files of every writer that is not running."""
     found = map(_SHARD_FILE.match, os.listdir(directory))
     for name in sorted({one["writer"] for one in found if one}):
         if (lock := hold_name(directory, name)) is not None:

@@ -4,8 +4,8 @@ TorchSpec's own controller is bound to its trainer (datasets from files, one que
 prompts that an engine fails on. This program replaces it: it starts the same engines, hands them token ids,
 and answers with the key under which the states are stored.
 
-JSON lines drive it (`data/processes/child.py`). With `--probe` it prints what the environment holds. It imports
-nothing of eagle31, and nothing imports it.
+JSON lines drive it (`data/processes/child.py`). With `--probe` it prints what the environment holds. It
+imports nothing of eagle31, and nothing imports it.
 """
 
 import hashlib

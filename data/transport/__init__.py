@@ -1,1 +1,1 @@
-"""The ways from a process that captures to a trainer."""
+"""Transports of hidden states from a process that captures to a trainer."""

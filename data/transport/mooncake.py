@@ -1,4 +1,4 @@
-"""Mooncake as a transport: states wait in memory that the processes lend to a common store."""
+"""Mooncake as a transport: states wait in memory that processes lend to a shared store."""
 
 import ctypes
 import os
@@ -27,13 +27,13 @@ _POLL_SECONDS = 0.005
 _FULL_POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 5.0
 _NO_SPACE, _NO_MASTER = -200, -900  # NO_AVAILABLE_HANDLE and RPC_FAIL in Mooncake's ErrorCode
-# In the order in which each needs those before it.
+# Each one needs those before it.
 _LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """How a process joins a Mooncake store; `capture.mooncake` in the recipe."""
+    """The settings with which a process joins a Mooncake store; `capture.mooncake` in the recipe."""
 
     master: str = "127.0.0.1:50051"
     metadata: str = "P2PHANDSHAKE"  # or the URL of a metadata server
@@ -43,19 +43,19 @@ class MooncakeSettings:
 
 
 def state_bytes(num_tokens: int, num_aux_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """What a sample takes in the store."""
+    """Return the size of a sample in the store."""
     return num_tokens * ((num_aux_layers + 1) * hidden_size * dtype.itemsize + torch.int64.itemsize)
 
 
 class MooncakeTransport:
     """A client of a Mooncake store, for a producer or a trainer rank.
 
-    What is put is pinned, so that a full store holds the producer back: when memory runs out Mooncake evicts
+    Samples are pinned, so that a full store holds the producer back: when memory runs out, Mooncake evicts
     what is not pinned, read or unread.
 
     Args:
-        dtype: of the states in the store; both sides must say the same. TorchSpec's is bfloat16.
-        put_seconds: how long `put` waits for room, or for the master, before it gives up.
+        dtype: the dtype of the states in the store, the same on both sides. TorchSpec's is bfloat16.
+        put_seconds: how long `put` waits for space or for the master before it gives up.
 
     Raises:
         UserError: the package or its system libraries are missing, or no master answers.
@@ -83,9 +83,9 @@ class MooncakeTransport:
         self._incoming = _Staging(self._store)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` joins with in a producer's process.
+        """Return what `from_json` needs in a producer's process.
 
-        That lends nothing: were it to die, the states in its memory would be gone with it.
+        The producer lends no memory: if it died, the states in that memory would be lost.
         """
         return {
             "mooncake": asdict(replace(self.settings, segment_bytes=0)),
@@ -103,29 +103,29 @@ class MooncakeTransport:
             dtype=getattr(torch, content["dtype"]),
         )
 
-    def put(self, request: StateRequest, aux: Tensor, last: Tensor) -> None:
-        """Stores a sample; blocks while the store is full. aux [T, A, Ht], last [T, Ht].
+    def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
+        """Store a sample; this blocks while the store is full. aux [T, A, Ht], final [T, Ht].
 
         Raises:
-            UserError: there was no room, or no master, for `put_seconds`.
+            UserError: there was no space, or no master, for `put_seconds`.
         """
         num_tokens = len(request.input_ids)
         assert aux.shape == (num_tokens, self.num_aux_layers, self.hidden_size), tuple(aux.shape)
-        assert last.shape == (num_tokens, self.hidden_size), tuple(last.shape)
+        assert final.shape == (num_tokens, self.hidden_size), tuple(final.shape)
         keys = _keys(request.key)
         deadline = time.monotonic() + self.put_seconds
         with self._outgoing.lock:
-            places = self._outgoing.places(self._sizes(num_tokens))
-            for place, tensor in zip(places, (aux.flatten(1), request.input_ids, last), strict=True):
-                place.view(_stored_dtype(tensor, self.dtype)).copy_(tensor.flatten())
-            pointers, sizes = [p.data_ptr() for p in places], [p.nbytes for p in places]
+            parts = self._outgoing.parts(self._sizes(num_tokens))
+            for part, tensor in zip(parts, (aux.flatten(1), request.input_ids, final), strict=True):
+                part.view(_stored_dtype(tensor, self.dtype)).copy_(tensor.flatten())
+            pointers, sizes = [p.data_ptr() for p in parts], [p.nbytes for p in parts]
             while True:
-                # What a dead producer left under the key would count as stored already.
+                # What a dead producer left under the key would count as already stored.
                 codes = self._store.batch_remove(keys, force=True)
                 # Without a master a put would wait for seconds, whatever `put_seconds` says.
                 if _NO_MASTER not in codes:
                     codes = self._store.batch_put_from(keys, pointers, sizes, config=self._pinned)
-                    # Not looked for afterwards: once it is taken it would be put again, for nobody.
+                    # The sample is not looked up afterwards: once taken, it would be put again for nobody.
                     if not any(codes):
                         return
                     self._store.batch_remove(keys, force=True)
@@ -134,12 +134,12 @@ class MooncakeTransport:
                 time.sleep(_FULL_POLL_SECONDS)
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
-        """The sample, removed from the store, or None when it did not come within `timeout` seconds.
+        """Return the sample and remove it from the store; None where it did not come within `timeout` seconds.
 
-        States whose memory has died with its process are as good as not there.
+        States that were in the memory of a process that has died count as missing.
 
         Raises:
-            UserError: what lies under the key has other tokens, or another shape or dtype.
+            UserError: the key holds other tokens, or another shape or dtype.
         """
         keys, num_tokens = _keys(request.key), len(request.input_ids)
         sizes = self._sizes(num_tokens)
@@ -147,10 +147,10 @@ class MooncakeTransport:
         while True:
             if self._present(keys):
                 with self._incoming.lock:
-                    places = self._incoming.places(sizes)
-                    codes = self._store.batch_get_into(keys, [p.data_ptr() for p in places], sizes)
+                    parts = self._incoming.parts(sizes)
+                    codes = self._store.batch_get_into(keys, [p.data_ptr() for p in parts], sizes)
                     if codes == sizes:
-                        sample = self._sample(request, *places)
+                        sample = self._sample(request, *parts)
                         self.discard(request.key)
                         return sample
                 self._check_sizes(keys, sizes)
@@ -160,19 +160,19 @@ class MooncakeTransport:
             time.sleep(_POLL_SECONDS)
 
     def arrived(self, key: str) -> bool:
-        """Whether something waits under the key."""
+        """Return whether a sample waits under the key."""
         return self._present(_keys(key))
 
     def discard(self, key: str) -> None:
-        """Removes what was put under the key, if anything."""
+        """Remove the key's sample, if there is one."""
         self._store.batch_remove(_keys(key), force=True)
 
     def discard_all(self, prefix: str) -> None:
-        """Removes everything under keys of letters, digits, - and _ that begin so."""
+        """Remove everything under keys with this prefix, which has letters, digits, - and _ only."""
         self._store.remove_by_regex(f"^{prefix}", force=True)
 
     def close(self) -> None:
-        """Leaves the store; what lies in the memory that this process lent to it is gone."""
+        """Leave the store. States in the memory that this process lent to it are lost."""
         self._outgoing.release()
         self._incoming.release()
         self._store.close()
@@ -188,14 +188,14 @@ class MooncakeTransport:
     def _present(self, keys: list[str]) -> bool:
         return all(code == 1 for code in self._store.batch_is_exist(keys))
 
-    def _sample(self, request: StateRequest, aux: Tensor, ids: Tensor, last: Tensor) -> CapturedSample:
+    def _sample(self, request: StateRequest, aux: Tensor, ids: Tensor, final: Tensor) -> CapturedSample:
         num_tokens = len(request.input_ids)
         found = ids.view(torch.int64)
         if not torch.equal(found, request.input_ids):
             first = int((found != request.input_ids).nonzero()[0])
             remedy = (
-                f"Its states belong to other tokens, from position {first} on ({int(found[first])} in place "
-                f"of {int(request.input_ids[first])}): another run uses this store, or its producer alters "
+                f"Its states belong to other tokens, from position {first} on ({int(found[first])} instead "
+                f"of {int(request.input_ids[first])}): another run uses this store, or its producer changes "
                 "prompts."
             )
             raise UserError("capture.mooncake.master", f"{self.settings.master} {request.key}", remedy)
@@ -203,9 +203,9 @@ class MooncakeTransport:
         return CapturedSample(
             request.input_ids,
             request.loss_mask,
-            # The places are overwritten by the next sample.
+            # The next sample overwrites the staging buffer.
             aux.view(self.dtype).reshape(shape).clone(),
-            last.view(self.dtype).reshape(num_tokens, self.hidden_size).clone(),
+            final.view(self.dtype).reshape(num_tokens, self.hidden_size).clone(),
         )
 
     def _check_sizes(self, keys: list[str], sizes: list[int]) -> None:
@@ -221,24 +221,24 @@ class MooncakeTransport:
     def _not_stored(self, codes: Sequence[int], num_bytes: int) -> UserError:
         if _NO_SPACE in codes:
             remedy = (
-                f"No room for {num_bytes:,} bytes in {self.put_seconds:.0f} seconds: raise it, "
+                f"It had no space for {num_bytes:,} bytes for {self.put_seconds:.0f} seconds: raise it, "
                 "or lower capture.spool_gb, if the trainer is still running."
             )
             return UserError("capture.mooncake.segment_gb", self.settings.segment_bytes / 1e9, remedy)
-        remedy = f"Stored nothing for {self.put_seconds:.0f} seconds (codes {list(codes)}); see its log."
+        remedy = f"It stored nothing for {self.put_seconds:.0f} seconds (codes {list(codes)}); see its log."
         return UserError("capture.mooncake.master", self.settings.master, remedy)
 
 
 class _Staging:
-    """A registered buffer, grown to the longest sample; used under its lock."""
+    """A registered buffer that grows to the longest sample; it is used under its lock."""
 
     def __init__(self, store: Any) -> None:
         self.lock = threading.Lock()
         self._store = store
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def places(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Bytes of the given sizes, one behind the other."""
+    def parts(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return consecutive parts of the buffer with the given sizes in bytes."""
         offsets, end = [], 0
         for size in sizes:
             offsets.append(end)
@@ -256,12 +256,12 @@ class _Staging:
 
 
 def load_mooncake() -> Any:
-    """The module `mooncake.store`.
+    """Import and return the module `mooncake.store`.
 
     Raises:
-        UserError: the package is not installed, or a system library of it is missing.
+        UserError: the package is not installed, or one of its system libraries is missing.
     """
-    # Else it logs every connection, and each attempt to put into a full store.
+    # By default it logs every connection, and each attempt to put into a full store.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     for name in _LIBRARIES:
         path = library_directory() / name
@@ -270,7 +270,7 @@ def load_mooncake() -> Any:
     try:
         import mooncake.store
     except ModuleNotFoundError as error:
-        remedy = f"Needs Mooncake's Python package: pip install '{REQUIREMENT}'."
+        remedy = f"This needs Mooncake's Python package: pip install '{REQUIREMENT}'."
         raise UserError("capture.transport", "mooncake", remedy) from error
     except ImportError as error:
         remedy = (
@@ -281,21 +281,21 @@ def load_mooncake() -> Any:
 
 
 def library_directory() -> Path:
-    """Where scripts/setup/mooncake puts libraries that the system lacks."""
+    """Return where scripts/setup/mooncake puts libraries that the system lacks."""
     own = os.environ.get("EAGLE31_CACHE")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
     return (Path(own) if own else cache) / "mooncake-libraries"
 
 
 def connect(library: Any, settings: MooncakeSettings) -> Any:
-    """A client of the store that `settings.master` runs."""
+    """Return a client of the store that `settings.master` runs."""
     own_address = reach(settings.master)
     store = library.MooncakeDistributedStore()
     code = store.setup(
         own_address,
         settings.metadata,
         settings.segment_bytes,
-        # Puts and gets use registered memory of ours.
+        # Puts and gets use memory that we register.
         _ALIGNMENT,
         settings.protocol,
         settings.device,
@@ -311,7 +311,7 @@ def connect(library: Any, settings: MooncakeSettings) -> Any:
 
 
 def reach(master: str) -> str:
-    """The address by which the store's other processes reach this machine.
+    """Return the address at which the store's other processes reach this machine.
 
     Raises:
         UserError: no master answers.
@@ -322,7 +322,7 @@ def reach(master: str) -> str:
             return probe.getsockname()[0]
     except OSError as error:
         remedy = (
-            f"No master answers there ({error.strerror or error}). Start one: "
+            f"No master answers at this address ({error.strerror or error}). Start one: "
             f"mooncake_master --rpc_address={host} --rpc_port={port}"
         )
         raise UserError("capture.mooncake.master", master, remedy) from error

@@ -1,4 +1,4 @@
-"""The producer's end of a transport, as a request names it."""
+"""Opens the producer's end of a transport."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,5 +9,5 @@ from data.transport.spool import Spool
 
 
 def open_transport(content: Mapping[str, Any]) -> Transport:
-    """From what the transport's `to_json` says."""
+    """Open the transport whose `to_json` returned `content`."""
     return MooncakeTransport.from_json(content) if "mooncake" in content else Spool.from_json(content)

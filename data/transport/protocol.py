@@ -1,4 +1,4 @@
-"""What every way from a producer of hidden states to a trainer offers."""
+"""The interfaces of transports and of producers of hidden states."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,9 +10,9 @@ from data.samples import CapturedSample
 
 @dataclass(frozen=True)
 class StateRequest:
-    """One sample that a trainer will need."""
+    """A trainer's request for the states of one sample."""
 
-    key: str  # letters, digits, - and _; unique among all that is under way in a run
+    key: str  # letters, digits, - and _; unique among the requests of a run
     input_ids: Tensor  # int64 [T]
     loss_mask: Tensor  # bool [T]
 
@@ -21,49 +21,49 @@ class Arrivals(Protocol):
     """The trainer's side of a transport."""
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
-        """Removes what was put; None when nothing came within `timeout` seconds."""
+        """Remove and return a sample; None where it did not come within `timeout` seconds."""
         ...
 
     def arrived(self, key: str) -> bool:
-        """Whether something waits under the key."""
+        """Return whether a sample waits under the key."""
         ...
 
     def discard(self, key: str) -> None:
-        """Removes what was put under the key, if anything."""
+        """Remove the key's sample, if there is one."""
         ...
 
 
 class Transport(Arrivals, Protocol):
     """Carries the states of a request from one process to another, once."""
 
-    def put(self, request: StateRequest, aux: Tensor, last: Tensor) -> None:
-        """The producer's side. aux [T, A, Ht], last [T, Ht], before the final norm."""
+    def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
+        """Deliver a sample, on the producer's side. aux [T, A, Ht]; final [T, Ht] is before the final norm."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """From which a producer's process opens its end."""
+        """Return what a producer's process needs to open its end."""
         ...
 
 
 class Producer(Protocol):
-    """Whatever runs the target for online training."""
+    """Runs the target for online training."""
 
     @property
     def num_restarts(self) -> int:
-        """How often it was started again, or had to connect again."""
+        """The number of times that it was started again or had to reconnect."""
         ...
 
     def request(self, request: StateRequest) -> None:
-        """Asks for a sample and returns at once; the states arrive by the transport."""
+        """Request a sample and return at once. The states arrive through the transport."""
         ...
 
     def refusals(self) -> dict[str, str]:
-        """Requests since the last call that will never be answered, by key, with the reason.
+        """Return the requests that were refused since the last call: the reasons by key.
 
-        Restarts or reconnects what has died, and asks again for what it still owed.
+        This restarts or reconnects what has died, and repeats the requests that it had not answered.
 
         Raises:
-            UserError: it cannot go on; says why.
+            UserError: it cannot continue.
         """
         ...
 

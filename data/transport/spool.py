@@ -1,4 +1,4 @@
-"""From producer to trainer through a directory, in memory or on a disk they share: one file per sample."""
+"""A transport through a directory in memory or on a shared disk, with one file per sample."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ from data.transport.protocol import StateRequest
 from eagle31.errors import UserError
 
 MEMORY = Path("/dev/shm")
-# What a file takes beyond the encoded sample: its header, and the last page that is not full.
+# The size of a file beyond the encoded sample: its header, and the partial last page.
 _FILE_BYTES = 8192
 _SUFFIX = ".safetensors"
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
@@ -30,10 +30,10 @@ _DISK_FULL = f"(os error {errno.ENOSPC})"  # safetensors reports the operating s
 
 
 class Spool:
-    """One side of a spool; the producers' processes and the trainer's open the same directory.
+    """One side of a spool. The processes of the producers and of the trainer open the same directory.
 
     In memory a rename shows all of a file or nothing. A shared disk may show a name before its bytes, and
-    lose them in a crash: files there carry a checksum, and one that does not fit is not there yet.
+    lose them in a crash. So files on a disk have a checksum, and one that does not match counts as missing.
     """
 
     def __init__(self, directory: Path, encoding: Encoding) -> None:
@@ -42,24 +42,24 @@ class Spool:
         self._checked = not self.directory.resolve().is_relative_to(MEMORY)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` opens again in another process."""
+        """Return what `from_json` needs to open the spool in another process."""
         return {"spool": str(self.directory), "encoding": self.encoding.to_json()}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Spool":
         return Spool(Path(content["spool"]), Encoding(**content["encoding"]))
 
-    def put(self, request: StateRequest, aux: Tensor, last: Tensor) -> None:
-        """aux [T, A, Ht], last [T, Ht], on any device.
+    def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
+        """Write a sample's file. aux [T, A, Ht], final [T, Ht], on any device.
 
         Raises:
             UserError: the disk is full.
-            FileNotFoundError: the spool is gone.
+            FileNotFoundError: the directory no longer exists.
         """
-        sample = CapturedSample(request.input_ids, request.loss_mask, aux, last)
+        sample = CapturedSample(request.input_ids, request.loss_mask, aux, final)
         tensors = {name: value.cpu().contiguous() for name, value in encode(sample, self.encoding).items()}
         metadata = {"sha256": _sha256(tensors)} if self._checked else None
-        # What a producer left that died while it wrote the same sample would count against the bound.
+        # The file of a producer that died while it wrote the same sample would count towards the bound.
         self._remove_unfinished(request.key)
         temporary = self.directory / f"{request.key}.{os.getpid()}.tmp"
         try:
@@ -68,19 +68,19 @@ class Spool:
         except (FileNotFoundError, SafetensorError) as error:
             if not self.directory.is_dir():
                 raise FileNotFoundError(
-                    f"{self.directory}: the trainer that it belonged to has ended"
+                    f"{self.directory}: the trainer that made this directory has ended"
                 ) from error
             if _DISK_FULL in str(error):
                 remedy = "The disk is full: free some space, or lower capture.spool_gb."
                 raise UserError("capture.spool_dir", self.directory, remedy) from error
-            # Else it was discarded, or begun by another producer, while it was written.
+            # Otherwise it was discarded, or begun by another producer, while it was written.
             if isinstance(error, SafetensorError):
                 raise
         finally:
             temporary.unlink(missing_ok=True)
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
-        """Removes and returns what was put; None when nothing came within `timeout` seconds."""
+        """Remove and return a sample; None where it did not come within `timeout` seconds."""
         path, pause = self._path(request.key), _FIRST_PAUSE_SECONDS
         deadline = time.monotonic() + timeout
         while (sample := self._read(path)) is None:
@@ -94,16 +94,16 @@ class Spool:
         return sample
 
     def arrived(self, key: str) -> bool:
-        """Whether something waits under the key."""
+        """Return whether a sample waits under the key."""
         return self._path(key).exists()
 
     def discard(self, key: str) -> None:
-        """Removes what was put under the key, and what is being put."""
+        """Remove the key's sample, and any that is being written."""
         self._path(key).unlink(missing_ok=True)
         self._remove_unfinished(key)
 
     def _read(self, path: Path) -> CapturedSample | None:
-        """None if there is no whole one; else its states are mapped, and outlive the file's name."""
+        """Return the sample, or None where no complete file exists. Its mapped states outlive the file's name."""
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -129,29 +129,33 @@ class Spool:
 def file_bytes(
     encoding: Encoding, loss_mask: Tensor, num_aux_layers: int, hidden_size: int, dtype: torch.dtype
 ) -> int:
-    """The most that a sample takes in a spool. loss_mask bool [T], `dtype` the target's."""
+    """Return the largest size of a sample's file. loss_mask bool [T]; `dtype` is the target's."""
     rows = kept_rows(encoding, loss_mask)
     return encoded_bytes(encoding, rows, num_aux_layers, hidden_size, dtype) + _FILE_BYTES
 
 
 @contextmanager
 def open_spool(base: Path | None, name: str, encoding: Encoding, limit_bytes: int) -> Iterator[Spool]:
-    """A private directory below `base`, removed at the end; what a dead run of the same name left goes first.
+    """Open a private directory in `base`, which is removed at the end.
+
+    The directory that a killed run of the same name left is removed first.
 
     Args:
-        base: None is memory.
-        name: letters, digits, - and _; of one trainer process, the same when its run is started again.
-        limit_bytes: what will wait in it at most.
+        base: an existing directory; None for memory.
+        name: letters, digits, - and _; unique to a trainer process, and the same when its run starts again.
+        limit_bytes: the most that will wait in the directory.
 
     Raises:
-        UserError: `base` is no directory, or has less room than that.
+        UserError: `base` is no directory, or has less space than that.
     """
     base = base or MEMORY
     if not base.is_dir():
-        raise UserError("capture.spool_dir", base, "Is no directory here; give one.")
-    for left in base.glob(f"eagle31-{name}.*"):
-        if not left.is_symlink() and left.stat().st_uid == os.getuid():
-            shutil.rmtree(left)
+        raise UserError(
+            "capture.spool_dir", base, "There is no such directory on this machine; choose another."
+        )
+    for leftover in base.glob(f"eagle31-{name}.*"):
+        if not leftover.is_symlink() and leftover.stat().st_uid == os.getuid():
+            shutil.rmtree(leftover)
     free = shutil.disk_usage(base).free
     if free < limit_bytes:
         remedy = f"{base} has {free / 1e9:.2f} GB free; lower it, or choose another capture.spool_dir."
@@ -160,7 +164,7 @@ def open_spool(base: Path | None, name: str, encoding: Encoding, limit_bytes: in
     try:
         yield Spool(directory, encoding)
     finally:
-        # A producer that is still alive may add a file meanwhile.
+        # A producer that is still alive may add a file in the meantime.
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -243,7 +243,7 @@ def test_malformed_rows_are_told_with_line_and_reason(
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "altered"])
-def test_a_damaged_shard_is_named_and_captured_anew_alone(
+def test_a_damaged_shard_is_named_and_captured_again_alone(
     small_target: EmbeddedTarget,
     captured: Path,
     tmp_path: Path,
@@ -263,7 +263,7 @@ def test_a_damaged_shard_is_named_and_captured_anew_alone(
     # The stage without what a process group needs: it opens its data, and no more.
     opened = StageRun(train_inputs, lambda context, _: {"num_samples": len(open_source(context))})
     monkeypatch.setitem(STAGES, Stage.train, opened)
-    with pytest.raises(UserError, match="captured anew") as caught:
+    with pytest.raises(UserError, match="captured again") as caught:
         run_here(RECIPE, *command)
     assert caught.value.field == str(shard)
     if damage == "altered":

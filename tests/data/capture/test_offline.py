@@ -126,7 +126,7 @@ def test_resume_does_only_the_shard_that_is_gone(
     assert capture.batches == []
 
 
-def test_a_store_that_lost_a_shard_is_unfinished_until_it_is_captured_anew(
+def test_a_store_that_lost_a_shard_is_unfinished_until_it_is_captured_again(
     tmp_path: Path, capture: CountingCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _capture(capture, tmp_path)

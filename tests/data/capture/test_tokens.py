@@ -24,7 +24,7 @@ def test_rows_of_a_dataset_are_those_of_its_samples(final_states: str) -> None:
     found = dataset_rows(dataset, encoding)
     for row, mask in zip(found.tolist(), dataset["loss_mask"], strict=True):
         wanted = kept_rows(encoding, torch.tensor(mask))
-        assert row == [wanted.tokens, wanted.aux, wanted.last]
+        assert row == [wanted.tokens, wanted.aux, wanted.final]
 
 
 def test_token_rows_come_in_the_order_asked() -> None:

@@ -127,7 +127,7 @@ def test_fp8_keeps_zeros_and_marks_rows_that_are_not_finite() -> None:
 
 
 def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(UserError, match=r"capture\.codec=fp4: Is one of exact, bf16, fp8"):
+    with pytest.raises(UserError, match=r"capture\.codec=fp4: Choose one of exact, bf16, fp8"):
         Encoding("fp4")
     with pytest.raises(UserError, match=r"capture\.final_states=none"):
         Encoding("fp8", "none")

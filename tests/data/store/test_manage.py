@@ -69,13 +69,13 @@ def test_stores_that_were_made_otherwise_are_not_joined(tmp_path: Path) -> None:
     one = part(tmp_path / "one", [0])
     for field, value in {"target": "other", "aux_layer_ids": [0, 1], "dtype": "float32"}.items():
         other = part(tmp_path / field, [1], **{field: value})
-        with pytest.raises(UserError, match=f"another {field} than the first"):
+        with pytest.raises(UserError, match=f"Its {field} differs from that of the first"):
             merge([one, other], tmp_path / "out")
-    with pytest.raises(UserError, match="another encoding than the first"):
+    with pytest.raises(UserError, match="Its encoding differs from that of the first"):
         merge([one, part(tmp_path / "fp8", [1], encoding=Encoding("fp8"))], tmp_path / "out")
-    with pytest.raises(UserError, match="Is no store"):
+    with pytest.raises(UserError, match="holds no store"):
         merge([one, tmp_path / "nothing"], tmp_path / "out")
-    with pytest.raises(UserError, match="Is one of the stores"):
+    with pytest.raises(UserError, match="is one of the stores"):
         merge([one], one)
     assert not (tmp_path / "out").exists()
 
@@ -104,7 +104,7 @@ def test_nothing_comes_back_by_converting(tmp_path: Path) -> None:
         (Encoding("bf16", "supervised"), "--codec"),
         (Encoding("fp8", "all"), "--final-states"),
     ):
-        with pytest.raises(UserError, match=f"{field}=.*does not come back"):
+        with pytest.raises(UserError, match=f"{field}=.*left out is lost"):
             convert(tmp_path / "fp8", tmp_path / "out", encoding)
     assert not (tmp_path / "out").exists()
 

@@ -138,7 +138,7 @@ def test_damaged_index_is_found_at_open(tmp_path: Path, damage: str) -> None:
     write_store(tmp_path)
     path = tmp_path / "index.safetensors"
     path.unlink() if damage == "gone" else flip_last_byte(path)
-    with pytest.raises(DamagedShard, match=r"index\.safetensors.*made anew"):
+    with pytest.raises(DamagedShard, match=r"index\.safetensors.*makes it again"):
         HiddenStateStore(tmp_path)
     records = FinishedShards(tmp_path).records()
     assert not is_written(tmp_path, manifest_content(tmp_path, records, settings()))
@@ -166,7 +166,7 @@ def test_a_sample_beyond_the_dataset_is_refused(tmp_path: Path) -> None:
         missing_ids(tmp_path, FinishedShards(tmp_path).records(), 3)
 
 
-def test_shards_written_anew_are_seen(tmp_path: Path) -> None:
+def test_shards_written_again_are_seen(tmp_path: Path) -> None:
     shards = FinishedShards(tmp_path)
     append_all(tmp_path, [5])
     assert [record.sample_ids for record in shards.records()] == [(5,)]

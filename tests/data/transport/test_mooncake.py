@@ -141,7 +141,7 @@ def test_a_producer_killed_while_the_store_is_full_is_succeeded(
         check(trainer, index, LONG)
 
 
-def test_states_that_died_with_their_producer_come_anew(tmp_path: Path) -> None:
+def test_states_that_died_with_their_producer_come_again(tmp_path: Path) -> None:
     with running_master(tmp_path) as master:
         trainer = open_transport(master.settings())
         lender = start_worker("put", master.settings(SEGMENT_BYTES), range(2), SHORT)
@@ -200,7 +200,7 @@ def test_what_was_made_with_other_settings_is_refused(master: Master, trainer: M
 
 def test_what_is_missing_is_named_at_the_start(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
-    with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: No master answers there"):
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: No master answers at this address"):
         open_transport(MooncakeSettings(master=f"127.0.0.1:{port}"))
     with pytest.raises(UserError, match="host:port"):
         open_transport(MooncakeSettings(master="127.0.0.1"))

@@ -127,6 +127,6 @@ def test_a_master_that_is_away_is_told_before_anything_runs(
 ) -> None:
     (port,) = free_ports(1)
     command = [*arguments(small_target, tmp_path), *through(f"127.0.0.1:{port}")]
-    with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: No master answers there"):
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: No master answers at this address"):
         run_here(RECIPE, *command, "stages=[data,vocab,answers,capture,train]")
     assert not list(tmp_path.glob("artifacts/*"))
