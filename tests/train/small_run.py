@@ -1,4 +1,4 @@
-"""The run that most tests here make: its settings, how it is started and ended, what it leaves."""
+"""The small run of most tests here: its settings, starting and ending it, and its results."""
 
 import signal
 import subprocess
@@ -42,9 +42,9 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
     ]
 
 
-def start(target: EmbeddedTarget, directory: Path, *own: str, num_processes: int = 1) -> subprocess.Popen:
+def start(target: EmbeddedTarget, directory: Path, *extra: str, num_processes: int = 1) -> subprocess.Popen:
     command = torchrun_command(
-        MAIN, f"recipe={RECIPE}", *arguments(target, directory), *own, num_processes=num_processes
+        MAIN, f"recipe={RECIPE}", *arguments(target, directory), *extra, num_processes=num_processes
     )
     return subprocess.Popen(
         command,
@@ -56,7 +56,7 @@ def start(target: EmbeddedTarget, directory: Path, *own: str, num_processes: int
 
 
 def wait_for_step(directory: Path, step: int) -> None:
-    """Until the training curve shows it."""
+    """Wait until metrics.jsonl has a record of the step."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         if any(
@@ -79,7 +79,7 @@ def end_with(process: subprocess.Popen, number: int) -> None:
 
 
 def metrics_of(directory: Path) -> list[dict]:
-    """The training curve without what time has a part in."""
+    """Return the records of metrics.jsonl without the fields that depend on time."""
     [path] = (directory / "artifacts").glob("train-*/metrics.jsonl")
     timed = ("seconds", "tokens_per_second", "data_wait_seconds", "data_wait_fraction")
     return [{k: v for k, v in record.items() if k not in timed} for record in read_jsonl(path)]
@@ -90,7 +90,7 @@ def saved_steps(directory: Path) -> list[str]:
 
 
 def assert_faithful(directory: Path) -> None:
-    """Greedy text is the target's own, and replay counts what decoding accepted."""
+    """Check that greedy completions are the target's and that replay equals decoding."""
     [path] = directory.glob("artifacts/evaluate-*/evaluation.json")
     evaluation = read_json(path)
     greedy, replay = evaluation["greedy"], evaluation["replay"]

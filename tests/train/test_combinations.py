@@ -1,4 +1,4 @@
-"""Whole runs with many settings that most runs leave alone, together."""
+"""Runs that combine many settings that differ from the defaults."""
 
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ def hf_workers(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def kill_trainers(process: subprocess.Popen) -> None:
-    """The launcher and the ranks, whose own processes have to see for themselves that they are gone."""
+    """Kill the launcher and the ranks; their capture workers must notice and exit."""
     workers = hf_workers(process)
     agent = psutil.Process(process.pid)
     for one in [*agent.children(recursive=True), agent]:
@@ -42,17 +42,22 @@ def kill_trainers(process: subprocess.Popen) -> None:
     assert not psutil.wait_procs(workers, timeout=30)[1]
 
 
-def test_online_killed_regenerated_frozen_head_and_another_width_together(
+def test_online_capture_kills_regeneration_frozen_head_and_another_width(
     small_target: EmbeddedTarget, tmp_path: Path
 ) -> None:
     directory, spools = tmp_path / "run", tmp_path / "spools"
     spools.mkdir()
-    own = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
-    own += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
-    own += ["data.regenerate.batch_size=64", "capture.mode=online", "tracking.mode=offline"]
-    own += ["train.max_steps=8", "train.validate_every=4", "train.save_every=4", "evaluate.untrained=false"]
-    own += ["capture.spool_gb=0.01", f"capture.spool_dir={spools}"]
-    process = start(small_target, directory, *own, num_processes=2)
+    settings = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
+    settings += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
+    settings += ["data.regenerate.batch_size=64", "capture.mode=online", "tracking.mode=offline"]
+    settings += [
+        "train.max_steps=8",
+        "train.validate_every=4",
+        "train.save_every=4",
+        "evaluate.untrained=false",
+    ]
+    settings += ["capture.spool_gb=0.01", f"capture.spool_dir={spools}"]
+    process = start(small_target, directory, *settings, num_processes=2)
     wait_for_step(directory, 1)
     hf_workers(process)[0].kill()
     wait_for_step(directory, 5)
@@ -60,12 +65,14 @@ def test_online_killed_regenerated_frozen_head_and_another_width_together(
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
     assert sum(record["producer_restarts"] for record in before) >= 1
     assert len(list(spools.iterdir())) == 2
-    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
+    printed = torchrun(
+        MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings, num_processes=2
+    )
     assert "resuming after step 4" in printed
     assert "acceptance length" in printed
     assert not list(spools.iterdir())
     assert (directory / "report" / "index.html").is_file()
-    # Of the held-out answers only, and nothing of the training data.
+    # Only held-out completions are in stores, and no training data.
     stores = {path.parent.name for path in directory.glob("artifacts/*/*/shard-*.safetensors")}
     assert stores == {"validation", "test"}
     assert list(directory.glob("artifacts/train-*/wandb/offline-run-*/*.wandb"))
@@ -75,7 +82,7 @@ def test_online_killed_regenerated_frozen_head_and_another_width_together(
     losses = [record["loss"] for record in records]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-    # What is computed together differs from run to run, and with it the last digits.
+    # Batches of online capture differ from run to run, and with them the last digits.
     assert losses[4] == pytest.approx(before[4]["loss"], rel=1e-3)
     assert {"spool_gb", "starved_seconds", "spool_full_seconds"} < set(records[-1])
     run = read_json(directory / "report" / "metrics.json")["run"]
@@ -86,22 +93,22 @@ def test_online_killed_regenerated_frozen_head_and_another_width_together(
     assert (config["fc_norm"], config["norm_output"]) == (False, False)
     tensors = load_file(directory / "export" / "model.safetensors")
     assert tensors["embed_tokens.weight"].shape == (512, 48)
-    # The head was not trained: still the target's rows, in another width.
+    # The head was not trained, so it still has the target's rows, projected to another width.
     model = load_file(small_target.model / "model.safetensors")
     rows = project_width(model["lm_head.weight"][tensors["t2d"]], 48)
     torch.testing.assert_close(tensors["lm_head.weight"], rows.to(tensors["lm_head.weight"].dtype))
     assert_faithful(directory)
 
 
-def test_two_layers_in_bf16_under_zero_2_together(
-    small_target: EmbeddedTarget, captured: Path, tmp_path: Path
-) -> None:
+def test_two_layers_in_bf16_with_zero_2(small_target: EmbeddedTarget, captured: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(captured, directory)
-    own = ["drafter.num_hidden_layers=2", "deepspeed=zero2", "deepspeed.precision=bf16"]
-    own += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
-    own += ["train.loss=lk_lambda", "train.activation_checkpointing=true"]
-    printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *own, num_processes=2)
+    settings = ["drafter.num_hidden_layers=2", "deepspeed=zero2", "deepspeed.precision=bf16"]
+    settings += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
+    settings += ["train.loss=lk_lambda", "train.activation_checkpointing=true"]
+    printed = torchrun(
+        MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings, num_processes=2
+    )
     assert "capture: reused" in printed
     assert "acceptance length" in printed
     assert (directory / "report" / "index.html").is_file()

@@ -1,3 +1,5 @@
+"""The requirements that are checked before any stage."""
+
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ SERVERS = "vllm.servers=[http://127.0.0.1:1]"
 
 
 @pytest.mark.parametrize(
-    ("starts", "own"),
+    ("starts", "arguments"),
     [
         (True, (ANSWERED,)),
         (True, (ANSWERED, "stages=[answers]")),
@@ -33,11 +35,13 @@ SERVERS = "vllm.servers=[http://127.0.0.1:1]"
         (False, ()),
     ],
 )
-def test_who_starts_vllm(starts: bool, own: tuple[str, ...]) -> None:
-    assert starts_vllm(composed("any_target", *NEEDED, *own)) is starts
+def test_which_runs_start_vllm(starts: bool, arguments: tuple[str, ...]) -> None:
+    assert starts_vllm(composed("any_target", *NEEDED, *arguments)) is starts
 
 
-def test_a_missing_environment_is_told_before_the_target_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_environment_is_reported_before_the_target_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", "/nowhere/python")
     config = composed("any_target", *NEEDED, ANSWERED)
     with pytest.raises(UserError, match="vLLM's environment does not exist"):
@@ -45,13 +49,13 @@ def test_a_missing_environment_is_told_before_the_target_is_touched(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("field", "own"),
+    ("field", "arguments"),
     [
         (r"vllm\.engine_args\.max_model_len=8", ("vllm.engine_args={max_model_len: 8}",)),
         (r"data\.regenerate\.temperature=3\.0", (ANSWERED, "data.regenerate.temperature=3")),
         (r"evaluate\.temperature=2\.5", (ANSWERED, "evaluate.temperature=2.5")),
     ],
 )
-def test_what_vllm_does_not_take_is_refused(field: str, own: tuple[str, ...], tmp_path: Path) -> None:
+def test_values_that_vllm_refuses_are_refused(field: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=field):
-        check(composed("any_target", *NEEDED, *own))
+        check(composed("any_target", *NEEDED, *arguments))

@@ -1,4 +1,4 @@
-"""Starting real runs, under torchrun and in this process."""
+"""Starts real runs, with torchrun and in this process."""
 
 import os
 import subprocess
@@ -22,12 +22,12 @@ def torchrun_command(script: str, *arguments: str, num_processes: int = 1) -> li
 
 def environment() -> dict[str, str]:
     own = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-    # A test that ran W&B in this process leaves its service's address, and runs that share one share ids.
+    # A test that ran W&B in this process leaves the address of its service; runs that share one share ids.
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | own
 
 
 def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool = True) -> str:
-    """Returns stdout and stderr together."""
+    """Run a script to its end, and return its stdout and stderr together."""
     command = torchrun_command(script, *arguments, num_processes=num_processes)
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -37,7 +37,7 @@ def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool =
 
 
 def composed(recipe: str, *arguments: str) -> RunConfig:
-    """As `train/main.py` composes it, which knows the recipe's name from Hydra."""
+    """Compose a recipe as `train/main.py` does."""
     register()
     overrides = checked([f"recipe={recipe}", f"recipe_name={recipe}", *arguments])
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes")):
@@ -45,7 +45,7 @@ def composed(recipe: str, *arguments: str) -> RunConfig:
 
 
 def run_here(recipe: str, *arguments: str) -> None:
-    """The pipeline in this process: spares what a launch takes where no stage needs processes."""
+    """Run the pipeline in this process, which is faster where no stage needs a process group."""
     from train.pipeline import run_pipeline
 
     run_pipeline(composed(recipe, *arguments), World(rank=0, local_rank=0, size=1))

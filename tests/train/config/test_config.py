@@ -29,7 +29,7 @@ def changed(key: str, value: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (RECIPES / "recipe").glob("*.yaml")))
-def test_every_recipe_composes_and_is_sound(recipe: str) -> None:
+def test_every_recipe_composes_and_is_valid(recipe: str) -> None:
     check(composed(recipe, *NEEDED))
 
 
@@ -41,7 +41,7 @@ def test_every_group_can_be_chosen(choice: str) -> None:
     check(composed("any_target", choice, *NEEDED))
 
 
-def test_values_reach_their_fields_in_their_types() -> None:
+def test_overrides_reach_their_fields_with_the_right_types() -> None:
     config = composed(
         "any_target",
         *NEEDED,
@@ -74,13 +74,13 @@ def test_values_reach_their_fields_in_their_types() -> None:
         ["drafter.rope_parameters.rope_type=default", "drafter.rope_parameters.rope_theta=1e6"],
     ],
 )
-def test_rope_can_be_set(drafter: str, arguments: list[str]) -> None:
+def test_rope_parameters_can_be_set(drafter: str, arguments: list[str]) -> None:
     assert composed("any_target", *NEEDED, f"drafter={drafter}").drafter.rope_parameters == {}
     config = composed("any_target", *NEEDED, f"drafter={drafter}", *arguments)
     assert config.drafter.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
 
 
-def test_template_kwargs_take_keys_that_no_recipe_has() -> None:
+def test_template_kwargs_accept_any_key() -> None:
     one_by_one = composed(
         "any_target", *NEEDED, "data.template_kwargs.enable_thinking=false", "data.template_kwargs.a.b=1"
     )
@@ -109,12 +109,12 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_key(argument: str) -> Non
     with pytest.raises(HydraException) as caught:
         composed("any_target", *NEEDED, argument)
     key, _, value = argument.partition("=")
-    told = f"{caught.value} {caught.value.__cause__}"
-    assert key in told
-    assert value.strip("[]") in told or value == "null"
+    message = f"{caught.value} {caught.value.__cause__}"
+    assert key in message
+    assert value.strip("[]") in message or value == "null"
 
 
-def test_the_entry_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
+def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
     command = [sys.executable, "train/main.py", "recipe=any_target", f"output_dir={tmp_path / 'run'}"]
     done = subprocess.run(
         [*command, *NEEDED, "train.max_steps=many"],
@@ -173,7 +173,7 @@ POSITIVE = (
         ("stages", []),
     ],
 )
-def test_a_value_that_no_stage_could_use_is_refused_with_its_field(key: str, value: Any) -> None:
+def test_a_value_out_of_range_is_refused_with_its_field(key: str, value: Any) -> None:
     with pytest.raises(UserError) as caught:
         check(changed(key, value))
     assert caught.value.field == key
@@ -194,18 +194,18 @@ def test_a_value_that_no_stage_could_use_is_refused_with_its_field(key: str, val
         ("stages", [Stage.report]),
     ],
 )
-def test_values_at_the_edge_are_taken(key: str, value: Any) -> None:
+def test_values_at_the_limits_are_accepted(key: str, value: Any) -> None:
     check(changed(key, value))
 
 
-def test_a_mandatory_value_that_is_left_out_is_named() -> None:
+def test_a_missing_required_value_is_named() -> None:
     with pytest.raises(MissingMandatoryValue) as caught:
         composed("any_target", "target.model=somewhere")
     assert caught.value.full_key == "data.train"
 
 
 @pytest.mark.parametrize(
-    ("stage", "offload", "sound"),
+    ("stage", "offload", "valid"),
     [
         (1, "offload_optimizer", True),
         (3, "offload_optimizer", True),
@@ -213,10 +213,10 @@ def test_a_mandatory_value_that_is_left_out_is_named() -> None:
         (3, "offload_parameters", True),
     ],
 )
-def test_what_can_be_offloaded_depends_on_the_zero_stage(stage: int, offload: str, sound: bool) -> None:
+def test_offloading_needs_a_zero_stage(stage: int, offload: str, valid: bool) -> None:
     config = changed("deepspeed.zero_stage", stage)
     setattr(config.deepspeed, offload, True)
-    if sound:
+    if valid:
         check(config)
     else:
         with pytest.raises(UserError, match=f"deepspeed.{offload}"):
@@ -228,9 +228,9 @@ def test_torchspec_needs_its_environment() -> None:
         check(composed("any_target", *NEEDED, "capture.source=torchspec"))
 
 
-@pytest.mark.parametrize("how", ["capture.transport=mooncake", "capture.source=torchspec"])
-def test_a_mooncake_store_holds_what_may_wait_in_it(how: str) -> None:
-    settings = [*NEEDED, "capture=online", how, "capture.torchspec.python=python", "capture.spool_gb=8"]
+@pytest.mark.parametrize("setting", ["capture.transport=mooncake", "capture.source=torchspec"])
+def test_a_mooncake_store_must_hold_everything_that_may_wait(setting: str) -> None:
+    settings = [*NEEDED, "capture=online", setting, "capture.torchspec.python=python", "capture.spool_gb=8"]
     with pytest.raises(UserError, match=r"capture\.mooncake\.segment_gb"):
         check(composed("any_target", *settings))
     check(composed("any_target", *settings, "capture.mooncake.segment_gb=9"))

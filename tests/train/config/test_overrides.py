@@ -22,7 +22,7 @@ from train.config.overrides import checked
         "job",
     ],
 )
-def test_keys_groups_and_hydras_own_pass_unchanged(argument: str) -> None:
+def test_known_keys_groups_and_hydra_options_pass_unchanged(argument: str) -> None:
     assert checked([argument]) == [argument]
 
 
@@ -38,7 +38,7 @@ def test_keys_groups_and_hydras_own_pass_unchanged(argument: str) -> None:
         ("tracking.mod=offline", "tracking.mode"),
     ],
 )
-def test_a_mistyped_key_is_refused_with_the_nearest(argument: str, suggested: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_ones(argument: str, suggested: str) -> None:
     with pytest.raises(UserError, match="There is no such key") as caught:
         checked(["recipe=quickstart", argument])
     assert (caught.value.field, caught.value.value) == tuple(argument.split("="))
@@ -50,12 +50,12 @@ def test_a_key_like_no_other_is_pointed_to_the_whole_list() -> None:
         checked(["zzzzzzzz=1"])
 
 
-def test_a_key_below_one_that_has_none_is_refused() -> None:
+def test_a_key_below_a_plain_value_is_refused() -> None:
     with pytest.raises(UserError, match=r"train\.max_steps\.more"):
         checked(["train.max_steps.more=1"])
 
 
-def test_free_form_dictionaries_take_any_key() -> None:
+def test_free_form_dictionaries_accept_any_key() -> None:
     given = [
         "data.template_kwargs.enable_thinking=false",
         "data.template_kwargs={enable_thinking: false}",

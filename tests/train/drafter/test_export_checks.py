@@ -1,4 +1,4 @@
-"""Every mistake that is made with exports, made on a good one."""
+"""Common mistakes in exports, each made in a good one."""
 
 import json
 import shutil
@@ -96,7 +96,7 @@ def test_every_shape_is_valid(tmp_path: Path, spec: TargetSpec, changes: dict) -
     assert validate_export(tmp_path / "e", spec) == []
 
 
-def test_a_dropped_norm_output_is_named_and_drafts_otherwise(export: Path, spec: TargetSpec) -> None:
+def test_a_wrong_norm_output_is_named_and_changes_the_drafts(export: Path, spec: TargetSpec) -> None:
     edit_config(export, lambda raw: raw.update(norm_output=False))
     findings = {finding.field: finding for finding in validate_export(export, spec)}
     assert set(findings) == {"norm_output", "reload"}
@@ -152,7 +152,7 @@ def test_a_mistake_in_config_json_is_named(export: Path, spec: TargetSpec, edit:
         (lambda raw: raw.update(qk_nope_head_dim=6), "head_dim"),
         (lambda raw: raw.update(rope_scaling=None), "rope_parameters"),
         (lambda raw: raw["rope_scaling"].update(factor=2.0), "rope_parameters"),
-        # The table stays the same, as it has the ratio of the two.
+        # RoPE's table stays the same, because it depends on the ratio of the two.
         (lambda raw: raw["rope_scaling"].update(mscale=2.0, mscale_all_dim=2.0), "scale of the scores"),
         (lambda raw: raw.update(v_head_dim=5), "midlayer.self_attn.kv_b_proj.weight"),
     ],
@@ -201,13 +201,13 @@ def test_a_mistake_in_the_weights_is_named(export: Path, spec: TargetSpec, edit:
 
 
 @pytest.mark.usefixtures("reload_here")
-def test_absolute_ids_are_called_by_their_name(export: Path, spec: TargetSpec) -> None:
+def test_absolute_ids_in_d2t_are_recognized(export: Path, spec: TargetSpec) -> None:
     edit_tensors(export, absolute_ids)
     assert "absolute ids" in [f.found for f in validate_export(export, spec) if f.field == "d2t"]
 
 
 @pytest.mark.usefixtures("reload_here")
-def test_all_findings_come_at_once(export: Path, spec: TargetSpec) -> None:
+def test_all_findings_are_reported_together(export: Path, spec: TargetSpec) -> None:
     edit_config(export, lambda raw: raw.update(norm_output=False, rope_scaling=None))
     edit_tensors(export, random_embedding)
     assert {"norm_output", "rope_parameters", "embed_tokens.weight", "reload"} <= set(fields(export, spec))
@@ -252,7 +252,7 @@ def test_a_wrong_tokenizer_is_named(export: Path, spec: TargetSpec, tmp_path: Pa
     assert "wrong tokenizer" in finding.remedy
 
 
-def test_a_published_checkpoint_gets_the_checks_that_need_no_record(tmp_path: Path, spec: TargetSpec) -> None:
+def test_a_published_checkpoint_gets_the_checks_without_a_record(tmp_path: Path, spec: TargetSpec) -> None:
     write_tiny_export(tmp_path / "e", spec, verified=False)
     edit_config(tmp_path / "e", lambda raw: raw.pop("eagle31"))
     edit_config(tmp_path / "e", lambda raw: raw.pop("norm_before_residual"))
@@ -263,7 +263,7 @@ def test_a_published_checkpoint_gets_the_checks_that_need_no_record(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("reload_here")
-def test_speculators_flags_at_the_top_level_count(
+def test_speculators_flags_at_the_top_level_are_read(
     good: dict[Layout, Path], spec: TargetSpec, tmp_path: Path
 ) -> None:
     export = Path(shutil.copytree(good[Layout.speculators], tmp_path / "e"))
@@ -276,7 +276,7 @@ def run_script(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_script_says_what_is_wrong(export: Path, spec: TargetSpec) -> None:
+def test_the_command_reports_what_is_wrong(export: Path, spec: TargetSpec) -> None:
     edit_config(export, lambda raw: raw.update(fc_norm=False))
     done = run_script(export, "--target", spec.model)
     assert done.returncode == 1, done.stderr
@@ -285,7 +285,9 @@ def test_script_says_what_is_wrong(export: Path, spec: TargetSpec) -> None:
     assert "fc_norm.0.weight" in done.stdout
 
 
-def test_script_on_a_good_export_and_on_none(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
+def test_the_command_on_a_good_export_and_on_a_missing_target(
+    export: Path, spec: TargetSpec, tmp_path: Path
+) -> None:
     done = run_script(export, "--target", spec.model)
     assert (done.returncode, done.stdout) == (0, "valid\n")
     done = run_script(export, "--target", tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""Starting from a checkpoint, as the stages do it."""
+"""Training that starts from a checkpoint, as the stages do it."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def checkpoint(spec: TargetSpec, tmp_path: Path) -> Path:
 
 
 def context(spec: TargetSpec, checkpoint: Path | str | None, directory: Path, **shape: Any) -> RunContext:
-    """With what is left of the data stage."""
+    """Return the context of a run whose data stage is finished."""
     config = RunConfig(
         target=TargetConfig(model=spec.model),
         drafter=DrafterShape(init_from=None if checkpoint is None else str(checkpoint), **shape),
@@ -63,7 +63,7 @@ def context(spec: TargetSpec, checkpoint: Path | str | None, directory: Path, **
 
 
 def started(made: RunContext, directory: Path) -> tuple[Drafter, dict[str, torch.Tensor]]:
-    """The drafter before its first step, and the vocabulary's file."""
+    """Return the drafter before its first step, and the tensors of the draft vocabulary."""
     directory.mkdir(exist_ok=True)
     made.check_drafter()
     run_vocab(made, directory)
@@ -78,50 +78,50 @@ def test_training_starts_with_the_checkpoints_weights_and_vocabulary(
     made = context(spec, checkpoint, tmp_path)
     drafter, vocab = started(made, tmp_path / "vocab")
     published = load_export(checkpoint, CPU)
-    own_ends = {"bos_token_id": None, "eos_token_id": None}  # those of the target, whatever the drafter's
-    assert replace(drafter.config, **own_ends) == published.drafter.config
+    target_ids = {"bos_token_id": None, "eos_token_id": None}  # always the target's
+    assert replace(drafter.config, **target_ids) == published.drafter.config
     for name, tensor in published.drafter.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
-    own = load_file(checkpoint / "model.safetensors")
-    assert torch.equal(vocab["d2t"], own["d2t"])
-    assert torch.equal(vocab["t2d"], own["t2d"])
+    saved = load_file(checkpoint / "model.safetensors")
+    assert torch.equal(vocab["d2t"], saved["d2t"])
+    assert torch.equal(vocab["t2d"], saved["t2d"])
     coverage = json.loads((tmp_path / "vocab" / "vocab.json").read_text())["coverage"]
     assert 0 < coverage < 1
 
 
-def test_a_drafter_with_mla_goes_on_as_one(spec: TargetSpec, tmp_path: Path) -> None:
+def test_a_drafter_with_mla_stays_one(spec: TargetSpec, tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4}
     write_tiny_export(tmp_path / "e", spec, **WIDE_MLA, rope_parameters=rope)
     drafter, _ = started(context(spec, tmp_path / "e", tmp_path), tmp_path / "vocab")
     assert drafter.config.mla == WIDE_MLA["mla"]
-    own = load_file(tmp_path / "e" / "model.safetensors")
+    saved = load_file(tmp_path / "e" / "model.safetensors")
     weight = drafter.state_dict()["layers.0.self_attn.kv_b_proj.weight"]
-    assert torch.equal(weight, own["midlayer.self_attn.kv_b_proj.weight"])
+    assert torch.equal(weight, saved["midlayer.self_attn.kv_b_proj.weight"])
     with pytest.raises(UserError, match=r"drafter\.attention"):
         context(spec, tmp_path / "e", tmp_path, attention=Attention.gqa).check_drafter()
 
 
-def test_a_frozen_head_is_the_checkpoints(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
     made = context(spec, checkpoint, tmp_path, train_lm_head=False)
     started(made, tmp_path / "vocab")
     vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
     _, frozen = new_drafter(made, vocab)
-    own = load_file(checkpoint / "model.safetensors")
+    saved = load_file(checkpoint / "model.safetensors")
     assert frozen.lm_head is not None
-    assert torch.equal(frozen.lm_head.weight, own["lm_head.weight"])
+    assert torch.equal(frozen.lm_head.weight, saved["lm_head.weight"])
     config = made.drafter_config(len(vocab.d2t))
-    # What is exported at the end.
-    assert torch.equal(frozen_rows(config, vocab, made.parts, made.initial)[1], own["lm_head.weight"])
+    # The head that is exported.
+    assert torch.equal(frozen_rows(config, vocab, made.parts, made.initial)[1], saved["lm_head.weight"])
 
 
-def test_a_narrower_checkpoint_keeps_its_own_embedding(spec: TargetSpec, tmp_path: Path) -> None:
+def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: Path) -> None:
     write_tiny_export(tmp_path / "e", spec, hidden_size=16)
     edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
     made = context(spec, tmp_path / "e", tmp_path)
     started(made, tmp_path / "vocab")
     _, frozen = new_drafter(made, load_vocab(Artifact("vocab", {}, tmp_path / "vocab")))
-    own = load_file(tmp_path / "e" / "model.safetensors")
-    assert torch.equal(frozen.embed_tokens, own["embed_tokens.weight"])
+    saved = load_file(tmp_path / "e" / "model.safetensors")
+    assert torch.equal(frozen.embed_tokens, saved["embed_tokens.weight"])
 
 
 def test_eagle31_starts_from_eagle3_with_new_norms(
@@ -136,8 +136,8 @@ def test_eagle31_starts_from_eagle3_with_new_norms(
     printed = capsys.readouterr().out
     assert "fc_norm changes from False to True; its new weights are ones." in printed
     assert "norm_output changes from False" in printed
-    own = load_file(tmp_path / "e" / "model.safetensors")
-    assert torch.equal(drafter.fc.weight, own["fc.weight"])
+    saved = load_file(tmp_path / "e" / "model.safetensors")
+    assert torch.equal(drafter.fc.weight, saved["fc.weight"])
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,12 @@ def test_a_conflict_names_both(
     assert found in str(raised.value)
 
 
-def test_what_the_recipe_says_as_well_is_no_conflict(
-    spec: TargetSpec, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_equal_values_in_the_recipe_are_accepted(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
     same: dict[str, Any] = {"draft_vocab_size": 40, "aux_layer_ids": [0, 2, 5], "intermediate_size": 24}
     context(spec, checkpoint, tmp_path, **same).check_drafter()
 
 
-def test_ids_counted_as_layer_outputs_may_be_put_right(
+def test_ids_that_count_layer_outputs_can_be_corrected(
     spec: TargetSpec, checkpoint: Path, tmp_path: Path
 ) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}
@@ -195,7 +193,7 @@ def test_a_map_that_does_not_ascend_is_refused(spec: TargetSpec, checkpoint: Pat
         started(context(spec, checkpoint, tmp_path), tmp_path / "vocab")
 
 
-def test_stages_depend_on_the_weights_and_not_on_where_they_lie(
+def test_stages_depend_on_the_weights_and_not_on_their_path(
     spec: TargetSpec, checkpoint: Path, tmp_path: Path
 ) -> None:
     def inputs(start: Path | None) -> tuple[dict, dict]:
@@ -214,7 +212,7 @@ def test_stages_depend_on_the_weights_and_not_on_where_they_lie(
         assert "init_from" not in json.dumps(fresh[index])
 
 
-def test_where_a_checkpoint_lies(tmp_path: Path) -> None:
+def test_a_checkpoint_is_found_in_its_directory(tmp_path: Path) -> None:
     assert fetch_checkpoint(str(tmp_path), None, "x") == tmp_path
     with pytest.raises(UserError, match="No such directory"):
         fetch_checkpoint(str(tmp_path / "none"), None, "drafter.init_from")

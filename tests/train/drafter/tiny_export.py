@@ -1,4 +1,4 @@
-"""A whole export of a tiny drafter for a tiny target, with its verification record."""
+"""A complete export of a tiny drafter for a tiny target, with its training record."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def save_target_with_tokenizer(directory: Path, template: str | None = None) -> 
 
 
 def export_config(**changes: Any) -> DrafterConfig:
-    own = {
+    defaults = {
         "hidden_size": HIDDEN_SIZE,
         "vocab_size": VOCAB_SIZE,
         "draft_vocab_size": 40,
@@ -52,7 +52,7 @@ def export_config(**changes: Any) -> DrafterConfig:
         "rope_parameters": LLAMA3,
         "max_position_embeddings": 512,
     }
-    return tiny_config(**own | changes)
+    return tiny_config(**defaults | changes)
 
 
 def write_tiny_export(
@@ -64,7 +64,7 @@ def write_tiny_export(
     verified: bool = True,
     **changes: Any,
 ) -> Drafter:
-    """Returns the drafter whose weights it holds."""
+    """Write an export, and return its drafter."""
     parts, config = load_target_parts(spec), export_config(**changes)
     drafter, _ = tiny_drafter(config, torch.float32)
     rounded = {n: p.detach().to(getattr(torch, dtype)).float() for n, p in drafter.named_parameters()}
@@ -94,7 +94,7 @@ def write_tiny_export(
         embed_tokens,
         provenance={} if not verified else {"target_fingerprint": parts.fingerprint},
         verifier=Verifier(spec.model, ("LlamaForCausalLM",), 4),
-        complete=(lambda beside: write_verification(beside, record, probe)) if verified else None,
+        complete=(lambda partial: write_verification(partial, record, probe)) if verified else None,
         **written,
     )
     return drafter

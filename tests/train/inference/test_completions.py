@@ -1,4 +1,4 @@
-"""The stages that want the target's answers, with vLLM and with transformers."""
+"""The stages that need the target's completions, with vLLM and with transformers."""
 
 import json
 from pathlib import Path
@@ -18,19 +18,19 @@ NUM_CONVERSATIONS = 16
 
 
 def arguments(target: EmbeddedTarget, data: Path, output_dir: Path) -> list[str]:
-    """One prompt at a time: what transformers writes does not depend on the others either."""
+    """Return settings with one prompt per batch: completions then do not depend on other prompts."""
     few = ["data.num_validation=3", "data.num_test=3", "data.max_tokens=192", "evaluate.max_new_tokens=16"]
-    own = [
+    regenerate = [
         "data.regenerate.enabled=true",
         "data.regenerate.max_new_tokens=12",
         "data.regenerate.batch_size=1",
     ]
     given = [f"data.train={data}", "stages=[data,vocab,answers]"]
-    return [*small_run.arguments(target, output_dir), *few, *own, *given]
+    return [*small_run.arguments(target, output_dir), *few, *regenerate, *given]
 
 
 def two_turns(target: EmbeddedTarget, path: Path) -> Path:
-    """Of each two short conversations one."""
+    """Write conversations of two turns, each made of two short ones."""
     rows = sorted((row["messages"] for row in read_jsonl(target.train)), key=lambda row: len(str(row)))
     pairs = zip(rows[: 2 * NUM_CONVERSATIONS : 2], rows[1 : 2 * NUM_CONVERSATIONS : 2], strict=True)
     path.write_text("".join(json.dumps({"messages": one + other}) + "\n" for one, other in pairs))
@@ -43,7 +43,7 @@ def results(output_dir: Path) -> list[Dataset]:
     return [load_from_disk(str(path)) for path in paths]
 
 
-def test_vllm_writes_what_transformers_writes(
+def test_vllm_writes_the_same_completions_as_transformers(
     small_target: EmbeddedTarget, vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = two_turns(small_target, tmp_path / "data.jsonl")
@@ -58,7 +58,7 @@ def test_vllm_writes_what_transformers_writes(
     assert read_jsonl(file)[0]["engine"] == "vllm"
 
 
-def test_kimis_recipe_has_the_target_write_the_data() -> None:
+def test_kimis_recipe_can_regenerate_the_data_with_vllm() -> None:
     config = composed("kimi_k2_6", "data.regenerate.enabled=true")
     check(config)
     assert config.target.engine.value == "vllm"

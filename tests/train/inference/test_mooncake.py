@@ -1,4 +1,4 @@
-"""Whole runs whose states come through a real Mooncake store."""
+"""Runs whose hidden states go through a real Mooncake store."""
 
 import shutil
 import subprocess
@@ -37,7 +37,7 @@ def with_answers(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPath
 def through_spool(
     small_target: EmbeddedTarget, with_answers: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[float]:
-    """The losses of one rank."""
+    """The losses of a run with one rank and a spool."""
     directory = tmp_path_factory.mktemp("spool") / "run"
     shutil.copytree(with_answers, directory)
     torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *online())
@@ -45,7 +45,7 @@ def through_spool(
 
 
 def online() -> list[str]:
-    # Alone, a sample has the same states whatever comes with it.
+    # With one sample per batch, its states do not depend on other samples.
     settings = [
         "capture=online",
         "capture.batch_tokens=1",
@@ -66,14 +66,14 @@ def losses_of(directory: Path) -> list[float]:
 
 @contextmanager
 def left_empty(master: Master) -> Iterator[None]:
-    """Memory that outlives the ranks shows what they leave."""
-    lender = MooncakeTransport(master.settings(64 << 20), num_aux_layers=1, hidden_size=1)
-    with closing(lender):
+    """Check that nothing is left in the store; this process contributes memory that outlives the ranks."""
+    memory = MooncakeTransport(master.settings(64 << 20), num_aux_layers=1, hidden_size=1)
+    with closing(memory):
         yield
-        assert lender._store.remove_all(force=True) == 0
+        assert memory._store.remove_all(force=True) == 0
 
 
-def test_two_ranks_train_as_through_a_spool_and_leave_nothing_in_the_store(
+def test_two_ranks_train_through_the_store_and_leave_it_empty(
     small_target: EmbeddedTarget,
     with_answers: Path,
     master: Master,
@@ -92,7 +92,7 @@ def test_two_ranks_train_as_through_a_spool_and_leave_nothing_in_the_store(
         assert losses == pytest.approx(request.getfixturevalue("through_spool"), rel=1e-5)
 
 
-def test_vllm_puts_into_it_and_may_be_killed(
+def test_training_survives_a_killed_vllm_engine(
     small_target: EmbeddedTarget,
     with_answers: Path,
     master: Master,
@@ -116,15 +116,13 @@ def test_vllm_puts_into_it_and_may_be_killed(
 
 
 def engine_of(process: subprocess.Popen) -> psutil.Process:
-    """The run's own engine."""
+    """Return the vLLM engine that the run started."""
     children = psutil.Process(process.pid).children(recursive=True)
     [engine] = [one for one in children if str(LOADER) in one.cmdline()]
     return engine
 
 
-def test_a_master_that_is_away_is_told_before_anything_runs(
-    small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
+def test_a_missing_master_is_reported_before_any_stage(small_target: EmbeddedTarget, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     command = [*arguments(small_target, tmp_path), *through(f"127.0.0.1:{port}")]
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: No master answers at this address"):

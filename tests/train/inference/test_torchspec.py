@@ -1,4 +1,4 @@
-"""Whole runs whose target is run by TorchSpec's engine, on a CPU with CUDA's calls taken out."""
+"""Runs whose target is run by TorchSpec's engine, on a CPU with its CUDA calls replaced."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    """Beside a Ray node that the runs find."""
+    """A Mooncake master and a Ray node, which the runs find."""
     python = torchspec_python()
     directory = tmp_path_factory.mktemp("ts")
     with running_master(directory) as one, pytest.MonkeyPatch.context() as patch:
@@ -30,9 +30,9 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 
 def run(
-    target: EmbeddedTarget, master: Master, directory: Path, *own: str, num_processes: int
+    target: EmbeddedTarget, master: Master, directory: Path, *extra: str, num_processes: int
 ) -> list[float]:
-    """The losses."""
+    """Run, and return the losses."""
     settings = [
         "capture.source=torchspec",
         f"capture.torchspec.python={torchspec_python()}",
@@ -45,7 +45,7 @@ def run(
         "train.save_every=6",
         "stages=[data,vocab,answers,capture,train]",
     ]
-    command = [*arguments(target, directory), *settings, *own]
+    command = [*arguments(target, directory), *settings, *extra]
     torchrun(MAIN, f"recipe={RECIPE}", *command, num_processes=num_processes)
     return [record["loss"] for record in metrics_of(directory) if record["kind"] == "train"]
 

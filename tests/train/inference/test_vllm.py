@@ -1,4 +1,4 @@
-"""The pipeline with vLLM as the one who runs the target."""
+"""The pipeline with vLLM running the target."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def stores(directory: Path, source: str) -> Iterator[HiddenStateStore]:
         yield HiddenStateStore(store)
 
 
-def test_its_states_are_those_of_transformers(
+def test_vllm_captures_the_same_states_as_transformers(
     small_target: EmbeddedTarget, by_hf: Path, vllm_python: Path
 ) -> None:
     run_here(RECIPE, *arguments(small_target, by_hf), TEXT_STAGES, "capture.source=vllm")
@@ -59,12 +59,12 @@ def test_its_states_are_those_of_transformers(
             torch.testing.assert_close(a.final_hidden_states, b.final_hidden_states, rtol=1e-4, atol=1e-4)
 
 
-def test_training_goes_on_while_vllm_captures(
+def test_online_training_with_vllm_has_the_losses_of_offline_training(
     small_target: EmbeddedTarget, by_hf: Path, vllm_python: Path, tmp_path: Path
 ) -> None:
-    own = [*arguments(small_target, by_hf), "stages=[capture,train]"]
-    torchrun(MAIN, f"recipe={RECIPE}", *own)
-    torchrun(MAIN, f"recipe={RECIPE}", *own, *online(tmp_path))
+    command = [*arguments(small_target, by_hf), "stages=[capture,train]"]
+    torchrun(MAIN, f"recipe={RECIPE}", *command)
+    torchrun(MAIN, f"recipe={RECIPE}", *command, *online(tmp_path))
     curves = [
         [record for record in read_jsonl(path) if record["kind"] == "train"]
         for path in by_hf.glob("artifacts/train-*/metrics.jsonl")
@@ -75,7 +75,7 @@ def test_training_goes_on_while_vllm_captures(
     assert not list(tmp_path.iterdir())
 
 
-def test_several_ranks_need_servers_before_any_stage(tmp_path: Path) -> None:
+def test_several_ranks_without_servers_are_refused_before_any_stage(tmp_path: Path) -> None:
     needed = ["target.model=nowhere", "data.train=nowhere.jsonl", f"output_dir={tmp_path / 'run'}"]
     config = composed(RECIPE, *needed, *online(tmp_path))
     with pytest.raises(UserError, match=r"vllm\.servers"):

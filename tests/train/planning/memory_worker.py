@@ -1,4 +1,4 @@
-"""Measures real training steps' peak memory: a line of JSON each."""
+"""Measure the peak memory of real training steps; prints a line of JSON for each."""
 
 import ctypes
 import gc
@@ -38,7 +38,7 @@ def resident_bytes(key: str) -> int:
 
 
 def settle() -> int:
-    """Resident memory after what was freed has gone back, with the high-water mark reset to it."""
+    """Return freed memory to the system, reset the high-water mark, and return the resident memory."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -50,11 +50,11 @@ def build(config: DrafterConfig, num_steps: int, settings: TrainerSettings) -> A
     drafter = Drafter(config, with_head=settings.train_lm_head)
     width, target = config.hidden_size, config.target_hidden_size
     head = TargetHead(nn.RMSNorm(target), nn.Linear(target, config.vocab_size, bias=False)).to(dtype)
-    own = None
+    lm_head = None
     if not settings.train_lm_head:
-        own = nn.Linear(width, config.draft_vocab_size, bias=False).to(dtype).requires_grad_(False)
+        lm_head = nn.Linear(width, config.draft_vocab_size, bias=False).to(dtype).requires_grad_(False)
     ids = torch.arange(config.draft_vocab_size) if config.pruned else None
-    frozen = FrozenParts(torch.randn(config.vocab_size, width, dtype=dtype), head, ids, own)
+    frozen = FrozenParts(torch.randn(config.vocab_size, width, dtype=dtype), head, ids, lm_head)
     checkpointing = settings.activation_checkpointing
     module = TrainedModule(drafter, frozen, num_steps, 0.8, activation_checkpointing=checkpointing)
     return initialize_model_engine(
@@ -116,13 +116,13 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_alone(spec: dict[str, Any]) -> None:
-    """In a fork: what one step leaves behind is no part of the next one's."""
+    """Measure in a forked process, so that no measurement depends on the one before it."""
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0
         return
     ensure_process_group()
-    # What libraries allocate at their first use is no part of a step.
+    # Libraries allocate memory at their first use, which is not part of a step.
     small = DrafterConfig(64, 64, 2, 2, 32, 256, 256, 64, (0, 1, 2))
     settings = TrainerSettings(**spec["settings"])
     dtype = torch.bfloat16 if settings.bf16 else torch.float32

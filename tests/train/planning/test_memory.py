@@ -1,4 +1,4 @@
-"""The plan's memory model against measured peaks of real training steps, in a process of their own."""
+"""The plan's memory model compared with measured peaks of real training steps, in a separate process."""
 
 import json
 import os
@@ -48,11 +48,11 @@ SETTINGS: dict[str, Any] = {
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "every token counted": (GQA, {}, 0),
+    "every token supervised": (GQA, {}, 0),
     "a long prompt": (GQA, {"row_tokens": 1536}, 1280),
     "checkpointed": (GQA, {"activation_checkpointing": True}, 0),
     "frozen head, ZeRO 2": (GQA, {"train_lm_head": False, "zero_stage": 2}, 0),
-    "MLA, whole vocabulary, ZeRO 1": (MLA, {"zero_stage": 1}, 0),
+    "MLA, full vocabulary, ZeRO 1": (MLA, {"zero_stage": 1}, 0),
     "bf16": (GQA, {"bf16": True, "zero_stage": 1, "row_tokens": 128}, 0),
 }
 
@@ -85,6 +85,6 @@ def measured() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_plans_memory_is_what_a_step_takes(case: str, measured: dict[str, Any]) -> None:
+def test_planned_memory_equals_measured_memory(case: str, measured: dict[str, Any]) -> None:
     found = measured[case]
     assert found["planned"] == pytest.approx(found["peak"], rel=TOLERANCE), found["memory"]

@@ -1,4 +1,4 @@
-"""Every recipe composes, is sound, and can be planned without its target's weights or a hub."""
+"""Every recipe composes, is valid, and can be planned without its target's weights or the network."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ from train.planning.work import newest_data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name != "any_target"]
-# Parameters in 10^9, all and those of one token's products, as the models' cards give them.
+# Parameters in 10^9, total and active per token, from the model cards.
 SIZES = {
     "kimi_k2_6": (1000, 32),
     "kimi_k2_5": (1000, 32),
@@ -41,7 +41,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
-        raise AssertionError("a plan asks nobody")
+        raise AssertionError("the plan used the network or read weights")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr("data.target.checkpoint.Checkpoint.read_tensor", refused)
@@ -57,12 +57,12 @@ def planned(recipe: str, *arguments: str) -> Plan:
 
 @cache
 def plain(recipe: str) -> Plan:
-    """The recipe's as it is, where nothing has run."""
+    """Return the plan of the unchanged recipe, before any run."""
     return planned(recipe, "output_dir=/nothing/has/run/here")
 
 
 @pytest.mark.parametrize("recipe", NAMED)
-def test_a_recipe_is_planned_and_fits(recipe: str) -> None:
+def test_a_recipe_can_be_planned_and_fits(recipe: str) -> None:
     plan = plain(recipe)
     assert not plan.shortages
     assert plan.work.steps
@@ -74,7 +74,7 @@ def test_a_recipe_is_planned_and_fits(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", SIZES)
-def test_the_target_has_the_parameters_of_its_card(recipe: str) -> None:
+def test_the_target_has_the_parameters_of_its_model_card(recipe: str) -> None:
     total, active = SIZES[recipe]
     found = plain(recipe).target.parameters
     assert found.total / 1e9 == pytest.approx(total, rel=0.03)
@@ -96,7 +96,7 @@ def test_a_recipe_names_its_sources_and_that_it_never_ran(recipe: str) -> None:
     assert "Source" in (ROOT / "recipes" / "target" / f"{recipe}.yaml").read_text()
 
 
-def test_kimis_drafter_is_that_of_the_published_ones() -> None:
+def test_kimis_drafter_has_the_shape_of_published_ones() -> None:
     plan = plain("kimi_k2_6")
     assert plan.drafter.aux_layer_ids == (2, 30, 58)
     assert plan.tensors["lm_head.weight"] == [163840, 7168]
@@ -109,7 +109,7 @@ def test_kimis_drafter_is_that_of_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "gpt_oss_120b", "minimax_m2_5", "glm_4_6", "kimi_k2_6"])
-def test_a_mixtures_drafter_is_as_wide_as_what_a_token_passes_through(recipe: str, tmp_path: Path) -> None:
+def test_a_drafter_is_as_wide_as_the_experts_that_a_token_passes_through(recipe: str, tmp_path: Path) -> None:
     plan = plain(recipe)
     width = active_intermediate_size(planned_config(composed(recipe).target))
     assert plan.drafter.intermediate_size == width
@@ -119,7 +119,7 @@ def test_a_mixtures_drafter_is_as_wide_as_what_a_token_passes_through(recipe: st
 
 
 @pytest.mark.parametrize("gpu_memory", [34, 24])
-def test_what_does_not_fit_comes_with_a_change_that_makes_it_fit(gpu_memory: int, tmp_path: Path) -> None:
+def test_the_suggested_change_makes_training_fit(gpu_memory: int, tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path}", f"plan.gpu_memory_gb={gpu_memory}"]
     (shortage,) = [one for one in planned("kimi_k2_6", *arguments).shortages if one.what == "training"]
     assert shortage.needed_bytes > shortage.available_bytes == int(gpu_memory * 1e9 * USABLE_FRACTION)
@@ -129,7 +129,7 @@ def test_what_does_not_fit_comes_with_a_change_that_makes_it_fit(gpu_memory: int
     assert not [one for one in after if one.what == "training"]
 
 
-def test_a_target_that_is_too_large_is_split_further(tmp_path: Path) -> None:
+def test_the_suggested_change_makes_the_target_fit(tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path}", "plan.gpu_memory_gb=80", "plan.target_gpus=16"]
     (shortage,) = [one for one in planned("kimi_k2_6", *arguments).shortages if one.what == "the target"]
     changes = [word for word in shortage.change.split() if "=" in word]
@@ -138,7 +138,7 @@ def test_a_target_that_is_too_large_is_split_further(tmp_path: Path) -> None:
     assert not [one for one in after.shortages if one.what == "the target"]
 
 
-def test_the_plan_stage_alone_writes_the_plan_and_nothing_else(
+def test_the_plan_stage_alone_writes_only_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_here("kimi_k2_6", "stages=[plan]", f"output_dir={tmp_path}")
@@ -147,7 +147,7 @@ def test_the_plan_stage_alone_writes_the_plan_and_nothing_else(
     assert not (tmp_path / "artifacts").exists()
 
 
-def test_a_recipe_for_another_version_of_the_target_is_refused(tmp_path: Path) -> None:
+def test_a_recipe_that_contradicts_the_targets_config_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     text = {"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "vocab_size": 151936}
@@ -157,17 +157,17 @@ def test_a_recipe_for_another_version_of_the_target_is_refused(tmp_path: Path) -
     assert "config.json" in caught.value.remedy
 
 
-def test_tokens_are_measured_once_there_is_data(tmp_path: Path) -> None:
-    facts = {"num_tokens": 163_840_000, "num_samples": 800_000}  # the recipe takes 400,000
+def test_tokens_are_measured_after_the_data_stage(tmp_path: Path) -> None:
+    summary = {"num_tokens": 163_840_000, "num_samples": 800_000}  # the recipe takes 400,000
     stage = tmp_path / "artifacts" / "data-0123"
     stage.mkdir(parents=True)
-    (stage / "stage.json").write_text(json.dumps({"facts": facts}))
+    (stage / "stage.json").write_text(json.dumps({"facts": summary}))
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens.count, work.tokens.source) == (81_920_000, "measured")
     assert work.steps == 81_920_000 // (16 * 8192)
 
 
-def test_hours_come_from_a_measured_rate_where_there_is_one(tmp_path: Path) -> None:
+def test_hours_come_from_a_measured_speed_if_there_is_one(tmp_path: Path) -> None:
     run = tmp_path / "artifacts" / "train-0123"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text(
@@ -178,7 +178,7 @@ def test_hours_come_from_a_measured_rate_where_there_is_one(tmp_path: Path) -> N
     assert "measured" in (work.rate or "")
 
 
-def test_no_row_takes_more_than_the_worst() -> None:
+def test_the_worst_row_is_supervised_everywhere() -> None:
     assert worst_counts(10, 3).rows == (8, 7, 6)
 
 

@@ -1,4 +1,4 @@
-"""The drafter's heads, from the recipe and the target."""
+"""The drafter's attention heads, from the recipe and the target."""
 
 from typing import Any
 
@@ -40,14 +40,14 @@ def test_mla_takes_the_widths_of_a_target_with_mla() -> None:
     assert heads(DEEPSEEK, attention=Attention.mla, kv_lora_rank=64)["mla"] == MlaShape(24, 64, 16, 8, 12)
 
 
-def test_vllm_loads_no_mla_whose_queries_have_no_latent() -> None:
+def test_mla_needs_a_query_rank_because_vllm_does() -> None:
     target = DeepseekV2Config(q_lora_rank=None, kv_lora_rank=512, num_attention_heads=4)
     with pytest.raises(UserError, match=r"drafter\.q_lora_rank"):
         heads(target, attention=Attention.mla)
     assert heads(target, attention=Attention.mla, q_lora_rank=16)["mla"] == MlaShape(16, 512, 128, 64, 128)
 
 
-def test_mla_for_another_target_needs_its_widths() -> None:
+def test_mla_for_a_target_without_it_needs_widths() -> None:
     with pytest.raises(UserError, match=r"drafter\.kv_lora_rank"):
         heads(LLAMA, attention=Attention.mla, q_lora_rank=48)
     found = heads(LLAMA, attention=Attention.mla, **WIDTHS)
@@ -55,9 +55,9 @@ def test_mla_for_another_target_needs_its_widths() -> None:
 
 
 @pytest.mark.parametrize("target", [DEEPSEEK, LLAMA])
-def test_grouped_queries_are_the_default_for_every_target(target: Any) -> None:
+def test_gqa_is_the_default_for_every_target(target: Any) -> None:
     found = heads(target)
-    # The head_dim in a config with MLA is that of the rotated part alone.
+    # head_dim in a config with MLA is the width of the part with RoPE only.
     assert found["head_dim"] == (12 if target is DEEPSEEK else 20)
     assert found["num_key_value_heads"] == target.num_key_value_heads
     assert "mla" not in found
@@ -71,7 +71,7 @@ def test_grouped_queries_are_the_default_for_every_target(target: Any) -> None:
         ({"attention": Attention.mla, "head_dim": 64}, "head_dim"),
     ],
 )
-def test_widths_of_the_other_kind_are_refused(shape: dict, field: str) -> None:
+def test_widths_of_the_other_attention_are_refused(shape: dict, field: str) -> None:
     with pytest.raises(UserError) as raised:
         heads(DEEPSEEK, **shape)
     assert raised.value.field == f"drafter.{field}"

@@ -1,0 +1,140 @@
+"""The evaluate stage with vLLM, compared with the same stage with transformers."""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.embedded.target import EmbeddedTarget
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
+from eagle31.decoding.speculative import Decoded
+from eagle31.json_files import read_json
+from tests.train.small_run import RECIPE, arguments
+from tests.train.torchrun import composed
+from train.config.run import Stage
+from train.config.target import TargetEngine
+from train.context import RunContext
+from train.distributed import World
+from train.evaluation import vllm as vllm_evaluation
+from train.parity.compare import check_case
+from train.parity.reference import decode_reference, reference_drafter
+from train.pipeline import run_stage, run_stages
+from train.serving.drafts import common_length
+from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
+from train.stages.report import run_report
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class VllmRun:
+    """A run that was evaluated in vLLM, with the jobs that vLLM got and their results."""
+
+    directory: Path
+    jobs: list[DecodeJob]
+    results: list[JobResult]
+
+
+def evaluations(directory: Path) -> list[dict[str, Any]]:
+    """Return the evaluation with transformers, then the one with vLLM."""
+    found = [read_json(path) for path in directory.glob("artifacts/evaluate-*/evaluation.json")]
+    return sorted(found, key=lambda one: one["engine"].startswith("vLLM"))
+
+
+@pytest.fixture(scope="module")
+def in_vllm(
+    small_target: EmbeddedTarget,
+    finished: tuple[Path, str],
+    vllm_python: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> VllmRun:
+    """A finished run evaluated in vLLM, with an extra sampling job whose completions are not greedy."""
+    found = VllmRun(tmp_path_factory.mktemp("in_vllm") / "run", [], [])
+    shutil.copytree(finished[0], found.directory, symlinks=True)
+
+    def kept(jobs: Sequence[DecodeJob], python: Path, log: Path) -> list[JobResult]:
+        parting = replace(jobs[1], name="parting", passes=[Sampling(1.0, 0)], warm_up=False)
+        found.jobs.extend([*jobs, parting])
+        found.results.extend(run_jobs(found.jobs, python, log))
+        return found.results[: len(jobs)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_evaluation, "run_jobs", kept)
+        patch.setattr(RunContext, "load_target", lambda self: pytest.fail("transformers loaded the target"))
+        evaluate_in_vllm(small_target, found.directory)
+    return found
+
+
+def evaluate_in_vllm(target: EmbeddedTarget, directory: Path) -> None:
+    """Evaluate a finished run in vLLM; its held-out completions are from transformers."""
+    context = RunContext(composed(RECIPE, *arguments(target, directory)), World(rank=0, local_rank=0, size=1))
+    run_stages(context)
+    context.config.target.engine = TargetEngine.vllm
+    run_stage(context, Stage.evaluate, selected=True)
+    run_report(context)
+
+
+@pytest.fixture(scope="module")
+def decoded(small_target: EmbeddedTarget, in_vllm: VllmRun) -> list[Decoded]:
+    """What eagle31's decoder writes for the prompts that vLLM had."""
+    [export] = in_vllm.directory.glob("artifacts/export-*/checkpoint")
+    spec, job = TargetSpec(str(small_target.model)), in_vllm.jobs[0]
+    drafter = reference_drafter(export, load_target_parts(spec), CPU, torch.float32)
+    limits: dict[str, Any] = {"max_new_tokens": job.max_new_tokens, "stop_token_ids": job.stop_token_ids}
+    return decode_reference(drafter, spec, job.prompts, CPU, k=job.engine.k, **limits)
+
+
+def test_vllm_drafts_and_writes_the_same_as_eagle31(in_vllm: VllmRun, decoded: list[Decoded]) -> None:
+    drafted, alone, _ = (result.passes[0].served for result in in_vllm.results)
+    comparison = check_case(decoded, drafted, alone, in_vllm.jobs[0].engine.k)
+    assert comparison.failures == []
+    assert comparison.ours.num_accepted > 10
+
+
+def test_vllm_gives_the_same_numbers_as_eagle31(in_vllm: VllmRun) -> None:
+    hf, vllm = evaluations(in_vllm.directory)
+    names = ("num_drafts", "accepted_per_position", "num_tokens", "num_target_forwards", "num_identical")
+    assert {name: vllm["greedy"][name] for name in names} == {name: hf["greedy"][name] for name in names}
+    for name in ("k", "num_prompts", "max_new_tokens", "replay", "by_draft_length"):
+        assert vllm[name] == hf[name]
+    assert vllm["untrained"] is None
+    assert vllm["sampling"] is None  # vLLM ignores temperatures on the CPU
+
+
+def test_vllm_gives_the_same_margins_as_eagle31(in_vllm: VllmRun, decoded: list[Decoded]) -> None:
+    parting = in_vllm.results[2]
+    expected = []
+    for text, one in zip(parting.passes[0].served.texts, decoded, strict=True):
+        first = common_length(text, one.token_ids)
+        expected.append(None if first in (len(text), len(one.token_ids)) else one.margins[first])
+    assert sum(margin is not None for margin in expected) > 2
+    assert list(parting.margins) == pytest.approx(expected, abs=1e-4)
+    assert set(in_vllm.results[1].margins) == {None}
+
+
+def test_report_and_card_name_vllm_as_the_engine(in_vllm: VllmRun) -> None:
+    engine = evaluations(in_vllm.directory)[1]["engine"]
+    assert engine.startswith("vLLM 0.")
+    assert engine.endswith(", float32, cpu, 8 at a time")
+    page = (in_vllm.directory / "report" / "index.html").read_text()
+    card = (in_vllm.directory / "export" / "README.md").read_text()
+    assert engine in page
+    assert engine in card
+    assert "untrained, by replay" in page
+    assert "not from vLLM" not in card
+
+
+def test_an_engine_that_fails_leaves_no_result(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", sys.executable)  # which has no vLLM
+    with pytest.raises(EngineFailure, match=r"No module named 'vllm'[^$]*The whole log: .*vllm-evaluate"):
+        evaluate_in_vllm(small_target, tmp_path / "run")
+    assert len(evaluations(tmp_path / "run")) == 1
