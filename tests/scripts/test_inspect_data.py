@@ -71,15 +71,16 @@ GOOD_ROW = '{"prompt": "what", "response": "four"}'
     ],
 )
 def test_a_users_mistake_is_one_message_in_terms_of_the_commands_options(
-    tmp_path, target, monkeypatch, name, content, options, message
+    tmp_path, target, monkeypatch, capsys, name, content, options, message
 ):
     if content is not None:
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["inspect_data", name, "--tokenizer", str(target), *options])
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the repository's root there
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=r"^2$"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert str(caught.value).startswith("inspect_data: ")
-    assert message in str(caught.value)
-    assert "data.m" not in str(caught.value), "a recipe's setting that the command does not have"
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert message in printed
+    assert "data.m" not in printed, "a recipe's setting that the command does not have"

@@ -66,6 +66,6 @@ def test_a_server_that_could_not_put_into_mooncake_is_not_started(tmp_path: Path
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
     through = ["capture=online", "capture.transport=mooncake"]
     done = serve(tmp_path, *recipe(spec, output_dir), *through, status=1)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pip install 'mooncake-transfer-engine" in done.stderr
     assert "vllm.servers=" not in done.stdout

@@ -86,4 +86,4 @@ def test_what_is_no_store_is_refused(store: Store, tmp_path: Path, command: list
     arguments = [command[0], tmp_path, *(tmp_path / "out" for _ in command[1:])]
     done = store(*arguments)
     assert done.status == 2
-    assert done.err.startswith(f"store: STORE={tmp_path}: The directory holds no store")
+    assert done.err.startswith(f"error: STORE={tmp_path}: The directory holds no store")

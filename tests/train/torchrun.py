@@ -5,11 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from train.config.overrides import checked
-from train.config.run import RunConfig, register
+from train.compose import compose_config
+from train.config.run import RunConfig
 from train.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +36,8 @@ def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool =
 
 
 def composed(recipe: str, *arguments: str) -> RunConfig:
-    """Compose a recipe as `train/main.py` does."""
-    register()
-    overrides = checked([f"recipe={recipe}", f"recipe_name={recipe}", *arguments])
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes")):
-        return OmegaConf.to_object(compose("train", overrides=overrides))  # type: ignore[return-value]
+    """Compose the configuration as `train/main.py` does, without checking its values."""
+    return OmegaConf.to_object(compose_config([f"recipe={recipe}", *arguments]))  # type: ignore[return-value]
 
 
 def run_here(recipe: str, *arguments: str) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.errors import HydraException
 from omegaconf import MissingMandatoryValue
 
 from data.text.tokenize import Overlong
@@ -106,12 +105,9 @@ def test_template_kwargs_accept_any_key() -> None:
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_its_key(argument: str) -> None:
-    with pytest.raises(HydraException) as caught:
+    with pytest.raises(UserError) as caught:
         composed("any_target", *NEEDED, argument)
-    key, _, value = argument.partition("=")
-    message = f"{caught.value} {caught.value.__cause__}"
-    assert key in message
-    assert value.strip("[]") in message or value == "null"
+    assert (caught.value.field, caught.value.value) == tuple(argument.split("="))
 
 
 def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
@@ -123,10 +119,8 @@ def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode != 0
-    assert "train.max_steps" in done.stderr
-    assert "'many'" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert done.stderr == "error: train.max_steps=many: Give a whole number, or null.\n"
     assert not (tmp_path / "run").exists()
 
 

@@ -11,15 +11,19 @@ from train.config.overrides import checked
         "train.max_steps=3",
         "data.regenerate.enabled=true",
         "stages=[data,vocab]",
-        "data.train=a=b.jsonl",
+        "data.train='a=b.jsonl'",
         "drafter=eagle3",
         "deepspeed=zero2",
         "hydra.verbose=true",
         "hydra/job_logging=none",
-        "+train.later=1",
+        "++train.max_steps=3",
         "~data.eval",
-        "--cfg",
-        "job",
+        "drafter.aux_layer_ids=[1,2,3]",
+        "drafter.aux_layer_ids=null",
+        "optim.lr=1e-3",
+        "optim.schedule=linear",
+        "output_dir='runs/a,b'",
+        "output_dir=${oc.env:HOME}/runs",
     ],
 )
 def test_known_keys_groups_and_hydra_options_pass_unchanged(argument: str) -> None:
@@ -64,3 +68,39 @@ def test_free_form_dictionaries_accept_any_key() -> None:
     assert checked(given) == [f"++{argument}" for argument in given]
     with pytest.raises(UserError):
         checked(["data.template_kwargsenable_thinking=false"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ("recipe=quikstart", "There is no such choice. Did you mean quickstart?"),
+        ("recipe=zzz", "Choose one of any_target, "),
+        ("drafter=eagle4", "Did you mean eagle3 or eagle31?"),
+        ("launcher=zzz", "Choose one of local, slurm."),
+        ("train.max_steps=abc", "Give a whole number, or null."),
+        ("train.ttt_steps=1.5", "Give a whole number."),
+        ("optim.lr=fast", "Give a number."),
+        ("drafter.fc_norm=7.5", "Give true or false."),
+        ("deepspeed.precision=bf61", "Did you mean bf16?"),
+        ("stages=[fly]", "Give a list of plan, data, "),
+        ("stages=[]x", "quotes"),
+        ("drafter.aux_layer_ids=[a]", "Give a list, each entry a whole number, or null."),
+        ("train.max_steps=1,2", "Give one value."),
+        ("data.train=[a", "Put a value that has special characters into quotes"),
+        ("data.template_kwargs.x={a", "Put a value that has special characters into quotes"),
+        ("train=3", "It is a group of keys; set one of them."),
+        ("+train.later=1", "There is no such key."),
+        ("++train.later=1", "There is no such key."),
+    ],
+)
+def test_a_value_that_no_recipe_takes_is_refused_with_what_it_takes(argument: str, remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checked([argument])
+    field, _, value = argument.lstrip("+").partition("=")
+    assert (caught.value.field, caught.value.value) == (field, value)
+    assert remedy in caught.value.remedy
+
+
+def test_an_argument_without_a_value_is_refused() -> None:
+    with pytest.raises(UserError, match="argument=quickstart: Write it as key=value"):
+        checked(["quickstart"])

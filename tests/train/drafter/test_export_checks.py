@@ -292,4 +292,4 @@ def test_the_command_on_a_good_export_and_on_a_missing_target(
     assert (done.returncode, done.stdout) == (0, "valid\n")
     done = run_script(export, "--target", tmp_path / "nothing")
     assert done.returncode == 2
-    assert done.stderr.startswith("validate_export: target.model=")
+    assert done.stderr.startswith("error: target.model=")

@@ -12,8 +12,8 @@ import pytest
 from eagle31.errors import UserError
 from tests.train.launch.slurm_cluster import debian_packages
 from tests.train.torchrun import environment, torchrun_command
+from train.compose import CHECKOUT, composed
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
-from train.launch.recipe import CHECKOUT, composed
 from train.launch.slurm import Submission, check_rows, render
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]

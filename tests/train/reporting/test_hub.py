@@ -59,14 +59,10 @@ def push(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token is not None:
             monkeypatch.setenv("HF_TOKEN", token)
-        stopped: str | int | None = None
-        try:
+        with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(ROOT / "scripts" / "push_to_hub"), run_name="__main__")
-        except SystemExit as exit:
-            stopped = exit.code
-        printed = capsys.readouterr()
-        message = stopped if isinstance(stopped, str) else ""
-        return Done(0 if stopped is None else 1, printed.out, printed.err + message)
+        assert isinstance(ended.value.code, int)
+        return Done(ended.value.code, *capsys.readouterr())
 
     return run
 
@@ -105,7 +101,7 @@ def test_failed_upload_commits_nothing(hub: Hub, push: Push, finished: Path) -> 
     hub.refuses_objects = True
     done = push(finished, "--repo", REPO)
     assert done.status == 1
-    assert done.stderr.startswith(f"push_to_hub: hub.repo_id={REPO}")
+    assert done.stderr.startswith(f"error: hub.repo_id={REPO}")
     assert "Traceback" not in done.stderr
     assert not hub.commits
 

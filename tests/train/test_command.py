@@ -1,0 +1,103 @@
+"""How commands end. Each test runs a small command in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.torchrun import ROOT
+
+START = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from train.command import prepare, run_command
+prepare()
+from eagle31.errors import UserError
+class Failure(Exception):
+    pass
+"""
+
+
+def run(body: str, *, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command whose `main` has this body."""
+    code = f"{START}{before}\ndef main():\n    {body}\nrun_command(main, failures=(Failure,))\n"
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "TORCHELASTIC"))
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "printed"),
+    [
+        ("return None", 0, ""),
+        ("return 1", 1, ""),
+        ("raise UserError('a.b', 3, 'Give 4.')", 2, "error: a.b=3: Give 4.\n"),
+        ("raise Failure('vLLM stopped')", 1, "error: vLLM stopped\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("os.kill(os.getpid(), 2); import time; time.sleep(30)", 130, ""),
+        ("sys.exit(143)", 143, ""),
+    ],
+)
+def test_every_end_has_its_status_and_its_message(body: str, status: int, printed: str) -> None:
+    done = run(body)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", printed)
+
+
+def test_an_unexpected_exception_keeps_its_traceback() -> None:
+    done = run("raise BrokenPipeError('of a socket')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "BrokenPipeError: of a socket" in done.stderr
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    code = f"{START}\ndef main():\n    for _ in range(200_000): print('line')\nrun_command(main)\n"
+    command = f'"{sys.executable}" -c "$CODE" | head -1; exit "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(
+        ["bash", "-c", command], env=os.environ | {"CODE": code}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (141, "line\n", "")
+
+
+def test_a_missing_package_names_the_command_that_installs_it() -> None:
+    done = run("pass", before="import a_package_that_is_missing")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"error: python={sys.executable}: a_package_that_is_missing: ")
+    assert "scripts/quickstart" in done.stderr
+
+
+def test_a_missing_module_of_this_project_keeps_its_traceback() -> None:
+    done = run("pass", before="import train.nothing")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_an_interrupt_during_the_imports_is_silent() -> None:
+    done = run("pass", before="raise KeyboardInterrupt")
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "error: a.b=3: Give 4.\n"), ("1", "")])
+def test_torchruns_table_gets_the_message_and_one_rank_prints_it(
+    tmp_path: Path, rank: str, printed: str
+) -> None:
+    file = tmp_path / "error.json"
+    body = "raise UserError('a.b', 3, 'Give 4.')"
+    done = run(body, TORCHELASTIC_ERROR_FILE=str(file), RANK=rank)
+    assert (done.returncode, done.stderr) == (2, printed)
+    assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == "error: a.b=3: Give 4."
+
+
+def test_threads_are_set_before_torch_is_imported() -> None:
+    done = run(
+        "import torch; print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])", LOCAL_WORLD_SIZE="2"
+    )
+    threads = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert done.stdout == f"{threads} passive\n"

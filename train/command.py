@@ -1,0 +1,100 @@
+"""How every command starts and ends: threads, messages for users, and exit statuses.
+
+A command written in Python begins with
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from train.command import prepare, run_command
+
+    prepare()
+    import ...
+
+and ends with `run_command(main)`. This module imports the standard library alone, so that it works where the
+environment does not.
+"""
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from eagle31.errors import UserError
+from train.threads import set_own_thread_defaults
+
+FAILURE = 1
+MISTAKE = 2  # the user's; argparse's status, too
+INTERRUPTED = 130
+CLOSED_PIPE = 141  # what a shell reports of a program that a closed pipe ended
+
+_OUR_PACKAGES = ("eagle31", "data", "train", "tests")
+
+
+def prepare() -> None:
+    """Prepare the process for the imports that follow: threads, and a remedy where a package is missing."""
+    set_own_thread_defaults()
+    sys.excepthook = _report_failed_import
+
+
+def run_command(main: Callable[[], int | None], failures: tuple[type[Exception], ...] = ()) -> NoReturn:
+    """Run a command's `main` and exit with its status, or with that of its error.
+
+    Args:
+        main: returns the exit status; None stands for 0.
+        failures: exceptions whose message tells all there is to know; they need no traceback.
+    """
+    try:
+        status = main() or 0
+        sys.stdout.flush()
+    except UserError as error:
+        status = _report(f"error: {error}", MISTAKE)
+    except failures as error:
+        status = _report(f"error: {error}", FAILURE)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        status = CLOSED_PIPE
+    sys.exit(status)
+
+
+def _report(message: str, status: int) -> int:
+    """Print the message once, and hand it to torchrun for the table that it prints of a failed process."""
+    # Several processes find the same mistake; torchrun's table has the message of the one that ended first.
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(error_file, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
+    if not error_file or os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of stdout has gone; stdout then leads to nowhere, so that the exit is silent."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), select.POLLOUT)
+    closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return closed
+
+
+def _report_failed_import(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Handle what ends a command before `run_command`."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.exit(INTERRUPTED)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] not in _OUR_PACKAGES:
+        remedy = (
+            "The package is not installed. scripts/quickstart sets up the environment; activate it with "
+            "`source .venv/bin/activate`."
+        )
+        print(f"error: python={sys.executable}: {error.name}: {remedy}", file=sys.stderr)
+        sys.exit(MISTAKE)
+    sys.__excepthook__(kind, error, traceback)

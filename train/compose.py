@@ -1,0 +1,103 @@
+"""Composes a run's configuration from its recipe and the overrides on the command line."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle31.errors import UserError
+from train.config.overrides import RECIPES, checked, choices
+from train.config.run import RunConfig, check, register
+
+CHECKOUT = RECIPES.parent
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line of `train/main.py`: `overrides`, and `cfg` where it is only printed."""
+    parser = argparse.ArgumentParser(
+        usage="[torchrun --nproc-per-node N] train/main.py recipe=NAME [key=value ...] [--cfg job] [--help]",
+        description="Runs a recipe: trains a drafter, evaluates it, and exports it for vLLM.",
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's"
+    )
+    parser.add_argument("--cfg", choices=["job"], help="print the full configuration and run nothing")
+    return parser.parse_intermixed_args()
+
+
+def compose_config(arguments: Sequence[str]) -> DictConfig:
+    """Return the configuration before its values are checked.
+
+    Raises:
+        UserError: the recipe or an argument cannot be used.
+    """
+    name = recipe_name(arguments)
+    overrides = checked([*arguments, f"recipe_name={name}"])
+    register()
+    with _errors_for_users(name), initialize_config_dir(version_base="1.3", config_dir=str(RECIPES)):
+        return compose("train", overrides)
+
+
+def composed(arguments: Sequence[str]) -> RunConfig:
+    """Return the run's configuration.
+
+    Raises:
+        UserError: the recipe or an argument cannot be used.
+    """
+    with _errors_for_users(recipe_name(arguments)):
+        config: RunConfig = OmegaConf.to_object(compose_config(arguments))  # type: ignore[assignment]
+    check(config)
+    return config
+
+
+def recipe_name(arguments: Sequence[str]) -> str:
+    """Return the name in `recipe=NAME`.
+
+    Raises:
+        UserError: it is missing.
+    """
+    names = [one.removeprefix("recipe=") for one in arguments if one.startswith("recipe=")]
+    if not names:
+        raise UserError("recipe", "", f"Give recipe=NAME with one of {', '.join(choices('recipe'))}.")
+    return names[-1]
+
+
+@contextmanager
+def _errors_for_users(recipe: str) -> Iterator[None]:
+    """Turns what Hydra and OmegaConf find wrong in a recipe into a UserError."""
+    try:
+        yield
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        raise UserError(key, "???", f"This recipe needs a value for it: {key}=...") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        lines = f"{error}\n{error.__cause__ or ''}".splitlines()
+        told = " ".join(line.strip() for line in lines if line.strip() and "object_type" not in line)
+        raise UserError("recipe", recipe, told) from None
+
+
+def _epilog() -> str:
+    names = choices("recipe")
+    width = max(map(len, names))
+    lines = [f"  {name:{width}}  {_first_comment(name)}" for name in names]
+    return "\n".join(
+        [
+            "recipes:",
+            *lines,
+            "",
+            "docs/configuration.md explains every key; --cfg job prints the full configuration of a recipe.",
+        ]
+    )
+
+
+def _first_comment(recipe: str) -> str:
+    """Return what a recipe's file says about it."""
+    lines = (RECIPES / "recipe" / f"{recipe}.yaml").read_text().splitlines()
+    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("# ")]
+    return next((line for line in comments if not line.startswith("@")), "")
