@@ -44,7 +44,7 @@ class Artifact:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the stage returned when it finished: counts and other numbers."""
+        """What the stage returned when it finished: counts and other numbers, called facts in stage.json."""
         return self.manifest["facts"]
 
     @property

@@ -40,10 +40,10 @@ from train.versions import git_revision, package_versions
 
 @dataclass(frozen=True)
 class StageRun:
-    """How a stage runs: what its result depends on, and what fills a directory and returns a summary."""
+    """The functions of a stage."""
 
-    inputs: Callable[[RunContext], dict[str, Any]]
-    run: Callable[[RunContext, Path], dict[str, Any]]
+    inputs: Callable[[RunContext], dict[str, Any]]  # returns everything that the result depends on
+    run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
     every_rank: bool = False  # otherwise rank 0 runs it and the others wait
 
 
@@ -78,15 +78,15 @@ def run_stages(context: RunContext) -> None:
     """Run the selected stages in order, after checking what they need."""
     config, world = context.config, context.world
     selected = set(config.stages)
-    order = list(Stage)
-    last = max(order.index(stage) for stage in selected)
+    stages = list(Stage)
+    num_needed = 1 + max(stages.index(stage) for stage in selected)
     check_ranks(config.capture, config.vllm, world.size)
     if world.is_main:
         check_environment(config)
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)
-    for stage in order[: last + 1]:
+    for stage in stages[:num_needed]:
         if stage is Stage.plan:
             continue
         if stage is Stage.report:

@@ -19,8 +19,8 @@ def check_environment(config: RunConfig) -> None:
 
 def check_store(config: RunConfig, stage: Stage) -> None:
     """Raise UserError if this stage, or a selected later one, needs a Mooncake store and cannot join it."""
-    order = list(Stage)
-    if joins_mooncake(config, {one for one in config.stages if order.index(one) >= order.index(stage)}):
+    later = set(list(Stage)[list(Stage).index(stage) :])
+    if joins_mooncake(config, later & set(config.stages)):
         load_mooncake()
         reach(config.capture.mooncake.master)
 

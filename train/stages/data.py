@@ -3,7 +3,7 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -219,14 +219,9 @@ def _sizes(dataset: Dataset) -> dict[str, int]:
 
 
 def save_dataset(dataset: Dataset, directory: Path) -> None:
-    """Save the dataset atomically."""
-    replace_directory(directory, lambda path: dataset.save_to_disk(str(path)))
-
-
-def replace_directory(directory: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a temporary directory, which then replaces `directory`."""
+    """Save the dataset to a temporary directory, which then replaces `directory`."""
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    write(partial)
+    dataset.save_to_disk(str(partial))
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
