@@ -1,3 +1,5 @@
+"""The checks of a recipe: types by Hydra, values by `check`."""
+
 import subprocess
 import sys
 from functools import reduce
