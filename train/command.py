@@ -92,9 +92,9 @@ def _report_failed_import(
         sys.exit(INTERRUPTED)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] not in _OUR_PACKAGES:
         remedy = (
-            "The package is not installed. scripts/quickstart sets up the environment; activate it with "
-            "`source .venv/bin/activate`."
+            f"{sys.executable} does not have it. scripts/quickstart sets up the environment; to activate it, "
+            "run `source .venv/bin/activate`."
         )
-        print(f"error: python={sys.executable}: {error.name}: {remedy}", file=sys.stderr)
+        print(f"error: package={error.name}: {remedy}", file=sys.stderr)
         sys.exit(MISTAKE)
     sys.__excepthook__(kind, error, traceback)

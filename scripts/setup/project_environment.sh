@@ -1,5 +1,6 @@
-# Sourced by the other scripts: makes .venv (or uses the active environment when EAGLE31_NO_VENV is set),
-# installs what pyproject.toml asks for when that has changed, and puts it first on PATH.
+# Other scripts source this file. `ensure_environment EXTRA` makes .venv, installs the project editable with that
+# extra of pyproject.toml (train or dev) if the file has changed, and puts .venv first on PATH. With
+# EAGLE31_NO_VENV set it uses the active environment.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
@@ -8,12 +9,14 @@ ensure_environment() {
     if [ -n "${EAGLE31_NO_VENV:-}" ]; then
         return
     fi
-    local venv="$root/.venv" constraint=() stamp
+    local venv="$root/.venv" extra=$1 constraint=() stamp installed
     if ! command -v nvidia-smi >/dev/null 2>&1; then
         constraint=(--constraint constraints-cpu.txt)
     fi
     stamp=$(cat pyproject.toml constraints-cpu.txt <(echo "${constraint[@]}") | sha256sum | cut -d ' ' -f 1)
-    if [ "$(cat "$venv/.eagle31-stamp" 2>/dev/null)" != "$stamp" ]; then
+    installed=$(cat "$venv/.eagle31-stamp" 2>/dev/null || true)
+    # dev holds all that train does.
+    if [ "$installed" != "$extra $stamp" ] && [ "$installed" != "dev $stamp" ]; then
         local python=${PYTHON:-python3}
         if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
             echo "error: PYTHON=$python: Python 3.10 or newer is needed; set PYTHON to one." >&2
@@ -23,8 +26,8 @@ ensure_environment() {
         [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
         # torch first and alone: with its build settled, nothing that follows brings another.
         "$venv/bin/python" -m pip install --quiet "${constraint[@]}" torch
-        "$venv/bin/python" -m pip install --quiet "${constraint[@]}" --editable '.[dev]'
-        echo "$stamp" >"$venv/.eagle31-stamp"
+        "$venv/bin/python" -m pip install --quiet "${constraint[@]}" --editable ".[$extra]"
+        echo "$extra $stamp" >"$venv/.eagle31-stamp"
     fi
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
 }

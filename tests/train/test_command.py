@@ -69,7 +69,7 @@ def test_a_missing_package_names_the_command_that_installs_it() -> None:
     done = run("pass", before="import a_package_that_is_missing")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert done.stderr.startswith(f"error: python={sys.executable}: a_package_that_is_missing: ")
+    assert done.stderr.startswith(f"error: package=a_package_that_is_missing: {sys.executable} ")
     assert "scripts/quickstart" in done.stderr
 
 
