@@ -28,7 +28,7 @@ class Submission:
 def render(submission: Submission, launcher: LauncherConfig) -> str:
     """Return the batch script.
 
-    It has nothing of the environment, because sbatch passes on the submitter's, tokens included.
+    It contains no environment variables, because sbatch passes on the submitter's, tokens included.
 
     Raises:
         UserError: sbatch would misread the output directory's path.

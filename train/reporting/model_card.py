@@ -47,7 +47,7 @@ def model_card(
         f"A draft model for speculative decoding. It proposes tokens that `{target}` verifies, so the output "
         "is what the target would write and needs fewer of its forward passes. It reads the target's hidden "
         "states and works with no other model.",
-        "## Measured\n\n" + "\n\n".join([_measured(evaluation), *_served(serving), *map(_picture, plots)]),
+        "## Results\n\n" + "\n\n".join([_measured(evaluation), *_served(serving), *map(_picture, plots)]),
         "## Serve\n\n```shell\n"
         + serve_command(*_public_paths(run_info), evaluation.get("k", DRAFT_TOKENS), layout_of(config).value)
         + "\n```",
@@ -94,7 +94,7 @@ def _measured(evaluation: dict[str, Any]) -> str:
                 f"{temperature:g}",
                 f"{stats['acceptance_length']:.2f}",
                 f"{stats['tokens_per_target_forward']:.2f}",
-                ", ".join(f"{100 * share:.0f} %" for share in stats["absolute_acceptance"]),
+                ", ".join(f"{100 * rate:.0f} %" for rate in stats["absolute_acceptance"]),
                 "" if speedup is None else f"{speedup:.2f}x",
             )
         )
@@ -152,7 +152,7 @@ def describe_samples(run_info: dict[str, Any]) -> str:
 
 def describe_steps(run_info: dict[str, Any]) -> str:
     best_step = run_info["best_step"]
-    return f"{run_info['steps']:,}" + (f", exported step {best_step:,}" if best_step is not None else "")
+    return f"{run_info['steps']:,}" + (f"; step {best_step:,} is exported" if best_step is not None else "")
 
 
 def describe_vocabulary(run_info: dict[str, Any]) -> str:

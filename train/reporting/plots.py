@@ -17,8 +17,8 @@ from matplotlib.font_manager import fontManager
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-# Each colour on a light and on a dark page. Blue, orange and grey differ for every kind of colour vision.
-COLOURS = {
+# Each color on a light and on a dark page. Blue, orange and gray differ for every kind of color vision.
+COLORS = {
     "ink": ("#1c2127", "#e6e9ed"),
     "muted": ("#5c6570", "#9aa5b1"),
     "rule": ("#dfe3e8", "#2d343d"),
@@ -28,8 +28,8 @@ COLOURS = {
     "surface": ("#ffffff", "#15191e"),
     "sunken": ("#f5f6f8", "#1c2228"),
 }
-INK, MUTED, RULE, ACCENT, PALE, _, _, _ = (light for light, _ in COLOURS.values())
-# The colours are ordered like the depths; the first draft token has the most contrast on either page.
+INK, MUTED, RULE, ACCENT, PALE, _, _, _ = (light for light, _ in COLORS.values())
+# The colors are ordered like the depths; the first draft token has the most contrast on either page.
 LIGHT_RAMP = LinearSegmentedColormap.from_list("light", ["#14284f", "#20739f", "#62b492"])
 DARK_RAMP = LinearSegmentedColormap.from_list("dark", ["#e9f5d3", "#5fc0b4", "#3b7db5"])
 FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
@@ -123,7 +123,7 @@ def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inch
 
 
 def to_svg(panel: Panel) -> str:
-    """Return the panel without its title as an `<svg>` element in the page's font and colour scheme."""
+    """Return the panel without its title as an `<svg>` element in the page's font and color scheme."""
     buffer = io.StringIO()
     # The browser chooses the font, so space is reserved for the widest of the usual ones.
     svg_style = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": panel.name}
@@ -137,7 +137,7 @@ def to_svg(panel: Panel) -> str:
     svg = re.sub(r' width="\S+pt" height="\S+pt"', f' role="img" aria-label="{panel.title}"', svg, count=1)
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # figures share their ids, which must be unique on a page
     svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
-    dark = dict(COLOURS.values())
+    dark = dict(COLORS.values())
     for num in range(1, 33):
         dark.update(zip(_ramp(num, LIGHT_RAMP), _ramp(num, DARK_RAMP), strict=True))
     return re.sub(
@@ -150,11 +150,11 @@ def to_svg(panel: Panel) -> str:
 def _draw_depths(axes: Axes, train: Sequence[dict[str, Any]], key: str) -> None:
     num_depths = max(len(record["depth"]) for record in train)
     labels = []
-    for depth, colour in enumerate(_ramp(num_depths, LIGHT_RAMP)):
+    for depth, color in enumerate(_ramp(num_depths, LIGHT_RAMP)):
         records = [record for record in train if depth < len(record["depth"])]
         x, y = _bin_means([r["step"] for r in records], [r["depth"][depth][key] for r in records])
-        axes.plot(x, y, color=colour, marker="o" if len(x) == 1 else "", markersize=4)
-        labels.append((f"token {depth + 1}", x[-1], y[-1], colour))
+        axes.plot(x, y, color=color, marker="o" if len(x) == 1 else "", markersize=4)
+        labels.append((f"token {depth + 1}", x[-1], y[-1], color))
     if key == "loss":
         axes.set_ylabel("nats per token")
     else:
@@ -169,12 +169,12 @@ def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: in
         {int(k) for record in validation for k in record["acceptance_length"]}, reverse=True
     )
     labels = []
-    for k, colour in zip(draft_lengths, _ramp(len(draft_lengths), LIGHT_RAMP), strict=True):
+    for k, color in zip(draft_lengths, _ramp(len(draft_lengths), LIGHT_RAMP), strict=True):
         records = [record for record in validation if str(k) in record["acceptance_length"]]
         x = [record["step"] for record in records]
         y = [record["acceptance_length"][str(k)] for record in records]
-        axes.plot(x, y, color=colour, marker="o", markersize=3.5)
-        labels.append((f"k = {k}", x[-1], y[-1], colour))
+        axes.plot(x, y, color=color, marker="o", markersize=3.5)
+        labels.append((f"k = {k}", x[-1], y[-1], color))
     axes.set_ylabel("tokens per target forward")
     axes.set_ylim(bottom=0.95)
     if best_step is not None:
@@ -209,8 +209,8 @@ def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
         ("of drafts accepted so far", stats["conditional_acceptance"], PALE, 0.205),
     )
     positions = np.arange(1, stats["k"] + 1)
-    for name, rates, colour, offset in bars:
-        axes.bar(positions + offset, rates, 0.39, color=colour, label=name)
+    for name, rates, color, offset in bars:
+        axes.bar(positions + offset, rates, 0.39, color=color, label=name)
         for position, rate in zip(positions, rates, strict=True):
             _label(axes, f"{100 * rate:.0f}", (position + offset, rate), (0, 3), INK, ha="center")
     axes.set(xticks=positions, xlabel="position in the draft")
@@ -229,7 +229,7 @@ def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
 
 
 def _label_ends(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
-    """Label each (text, x, y, colour) curve to the right of its end; move labels apart that would overlap."""
+    """Label each (text, x, y, color) curve to the right of its end; move labels apart that would overlap."""
     shown = sorted((label for label in labels if np.isfinite(label[2])), key=lambda label: label[2])
     bottom, top = axes.get_ylim()
     gap = 0.062 * (top - bottom)
@@ -240,8 +240,8 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> 
     pushed = [height - y for height, (_, _, y, _) in zip(heights, shown, strict=True)]
     shift = sum(pushed) / max(len(pushed), 1)
     right = axes.get_xlim()[1]
-    for height, (text, _, _, colour) in zip(heights, shown, strict=True):
-        _label(axes, text, (right, height - shift), (5, 0), colour, va="center")
+    for height, (text, _, _, color) in zip(heights, shown, strict=True):
+        _label(axes, text, (right, height - shift), (5, 0), color, va="center")
 
 
 def _label(
@@ -249,13 +249,13 @@ def _label(
     text: str,
     xy: tuple[float, float],
     offset: tuple[float, float],
-    colour: str,
+    color: str,
     fraction: bool = False,
     **kwargs: Any,
 ) -> None:
     """Write text `offset` points away from a data point, or from a fraction of the axes."""
     where = "axes fraction" if fraction else "data"
-    axes.annotate(text, xy, offset, where, "offset points", color=colour, annotation_clip=False, **kwargs)
+    axes.annotate(text, xy, offset, where, "offset points", color=color, annotation_clip=False, **kwargs)
 
 
 def _step_axis(axes: Axes) -> None:
@@ -271,8 +271,8 @@ def _percent_axis(axes: Axes, label: str, top: float) -> None:
     axes.set_ylabel(label)
 
 
-def _ramp(num: int, colours: LinearSegmentedColormap) -> list[str]:
-    return [to_hex(colours(i / max(num - 1, 1))) for i in range(num)]
+def _ramp(num: int, colors: LinearSegmentedColormap) -> list[str]:
+    return [to_hex(colors(i / max(num - 1, 1))) for i in range(num)]
 
 
 def _style() -> dict[Any, Any]:

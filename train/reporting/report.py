@@ -17,7 +17,7 @@ from train.reporting.model_card import (
     serve_command,
     target_name,
 )
-from train.reporting.plots import COLOURS, Panel, build_panels, save_png, to_svg
+from train.reporting.plots import COLORS, Panel, build_panels, save_png, to_svg
 from train.reporting.results import decoding_runs, identical_completions
 from train.tables import aligned
 
@@ -156,7 +156,7 @@ def _page(
     )
     environment.filters["duration"] = _duration
     return environment.get_template("report_template.html").render(
-        colours=COLOURS,
+        colors=COLORS,
         figures={name: (panel, to_svg(panel)) for name, panel in panels.items()},
         evaluation=evaluation,
         headlines=_headlines(evaluation),

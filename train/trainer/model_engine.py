@@ -40,7 +40,7 @@ class TrainedModule(nn.Module):
     def forward(
         self, batch: PackedBatch, schedule: RolloutSchedule | None = None, with_metrics: bool = True
     ) -> tuple[Tensor, DepthSums]:
-        """Return the unnormalised loss of one micro-batch and the sums per depth; see `rollout_loss`."""
+        """Return the unnormalized loss of one micro-batch and the sums per depth; see `rollout_loss`."""
         return rollout_loss(
             self.drafter,
             self.frozen,

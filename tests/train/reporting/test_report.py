@@ -19,7 +19,7 @@ from tests.train.reporting.finished_run import (
     train_metrics,
     validation_metrics,
 )
-from train.reporting.plots import COLOURS, build_panels, to_svg
+from train.reporting.plots import COLORS, build_panels, to_svg
 from train.reporting.report import format_table, refresh_page, write_report
 
 PICTURES = {
@@ -196,19 +196,19 @@ def test_svg_follows_the_page(tmp_path: Path) -> None:
         assert "font-family" not in svg
         outside = re.sub(r"light-dark\(#[0-9a-f]{6}, #[0-9a-f]{6}\)", "", svg)
         fixed = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", outside))
-        assert fixed <= {"#ffffff"}, panel.name  # no colour that one of the schemes would hide
+        assert fixed <= {"#ffffff"}, panel.name  # no color that one of the schemes would hide
 
 
 def test_text_is_legible_in_both_schemes() -> None:
     for scheme in (0, 1):
-        surface = luminance(COLOURS["surface"][scheme])
+        surface = luminance(COLORS["surface"][scheme])
         for name in ("ink", "muted", "accent", "warning"):
-            pair = sorted((luminance(COLOURS[name][scheme]), surface))
+            pair = sorted((luminance(COLORS[name][scheme]), surface))
             assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, name  # WCAG 2.2, 1.4.3
 
 
-def luminance(colour: str) -> float:
-    channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+def luminance(color: str) -> float:
+    channels = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])
 

@@ -99,15 +99,15 @@ def sizes(dataset: Dataset, num_aux_layers: int, hidden_size: int, dtype: Any) -
     def num_bytes(encoding: Encoding) -> int:
         return encoded_bytes(encoding, rows[encoding.final_states], num_aux_layers, hidden_size, dtype)
 
-    rows = {kept: _total(dataset_rows(dataset, Encoding("bf16", kept))) for kept in FINAL_STATES}
-    tokens, whole = rows["all"].tokens, num_bytes(Encoding("bf16", "all"))
+    rows = {states: _total(dataset_rows(dataset, Encoding("bf16", states))) for states in FINAL_STATES}
+    tokens, bf16_bytes = rows["all"].tokens, num_bytes(Encoding("bf16", "all"))
     return [
         {
             **encoding.to_json(),
             "bytes_per_token": num_bytes(encoding) / tokens,
-            "of_bf16": num_bytes(encoding) / whole,
+            "of_bf16": num_bytes(encoding) / bf16_bytes,
         }
-        for encoding in (Encoding(codec, kept) for codec in CODECS for kept in FINAL_STATES)
+        for encoding in (Encoding(codec, states) for codec in CODECS for states in FINAL_STATES)
     ]
 
 

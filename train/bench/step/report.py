@@ -109,10 +109,10 @@ def _draw_sides(axes: Axes, results: Sequence[dict[str, Any]], value: Any, text:
         for side in shown:
             ours = side["side"] == "eagle31"
             number = value(side)
-            colour = ACCENT if ours else MUTED
+            color = ACCENT if ours else MUTED
             axes.plot([1e-9, number], [y, y], color=ACCENT if ours else PALE, linewidth=5)
             axes.annotate(
-                text(number), (number, y), (5, 0), "data", "offset points", color=colour, va="center"
+                text(number), (number, y), (5, 0), "data", "offset points", color=color, va="center"
             )
             ticks.append(y)
             labels.append(f"{side['side']}, head {side['head']}")
@@ -193,7 +193,7 @@ def _draw_lengths(axes: Axes, points: Sequence[dict[str, Any]]) -> None:
 def _draw_sizes(axes: Axes, points: Sequence[dict[str, Any]]) -> None:
     vocabularies = sorted({p["vocab_size"] for p in points})
     depths = sorted({p["num_steps"] for p in points})
-    colours = [PALE, "#5f93c1", ACCENT]
+    colors = [PALE, "#5f93c1", ACCENT]
     width = 0.8 / len(depths)
     for index, depth in enumerate(depths):
         heights = [
@@ -206,7 +206,7 @@ def _draw_sizes(axes: Axes, points: Sequence[dict[str, Any]]) -> None:
         ]
         x = np.arange(len(vocabularies)) + (index - (len(depths) - 1) / 2) * width
         label = f"{depth} step{'s' if depth > 1 else ''}"
-        axes.bar(x, heights, width * 0.94, color=colours[index % 3], label=label)
+        axes.bar(x, heights, width * 0.94, color=colors[index % 3], label=label)
         for center, height in zip(x, heights, strict=True):
             axes.annotate(f"{height:.2f}", (center, height), (0, 3), "data", "offset points", ha="center")
     axes.set_xticks(range(len(vocabularies)), [_thousands(n) for n in vocabularies])
