@@ -173,7 +173,7 @@ def test_log_path_that_sbatch_would_misread_is_refused() -> None:
         (["recipe=any_target", "launcher=slurm"], "target.model"),
         (["recipe=any_target", "launcher=slurm", "launcher.node=2", *NEEDED], "launcher.node"),
         (["recipe=any_target", "launcher=slurm", "launcher.time=soon", *NEEDED], "launcher.time"),
-        (["recipe=any_target", "launcher=pbs", *NEEDED], "recipe"),
+        (["recipe=any_target", "launcher=pbs", *NEEDED], "launcher"),
     ],
 )
 def test_recipe_is_checked_first(arguments: list[str], field: str) -> None:

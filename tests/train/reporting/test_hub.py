@@ -100,7 +100,7 @@ def test_unchanged_files_are_not_committed_again(hub: Hub, push: Push, finished:
 def test_failed_upload_commits_nothing(hub: Hub, push: Push, finished: Path) -> None:
     hub.refuses_objects = True
     done = push(finished, "--repo", REPO)
-    assert done.status == 1
+    assert done.status == 2
     assert done.stderr.startswith(f"error: hub.repo_id={REPO}")
     assert "Traceback" not in done.stderr
     assert not hub.commits
@@ -144,7 +144,7 @@ def test_pushes_that_cannot_succeed_are_refused(
     message: str,
 ) -> None:
     done = push(finished, *arguments, token=token)
-    assert done.status == 1
+    assert done.status == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "hf_" not in done.stderr
@@ -161,5 +161,5 @@ def test_unreachable_hub_is_reported(
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     done = push(finished, "--repo", REPO)
-    assert done.status == 1
+    assert done.status == 2
     assert "Nothing was committed" in done.stderr

@@ -101,7 +101,8 @@ def test_command_prints_and_writes_its_numbers(
     spec = save_target(tmp_path / "target")
     options = ["--max-samples", "6", "--rounds", "1", "--json", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["bench/capture", spec.model, *options])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
     assert "6 samples" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
     assert [side["side"] for side in written["sides"]] == [PREFILL, "exact"]
