@@ -1,1 +1,1 @@
-"""EAGLE 3.1 drafters: the model and its maths."""
+"""EAGLE 3.1 drafters: the model, its training objective, decoding, and export."""

@@ -1,15 +1,15 @@
-"""The one exception for what a user can put right."""
+"""The exception for errors that a user can correct."""
 
 from collections.abc import Mapping
 
 
 class UserError(ValueError):
-    """Bad input: names the field, the value it has, and the remedy.
+    """An error in the input, with the field, its value, and the remedy.
 
     Args:
-        field: where the value comes from, as the user writes it (`data.train`, or `file.jsonl:12`).
-        value: what was found there.
-        remedy: what is wrong with it and what to do, as a full sentence.
+        field: the value's source as the user writes it (`data.train`, or `file.jsonl:12`).
+        value: the value found there.
+        remedy: what is wrong and what to do, in full sentences.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
@@ -19,7 +19,7 @@ class UserError(ValueError):
         super().__init__(f"{field}={value!s}: {remedy}")
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:
-        # Worker processes send it back: an exception is rebuilt from its message otherwise.
+        # Worker processes send it to their parent, and pickle would rebuild it from its message alone.
         return type(self), (self.field, str(self.value), self.remedy)
 
 

@@ -1,4 +1,4 @@
-"""JSON and text files that are either whole or absent, and append-only JSON lines."""
+"""JSON and text files that are written atomically, and append-only JSON lines."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from eagle31.errors import UserError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes the file beside its place and renames it there: a reader sees the old one or the new one."""
+    """Write a file atomically: a reader sees the old content or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -26,12 +26,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` atomically. Paths become strings, enums their values; other types raise TypeError."""
+    """Write `value` atomically. Paths become strings, enums their values; other types raise TypeError."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=_encode) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError, naming file and line, for what is not JSON."""
+    """Read a JSON file. Raises UserError with file and line if it is not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -39,7 +39,7 @@ def read_json(path: Path) -> Any:
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Appends one line in a single write, so that lines of a killed process are whole or cut at the end."""
+    """Append one line in a single write, so that only the last line of a killed process can be incomplete."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     line = _line(record).encode()
@@ -48,20 +48,18 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes all records atomically, one a line."""
+    """Write all records atomically, one per line."""
     write_text(path, "".join(_line(record) for record in records))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file, without a last line that its writer did not live to finish.
+    """Read a JSON lines file, without a last line that has no newline: its process was killed.
 
-    Raises UserError, naming the line, for any other line that is not JSON.
+    Raises UserError with the line number for any other line that is not JSON.
     """
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
-    for number, line in enumerate(
-        lines[:-1], start=1
-    ):  # behind the last newline: nothing, or an unfinished line
+    for number, line in enumerate(lines[:-1], start=1):  # the last element is empty or an incomplete line
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -78,12 +76,12 @@ def _encode(value: object) -> object:
         return str(value)
     if isinstance(value, Enum):
         return value.value
-    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
 def _broken(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
     return UserError(
         "file",
         f"{path}:{line}",
-        f"This is not JSON ({error.msg}); mend it, or delete it to have it made again.",
+        f"This is not JSON ({error.msg}); correct it, or delete the file to have it written again.",
     )

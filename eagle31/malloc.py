@@ -1,21 +1,21 @@
-"""The C library's allocator, told to keep what is freed."""
+"""A setting of the C library's allocator for processes that compute on the CPU."""
 
 import ctypes
 import sys
 
 import torch
 
-# Of mallopt(3).
+# Constants of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 1 << 25  # glibc takes no more
+_LARGEST_MMAP_THRESHOLD = 1 << 25  # glibc's maximum
 
 
 def keep_freed_memory() -> None:
-    """For processes that compute on the CPU under glibc; does nothing elsewhere.
+    """Make glibc keep freed memory, for processes that compute on the CPU; does nothing elsewhere.
 
     By default glibc returns large blocks to the kernel, which clears every page again when the next
-    activations are allocated: up to a fifth of the CPU time of a small model's forward passes. Kept, memory
-    stays at its peak until the process ends.
+    activations are allocated. That takes up to a fifth of the CPU time of a small model's forward passes.
+    With this setting the process keeps its peak memory until it ends.
     """
     if torch.cuda.is_available() or not sys.platform.startswith("linux"):
         return

@@ -1,8 +1,8 @@
-"""The floating-point operations of one training step, by formula.
+"""The FLOPs of one training step, by formula.
 
-A multiplication and an addition are two operations. Counted is what the mathematics needs of the rows that
-are really computed: matrix products, and attention's scores and sums over visible pairs. Recomputed
-activations and elementwise work are not, so a fraction of the peak that is reached leaves them out too.
+A multiplication and an addition are two FLOPs. The formula counts the matrix products of the rows that are
+computed, and attention's scores and sums over visible pairs. It leaves out recomputed activations and
+elementwise operations, so a utilisation computed from it leaves them out too.
 """
 
 from dataclasses import dataclass, fields
@@ -16,28 +16,28 @@ from eagle31.training.supervision import supervised_drafts
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How often each part of a training step runs."""
+    """The number of rows and pairs that each part of a training step computes."""
 
     keys: int  # rows with a step-0 key and value
-    rows: tuple[int, ...]  # rows that are rolled out, by speculation step; the head reads the same ones
-    tokens: int  # whose embedding some row reads
-    causal_pairs: int  # visible (row, step-0 key) pairs, over all steps
-    teachers: int  # positions at which the target's distribution is computed
+    rows: tuple[int, ...]  # rolled-out rows by speculation step; the head reads the same rows
+    tokens: int  # tokens whose embedding some row reads
+    causal_pairs: int  # visible (row, step-0 key) pairs over all steps
+    teachers: int  # positions of the target's distribution
 
     @property
-    def rolled(self) -> int:
-        """Rows over all steps."""
+    def rolled_out(self) -> int:
+        """Return the number of rolled-out rows over all steps."""
         return sum(self.rows)
 
     @property
-    def own_pairs(self) -> int:
-        """(row, own later key) pairs over all steps: step k reads k of them."""
+    def rollout_pairs(self) -> int:
+        """Return the number of (row, rollout key) pairs over all steps; a row of step k reads k of them."""
         return sum(step * rows for step, rows in enumerate(self.rows))
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """By part, forward and backward together."""
+    """FLOPs by part, of forward and backward together."""
 
     fusion: int
     projections: int  # q, k, v, o
@@ -52,89 +52,91 @@ class StepFlops:
 
     @property
     def linear(self) -> int:
-        """All but attention."""
+        """Return the FLOPs of all parts but attention."""
         return self.total - self.attention
 
 
 def count_step(batch: PackedBatch, num_steps: int) -> StepCounts:
-    """What a step on this row computes when it computes nothing that no loss reads.
+    """Count what a step on this packed row computes.
 
-    Keys reach from each document's start to its last drafted row, a row is rolled out as long as it counts.
+    Keys are computed from each document's start to its last supervised row. A row is rolled out as long as
+    its steps are supervised.
     """
-    counted = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     num_tokens = len(batch.input_ids)
-    rows = counted[:, 0].nonzero().squeeze(1)
+    rows = supervised[:, 0].nonzero().squeeze(1)
     documents, lengths = batch.document_ids.unique_consecutive(return_counts=True)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)  # of each row's document
-    place = torch.arange(num_tokens) - starts + 1
+    depth = torch.arange(num_tokens) - starts + 1  # number of keys that each row reads
     last = torch.zeros(len(documents), dtype=torch.long)
     which = torch.arange(len(documents)).repeat_interleave(lengths)
-    last.scatter_reduce_(0, which[rows], place[rows], "amax")
-    # Row t's step k reads the token at t + 1 + k, which is its teacher's index too.
-    needed = torch.zeros(num_tokens, dtype=torch.bool)
+    last.scatter_reduce_(0, which[rows], depth[rows], "amax")
+    # Row t's step k reads the token at t + 1 + k, which is also its teacher's index.
+    is_teacher = torch.zeros(num_tokens, dtype=torch.bool)
     for step in range(min(num_steps, num_tokens - 1)):
-        needed[1 + step :] |= counted[: num_tokens - 1 - step, step]
-    read = needed.clone()
-    read[1:] |= (place <= last[which])[:-1]
+        is_teacher[1 + step :] |= supervised[: num_tokens - 1 - step, step]
+    is_read = is_teacher.clone()
+    is_read[1:] |= (depth <= last[which])[:-1]
     return StepCounts(
         keys=int(last.sum()),
-        rows=tuple(counted.sum(0).tolist()),
-        tokens=int(read.sum()),
-        causal_pairs=int((place.unsqueeze(1) * counted).sum()),
-        teachers=int(needed.sum()),
+        rows=tuple(supervised.sum(0).tolist()),
+        tokens=int(is_read.sum()),
+        causal_pairs=int((depth.unsqueeze(1) * supervised).sum()),
+        teachers=int(is_teacher.sum()),
     )
 
 
 def typical_counts(
     row_tokens: int, num_steps: int, document_tokens: int, assistant_fraction: float
 ) -> StepCounts:
-    """Of a packed row before there is any data.
+    """Estimate the counts of a packed row before there is any data.
 
-    Every document is `document_tokens` long and ends with one answer, which is `assistant_fraction` of it.
+    Every document is `document_tokens` long and ends with one answer, whose length is `assistant_fraction` of
+    the document's.
     """
     length = min(document_tokens, row_tokens)
     documents, span = row_tokens / length, max(1, round(assistant_fraction * length))
-    own = [max(0, min(span - 1 - k, length - 2 - k)) for k in range(num_steps)]
+    step_rows = [max(0, min(span - 1 - k, length - 2 - k)) for k in range(num_steps)]
     first = max(0, length - 1 - span)  # the row before the answer's first token, if there is a prompt
-    pairs = sum(rows * (first + 1) + rows * (rows - 1) / 2 for rows in own)
-    keys = min(length - 1, first + own[0])
+    pairs = sum(rows * (first + 1) + rows * (rows - 1) / 2 for rows in step_rows)
+    keys = min(length - 1, first + step_rows[0])
     return StepCounts(
         keys=round(documents * keys),
-        rows=tuple(round(documents * rows) for rows in own),
+        rows=tuple(round(documents * rows) for rows in step_rows),
         tokens=round(documents * keys),
         causal_pairs=round(documents * pairs),
-        teachers=round(documents * own[0]),
+        teachers=round(documents * step_rows[0]),
     )
 
 
 def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) -> StepFlops:
-    """Forward and backward.
+    """Return the FLOPs of forward and backward.
 
     A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
-    frozen head is spared the last one, and the teacher, computed over the draft vocabulary as in every step
-    that measures nothing else, has no backward at all. The embedding's half of the query, key and value
-    projections is computed once for each token, however many steps read it. Layers before the last compute
-    every key row at step 0.
+    frozen head does not need the last one. The teacher has no backward; it is computed over the draft
+    vocabulary, as in a step without metrics. The embedding's half of the query, key and value projections is
+    computed once per token, however many steps read it. Layers before the last compute every key row at
+    step 0.
     """
-    hidden, target, rolled = config.hidden_size, config.target_hidden_size, counts.rolled
-    # Without the norms before it nothing trained lies behind fc's input.
+    hidden, target, rolled_out = config.hidden_size, config.target_hidden_size, counts.rolled_out
+    # Without the norms before it, fc's input needs no gradient.
     fusion = (6 if config.fc_norm else 4) * counts.keys * len(config.aux_layer_ids) * target * hidden
-    wider = counts.rolled - counts.rows[0] + counts.keys  # (row, step) pairs of a layer before the last
+    wider = counts.rolled_out - counts.rows[0] + counts.keys  # (row, step) pairs of a layer before the last
     projections = mlp = attention = 0
     for layer in range(config.num_hidden_layers):
         last = layer == config.num_hidden_layers - 1
-        computed = rolled if last else wider
+        computed = rolled_out if last else wider
         projections += _projections(config, counts, computed, layer == 0, last)
         mlp += 6 * computed * 3 * hidden * config.intermediate_size
-        # Scores and weighted sum forward; their four gradients backward.
+        # Scores and weighted sum in forward, four gradients in backward.
         heads = config.num_attention_heads * (config.head_dim + config.value_width)
-        attention += 6 * (counts.causal_pairs + counts.own_pairs) * heads
+        attention += 6 * (counts.causal_pairs + counts.rollout_pairs) * heads
     return StepFlops(
         fusion=fusion,
         projections=projections,
         mlp=mlp,
         attention=attention,
-        head=(6 if head_trained else 4) * rolled * hidden * config.draft_vocab_size,
+        head=(6 if head_trained else 4) * rolled_out * hidden * config.draft_vocab_size,
         teacher=2 * counts.teachers * target * config.draft_vocab_size,
     )
 
@@ -142,10 +144,10 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
 def _projections(
     config: DrafterConfig, counts: StepCounts, computed: int, reads_embedding: bool, last: bool
 ) -> int:
-    """q, k, v and o of one layer, which has queries at `computed` (row, step) pairs."""
+    """Return the FLOPs of q, k, v and o of one layer with queries at `computed` (row, step) pairs."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     query = heads * config.head_dim
-    keys = counts.keys + counts.rolled - counts.rows[0]
+    keys = counts.keys + counts.rolled_out - counts.rows[0]
     tokens = counts.tokens if reads_embedding else 0
     query_tokens = 0 if not reads_embedding else counts.teachers if last else counts.tokens
     first_query, first_key, second = query, config.num_key_value_heads * 2 * config.head_dim, 0
@@ -160,7 +162,7 @@ def _projections(
 
 
 def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int, int]]:
-    """(m, k, n) of the step's products [m, k] @ [k, n], at which the machine's peak is measured."""
+    """Return (m, k, n) of the step's main products [m, k] @ [k, n], to measure the machine's peak with."""
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     first = counts.rows[0]
     return [

@@ -1,6 +1,7 @@
-"""Memory of one training step by formula: what forward keeps for backward, and what the loss holds at once.
+"""The memory of one training step, by formula.
 
-Counted are tensors, as torch's allocator does: neither what kernels take inside, nor fragments.
+The formula counts tensors, as PyTorch's allocator does. It leaves out the workspace of kernels and
+fragmentation.
 """
 
 from dataclasses import dataclass, fields
@@ -14,18 +15,18 @@ _WIDE = 4  # float32
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by part, each at its own peak."""
+    """Bytes by part, each at the part's peak."""
 
-    batch: int  # the row's hidden states
-    activations: int  # of the rollout, kept for the backward pass
-    state_gradients: int  # of what the head reads, made by the loss
-    head_gradient: int  # accumulated in float32, where the head is trained
+    batch: int  # the packed row's hidden states
+    activations: int  # the rollout's, kept for the backward pass
+    state_gradients: int  # gradients of the head's inputs, made by the loss
+    head_gradient: int  # accumulated in float32, if the head is trained
     loss_chunk: int  # logits, distributions
-    backward: int  # the largest module's gradients, and the state's between the modules
+    backward: int  # the largest module's gradients, and those of the state between modules
 
     @property
     def total(self) -> int:
-        """At the step's peak: the chunk is gone when the backward pass starts."""
+        """Return the peak of the step; the chunk is released when the backward pass starts."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         largest = max(parts.pop("loss_chunk"), parts.pop("backward"))
         return sum(parts.values()) + largest
@@ -42,19 +43,19 @@ def step_memory(
     device: str,
     with_metrics: bool = True,
 ) -> StepMemory:
-    """Of a drafter's forward and backward on one row.
+    """Return the memory of a drafter's forward and backward on one packed row.
 
     Args:
         itemsize: bytes of the training dtype.
-        device: "cpu" or "cuda", which chunk the loss differently.
-        with_metrics: as on logging steps, which look at the target's whole vocabulary.
+        device: "cpu" or "cuda", which have different chunks of the loss.
+        with_metrics: as on logging steps, which need the target's full vocabulary.
     """
     hidden, num_aux = config.hidden_size, len(config.aux_layer_ids)
     head = config.draft_vocab_size * hidden
     narrow = itemsize < _WIDE
     step = _Step(config, itemsize)
-    first, rolled = counts.rows[0], counts.rolled
-    later = rolled - first
+    first, rolled_out = counts.rows[0], counts.rolled_out
+    later = rolled_out - first
     fused = step.fusion(counts.keys)
     shared = step.shared_products(counts)
     if activation_checkpointing:
@@ -64,13 +65,13 @@ def step_memory(
         )
     else:
         layers = config.num_hidden_layers
-        kept = fused + shared + step.keys(counts.keys + later) * layers + step.rows(rolled)
+        kept = fused + shared + step.keys(counts.keys + later) * layers + step.rows(rolled_out)
         kept += (layers - 1) * step.rows(counts.keys + later)
         recomputed = 0
     return StepMemory(
         batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize,
         activations=kept,
-        state_gradients=rolled * hidden * itemsize,
+        state_gradients=rolled_out * hidden * itemsize,
         head_gradient=head * (_WIDE + (itemsize if narrow else 0)) if head_trained else 0,
         loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics),
         backward=recomputed + step.backward(counts),
@@ -79,7 +80,7 @@ def step_memory(
 
 @dataclass(frozen=True)
 class _Step:
-    """What one row keeps for the backward pass, in bytes; the modules are `drafter.py`'s."""
+    """The bytes that each part of the drafter keeps for the backward pass."""
 
     config: DrafterConfig
     itemsize: int
@@ -93,26 +94,26 @@ class _Step:
         return self.config.num_key_value_heads * (self.config.head_dim + self.config.value_width)
 
     def fusion(self, rows: int) -> int:
-        """The aux states that are read, their norms, and what fc makes of them."""
+        """Return the bytes of the aux hidden states, their norms, and fc's output."""
         aux = len(self.config.aux_layer_ids) * self.config.target_hidden_size
         return rows * (aux * (2 if self.config.fc_norm else 1) + self.config.hidden_size) * self.itemsize
 
     def shared_products(self, counts: StepCounts) -> int:
-        """The embeddings and their norm, also once more for the queries."""
+        """Return the bytes of the embeddings and their norm, which the queries select once more."""
         return (2 * counts.tokens + counts.teachers) * self.config.hidden_size * self.itemsize
 
     def keys(self, rows: int) -> int:
-        """The normed state that keys and values are projected from, they themselves, and the rotation."""
+        """Return the bytes of the normed state, its keys and values, and RoPE's tables."""
         width = self.config.hidden_size + self.key_value_width
         if self.config.mla is not None:
             width += 2 * self.config.mla.kv_lora_rank + self.config.mla.qk_rope_head_dim
         return rows * (width * self.itemsize + 2 * self.config.rotary_width * _WIDE)
 
     def rows(self, rows: int) -> int:
-        """From the query to the normed output; `keys` has what lies before."""
+        """Return the bytes from the query to the normed output; `keys` has those before."""
         hidden, heads = self.config.hidden_size, self.config.num_attention_heads
-        # Before attention the state itself, narrowed to the rows that go on; behind it the residual sum, its
-        # norm, the layer's output and the normed output.
+        # Before attention: the state of the rows that continue. After it: the residual sum, its norm, the
+        # layer's output and the normed output.
         width = 5 * hidden + self.query_width + heads * self.config.value_width
         width += 2 * self.config.intermediate_size
         if self.config.mla is not None:
@@ -120,7 +121,7 @@ class _Step:
         return rows * (width * self.itemsize + heads * _WIDE)
 
     def checkpointed(self, keys: int, first: int, later: int) -> int:
-        """What passes between the steps: keys and values, the layer's output, its norm, the state."""
+        """Return the bytes that pass between steps: keys, values, the layer's output, its norm, the state."""
         layers = self.config.num_hidden_layers
         passed = (keys + later) * self.key_value_width * layers + (
             3 * first + 3 * later
@@ -128,13 +129,13 @@ class _Step:
         return passed * self.itemsize
 
     def backward(self, counts: StepCounts) -> int:
-        """The wider of the feed-forward network's and attention's gradients, at the first step."""
+        """Return the bytes of the larger of MLP's and attention's gradients, at the first step."""
         rows, hidden = counts.rows[0], self.config.hidden_size
         mlp = 3 * self.config.intermediate_size
         query = self.query_width
-        own = len(counts.rows) - 1
-        # The own terms are computed in float32, whatever the training dtype.
-        attention = 3 * query * self.itemsize + (4 * query + own * self.key_value_width) * _WIDE
+        later_steps = len(counts.rows) - 1
+        # The rollout terms are computed in float32, whatever the training dtype.
+        attention = 3 * query * self.itemsize + (4 * query + later_steps * self.key_value_width) * _WIDE
         keys = 2 * counts.keys * self.key_value_width * self.itemsize
         return rows * (max(mlp * self.itemsize, attention) + 2 * hidden * self.itemsize) + keys
 
@@ -146,11 +147,11 @@ def _loss_chunk(
     positions = chunk_positions(device, vocab, draft, num_steps, with_metrics)
     positions = min(positions, max(counts.teachers, 1))
     rows = positions * num_steps
-    whole = vocab if with_metrics else draft
+    teacher_width = vocab if with_metrics else draft
     probs = positions * draft * _WIDE
-    wide = 0 if itemsize == _WIDE else positions * whole * _WIDE
-    # Logits, a copy in float32, and what the log-sum-exp over them makes.
-    teacher = positions * whole * itemsize + wide + positions * whole * _WIDE
+    wide = 0 if itemsize == _WIDE else positions * teacher_width * _WIDE
+    # Logits, a copy in float32, and the log-sum-exp's temporary.
+    teacher = positions * teacher_width * itemsize + wide + positions * teacher_width * _WIDE
     elementwise = (rows * draft + 2 * positions * draft) * _WIDE if device == "cuda" else 0
     buffers = rows * (draft + config.hidden_size) * itemsize
     return buffers + probs + max(teacher, elementwise)

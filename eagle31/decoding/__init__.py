@@ -1,1 +1,1 @@
-"""Drafting one token after another: speculative decoding, acceptance statistics, replay."""
+"""Drafting token by token: speculative decoding, acceptance statistics, replay."""

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """What `num_drafts` chain drafts of up to `k` tokens gave.
+    """The accepted tokens of `num_drafts` chain drafts of up to `k` tokens.
 
-    A draft that reaches the end of the text is cut there: what lies beyond is neither accepted nor rejected.
+    A draft that reaches the end of the text is cut there: tokens after it are neither accepted nor rejected.
     """
 
     k: int
@@ -21,17 +21,17 @@ class AcceptanceStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per target forward: accepted drafts + 1."""
+        """Return the tokens emitted per target forward: accepted draft tokens + 1."""
         return 1.0 + self.num_accepted / max(self.num_drafts, 1)
 
     @property
     def absolute_acceptance(self) -> tuple[float, ...]:
-        """TokenProjection of all drafts accepted up to and including each position."""
+        """Return the fraction of all drafts accepted up to and including each position."""
         return tuple(n / max(self.num_drafts, 1) for n in self.accepted_per_position)
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:
-        """TokenProjection accepted at each position among the drafts accepted at the one before."""
+        """Return the fraction accepted at each position of the drafts accepted at the position before."""
         before = (self.num_drafts, *self.accepted_per_position)
         return tuple(n / max(m, 1) for n, m in zip(self.accepted_per_position, before, strict=False))
 
@@ -42,7 +42,7 @@ class AcceptanceStats:
 
     @staticmethod
     def from_lengths(k: int, accepted: Sequence[int]) -> "AcceptanceStats":
-        """From the number of accepted tokens of each draft."""
+        """Make the statistics of the number of accepted tokens of each draft."""
         counts = tuple(sum(n > position for n in accepted) for position in range(k))
         return AcceptanceStats(k, len(accepted), counts)
 

@@ -142,7 +142,7 @@ def _heads(layer: dict[str, Any], values: dict[str, Any]) -> tuple[MlaShape | No
 
 
 def _rope_parameters(layer: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    """Return RoPE's parameters, of either spelling, in the newer one: a dict with `rope_type` and `rope_theta`.
+    """Return RoPE's parameters of either spelling in the newer one, which has `rope_type` and `rope_theta`.
 
     Source: `RotaryEmbeddingConfigMixin` in modeling_rope_utils.py of transformers.
     """

@@ -105,7 +105,9 @@ def tensor_findings(
             findings.append(finding(name, list(present[key][1].shape), list(shape), remedy))
     for key, (name, tensor) in present.items():
         if key not in expected:
-            remedy = "vLLM has no such parameter: config.json is another's, or the name has a prefix that vLLM adds."
+            remedy = (
+                "vLLM has no such parameter; config.json does not match, or the name has an extra prefix."
+            )
             findings.append(finding(name, list(tensor.shape), "no such tensor", remedy))
         elif tensor.is_floating_point() and not torch.isfinite(tensor).all():
             findings.append(finding(name, "nan or inf", "finite weights", "Export an earlier step."))

@@ -152,7 +152,7 @@ def write_verification(export: Path, record: TrainingRecord, probe: Probe | None
 
 
 def read_record(export: Path) -> TrainingRecord | None:
-    """Read the record; None for a checkpoint that was not exported here. Raises UserError if it is damaged."""
+    """Read the record; None if the checkpoint was not exported here. Raises UserError if it is damaged."""
     path = export / DIRECTORY / RECORD
     return TrainingRecord.from_json(read_json(path)) if path.exists() else None
 

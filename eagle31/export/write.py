@@ -62,8 +62,8 @@ def write_export(
         state, embed_tokens, dtype: see `served_tensors`.
         provenance: target, revision, fingerprints; kept under `eagle31` in `config.json`.
         verifier: the target and its number of draft tokens; required for `Layout.speculators`.
-        complete: called with the temporary directory before it is renamed, to add files and to check it. If it
-            raises, the older export stays.
+        complete: called with the temporary directory before it is renamed, to add files and to check it. If
+            it raises, the older export stays.
 
     Raises:
         UserError: a weight is not finite.

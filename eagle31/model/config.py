@@ -40,7 +40,7 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The configuration of a drafter. The default is EAGLE 3.1; EAGLE 3 has no `fc_norm` and no `norm_output`.
+    """The configuration of a drafter: EAGLE 3.1 by default; EAGLE 3 has no `fc_norm` and no `norm_output`.
 
     With `mla`, each head has its own keys: `num_key_value_heads` is the number of heads, and `head_dim` the
     width of their queries and keys.

@@ -1,4 +1,4 @@
-"""The training step as the definition reads: every row at every step, one attention mask, all logits."""
+"""The training step by its definition: every row at every step, one attention mask, all logits."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,9 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x: [T, heads, D]; complex rotation of the pairs (i, i + D/2)."""
+    """Rotate the pairs (i, i + D/2). x: [T, heads, D]."""
     half = x.shape[-1] // 2
-    # transformers computes the frequencies in float32.
+    # The frequencies are float32 in transformers and vLLM.
     frequencies = (1.0 / theta ** (torch.arange(0, 2 * half, 2).float() / (2 * half))).float()
     angles = (positions[:, None].float() * frequencies).to(x.dtype)[:, None]
     cos, sin = angles.float().cos().to(x.dtype), angles.float().sin().to(x.dtype)
@@ -28,7 +28,7 @@ def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def rope_pairs(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x: [T, heads, D]; complex rotation of the pairs (2i, 2i + 1), as DeepSeek's checkpoints have them."""
+    """Rotate the pairs (2i, 2i + 1), the order of DeepSeek's checkpoints. x: [T, heads, D]."""
     frequencies = (1.0 / theta ** (torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])).float()
     angles = positions[:, None].float() * frequencies
     turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))[:, None]
@@ -38,7 +38,7 @@ def rope_pairs(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 def grouped_heads(
     inputs: Tensor, weight: Callable[[str], Tensor], config: DrafterConfig, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [T, Hq, D] of grouped-query attention, the keys and values repeated."""
+    """Return queries, keys and values [T, Hq, D] of grouped-query attention, keys and values repeated."""
     q, k, v = (
         (inputs @ weight(f"self_attn.{name}_proj").T).unflatten(-1, (-1, config.head_dim)) for name in "qkv"
     )
@@ -50,7 +50,7 @@ def grouped_heads(
 def latent_heads(
     inputs: Tensor, weight: Callable[[str], Tensor], config: DrafterConfig, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys [T, Hq, D] and values [T, Hq, Dv] of multi-head latent attention."""
+    """Return queries and keys [T, Hq, D] and values [T, Hq, Dv] of multi-head latent attention."""
     assert config.mla is not None
     nope, heads = config.mla.qk_nope_head_dim, (config.num_attention_heads, -1)
     latent = inputs @ weight("self_attn.q_a_proj").T
@@ -66,7 +66,7 @@ def latent_heads(
     return q, k, kv[..., nope:]
 
 
-def is_counted(batch: PackedBatch, row: int, step: int) -> bool:
+def is_supervised(batch: PackedBatch, row: int, step: int) -> bool:
     last = row + 2 + step
     if last >= len(batch.input_ids) or batch.document_ids[row] != batch.document_ids[last]:
         return False
@@ -74,7 +74,7 @@ def is_counted(batch: PackedBatch, row: int, step: int) -> bool:
 
 
 def shift(x: Tensor, by: int) -> Tensor:
-    """x[t + by] at t, the last entry beyond the end."""
+    """Return x[t + by] at t, and the last entry where there is none."""
     index = (torch.arange(len(x)) + by).clamp(max=len(x) - 1)
     return x[index]
 
@@ -82,7 +82,7 @@ def shift(x: Tensor, by: int) -> Tensor:
 def naive_states(
     drafter: Drafter, config: DrafterConfig, frozen: FrozenParts, batch: PackedBatch, num_steps: int
 ) -> list[Tensor]:
-    """Post-norm states of every row, a tensor [T, H] per step."""
+    """Return the post-norm states of every row, a tensor [T, H] per step."""
     weights = dict(drafter.named_parameters())
     eps, length = config.rms_norm_eps, len(batch.input_ids)
     aux = list(batch.aux_hidden_states.unbind(1))
@@ -148,6 +148,6 @@ def naive_loss(
     for step, normed in enumerate(naive_states(drafter, config, frozen, batch, num_steps)):
         log_q = (normed @ drafter.lm_head.weight.T).log_softmax(-1)
         for row in range(len(batch.input_ids)):
-            if is_counted(batch, row, step):
+            if is_supervised(batch, row, step):
                 total = total - decay**step * (teacher[row + 1 + step] * log_q[row]).sum()
     return total

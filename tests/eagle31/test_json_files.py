@@ -41,7 +41,7 @@ def test_broken_json_names_file_and_line(tmp_path: Path) -> None:
         read_jsonl(path)
 
 
-def test_jsonl_appends_and_forgets_an_unfinished_last_line(tmp_path: Path) -> None:
+def test_jsonl_appends_and_ignores_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_jsonl(path, [{"step": 1}, {"step": 2}])
     append_jsonl(path, {"step": 3, "loss": float("nan")})

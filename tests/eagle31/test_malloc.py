@@ -22,12 +22,12 @@ libc.free(block)
 print(mapped, libc.mallinfo2().keepcost >= 24 << 20)
 """
 
-# Of mallinfo2(3).
+# Fields of mallinfo2(3).
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 def allocated(call: str) -> str:
-    """How many mappings 24 MiB take, and whether the heap still has them once they are freed."""
+    """Return the number of mappings that 24 MiB take, and whether the heap keeps them once freed."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", _PROGRAM.format(call=call, fields=_FIELDS)]
     return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""A tiny drafter and random packed rows."""
+"""Tiny drafters and random packed rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,8 @@ def tiny_config(**changes: Any) -> DrafterConfig:
     return replace(config, **changes)
 
 
-# Of `tiny_config`: multi-head latent attention, with values narrower than keys, and as wide.
+EAGLE3: dict[str, Any] = {"fc_norm": False, "norm_output": False}
+# Changes to `tiny_config`: multi-head latent attention with values narrower than keys, and as wide.
 MLA: dict[str, Any] = {
     "mla": MlaShape(q_lora_rank=10, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6),
     "num_key_value_heads": 4,
@@ -44,7 +45,7 @@ def tiny_drafter(
     torch.manual_seed(seed)
     drafter = Drafter(config)
     for parameter in drafter.parameters():
-        # Norm weights too, so that a norm left out or applied twice shows.
+        # Norm weights too, so that a norm left out or applied twice changes the result.
         nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.3)
     head = nn.Linear(config.target_hidden_size, config.vocab_size, bias=False).to(dtype).requires_grad_(False)
     ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
@@ -64,7 +65,7 @@ def random_batch(
     padding: int = 0,
     dtype: Any = torch.float64,
 ) -> PackedBatch:
-    """Documents of the given lengths; the mask comes in random runs, as turns do."""
+    """Make a row of documents of these lengths; the mask has random runs, as conversations have turns."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths) + padding
     flips = torch.rand(total, generator=generator) < 0.2

@@ -7,19 +7,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagle31.cost.flops import StepCounts, count_step, gemm_sizes, step_flops, typical_counts
 from eagle31.training.step import rollout_loss
-from tests.eagle31.naive import is_counted, naive_loss
+from tests.eagle31.naive import is_supervised, naive_loss
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
 LINEAR = ("aten.mm", "aten.addmm", "aten.addmm_")
 
 
 def added_product(total: Any, left: Any, right: Any, **_: Any) -> int:
-    """For the in-place form, which torch does not count. Shapes [m, n], [m, k], [k, n]."""
+    """Return the FLOPs of the in-place form, which PyTorch does not count. Shapes [m, n], [m, k], [k, n]."""
     return int(2 * left[0] * left[1] * right[1])
 
 
-def counted_flops(run: Any) -> dict[str, int]:
-    """Of forward and backward, by operator."""
+def measured_flops(run: Any) -> dict[str, int]:
+    """Return PyTorch's count for forward and backward, by operator."""
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product})
     with counter:
         run().backward()
@@ -27,12 +27,12 @@ def counted_flops(run: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_the_formula_is_torchs_count_where_every_row_is_computed(num_steps: int) -> None:
+def test_the_formula_is_pytorchs_count_where_every_row_is_computed(num_steps: int) -> None:
     config = tiny_config()
     drafter, frozen = tiny_drafter(config)
     frozen.target_head.requires_grad_(False)
     batch = random_batch((9, 12), config, seed=3)
-    found = counted_flops(lambda: naive_loss(drafter, config, frozen, batch, num_steps, 0.8))
+    found = measured_flops(lambda: naive_loss(drafter, config, frozen, batch, num_steps, 0.8))
     length = len(batch.input_ids)
     counts = StepCounts(
         keys=length,
@@ -43,13 +43,13 @@ def test_the_formula_is_torchs_count_where_every_row_is_computed(num_steps: int)
     )
     expected = step_flops(config, counts, head_trained=True)
     linear = sum(found.get(op, 0) for op in LINEAR)
-    # Its teacher covers the whole vocabulary, and every step projects the embeddings anew.
+    # The naive step's teacher covers the full vocabulary, and each of its steps projects the embeddings.
     rest = config.vocab_size - config.draft_vocab_size
     query = config.num_attention_heads * config.head_dim
     key = config.num_key_value_heads * config.head_dim
-    anew = 6 * length * (num_steps - 1) * config.hidden_size * (query + 2 * key)
-    assert linear == expected.linear + 2 * length * config.target_hidden_size * rest + anew
-    # It scores all pairs of rows at each step's keys, not the diagonal ones alone.
+    projected_again = 6 * length * (num_steps - 1) * config.hidden_size * (query + 2 * key)
+    assert linear == expected.linear + 2 * length * config.target_hidden_size * rest + projected_again
+    # It scores all pairs of rows at each step's keys, not only the diagonal ones.
     wasted = 12 * query * (length * length - length) * num_steps * (num_steps - 1) // 2
     assert sum(found.values()) - linear == expected.attention + wasted
 
@@ -76,7 +76,7 @@ def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: 
     def run() -> torch.Tensor:
         return rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, with_metrics=False)[0]
 
-    found = counted_flops(run)
+    found = measured_flops(run)
     expected = step_flops(config, count_step(batch, 4), head_trained)
     assert sum(found.get(op, 0) for op in LINEAR) == expected.linear
 
@@ -97,7 +97,7 @@ def test_counts_by_their_definitions() -> None:
         batch = random_batch((11, 1, 2, 19, 3), config, seed=seed, padding=5)
         counts = count_step(batch, 5)
         length = len(batch.input_ids)
-        pairs = [(t, k) for t in range(length) for k in range(5) if is_counted(batch, t, k)]
+        pairs = [(t, k) for t in range(length) for k in range(5) if is_supervised(batch, t, k)]
         rows = [t for t, k in pairs if k == 0]
         documents = batch.document_ids.tolist()
         reach = {documents[t]: t + 1 - documents.index(documents[t]) for t in rows}
@@ -110,7 +110,7 @@ def test_counts_by_their_definitions() -> None:
         ]
         assert counts.tokens == len(read | {t + 1 for t in key_rows})
         assert counts.causal_pairs == sum(documents[: t + 1].count(documents[t]) for t, _ in pairs)
-        assert counts.own_pairs == sum(k for _, k in pairs)
+        assert counts.rollout_pairs == sum(k for _, k in pairs)
 
 
 def test_gemm_sizes_are_those_of_the_step() -> None:
@@ -118,7 +118,7 @@ def test_gemm_sizes_are_those_of_the_step() -> None:
     drafter, _ = tiny_drafter(config)
     counts = count_step(random_batch((30,), config, seed=1), 2)
     weights = {tuple(p.shape) for p in drafter.parameters() if p.ndim == 2}
-    weights |= {(n, k // 2) for n, k in weights}  # of the embedding's and of the state's half
+    weights |= {(n, k // 2) for n, k in weights}  # the halves of the embedding and of the state
     for m, k, n in gemm_sizes(config, counts):
         assert m in (counts.keys, counts.rows[0])
         assert (n, k) in weights

@@ -1,34 +1,4 @@
-import torch
-
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.replay import replay
-
-
-def walk(hits: list[list[bool]], counted: list[list[bool]], k: int) -> list[int]:
-    """Replay as decoding does it, token by token."""
-    accepted = []
-    row = 0
-    while row < len(hits):
-        if not counted[row][0]:
-            row += 1
-            continue
-        n = 0
-        while n < k and counted[row][n] and hits[row][n]:
-            n += 1
-        accepted.append(n)
-        row += n + 1
-    return accepted
-
-
-def test_replay_walks_as_decoding_does() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        hits = torch.rand(40, 5, generator=generator) < 0.6
-        ends = torch.randint(0, 6, (40,), generator=generator)
-        counted = torch.arange(5) < ends[:, None]
-        for k in (1, 3, 5):
-            expected = AcceptanceStats.from_lengths(k, walk(hits.tolist(), counted.tolist(), k))
-            assert replay(hits, counted, k) == expected
 
 
 def test_figures() -> None:

@@ -13,7 +13,6 @@ from data.target.head import TargetHead
 from data.target.modules import TargetModules, locate
 from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.chain import top_margin
 from eagle31.decoding.replay import replay
 from eagle31.decoding.speculative import (
     Decoded,
@@ -35,7 +34,7 @@ LIMITS: dict = {"max_new_tokens": 30, "eos_token_ids": [END]}
 
 
 def tiny_target() -> tuple[LlamaForCausalLM, TargetModules]:
-    torch.manual_seed(22)  # its texts are varied, and some end early
+    torch.manual_seed(22)  # its completions vary, and some end early
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=20,
@@ -71,27 +70,27 @@ def drafter_for(modules: TargetModules, **changes: object) -> tuple[Drafter, Fro
 
 
 @dataclass(frozen=True)
-class Text:
-    """A prompt, what the target alone writes behind it, and the captured states of both."""
+class Case:
+    """A prompt, the target's completion of it, and the captured states of both."""
 
     prompt: list[int]
-    own: Decoded
+    plain: Decoded
     sample: CapturedSample
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[Text]:
+def cases() -> list[Case]:
     model, modules = tiny_target()
     target, capture = TargetDecoder(model, modules, AUX), HiddenStateCapture(model, modules, AUX)
     found = []
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(VOCAB - 1, (3 + seed,), generator=generator).tolist()
-        own = decode_plainly(target, prompt, device=CPU, **LIMITS)
-        ids = torch.tensor([*prompt, *own.token_ids])
+        plain = decode_plainly(target, prompt, device=CPU, **LIMITS)
+        ids = torch.tensor([*prompt, *plain.token_ids])
         mask = torch.arange(len(ids)) >= len(prompt)
-        [(aux, last)] = capture.capture([ids])
-        found.append(Text(prompt, own, CapturedSample(ids, mask, aux, last)))
+        [(aux, final)] = capture.capture([ids])
+        found.append(Case(prompt, plain, CapturedSample(ids, mask, aux, final)))
     return found
 
 
@@ -107,23 +106,23 @@ def texts() -> list[Text]:
     ids=["eagle3.1", "eagle3", "two layers", "full vocabulary", "mla"],
 )
 @pytest.mark.parametrize("draft_tokens", [1, 4])
-def test_text_is_the_targets_and_replay_equals_decoding(
-    texts: list[Text], changes: dict, draft_tokens: int
+def test_completions_are_the_targets_and_replay_equals_decoding(
+    cases: list[Case], changes: dict, draft_tokens: int
 ) -> None:
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules, **changes)
     decoded, replayed = [], AcceptanceStats(draft_tokens, 0, (0,) * draft_tokens)
-    for text in texts:
-        ours = decode_speculatively(target, drafter, frozen, text.prompt, draft_tokens=draft_tokens, **LIMITS)
-        assert ours.token_ids == text.own.token_ids
+    for case in cases:
+        ours = decode_speculatively(target, drafter, frozen, case.prompt, draft_tokens=draft_tokens, **LIMITS)
+        assert ours.token_ids == case.plain.token_ids
         assert len(ours.token_ids) == LIMITS["max_new_tokens"] or ours.token_ids[-1] == END
         decoded.append(ours)
-        batch = pack_row([text.sample], len(text.sample.input_ids))
+        batch = pack_row([case.sample], len(case.sample.input_ids))
         replayed += replay(*greedy_hits(drafter, frozen, batch, draft_tokens), draft_tokens)
     stats = acceptance(decoded, draft_tokens)
     assert stats == replayed
-    # Some drafts are accepted, some rejected: agreement would mean nothing otherwise.
+    # Agreement means something only if some drafts are accepted and some rejected.
     assert 0 < stats.num_accepted < stats.num_drafts * draft_tokens
     assert sum(one.num_target_forwards for one in decoded) < sum(len(one.token_ids) for one in decoded)
 
@@ -134,10 +133,10 @@ def test_drafts_and_margins_are_kept() -> None:
     drafter, frozen = drafter_for(modules)
     limits = {"max_new_tokens": 30, "eos_token_ids": [END]}
     prompt = [1, 2, 3, 4]
-    own = decode_plainly(target, prompt, device=CPU, **limits)
+    plain = decode_plainly(target, prompt, device=CPU, **limits)
     ours = decode_speculatively(target, drafter, frozen, prompt, draft_tokens=3, **limits)
     assert len(ours.margins) == len(ours.token_ids)
-    torch.testing.assert_close(torch.tensor(ours.margins), torch.tensor(own.margins), rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(ours.margins), torch.tensor(plain.margins), rtol=0, atol=1e-4)
     assert len(ours.drafts) == len(ours.draft_margins) == len(ours.accepted) > 2
     position = 1
     for draft, margins, num_accepted in zip(ours.drafts, ours.draft_margins, ours.accepted, strict=True):
@@ -161,7 +160,7 @@ def test_drafts_and_margins_are_kept() -> None:
     assert sampled.draft_margins == [[]] * len(sampled.drafts)
 
 
-def test_a_draft_margin_is_the_drafters_own() -> None:
+def test_a_draft_margin_is_the_drafters() -> None:
     """Moving the second-best logit up by the margin makes a tie."""
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
@@ -185,12 +184,6 @@ def test_a_draft_margin_is_the_drafters_own() -> None:
     assert logits_biased(-1.01 * margin) != before.drafts
 
 
-def test_top_margin() -> None:
-    logits = torch.tensor([[1.0, 4.0, 2.5], [3.0, 3.0, 0.0]], dtype=torch.bfloat16)
-    torch.testing.assert_close(top_margin(logits), torch.tensor([1.5, 0.0]))
-    assert top_margin(torch.tensor([[7.0]])).item() == float("inf")
-
-
 def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4]])
@@ -199,15 +192,15 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     num = 3000
     drafts = torch.multinomial(q[0], num, replacement=True, generator=generator).tolist()
     for draft in drafts:
-        num_accepted, own = verify_sampled([draft], q, p, generator)
-        counts[draft if num_accepted else own] += 1
+        num_accepted, next_token = verify_sampled([draft], q, p, generator)
+        counts[draft if num_accepted else next_token] += 1
     assert counts[3] == 0
     chi_square = sum((counts[i] - num * float(p[0, i])) ** 2 / (num * float(p[0, i])) for i in range(3))
     assert chi_square < 27.6  # two degrees of freedom: one in a million
 
 
 def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft against a grid of the uniform variable, with distributions in place of what is drawn."""
+    """Every draft with a grid of the uniform variable; distributions replace the draws from them."""
     generator = torch.Generator().manual_seed(0)
     drawn_from: list[torch.Tensor] = []
     monkeypatch.setattr("eagle31.decoding.speculative.draw", lambda probs, _: drawn_from.append(probs) or 0)
@@ -226,11 +219,11 @@ def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(emitted, p[0], rtol=0, atol=1 / len(grid))
 
 
-def test_sampled_texts_follow_the_target() -> None:
+def test_sampled_completions_follow_the_target() -> None:
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules)
-    drafter.lm_head.weight.mul_(10)  # far from even, so that what is drawn from what matters
+    drafter.lm_head.weight.mul_(10)  # far from uniform, so that the distributions differ
     generator = torch.Generator().manual_seed(3)
     temperature, num_accepted = 1.5, 0
     emitted, expected = [], []
@@ -253,7 +246,7 @@ def test_sampled_texts_follow_the_target() -> None:
         expected.append((logits[len(prompt) - 1 : -1] / temperature).softmax(-1))
     tokens, probs = torch.cat(emitted), torch.cat(expected).double()  # [N], [N, V]
     assert num_accepted > 100
-    # Behind its prefix each token is a draw from its row: what it exceeds its mean by is a martingale.
+    # Each token is drawn from its row given its prefix, so its deviations from the mean are a martingale.
     hits = torch.nn.functional.one_hot(tokens, VOCAB)
     deviations = (hits - probs).sum(0) / (probs * (1 - probs)).sum(0).sqrt()
     assert deviations.abs().max() < 4.5

@@ -46,7 +46,7 @@ def test_mla_read_back_drafts_the_same(tmp_path: Path, changes: dict, rope: dict
 
 
 def test_mla_as_others_publish_it(tmp_path: Path) -> None:
-    """The older names, and a number of key heads that says nothing."""
+    """Reads older names, and ignores the number of key heads."""
     expected = export(tmp_path / "e", **MLA, rope_parameters=LATENT_YARN)
     rope = {key: value for key, value in LATENT_YARN.items() if key not in ("rope_type", "rope_theta")}
     changes = {"num_key_value_heads": 1, "rope_scaling": rope | {"type": "yarn"}}

@@ -41,7 +41,7 @@ def a_probe() -> tuple[Probe, torch.nn.Module, torch.Tensor]:
 def test_record_and_probe_are_read_back(tmp_path: Path) -> None:
     probe, _, _ = a_probe()
     write_verification(tmp_path, record(), probe)
-    # vLLM takes every safetensors file beside config.json for weights.
+    # vLLM loads every safetensors file next to config.json as weights.
     assert not list(tmp_path.glob("*.safetensors"))
     assert read_record(tmp_path) == record()
     read = read_probe(tmp_path)
@@ -57,7 +57,7 @@ def test_a_record_of_mla_is_read_back(tmp_path: Path) -> None:
     assert read_record(tmp_path) == record(**MLA)
 
 
-def test_a_checkpoint_of_others_has_no_record(tmp_path: Path) -> None:
+def test_a_published_checkpoint_has_no_record(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     assert read_probe(tmp_path) is None
 
@@ -71,7 +71,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, change: dict) -> None:
         read_record(tmp_path)
 
 
-def test_replay_of_the_same_drafter_differs_by_nothing() -> None:
+def test_replay_of_the_same_drafter_has_no_difference() -> None:
     probe, drafter, embed_tokens = a_probe()
     assert replay_probe(probe, drafter, embed_tokens).largest == 0.0
 
@@ -90,7 +90,7 @@ def test_replay_of_nan_is_a_difference() -> None:
     assert replay_probe(probe, drafter, embed_tokens).largest == float("inf")
 
 
-def test_a_piece_is_small_and_has_drafts_that_count() -> None:
+def test_a_piece_is_small_and_has_supervised_drafts() -> None:
     wide = tiny_config(target_hidden_size=7168)
     batch = random_batch((300,), wide, dtype=torch.float32)
     batch = replace(batch, loss_mask=torch.arange(300) >= 200)

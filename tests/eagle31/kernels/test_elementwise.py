@@ -1,4 +1,4 @@
-"""The short backward passes against autograd's own."""
+"""The short backward passes compared with autograd's."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ ROWS, WIDTH = 9, 12
 
 
 def compare(
-    own: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dtype
+    fast: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dtype
 ) -> None:
-    """Values and gradients of `own` in `dtype` against those of `plain` in float64."""
+    """Compare values and gradients of `fast` in `dtype` with those of `plain` in float64."""
     narrow = [x.to(dtype).requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in narrow]
-    found, expected = own(*narrow), plain(*exact)
+    found, expected = fast(*narrow), plain(*exact)
     grad = torch.randn(expected.shape, dtype=torch.float64).to(dtype)
     assert found.dtype == dtype
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
@@ -39,13 +39,13 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm = RMSNorm(WIDTH, eps=1e-2)
 
-    def own(x: Tensor, weight: Tensor) -> Tensor:
+    def fast(x: Tensor, weight: Tensor) -> Tensor:
         return torch.func.functional_call(norm, {"weight": weight}, x)
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt() * weight
 
-    compare(own, plain, [torch.randn(ROWS, WIDTH), torch.randn(WIDTH)], dtype)
+    compare(fast, plain, [torch.randn(ROWS, WIDTH), torch.randn(WIDTH)], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -67,17 +67,17 @@ def test_gated_linear(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     linear = GatedLinear(WIDTH, 5, bias=False)
 
-    def own(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    def fast(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         return torch.func.functional_call(linear, {"weight": weight}, (gate, up))
 
     def plain(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         return (F.silu(gate) * up) @ weight.T
 
     inputs = [torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(5, WIDTH)]
-    compare(own, plain, inputs, dtype)
+    compare(fast, plain, inputs, dtype)
 
 
-def test_a_norm_of_what_needs_no_gradient_trains_its_weight() -> None:
+def test_a_norm_whose_input_needs_no_gradient_trains_its_weight() -> None:
     norm = RMSNorm(WIDTH, eps=1e-12)
     norm(torch.ones(ROWS, WIDTH)).sum().backward()
     assert norm.weight.grad is not None

@@ -6,7 +6,7 @@ from eagle31.model.frozen import project_width
 
 
 def embedding_rows(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Correlated columns of unlike scale about a common mean, as embeddings are. [200, 12]"""
+    """Return correlated columns of different scales with a common mean, as in embeddings, [200, 12]."""
     generator = torch.Generator().manual_seed(0)
     mixing = torch.logspace(0, -2, 12)[:, None] * torch.randn(12, 12, generator=generator)
     return (torch.randn(200, 12, generator=generator) @ mixing + 0.3).to(dtype)
@@ -18,7 +18,7 @@ def test_the_same_width_is_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wider_one_pads_so_that_inner_products_stay_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_a_wider_one_pads_with_zeros_and_keeps_inner_products(dtype: torch.dtype) -> None:
     rows = embedding_rows(dtype)
     wide = project_width(rows, 20)
     assert (wide.shape, wide.dtype) == ((200, 20), dtype)
@@ -27,12 +27,12 @@ def test_a_wider_one_pads_so_that_inner_products_stay_to_the_last_bit(dtype: tor
 
 
 @pytest.mark.parametrize("width", [1, 5, 11])
-def test_a_narrower_one_keeps_inner_products_as_well_as_any_can(width: int) -> None:
+def test_a_narrower_one_keeps_inner_products_as_well_as_possible(width: int) -> None:
     rows = embedding_rows().double()
     narrow = project_width(rows.float(), width).double()
     assert narrow.shape == (200, width)
     error = torch.linalg.matrix_norm(rows @ rows.T - narrow @ narrow.T)
-    # Eckart and Young: what is left of the Gram matrix are its smaller eigenvalues.
+    # Eckart and Young: the best approximation leaves the Gram matrix's smaller eigenvalues.
     singular = torch.linalg.svdvals(rows)
     best = singular[width:].pow(4).sum().sqrt()
     torch.testing.assert_close(error, best, rtol=1e-3, atol=1e-4 * float(singular[0] ** 2))
@@ -42,7 +42,7 @@ def test_the_strongest_direction_comes_first_whatever_the_width() -> None:
     rows = embedding_rows()
     energy = project_width(rows, 8).pow(2).sum(0)
     assert torch.equal(energy, energy.sort(descending=True).values)
-    # So that a narrower projection is the beginning of a wider one.
+    # A narrower projection is the beginning of a wider one.
     torch.testing.assert_close(project_width(rows, 8)[:, :3], project_width(rows, 3))
 
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention against transformers' own, and Kimi K2.6's drafter at full size."""
+"""Multi-head latent attention compared with transformers', and Kimi K2.6's drafter at full size."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ YARN = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
-# The text part of the target's own config.json, which public drafters for it keep to.
+# The text part of the target's config.json; public drafters for it have the same shape.
 KIMI_K2_6 = DrafterConfig(
     hidden_size=7168,
     intermediate_size=18432,
@@ -63,7 +63,7 @@ KIMI_K2_6 = DrafterConfig(
 @pytest.mark.parametrize("rope", [PLAIN, YARN, YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}])
 @pytest.mark.parametrize("changes", [MLA, WIDE_MLA])
 def test_it_is_deepseeks_attention(rope: dict[str, Any], changes: dict[str, Any]) -> None:
-    """The order of the rotated pairs, YaRN's tables and its temperature, by another implementation."""
+    """Compares the order of the rotated pairs, YaRN's tables and its temperature."""
     config = tiny_config(rope_parameters=rope, **changes)
     assert config.mla is not None
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_it_is_deepseeks_attention(rope: dict[str, Any], changes: dict[str, Any]
 
 def deepseek_attention(config: DrafterConfig) -> DeepseekV3Attention:
     assert config.mla is not None
-    own = DeepseekV3Config(
+    theirs = DeepseekV3Config(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_attention_heads,
@@ -90,8 +90,8 @@ def deepseek_attention(config: DrafterConfig) -> DeepseekV3Attention:
         max_position_embeddings=64,
         **vars(config.mla),
     )
-    own._attn_implementation = "eager"
-    return DeepseekV3Attention(own, layer_idx=0)
+    theirs._attn_implementation = "eager"
+    return DeepseekV3Attention(theirs, layer_idx=0)
 
 
 def by_deepseek(attention: DeepseekV3Attention, x: Tensor, positions: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_yarn_raises_the_scores_of_long_contexts() -> None:
 
 
 def test_kimi_k2_6_at_full_size_is_what_vllm_loads() -> None:
-    """Names and shapes as `Eagle3DeepseekV2ForCausalLM` of vLLM 0.32 has them, before it fuses any."""
+    """Compares names and shapes with `Eagle3DeepseekV2ForCausalLM` of vLLM 0.32, before it fuses any."""
     width, heads = 7168, 64
     expected = {
         "fc.weight": (width, 3 * width),

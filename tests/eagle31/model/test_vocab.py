@@ -18,7 +18,7 @@ def test_ties_go_to_the_lower_id() -> None:
     assert build_draft_vocab(torch.ones(6, dtype=torch.long), 3, []).target_ids.tolist() == [0, 1, 2]
 
 
-def test_null_is_the_whole_vocabulary() -> None:
+def test_null_is_the_full_vocabulary() -> None:
     vocab = build_draft_vocab(torch.zeros(5, dtype=torch.long), None, [1])
     assert vocab.d2t.tolist() == [0] * 5
     assert vocab.t2d.all()

@@ -1,4 +1,4 @@
-"""Every loss against its definition, and its closed-form gradient against autograd."""
+"""Every loss compared with its definition, and its closed-form gradient with autograd's."""
 
 import pytest
 import torch
@@ -11,21 +11,21 @@ ROWS, VOCAB, DRAFT_VOCAB = 7, 40, 13
 
 
 def drawn(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Teacher]:
-    """Draft logits, the target's distribution, the draft ids, and the teacher they make."""
+    """Return draft logits, the target's distribution, the draft ids, and the teacher of the two."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(ROWS, DRAFT_VOCAB, generator=generator, dtype=dtype) * 3
     target = (torch.randn(ROWS, VOCAB, generator=generator, dtype=dtype) * 3).softmax(-1)
     ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
-    share = target[:, ids].sum(-1)
-    return logits, target, ids, Teacher(target[:, ids] / share[:, None], share, None)
+    draft_mass = target[:, ids].sum(-1)
+    return logits, target, ids, Teacher(target[:, ids] / draft_mass[:, None], draft_mass, None)
 
 
 def padded_draft(logits: Tensor, ids: Tensor) -> Tensor:
-    """The drafter's distribution over the target's vocabulary."""
+    """Return the drafter's distribution over the target's vocabulary."""
     return logits.new_zeros(ROWS, VOCAB).index_copy(1, ids, logits.softmax(-1))
 
 
-def test_losses_are_what_their_definitions_say_over_the_target_vocabulary() -> None:
+def test_losses_equal_their_definitions_over_the_target_vocabulary() -> None:
     logits, target, ids, teacher = drawn(0)
     draft = padded_draft(logits, ids)
     distance = 0.5 * (target - draft).abs().sum(-1)
@@ -52,20 +52,20 @@ def test_closed_form_gradients_equal_autograd(loss: Loss, seed: int) -> None:
     objective = Objective(loss, lk_eta=2.5)
     logits.requires_grad_()
     expected = plain_loss(objective, logits, teacher)
-    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), logits)
     gradient = logits.detach().clone()
     entropy, scratch = teacher.entropy(), torch.empty_like(gradient)
     value, alpha = loss_with_gradient(objective, gradient, teacher, entropy, scratch)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-13)
     assert alpha is not None
     overlap = torch.minimum(padded_draft(logits.detach(), ids), target).sum(-1)
     torch.testing.assert_close(alpha, overlap, rtol=1e-12, atol=0)
-    assert wanted.abs().max() > 1e-3
+    assert expected_gradient.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("loss", list(Loss))
-def test_losses_are_finite_where_the_drafter_gives_nearly_nothing(loss: Loss) -> None:
+def test_losses_are_finite_where_the_drafter_gives_almost_no_mass(loss: Loss) -> None:
     logits, _, _, teacher = drawn(0, torch.float32)
     logits = logits * 100
     gradient = logits.clone()

@@ -1,4 +1,4 @@
-"""The training step against its plain reference: values, sums and every gradient."""
+"""The training step compared with its plain reference and the naive one: values, sums and every gradient."""
 
 import random
 from dataclasses import replace
@@ -12,17 +12,31 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Loss, Objective
-from eagle31.training.reference import reference_loss, reference_rollout
-from eagle31.training.rollout import rollout
-from eagle31.training.step import DepthSums, rollout_loss, schedule_batch
-from eagle31.training.supervision import supervised_drafts, supervised_positions
-from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
+from eagle31.training.reference import reference_loss
+from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
+from eagle31.training.supervision import supervised_drafts
+from tests.eagle31.naive import is_supervised, naive_loss, naive_states
+from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 
-EAGLE3 = {"fc_norm": False, "norm_output": False}
+VARIANTS = {
+    "eagle3.1": {},
+    "eagle3": EAGLE3,
+    "norm_before_residual": {"norm_before_residual": True},
+    "two layers": {"num_hidden_layers": 2},
+    "three layers, eagle3": {"num_hidden_layers": 3, "fc_norm": False, "norm_output": False},
+    "full vocabulary": {"draft_vocab_size": 61},
+    "one aux layer": {"aux_layer_ids": (3,)},
+    "four aux layers": {"aux_layer_ids": (0, 1, 2, 3)},
+    "multi-head": {"num_key_value_heads": 4},
+    "multi-query": {"num_key_value_heads": 1},
+    "mla": MLA,
+    "mla, eagle3, two layers": MLA | {"num_hidden_layers": 2, "fc_norm": False, "norm_output": False},
+    "mla, values as wide as keys": WIDE_MLA,
+}
 
 
 def random_case(seed: int, **changes: Any) -> tuple[Drafter, FrozenParts, PackedBatch, int]:
-    """A drafter of some shape, a row of some documents, and a number of steps."""
+    """Return a drafter of some shape, a row of some documents, and a number of steps."""
     draw = random.Random(seed)
     shape: dict[str, Any] = {
         "num_hidden_layers": draw.choice([1, 1, 2]),
@@ -51,12 +65,12 @@ def test_float64_equals_the_reference(seed: int, loss: Loss) -> None:
     drafter, frozen, batch, num_steps = random_case(seed, **whole)
     objective = Objective(loss, lk_eta=2.0, count_outside_vocab=seed % 3 != 0)
     settings = {"num_steps": num_steps, "objective": objective}
-    expected, wanted_sums, wanted = results(reference_loss, drafter, frozen, batch, **settings)
+    expected, expected_sums, expected_grads = results(reference_loss, drafter, frozen, batch, **settings)
     settings |= {"chunk_rows": (5, 64, 1024)[seed % 3], "activation_checkpointing": seed % 2 == 0}
     found, sums, grads = results(rollout_loss, drafter, frozen, batch, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(sums.stacked(), wanted_sums.stacked(), rtol=1e-9, atol=1e-9)
-    for grad, want in zip(grads, wanted, strict=True):
+    torch.testing.assert_close(sums.stacked(), expected_sums.stacked(), rtol=1e-9, atol=1e-9)
+    for grad, want in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-9 * max(1.0, float(want.abs().max())))
 
 
@@ -71,7 +85,7 @@ def test_the_random_cases_are_not_empty() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("loss", [Loss.kl, Loss.lk_lambda])
 def test_narrow_dtypes_stay_within_bounds(dtype: torch.dtype, bound: float, loss: Loss) -> None:
-    """Each gradient's distance from the exact one, as a part of its length."""
+    """Compare each gradient's distance from the exact one with its norm."""
     drafter, frozen, batch, _ = random_case(3, num_hidden_layers=1)
     for parameter in drafter.parameters():
         parameter.data = parameter.data.to(dtype).double()
@@ -81,68 +95,15 @@ def test_narrow_dtypes_stay_within_bounds(dtype: torch.dtype, bound: float, loss
     frozen = replace(frozen, embed_tokens=frozen.embed_tokens.to(dtype).double())
     batch = batch.to(torch.device("cpu"), dtype).to(torch.device("cpu"), torch.float64)
     settings: dict[str, Any] = {"num_steps": 4, "objective": Objective(loss)}
-    expected, _, wanted = results(reference_loss, drafter, frozen, batch, **settings)
+    expected, _, expected_grads = results(reference_loss, drafter, frozen, batch, **settings)
     frozen = replace(frozen, embed_tokens=frozen.embed_tokens.to(dtype), target_head=head.to(dtype))
     batch = batch.to(torch.device("cpu"), dtype)
     found, _, grads = results(rollout_loss, drafter.to(dtype), frozen, batch, **settings)
     assert found.dtype == torch.float32
     assert abs(float(found) - float(expected)) <= bound * float(expected)
-    for grad, want in zip(grads, wanted, strict=True):
+    for grad, want in zip(grads, expected_grads, strict=True):
         assert grad.dtype == dtype
         assert (grad.double() - want).norm() <= bound * want.norm()
-
-
-@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}, MLA, WIDE_MLA])
-def test_states_equal_the_reference(changes: dict[str, Any]) -> None:
-    config = tiny_config(**changes)
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((300, 9, 41), config, seed=5)
-    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 5))
-    steps = zip(
-        rollout(drafter, frozen.embed_tokens, batch, rows, 5),
-        reference_rollout(drafter, frozen.embed_tokens, batch, rows, 5),
-        strict=True,
-    )
-    for found, expected in steps:
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("attention", [{}, MLA])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_no_gradient_flows_from_a_counted_pair_to_what_comes_later(
-    layers: int, attention: dict[str, Any]
-) -> None:
-    """Row t's step k may read hidden states up to t, whatever the mask and the packing."""
-    config = tiny_config(num_hidden_layers=layers, **attention)
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((40, 300), config, seed=1)
-    aux = batch.aux_hidden_states.clone().requires_grad_()
-    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 4))
-    steps = rollout(drafter, frozen.embed_tokens, replace(batch, aux_hidden_states=aux), rows, 4)
-    normed = [normed for normed, _ in steps]
-    for at in range(0, len(rows), 7):
-        (grad,) = torch.autograd.grad(normed[-1][at].sum(), aux, retain_graph=True)
-        touched = grad.abs().sum((1, 2)) > 0
-        row = int(rows[at])
-        assert bool(touched[row])
-        assert not touched[row + 1 :].any()
-        assert not touched[batch.document_ids != batch.document_ids[row]].any()
-
-
-def test_rows_beyond_the_last_draft_of_a_document_are_not_computed() -> None:
-    batch = random_batch((30, 20, 10), tiny_config(), seed=2, padding=5)
-    mask = torch.zeros_like(batch.loss_mask)
-    mask[10:15], mask[35:37] = True, True
-    schedule = schedule_batch(replace(batch, loss_mask=mask), 4)
-    assert [step.rows.tolist() for step in schedule.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
-    assert schedule.key_rows.tolist() == [*range(13), *range(30, 35)]
-    assert schedule.teacher_rows.tolist() == [10, 11, 12, 13, 35]
-    assert schedule.tokens.tolist() == [*range(1, 14), *range(31, 36)]
-    assert schedule.tokens[schedule.key_token_index].tolist() == [t + 1 for t in schedule.key_rows.tolist()]
-    for k, step in enumerate(schedule.steps):
-        assert schedule.tokens[step.token_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
-    assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
-    assert [tuple(run) for run in schedule.steps[1].runs] == [(0, 3, 0, 12)]
 
 
 @pytest.mark.parametrize("attention", [{}, MLA])
@@ -165,7 +126,7 @@ def test_a_row_without_drafts_trains_nothing_and_runs_every_module(
     assert calls["layers.0.mlp.down_proj"] == 3
 
 
-def test_what_is_not_measured_is_zero_and_changes_nothing_else() -> None:
+def test_metrics_are_zero_without_them_and_change_nothing_else() -> None:
     drafter, frozen, batch, _ = random_case(3, draft_vocab_size=29)
     loss, sums, grads = results(rollout_loss, drafter, frozen, batch, num_steps=3)
     cheap, cheap_sums, cheap_grads = results(
@@ -182,14 +143,14 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     head = drafter.lm_head.requires_grad_(False)
     del drafter.lm_head
     frozen = replace(frozen, lm_head=head)
-    expected, _, wanted = results(reference_loss, drafter, frozen, batch, num_steps=3)
+    expected, _, expected_grads = results(reference_loss, drafter, frozen, batch, num_steps=3)
     found, _, grads = results(rollout_loss, drafter, frozen, batch, num_steps=3)
-    torch.testing.assert_close((found, grads), (expected, wanted), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close((found, grads), (expected, expected_grads), rtol=1e-9, atol=1e-9)
     assert head.weight.grad is None
 
 
-def test_the_loss_needs_no_more_logits_than_a_chunk() -> None:
-    """The largest tensor that autograd keeps is no matrix of logits."""
+def test_the_loss_keeps_no_more_logits_than_a_chunk() -> None:
+    """Autograd keeps no matrix of logits."""
     config = tiny_config(draft_vocab_size=59)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((200,), config, seed=2)
@@ -204,3 +165,91 @@ def test_the_loss_needs_no_more_logits_than_a_chunk() -> None:
         rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, chunk_rows=16)
     assert not any(shape[-1:] == (59,) for shape in kept)
     assert not any(len(shape) > 1 and shape[0] > 100 and shape[1] > 100 for shape in kept)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_loss_and_gradients_equal_the_naive_ones(name: str, num_steps: int) -> None:
+    config = tiny_config(**VARIANTS[name])
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((17, 5, 23), config, seed=3, padding=4)
+    expected = naive_loss(drafter, config, frozen, batch, num_steps, 0.8)
+    expected_grads = torch.autograd.grad(expected, list(drafter.parameters()))
+    loss, _ = rollout_loss(drafter, frozen, batch, num_steps=num_steps, step_decay=0.8)
+    loss.backward()
+    assert expected > 1.0
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    for (parameter_name, parameter), gradient in zip(drafter.named_parameters(), expected_grads, strict=True):
+        assert gradient.abs().max() > 0, parameter_name
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-9 * scale, msg=parameter_name)
+
+
+def test_packing_does_not_change_the_loss() -> None:
+    config = tiny_config()
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((13, 21), config, seed=9)
+    packed, sums = rollout_loss(drafter, frozen, batch, num_steps=3, step_decay=0.8)
+    parts = []
+    for part in (slice(0, 13), slice(13, 34)):
+        alone = replace(batch, **{name: getattr(batch, name)[part] for name in vars(batch)})
+        parts.append(rollout_loss(drafter, frozen, alone, num_steps=3, step_decay=0.8))
+    torch.testing.assert_close(packed, parts[0][0] + parts[1][0], rtol=1e-10, atol=0)
+    torch.testing.assert_close(sums.stacked(), parts[0][1].stacked() + parts[1][1].stacked())
+
+
+def test_the_loss_does_not_depend_on_the_chunks() -> None:
+    config = tiny_config()
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((50,), config, seed=2)
+    results = []
+    for chunk_rows in (4096, 3):
+        drafter.zero_grad()
+        loss, sums = rollout_loss(drafter, frozen, batch, num_steps=3, step_decay=0.8, chunk_rows=chunk_rows)
+        loss.backward()
+        results.append((loss.detach(), sums.stacked(), [p.grad.clone() for p in drafter.parameters()]))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_depth_sums_are_what_their_names_say() -> None:
+    config = tiny_config()
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((40,), config, seed=4)
+    _, sums = rollout_loss(drafter, frozen, batch, num_steps=2, step_decay=0.8)
+    teacher = frozen.target_head(batch.final_hidden_states)
+    ids = frozen.draft_target_ids
+    assert ids is not None
+    for step, normed in enumerate(naive_states(drafter, config, frozen, batch, 2)):
+        q_draft = drafter.lm_head(normed).softmax(-1)
+        q = torch.zeros(len(normed), config.vocab_size, dtype=q_draft.dtype).index_copy(1, ids, q_draft)
+        rows = [t for t in range(40) if is_supervised(batch, t, step)]
+        later = [t + 1 + step for t in rows]
+        assert sums.num_rows[step] == len(rows)
+        agreement = (q[rows].argmax(-1) == teacher[later].argmax(-1)).sum()
+        assert sums.agreement[step] == agreement
+        expected = torch.minimum(q[rows], teacher[later].softmax(-1)).sum()
+        torch.testing.assert_close(sums.expected_acceptance[step], expected, rtol=1e-6, atol=0)
+        norms = normed[rows].norm(dim=-1).sum()
+        torch.testing.assert_close(sums.state_norm[step], norms, rtol=1e-5, atol=0, check_dtype=False)
+
+
+def test_greedy_hits_compare_with_the_text() -> None:
+    config = tiny_config()
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((40,), config, seed=6)
+    ids = frozen.draft_target_ids
+    assert ids is not None
+    naive = [ids[drafter.lm_head(n).argmax(-1)] for n in naive_states(drafter, config, frozen, batch, 3)]
+    # The text agrees with the drafter at some positions, so that there are hits and misses.
+    for t in range(0, 38, 2):
+        batch.input_ids[t + 2] = naive[0][t]
+    hits, supervised = greedy_hits(drafter, frozen, batch, 3)
+    states = naive_states(drafter, config, frozen, batch, 3)
+    for step in range(3):
+        greedy = ids[drafter.lm_head(states[step]).argmax(-1)]
+        for t in range(40):
+            expected = is_supervised(batch, t, step) and bool(greedy[t] == batch.input_ids[t + 2 + step])
+            assert bool(hits[t, step]) == expected
+            assert bool(supervised[t, step]) == is_supervised(batch, t, step)
+    assert hits.any()
+    assert (supervised & ~hits).any()

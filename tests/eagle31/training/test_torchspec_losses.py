@@ -1,4 +1,4 @@
-"""TorchSpec's Eagle3Model, an implementation of its own, as the oracle for EAGLE 3."""
+"""Losses and gradients of EAGLE 3 compared with TorchSpec's Eagle3Model."""
 
 from pathlib import Path
 
@@ -59,16 +59,16 @@ def test_eagle3_losses_and_gradients_are_torchspecs(draft_vocab_size: int, tmp_p
     batch = random_batch((NUM_TOKENS,), config, dtype=torch.float32)
     found = theirs(drafter, frozen, batch, tmp_path)
 
-    counted = supervised_drafts(batch.loss_mask, batch.document_ids, NUM_STEPS)
-    assert counted.sum(0).min() > 0
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, NUM_STEPS)
+    assert supervised.sum(0).min() > 0
     options = {"num_steps": NUM_STEPS, "step_decay": STEP_DECAY}
     _, sums = rollout_loss(drafter, frozen, batch, **options)
-    torch.testing.assert_close(sums.loss.float(), (found["losses"] * counted).sum(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.loss.float(), (found["losses"] * supervised).sum(0), rtol=1e-5, atol=1e-5)
     if config.pruned:
-        # Row t's teacher at step k is what theirs calls position t + k.
+        # Row t's teacher at step k is position t + k in TorchSpec.
         teachers = torch.arange(NUM_TOKENS)[:, None] + torch.arange(NUM_STEPS)
-        inside = counted & found["in_vocab"].bool()[teachers.clamp(max=NUM_TOKENS - 1)]
-        assert 0 < inside.sum() < counted.sum()
+        inside = supervised & found["in_vocab"].bool()[teachers.clamp(max=NUM_TOKENS - 1)]
+        assert 0 < inside.sum() < supervised.sum()
         objective = Objective(count_outside_vocab=False)
         _, sums = rollout_loss(drafter, frozen, batch, objective=objective, **options)
         torch.testing.assert_close(sums.loss.float(), (found["losses"] * inside).sum(0), rtol=1e-5, atol=1e-5)

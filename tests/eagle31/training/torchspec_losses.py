@@ -1,4 +1,4 @@
-"""Runs in TorchSpec's environment: the losses of its Eagle3Model, for each row and step, and their gradients.
+"""Computes the losses of TorchSpec's Eagle3Model per row and step, and their gradients, in its environment.
 
 torchspec_losses.py INPUT.safetensors OUTPUT.safetensors
 """
@@ -32,7 +32,7 @@ def main(source: str, target: str) -> None:
     num_steps = int(given["num_steps"])
     model = Eagle3Model(drafter, length=num_steps, attention_backend="sdpa")
     num_tokens = len(given["input_ids"])
-    # As its trainer does: token and teacher of row t are those of t + 1.
+    # As in its trainer, token and teacher of row t are those of t + 1.
     last = padding(given["last"][None], left=False)
     if "t2d" in given:
         everywhere = torch.ones(1, num_tokens)
@@ -52,7 +52,7 @@ def main(source: str, target: str) -> None:
         )
         return per_step
 
-    # Its mask moves with the steps: one at index j is row j - k at step k.
+    # Its mask moves with the steps: index j is row j - k at step k.
     table = torch.zeros(num_tokens, num_steps)
     with torch.no_grad():
         for j in range(num_tokens):
@@ -61,7 +61,7 @@ def main(source: str, target: str) -> None:
             for step, loss in enumerate(losses(mask)):
                 if j >= step:
                     table[j - step, step] = loss
-    # All rows whose prediction lies within the document; its losses are means.
+    # All rows whose prediction is within the document; its losses are means.
     mask = (torch.arange(num_tokens) < num_tokens - 2).float()
     weights = [given["step_decay"] ** k * (num_tokens - 2 - k) for k in range(num_steps)]
     sum(w * loss for w, loss in zip(weights, losses(mask), strict=True)).backward()

@@ -1,0 +1,22 @@
+from dataclasses import replace
+
+import torch
+
+from eagle31.training.step import schedule_batch
+from tests.eagle31.tiny import random_batch, tiny_config
+
+
+def test_rows_after_the_last_draft_of_a_document_are_not_computed() -> None:
+    batch = random_batch((30, 20, 10), tiny_config(), seed=2, padding=5)
+    mask = torch.zeros_like(batch.loss_mask)
+    mask[10:15], mask[35:37] = True, True
+    schedule = schedule_batch(replace(batch, loss_mask=mask), 4)
+    assert [step.rows.tolist() for step in schedule.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
+    assert schedule.key_rows.tolist() == [*range(13), *range(30, 35)]
+    assert schedule.teacher_rows.tolist() == [10, 11, 12, 13, 35]
+    assert schedule.tokens.tolist() == [*range(1, 14), *range(31, 36)]
+    assert schedule.tokens[schedule.key_token_index].tolist() == [t + 1 for t in schedule.key_rows.tolist()]
+    for k, step in enumerate(schedule.steps):
+        assert schedule.tokens[step.token_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
+    assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
+    assert [tuple(run) for run in schedule.steps[1].runs] == [(0, 3, 0, 12)]

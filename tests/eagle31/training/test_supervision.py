@@ -1,0 +1,28 @@
+import torch
+
+from eagle31.training.supervision import supervised_drafts, supervised_positions
+from tests.eagle31.naive import is_supervised
+from tests.eagle31.tiny import random_batch, tiny_config
+
+
+def test_supervised_drafts_by_their_definition() -> None:
+    config = tiny_config()
+    for seed in range(8):
+        batch = random_batch((11, 1, 2, 19, 3), config, seed=seed, padding=5)
+        supervised = supervised_drafts(batch.loss_mask, batch.document_ids, 6)
+        expected = [[is_supervised(batch, t, k) for k in range(6)] for t in range(len(batch.input_ids))]
+        assert supervised.tolist() == expected
+        assert supervised.any()
+
+
+def test_supervised_drafts_with_more_steps_than_tokens() -> None:
+    supervised = supervised_drafts(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), 8)
+    assert supervised.nonzero().tolist() == [[0, 0]]
+
+
+def test_supervised_positions_are_the_rows_with_a_first_step() -> None:
+    batch = random_batch((30, 9), tiny_config(), seed=5)
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, 3)
+    expected = [t for t in range(39) if is_supervised(batch, t, 0)]
+    assert expected
+    assert supervised_positions(supervised).tolist() == expected
