@@ -83,8 +83,8 @@ class VllmGenerator:
         dispatcher = Dispatcher(
             self._endpoints,
             check=check,
-            answered=lambda prompt, _, ids: finished.update({by_length[prompt.place]: ids}),
-            refused=lambda prompt, reason: refused.update({by_length[prompt.place]: reason}),
+            answered=lambda prompt, _, ids: finished.update({by_length[prompt.index]: ids}),
+            refused=lambda prompt, reason: refused.update({by_length[prompt.index]: reason}),
             patience_seconds=self._patience_seconds,
         )
         for place, index in enumerate(by_length):

@@ -66,8 +66,8 @@ class Rows:
 def supervised_final(loss_mask: Tensor) -> Tensor:
     """Return where a supervised draft is compared with the target's distribution. bool [T] -> bool [T].
 
-    Index j supervises row t = j-1-k at step k when all of x[t+1] .. x[j+1] are the assistant's. Such a t exists
-    as soon as x[j] and x[j+1] are and j > 0.
+    Index j supervises row t = j-1-k at step k when all of x[t+1] .. x[j+1] are the assistant's. Such a t
+    exists as soon as x[j] and x[j+1] are and j > 0.
     """
     supervised = torch.zeros_like(loss_mask)
     supervised[1:-1] = loss_mask[1:-1] & loss_mask[2:]
@@ -144,7 +144,7 @@ def _states(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _to_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 [..., Ht] and biased exponents uint8 [...]; a row with a value that is not finite becomes nan.
+    """Return e4m3 [..., Ht] and biased exponents uint8 [...]; a row that is not finite becomes nan.
 
     A power of two loses nothing compared with a finer scale, as e4m3 has the same precision at any magnitude.
     """
@@ -160,8 +160,8 @@ def _to_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
 def _from_fp8(states: Tensor, exponents: Tensor) -> Tensor:
     """Return bfloat16, which holds four significant bits times a power of two exactly.
 
-    Except for the bias of the exponent, e4m3's bits are float16's shifted by seven. PyTorch's conversion on the
-    CPU takes five times as long.
+    Except for the bias of the exponent, e4m3's bits are float16's shifted by seven. PyTorch's conversion on
+    the CPU takes five times as long.
     """
     bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_FP16_BITS)
     wide = bits.view(torch.float16).float()

@@ -35,8 +35,9 @@ class _Waiting(NamedTuple):
 class StoreWriter:
     """Appends samples to a store. Other processes may append to it under other names.
 
-    A thread encodes and writes. Memory holds the open shard, encoded, and the samples that wait to be encoded:
-    at most `queue_bytes` and at most another shard, or one sample. If the process dies, only these are lost.
+    A thread encodes and writes. Memory holds the open shard, encoded, and the samples that wait to be
+    encoded: at most `queue_bytes` and at most another shard, or one sample. If the process dies, only these
+    are lost.
 
     Args:
         directory: the store's directory, which is created where it does not exist.

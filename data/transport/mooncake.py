@@ -134,7 +134,7 @@ class MooncakeTransport:
                 time.sleep(_FULL_POLL_SECONDS)
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
-        """Return the sample and remove it from the store; None where it did not come within `timeout` seconds.
+        """Remove and return a sample; None where it did not come within `timeout` seconds.
 
         States that were in the memory of a process that has died count as missing.
 

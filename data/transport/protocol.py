@@ -37,7 +37,10 @@ class Transport(Arrivals, Protocol):
     """Carries the states of a request from one process to another, once."""
 
     def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
-        """Deliver a sample, on the producer's side. aux [T, A, Ht]; final [T, Ht] is before the final norm."""
+        """Deliver a sample, on the producer's side.
+
+        aux [T, A, Ht]; final [T, Ht] is before the final norm.
+        """
         ...
 
     def to_json(self) -> dict[str, Any]:

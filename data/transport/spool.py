@@ -103,7 +103,10 @@ class Spool:
         self._remove_unfinished(key)
 
     def _read(self, path: Path) -> CapturedSample | None:
-        """Return the sample, or None where no complete file exists. Its mapped states outlive the file's name."""
+        """Return the sample, or None where no complete file exists.
+
+        Its mapped states outlive the file's name.
+        """
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

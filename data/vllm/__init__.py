@@ -1,1 +1,1 @@
-"""vLLM runs the target: the client's side."""
+"""The client's side of capture and generation by vLLM."""

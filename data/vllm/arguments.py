@@ -1,4 +1,4 @@
-"""The arguments with which vLLM keeps hidden states and hands them to the connector."""
+"""The arguments that make vLLM keep hidden states and hand them to the connector."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,17 @@ _PIPELINE = "pipeline_parallel_size"
 
 @dataclass(frozen=True)
 class CaptureEngine:
-    """An engine of vLLM that captures one target.
+    """A vLLM engine that captures one target.
 
     Args:
-        max_tokens: of the longest sample, and of the longest prompt with its answer.
-        roots: the directories below which it may write.
-        mooncake_masters: the Mooncake stores that it may put into, as host:port.
+        max_tokens: the length of the longest sample, and of the longest prompt with its completion.
+        roots: the directories below which the engine may write.
+        mla: whether the target has latent attention.
+        mooncake_masters: the Mooncake stores that the engine may put into, as host:port.
         extra: further arguments of `vllm.LLM`.
 
     Raises:
-        UserError: `extra` asks for pipeline parallelism, or the target has no such layer id in vLLM.
+        UserError: `extra` requests pipeline parallelism, or vLLM cannot capture one of the layer ids.
     """
 
     target: str
@@ -44,7 +45,7 @@ class CaptureEngine:
 
     def __post_init__(self) -> None:
         if self.extra.get(_PIPELINE, 1) != 1:
-            remedy = "Hidden states would be on the last stage only; use tensor_parallel_size."
+            remedy = "Only the last stage would have the hidden states; use tensor_parallel_size."
             raise UserError(f"vllm.engine_args.{_PIPELINE}", self.extra[_PIPELINE], remedy)
         if self.mla and 0 in self.aux_layer_ids:
             remedy = (
@@ -54,7 +55,7 @@ class CaptureEngine:
             raise UserError("drafter.aux_layer_ids", list(self.aux_layer_ids), remedy)
 
     def arguments(self) -> dict[str, Any]:
-        """Of `vllm.LLM`."""
+        """Return the arguments of `vllm.LLM` for capture."""
         settings = {
             "aux_layer_ids": list(self.aux_layer_ids),
             "target_fingerprint": self.target_fingerprint,
@@ -76,31 +77,31 @@ class CaptureEngine:
         }
 
     def answer_arguments(self) -> dict[str, Any]:
-        """One that writes answers only."""
-        # On the CPU vLLM 0.32 ends with a prompt that has a seed and is computed in chunks.
-        whole = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
-        return whole | self.plain_arguments()
+        """Return the arguments of an engine that only writes completions."""
+        # On the CPU, a prompt with a seed that is prefilled in chunks ends vLLM 0.32.
+        unchunked = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+        return unchunked | self.plain_arguments()
 
     def plain_arguments(self) -> dict[str, Any]:
-        """The same engine without hidden states: what capture is measured against."""
-        own = {
+        """Return the arguments of the same engine without hidden states."""
+        arguments = {
             "model": self.target,
             "dtype": self.dtype,
             "trust_remote_code": self.trust_remote_code,
             "max_model_len": self.max_tokens + ROOM_TOKENS,
             "skip_tokenizer_init": True,  # token ids in, token ids out
-            "generation_config": "vllm",  # the model's own has no part in an answer
-            # Compiling pays where many short steps are computed; prompts are few and long.
+            "generation_config": "vllm",  # the model's own settings do not affect a completion
+            # Compilation pays for many short steps. Prompts are few and long.
             "enforce_eager": not torch.cuda.is_available(),
         }
         if self.revision is not None:
-            own["revision"] = self.revision
+            arguments["revision"] = self.revision
         if "attention_config" not in self.extra:  # vLLM takes one of the two
-            own |= attention_backend(str(self.extra.get("dtype", self.dtype)))
-        return own | dict(self.extra)
+            arguments |= attention_backend(str(self.extra.get("dtype", self.dtype)))
+        return arguments | dict(self.extra)
 
     def command_line(self) -> list[str]:
-        """Of `python -m vllm.entrypoints.openai.api_server`."""
+        """Return the arguments of `python -m vllm.entrypoints.openai.api_server`."""
         line: list[str] = []
         for name, value in self.arguments().items():
             option = name.replace("_", "-")
@@ -112,5 +113,5 @@ class CaptureEngine:
 
     @property
     def layer_ids(self) -> list[int]:
-        """What vLLM keeps: the aux layers' inputs and the last layer's output, in rising order."""
+        """The layer ids that vLLM keeps: the aux layers' inputs and the last layer's output, ascending."""
         return sorted({*self.aux_layer_ids, self.num_layers})

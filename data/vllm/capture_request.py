@@ -1,4 +1,4 @@
-"""What a request to vLLM says about its hidden states; travels as `kv_transfer_params={"eagle31": ...}`."""
+"""The part of a request to vLLM that concerns hidden states: `kv_transfer_params={"eagle31": ...}`."""
 
 import hashlib
 import os
@@ -21,11 +21,11 @@ DESCRIBE = {PARAMS: {"describe": True}}
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """One sample's states: whose, of which tokens, and where to.
+    """A request for one sample's states.
 
-    destination: of `store_destination`, or what a transport's `to_json` says.
-    key: of a store, the sample id.
-    loss_spans: first token and the one behind the last, of each assistant span.
+    destination: where the states go; from `store_destination` or a transport's `to_json`.
+    key: the key in the transport; in a store, the sample id.
+    loss_spans: the start and the exclusive end of each assistant span.
     """
 
     destination: Mapping[str, Any]
@@ -40,33 +40,33 @@ class CaptureRequest:
         return CaptureRequest(destination, key, tokens_sha256(input_ids), mask_spans(loss_mask))
 
     def to_params(self) -> dict[str, Any]:
-        """Of `kv_transfer_params`."""
-        own = {
+        """Return the request's `kv_transfer_params`."""
+        content = {
             "destination": dict(self.destination),
             "key": self.key,
             "tokens_sha256": self.tokens_sha256,
             "loss_spans": [list(span) for span in self.loss_spans],
         }
-        return {PARAMS: own}
+        return {PARAMS: content}
 
     @staticmethod
-    def from_params(own: Mapping[str, Any]) -> "CaptureRequest":
-        """Of what stands under `eagle31`.
+    def from_params(content: Mapping[str, Any]) -> "CaptureRequest":
+        """Read a request from the value of `eagle31`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no order.
+            KeyError, TypeError, ValueError: the content is no capture request.
         """
-        spans = tuple((int(start), int(end)) for start, end in own["loss_spans"])
-        destination, key = dict(own["destination"]), str(own["key"])
+        spans = tuple((int(start), int(end)) for start, end in content["loss_spans"])
+        destination, key = dict(content["destination"]), str(content["key"])
         if not _KEY.fullmatch(key):
-            raise ValueError(f"the key {key!r} has other characters than letters, digits, - and _")
+            raise ValueError(f"the key {key!r} may only have letters, digits, - and _")
         if "store" in destination:
             Encoding(**destination["encoding"])
             int(key), int(destination["shard_tokens"])
-        return CaptureRequest(destination, key, str(own["tokens_sha256"]), spans)
+        return CaptureRequest(destination, key, str(content["tokens_sha256"]), spans)
 
     def loss_mask(self, num_tokens: int) -> Tensor:
-        """bool [T]"""
+        """Return the loss mask, bool [T]."""
         mask = torch.zeros(num_tokens, dtype=torch.bool)
         for start, end in self.loss_spans:
             mask[start:end] = True
@@ -74,7 +74,7 @@ class CaptureRequest:
 
 
 def store_destination(directory: Path, encoding: Encoding, shard_tokens: int) -> dict[str, Any]:
-    """A store that the server reaches under the same path."""
+    """Return the destination for a store, which the server reaches under the same path."""
     path = str(directory.resolve())
     return {"store": path, "encoding": encoding.to_json(), "shard_tokens": shard_tokens}
 
@@ -82,14 +82,18 @@ def store_destination(directory: Path, encoding: Encoding, shard_tokens: int) ->
 def refusal(
     destination: Mapping[str, Any], roots: Sequence[str], mooncake_masters: Sequence[str]
 ) -> str | None:
-    """Why a server does not write there, if so.
+    """Return why a server refuses to write to a destination, or None.
 
     Raises:
-        KeyError, TypeError: it is no destination.
+        KeyError, TypeError: `destination` is no destination.
     """
     if "mooncake" in destination:
         master = destination["mooncake"]["master"]
-        return None if master in mooncake_masters else f"{master} is none of the Mooncake stores it may use."
+        return (
+            None
+            if master in mooncake_masters
+            else f"{master} is not one of the Mooncake stores that the server may use."
+        )
     directory = destination["store"] if "store" in destination else destination["spool"]
     return None if below(directory, roots) else f"{directory} is not below {', '.join(roots)}."
 
@@ -99,13 +103,13 @@ def tokens_sha256(input_ids: Sequence[int]) -> str:
 
 
 def mask_spans(mask: Tensor) -> tuple[tuple[int, int], ...]:
-    """bool [T] -> where it turns true and where it ends, in order."""
+    """Return the start and the exclusive end of each span of true values, in order. mask bool [T]."""
     edges = torch.diff(mask.to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
     return tuple((int(start), int(end)) for start, end in edges.view(-1, 2))
 
 
 def below(directory: str, roots: Sequence[str]) -> bool:
-    """Whether a directory is one of the roots or lies in one, links followed."""
+    """Return whether a directory is one of the roots or inside one, after links are resolved."""
     if not os.path.isabs(directory):
         return False
     path = Path(directory).resolve()

@@ -1,4 +1,4 @@
-"""The missing samples of a store, captured by vLLM."""
+"""Capture of a store's missing samples by vLLM."""
 
 import asyncio
 import time
@@ -18,13 +18,13 @@ from data.vllm.server_info import ServerInfo, info_path
 from eagle31.errors import UserError
 
 _POLL_SECONDS = 0.5
-_READ_AHEAD = 4  # prompts waiting, for each that is under way
+_READ_AHEAD = 4  # prompts in memory per prompt under way
 _REFUSER = "client"
 
 
 @dataclass(frozen=True)
 class ExpectedStates(ExpectedTarget):
-    """What every server has to give; has what `check_space` asks for."""
+    """The states that every server must give. It is a `CapturedStates`."""
 
     aux_layer_ids: tuple[int, ...]
     hidden_size: int
@@ -33,7 +33,7 @@ class ExpectedStates(ExpectedTarget):
 
 def capture_through_vllm(
     stores: Sequence[StoreSpec],
-    wanted: ExpectedStates,
+    expected: ExpectedStates,
     endpoints: Sequence[Endpoint],
     *,
     shard_tokens: int,
@@ -42,36 +42,36 @@ def capture_through_vllm(
     progress: bool = False,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> None:
-    """Has every missing sample captured, store by store; returns once all are finished.
+    """Capture every missing sample, store by store, and return once all stores are finished.
 
-    Rank 0 sends the prompts, the others wait for the end. What servers lose is sent again, and what they
-    refuse is recorded as such.
+    Rank 0 sends the prompts, and the other ranks wait. Prompts that a server loses are sent again, and those
+    that a server refuses are recorded.
 
     Args:
-        endpoints: used by this call alone, which closes them.
-        manifest_fields: JSON values that say what the states are made with.
+        endpoints: used by this call only, which closes them.
+        manifest_fields: JSON values that describe how the states were made.
 
     Raises:
-        UserError: the disk cannot hold the stores, a directory holds another one, a server is not what is
-            needed, or none has been there for `patience_seconds`. What is finished by then is kept.
+        UserError: the disk cannot hold the stores, a directory holds another store, a server is not suitable,
+            or no server has answered for `patience_seconds`. Finished shards are kept.
     """
     fields = [store_fields(store, manifest_fields) for store in stores]
     captures = []
-    for store, own in zip(stores, fields, strict=True):
-        missing = open_store(store.directory, own, rank)
+    for store, store_manifest in zip(stores, fields, strict=True):
+        missing = open_store(store.directory, store_manifest, rank)
         if rank == 0 and missing:
-            check_space(store, missing, wanted)
-            captures.append(_Capture(store, wanted, missing, shard_tokens))
+            check_space(store, missing, expected)
+            captures.append(_StoreCapture(store, expected, missing, shard_tokens))
     if captures:
         total = sum(capture.lengths[i] for capture in captures for i in capture.unsent)
         with Progress("capture", total, "tokens", shown=progress) as bar:
             asyncio.run(_run_all(captures, endpoints, bar, patience_seconds))
-    for store, own in zip(stores, fields, strict=True):
-        finish_store(store, own, rank, progress=progress and rank == 0)
+    for store, store_manifest in zip(stores, fields, strict=True):
+        finish_store(store, store_manifest, rank, progress=progress and rank == 0)
 
 
 async def _run_all(
-    captures: Sequence["_Capture"], endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float
+    captures: Sequence["_StoreCapture"], endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float
 ) -> None:
     try:
         for capture in captures:
@@ -82,70 +82,69 @@ async def _run_all(
 
 
 def check_server(
-    endpoint: Endpoint, facts: ServerInfo, wanted: ExpectedStates, directory: Path | None, longest: int
+    endpoint: Endpoint, info: ServerInfo, expected: ExpectedStates, directory: Path | None, longest: int
 ) -> None:
-    """Raises UserError for a server that would capture something else, or elsewhere.
+    """Raise UserError for a server that would capture other states, or write them elsewhere.
 
     Args:
-        directory: a store's or a spool's; None for a transport that has none.
-        longest: tokens of the longest sample.
+        directory: the store's or the spool's directory; None for a transport without one.
+        longest: the number of tokens of the longest sample.
     """
-
-    check_target(endpoint, facts, wanted, longest)
-    if facts.aux_layer_ids != wanted.aux_layer_ids:
-        found = f"{list(facts.aux_layer_ids)}, not {list(wanted.aux_layer_ids)}"
+    check_target(endpoint, info, expected, longest)
+    if info.aux_layer_ids != expected.aux_layer_ids:
+        found = f"{list(info.aux_layer_ids)}, not {list(expected.aux_layer_ids)}"
         raise other_server(endpoint, "aux layer ids are", found)
-    if (facts.num_layers, facts.hidden_size) != (wanted.num_layers, wanted.hidden_size):
-        raise other_server(endpoint, "target has", f"{facts.num_layers} layers of {facts.hidden_size}")
+    if (info.num_layers, info.hidden_size) != (expected.num_layers, expected.hidden_size):
+        raise other_server(endpoint, "target has", f"{info.num_layers} layers of {info.hidden_size}")
     if directory is None:
         return
-    if not below(str(directory.resolve()), facts.roots):
-        found = f"{', '.join(facts.roots)}, and {directory} is below none of them"
+    if not below(str(directory.resolve()), info.roots):
+        found = f"{', '.join(info.roots)}, and {directory} is below none of them"
         raise other_server(endpoint, "roots are", found)
-    root = next(root for root in facts.roots if below(str(directory.resolve()), [root]))
-    if not info_path(root, facts.id).exists():
-        remedy = f"Its {root} is another one than here; mount the same directory at the same path."
+    root = next(root for root in info.roots if below(str(directory.resolve()), [root]))
+    if not info_path(root, info.id).exists():
+        remedy = f"Its {root} is not the directory of this machine; mount the same one at the same path."
         raise UserError("vllm.servers", endpoint.name, remedy)
 
 
-class _Capture:
-    """What `capture_through_vllm` does for one store."""
+class _StoreCapture:
+    """The capture of one store."""
 
     def __init__(
         self,
         store: StoreSpec,
-        wanted: ExpectedStates,
+        expected: ExpectedStates,
         missing: Sequence[int],
         shard_tokens: int,
     ) -> None:
         self.lengths = dataset_lengths(store.dataset)
         self.directory = store.directory
-        self.wanted = wanted
+        self.expected = expected
         self.tokens = TokenRows(store.dataset)
         self.destination = store_destination(store.directory, store.encoding, shard_tokens)
-        # Longest first: what does not fit fails at once, and the end has no stragglers.
+        # The longest come first: what does not fit fails at once, and the end has no stragglers.
         self.unsent = sorted(missing, key=lambda sample_id: self.lengths[sample_id])
         self.shards = FinishedShards(store.directory)
         self.under_way: set[int] = set()
-        self.answered: dict[int, str] = {}  # by which engine; not yet seen in a finished shard
+        self.answered: dict[int, str] = {}  # the engine's id, of samples not yet seen in a finished shard
 
     async def run(self, endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float) -> None:
-        """Raises UserError as `Dispatcher.run` does."""
+        """Capture the store's samples; raise UserError as `Dispatcher.run` does."""
         longest = self.lengths[self.unsent[-1]]
 
         def answered(prompt: Prompt, engine: str, _: list[int]) -> None:
-            self.under_way.discard(prompt.place)
-            self.answered[prompt.place] = engine
+            self.under_way.discard(prompt.index)
+            self.answered[prompt.index] = engine
             bar.update(len(prompt.input_ids))
 
         def refused(prompt: Prompt, reason: str) -> None:
-            self.under_way.discard(prompt.place)
-            refuse(self.directory, _REFUSER, prompt.place, reason)
-            bar.write(f"capture: sample {prompt.place} is refused: {reason}")
+            self.under_way.discard(prompt.index)
+            refuse(self.directory, _REFUSER, prompt.index, reason)
+            bar.write(f"capture: sample {prompt.index} was refused: {reason}")
 
         dispatcher = Dispatcher(
             endpoints,
-            check=lambda endpoint, facts: check_server(endpoint, facts, self.wanted, self.directory, longest),
+            check=lambda endpoint, info: check_server(endpoint, info, self.expected, self.directory, longest),
             answered=answered,
             refused=refused,
             patience_seconds=patience_seconds,
@@ -164,7 +163,7 @@ class _Capture:
             await asyncio.gather(running, feeding, return_exceptions=True)
 
     async def _feed(self, dispatcher: Dispatcher, room: int) -> None:
-        """Sends what is unsent, and again what went down with an engine, until all is on disk."""
+        """Send prompts, and those that an engine lost again, until all samples are on disk."""
         looked = time.monotonic()
         while self.unsent or self.under_way or self.answered:
             while self.unsent and len(self.under_way) < room:
@@ -172,7 +171,7 @@ class _Capture:
             await asyncio.sleep(_POLL_SECONDS if not self.unsent else _POLL_SECONDS / 10)
             if self.unsent or self.under_way or time.monotonic() - looked < _POLL_SECONDS:
                 continue
-            # Only what is not yet on disk keeps us here: an engine may have died with it.
+            # Samples that were answered and are not on disk may have died with their engine.
             for link in dispatcher.links:
                 await dispatcher.look(link)
             looked = time.monotonic()
@@ -187,7 +186,7 @@ class _Capture:
     def _send(self, dispatcher: Dispatcher, room: int) -> None:
         ids = [self.unsent.pop() for _ in range(min(room - len(self.under_way), len(self.unsent)))]
         for sample_id, (input_ids, loss_mask) in zip(ids, self.tokens.read(ids), strict=True):
-            own = input_ids.tolist()
-            order = CaptureRequest.of(self.destination, str(sample_id), own, loss_mask)
-            dispatcher.add(Prompt(sample_id, str(sample_id), own, order.to_params()))
+            token_ids = input_ids.tolist()
+            request = CaptureRequest.of(self.destination, str(sample_id), token_ids, loss_mask)
+            dispatcher.add(Prompt(sample_id, str(sample_id), token_ids, request.to_params()))
             self.under_way.add(sample_id)

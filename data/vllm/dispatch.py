@@ -1,4 +1,4 @@
-"""Keeps any number of endpoints busy with prompts, whatever becomes of some of them."""
+"""The dispatcher, which keeps any number of endpoints busy with prompts and survives their failures."""
 
 import asyncio
 import contextlib
@@ -13,32 +13,32 @@ from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
 from data.vllm.server_info import ServerInfo, read_info
 from eagle31.errors import UserError
 
-PATIENCE_SECONDS = 300.0  # servers are started again, and load their model
+PATIENCE_SECONDS = 300.0  # time to start a server again and load its model
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
-# A prompt that was lost so often with others is sent alone, and if it is then lost so often, never again.
+# A prompt that was lost this often with others is sent alone. If it is then lost this often, it is refused.
 _LOST_IN_COMPANY, _LOST_ALONE = 2, 2
 
 
 @dataclass(order=True)
 class Prompt:
-    """What is to be computed; the lower `place` first.
+    """A prompt for vLLM. Prompts with a lower `index` go first.
 
-    asked: of the connector, or how to answer it.
+    task: the connector's parameters, or how to sample a completion.
     """
 
-    place: int
+    index: int
     key: str = field(compare=False)
     input_ids: list[int] = field(compare=False)
-    asked: dict[str, Any] | Sampling = field(compare=False)
+    task: dict[str, Any] | Sampling = field(compare=False)
     num_losses: int = field(default=0, compare=False)
 
 
 class Link:
-    """The way to an endpoint: whether it is there, and how many prompts are under way."""
+    """The state of an endpoint: whether it is up, and how many prompts are under way."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.facts: ServerInfo | None = None
+        self.info: ServerInfo | None = None
         self.down_since: float | None = time.monotonic()
         self.reason = "not reached yet"
         self.num_failures = 0
@@ -54,8 +54,8 @@ class Link:
     async def until_up(self) -> None:
         await self._up.wait()
 
-    def went_up(self, facts: ServerInfo) -> None:
-        self.facts, self.down_since = facts, None
+    def went_up(self, info: ServerInfo) -> None:
+        self.info, self.down_since = info, None
         self._up.set()
 
     def went_down(self, reason: str) -> None:
@@ -67,7 +67,7 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def turn(self, alone: bool) -> AsyncIterator[None]:
-        """Among the others, or while none is under way."""
+        """Take a turn to send a prompt; with `alone`, while no other prompt is under way."""
         async with self._exclusive:
             if alone:
                 async with self._idle:
@@ -84,14 +84,15 @@ class Link:
 
 
 class Dispatcher:
-    """Sends prompts to whatever endpoint has room; one that is lost with its endpoint is sent again.
+    """Sends prompts to any endpoint with capacity, and sends those again that are lost with their endpoint.
 
     Args:
-        check: raises UserError for an endpoint that is set up in another way than is needed.
-        answered: called with the prompt, the id of the engine that computed it, and the answer's token ids
-            where one was asked for.
+        check: raises UserError for an endpoint that is not set up as required.
+        answered: called with the prompt, the id of the engine that computed it, and the completion's token
+        ids
+            where one was requested.
         refused: called with the prompt and the reason.
-        patience_seconds: how long all endpoints may be away at once.
+        patience_seconds: how long all endpoints may be down at once.
     """
 
     def __init__(
@@ -117,14 +118,14 @@ class Dispatcher:
 
     @property
     def engines(self) -> set[str]:
-        """The ids of those that are there."""
-        return {link.facts.id for link in self.links if link.is_up and link.facts is not None}
+        """The ids of the engines that are up."""
+        return {link.info.id for link in self.links if link.is_up and link.info is not None}
 
     async def run(self) -> None:
-        """Until it is cancelled.
+        """Send prompts until this is cancelled.
 
         Raises:
-            UserError: an endpoint is set up wrongly, or none has been there for too long.
+            UserError: an endpoint is not set up as required, or none has been up for too long.
         """
         tasks = [asyncio.create_task(self._keep_up(link)) for link in self.links]
         for link in self.links:
@@ -139,21 +140,21 @@ class Dispatcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def look(self, link: Link) -> None:
-        """Finds out whether the endpoint is there, and still the same engine.
+        """Find out whether the endpoint is up and which engine it is.
 
         Raises:
-            UserError: it is set up wrongly, or has ended and said why.
+            UserError: it is not set up as required, or has ended and left the reason.
         """
         _raise_failure(link)
         try:
-            facts = await describe(link.endpoint)
+            info = await describe(link.endpoint)
         except Unavailable as error:
             link.went_down(str(error))
             return
         except Refused as error:
             raise UserError("vllm.servers", link.endpoint.name, str(error)) from error
-        self._check(link.endpoint, facts)
-        link.went_up(facts)
+        self._check(link.endpoint, info)
+        link.went_up(info)
 
     async def _keep_up(self, link: Link) -> None:
         pause = _FIRST_PAUSE_SECONDS
@@ -175,22 +176,22 @@ class Dispatcher:
             if not link.is_up:
                 self.add(prompt)
                 continue
-            assert link.facts is not None
-            reason = _impossible(prompt, link.facts)
+            assert link.info is not None
+            reason = _impossible(prompt, link.info)
             if reason is not None:
                 self._refused(prompt, reason)
                 continue
             try:
                 async with link.turn(alone=prompt.num_losses >= _LOST_IN_COMPANY):
                     output_ids = await _compute(link.endpoint, prompt)
-                self._answered(prompt, link.facts.id, output_ids)
+                self._answered(prompt, link.info.id, output_ids)
             except Refused as error:
                 self._refused(prompt, str(error))
             except Unavailable as error:
                 link.went_down(str(error))
                 prompt.num_losses += error.lost
                 if prompt.num_losses >= _LOST_IN_COMPANY + _LOST_ALONE:
-                    self._refused(prompt, f"Sent alone, it ended the engine: {error}")
+                    self._refused(prompt, f"It ended the engine, even when sent alone: {error}")
                 else:
                     self.add(prompt)
 
@@ -198,39 +199,41 @@ class Dispatcher:
         since = [link.down_since for link in self.links if link.down_since is not None]
         if len(since) < len(self.links) or time.monotonic() - max(since) < self.patience_seconds:
             return
-        told = "; ".join(f"{link.endpoint.name}: {link.reason}" for link in self.links)
+        reasons = "; ".join(f"{link.endpoint.name}: {link.reason}" for link in self.links)
         remedy = (
-            f"None has answered for {self.patience_seconds:.0f} seconds ({told}); start them with "
-            "scripts/serve_target and give the same command again: what is finished is kept."
+            f"No server has answered for {self.patience_seconds:.0f} seconds ({reasons}); start them with "
+            "scripts/serve_target and run the same command again: finished work is kept."
         )
         raise UserError("vllm.servers", [link.endpoint.name for link in self.links], remedy)
 
 
 async def _compute(endpoint: Endpoint, prompt: Prompt) -> list[int]:
-    if isinstance(prompt.asked, Sampling):
-        return await endpoint.generate(prompt.input_ids, prompt.asked)
-    await endpoint.send(prompt.input_ids, prompt.asked)
+    if isinstance(prompt.task, Sampling):
+        return await endpoint.generate(prompt.input_ids, prompt.task)
+    await endpoint.send(prompt.input_ids, prompt.task)
     return []
 
 
-def _impossible(prompt: Prompt, facts: ServerInfo) -> str | None:
-    """Why an engine cannot compute a prompt, if so; it ends with some of these instead of refusing them."""
+def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
+    """Return why an engine cannot compute a prompt, or None. Some of these would end it."""
     largest = max(prompt.input_ids, default=-1)
-    if not 0 <= min(prompt.input_ids, default=-1) <= largest < facts.vocab_size:
-        return f"Has no tokens, or others than the target's {facts.vocab_size}: {largest}."
-    answer = prompt.asked.max_new_tokens if isinstance(prompt.asked, Sampling) else 0
-    if len(prompt.input_ids) + answer > facts.max_tokens:
-        tokens = f"{len(prompt.input_ids)} tokens" + (f" and {answer} of its answer" if answer else "")
-        return f"Its {tokens} are more than the {facts.max_tokens} that vLLM was started for."
+    if not 0 <= min(prompt.input_ids, default=-1) <= largest < info.vocab_size:
+        return f"It has no tokens, or one outside the target's {info.vocab_size}: {largest}."
+    new_tokens = prompt.task.max_new_tokens if isinstance(prompt.task, Sampling) else 0
+    if len(prompt.input_ids) + new_tokens > info.max_tokens:
+        tokens = f"{len(prompt.input_ids)} tokens" + (
+            f" and {new_tokens} of its answer" if new_tokens else ""
+        )
+        return f"Its {tokens} are more than the {info.max_tokens} that vLLM was started for."
     return None
 
 
 def _raise_failure(link: Link) -> None:
-    """Where an engine wrote down why it had to end, another start would end in the same way."""
-    if link.facts is None:
+    """Raise UserError where an engine left the reason why it ended: it would end in the same way again."""
+    if link.info is None:
         return
-    for root in link.facts.roots:
-        left = read_info(root, link.facts.id)
-        if left is not None and left.failure is not None:
-            remedy = f"It ended, and says why: {left.failure} What is finished is kept."
+    for root in link.info.roots:
+        last_info = read_info(root, link.info.id)
+        if last_info is not None and last_info.failure is not None:
+            remedy = f"It ended for this reason: {last_info.failure} Finished work is kept."
             raise UserError("vllm.servers", link.endpoint.name, remedy)

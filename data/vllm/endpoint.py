@@ -1,4 +1,4 @@
-"""What prompts are sent to: a vLLM server, or an engine of the run's own."""
+"""The interface of what prompts are sent to: a vLLM server or a local engine."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from eagle31.errors import UserError
 
 
 class Unavailable(Exception):
-    """Nobody answers there now; `lost` where the prompt had been sent, and may be what ended the server."""
+    """The endpoint does not answer now. `lost`: the prompt had been sent, and may have ended the server."""
 
     def __init__(self, reason: str, lost: bool = False) -> None:
         super().__init__(reason)
@@ -20,7 +20,7 @@ class Unavailable(Exception):
 
 
 class Refused(Exception):
-    """This prompt will never be answered."""
+    """The endpoint will never answer this prompt."""
 
 
 class Endpoint(Protocol):
@@ -28,32 +28,32 @@ class Endpoint(Protocol):
     concurrency: int  # prompts under way
 
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        """Computes a prompt; returns what the connector answers.
+        """Compute a prompt and return the connector's answer.
 
         Raises:
-            Unavailable, Refused: see there.
-            UserError: it is set up in another way than is needed, or for good gone.
+            Unavailable, Refused: see these classes.
+            UserError: the endpoint is not set up as required, or has ended for good.
         """
         ...
 
     async def generate(self, input_ids: list[int], sampling: Sampling) -> list[int]:
-        """The ids that answer a prompt, up to and with the first stop token; raises what `send` does."""
+        """Return a prompt's completion, which includes the first stop token; raise what `send` does."""
         ...
 
     async def close(self) -> None: ...
 
 
 async def describe(endpoint: Endpoint) -> ServerInfo:
-    """Raises what `send` does, and UserError for a server without the connector."""
+    """Return the server info; raise what `send` does, and UserError for a server without the connector."""
     answer = await endpoint.send([0], DESCRIBE)
     if "id" not in answer:
-        remedy = "Runs without eagle31's connector; start it with scripts/serve_target."
+        remedy = "It runs without eagle31's connector; start it with scripts/serve_target."
         raise UserError("vllm.servers", endpoint.name, remedy)
     return ServerInfo.from_json(answer)
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Of a completion request, and of vLLM's SamplingParams: all that a model's own settings could change."""
+    """Return fields of a completion request and of SamplingParams; none is left to the model's settings."""
     drawn = {"temperature": sampling.temperature, "seed": sampling.seed} if sampling.temperature else {}
     return {
         "max_tokens": sampling.max_new_tokens,
@@ -70,35 +70,35 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 def check_finished(reason: str | None) -> None:
-    """Raises Refused for an answer that is none."""
+    """Raise Refused for a completion that vLLM did not finish."""
     if reason not in ("stop", "length"):
-        raise Refused(f"vLLM gave it up: {reason}")
+        raise Refused(f"vLLM did not finish it: {reason}")
 
 
 @dataclass(frozen=True)
 class ExpectedTarget:
-    """What every server has to run."""
+    """The target that every server must run."""
 
-    target: str  # as vLLM is told
+    target: str  # the `model` argument of vLLM
     target_fingerprint: str
     dtype: torch.dtype
 
 
-def check_target(endpoint: Endpoint, facts: ServerInfo, wanted: ExpectedTarget, longest: int) -> None:
-    """Raises UserError for a server of another target, or one that was started for less.
+def check_target(endpoint: Endpoint, info: ServerInfo, expected: ExpectedTarget, longest: int) -> None:
+    """Raise UserError for a server of another target, or one that was started for shorter samples.
 
     Args:
-        longest: tokens of the longest sample, or of prompt and answer together.
+        longest: the number of tokens of the longest sample, or of prompt and completion together.
     """
-    same_target = facts.target_fingerprint in (wanted.target_fingerprint, None)
-    if not same_target or (facts.target_fingerprint is None and facts.model != wanted.target):
-        found = f"{facts.model}, not {wanted.target}, or other weights"
+    same_target = info.target_fingerprint in (expected.target_fingerprint, None)
+    if not same_target or (info.target_fingerprint is None and info.model != expected.target):
+        found = f"{info.model}, not {expected.target}, or it has other weights"
         raise other_server(endpoint, "target is", found)
-    dtype = str(wanted.dtype).removeprefix("torch.")
-    if facts.dtype != dtype:
-        raise other_server(endpoint, "dtype is", f"{facts.dtype}, not {dtype}")
-    if facts.max_tokens < longest:
-        found = f"{facts.max_tokens} tokens where a sample has {longest}"
+    dtype = str(expected.dtype).removeprefix("torch.")
+    if info.dtype != dtype:
+        raise other_server(endpoint, "dtype is", f"{info.dtype}, not {dtype}")
+    if info.max_tokens < longest:
+        found = f"{info.max_tokens} tokens where a sample has {longest}"
         raise other_server(endpoint, "longest prompt has", found)
 
 
@@ -108,7 +108,7 @@ def other_server(endpoint: Endpoint, what: str, found: str) -> UserError:
 
 
 def connector_answer(params: dict[str, Any] | None) -> dict[str, Any]:
-    """Out of the answer's `kv_transfer_params`; raises Refused."""
+    """Return the connector's answer in `kv_transfer_params`; raise Refused where it is an error."""
     answer = (params or {}).get(PARAMS) or {}
     if "error" in answer:
         raise Refused(answer["error"])

@@ -1,4 +1,4 @@
-"""Online training's producer: vLLM's servers, or an engine of the run's own."""
+"""The producer of online training that uses vLLM servers or a local engine."""
 
 import asyncio
 import threading
@@ -14,16 +14,16 @@ _ANSWERED_KEPT = 64  # as many as `OnlineStates` discards where they come twice
 
 
 class VllmProducer:
-    """A `Producer`: sends requests from a thread of its own; vLLM puts the states into the transport.
+    """A `Producer` that sends requests from a thread, while vLLM puts the states into the transport.
 
-    What is under way when an engine dies is sent again, and so is what it had answered just before and what
-    has not arrived.
+    When an engine dies, the requests that were under way are sent again, and so are those that it had
+    answered just before and whose states have not arrived.
 
     Args:
-        endpoints: used by this object alone, which closes them.
-        transport: the same for the servers, which see it under the same path or address.
-        check: raises UserError for a server that is set up in another way than is needed.
-        patience_seconds: how long all endpoints may be away at once.
+        endpoints: used by this object only, which closes them.
+        transport: a transport that the servers reach under the same path or address.
+        check: raises UserError for a server that is not set up as required.
+        patience_seconds: how long all endpoints may be down at once.
     """
 
     def __init__(
@@ -37,9 +37,11 @@ class VllmProducer:
         self._destination = transport.to_json()
         self._lock = threading.Lock()
         self._owed: dict[str, Prompt] = {}
-        self._answered: dict[str, tuple[Prompt, str]] = {}  # the prompt, and which engine computed it
+        self._answered: dict[
+            str, tuple[Prompt, str]
+        ] = {}  # the prompt and the id of the engine that computed it
         self._refused: dict[str, str] = {}
-        self._num_asked = 0
+        self._num_requests = 0
         self._failure: BaseException | None = None
         self._dispatcher = Dispatcher(
             endpoints,
@@ -55,17 +57,17 @@ class VllmProducer:
 
     @property
     def num_restarts(self) -> int:
-        """How often an endpoint went away."""
+        """The number of times that an endpoint went down."""
         return sum(link.num_failures for link in self._dispatcher.links)
 
     def request(self, request: StateRequest) -> None:
         input_ids = request.input_ids.tolist()
-        order = CaptureRequest.of(self._destination, request.key, input_ids, request.loss_mask)
+        capture = CaptureRequest.of(self._destination, request.key, input_ids, request.loss_mask)
         with self._lock:
             if request.key in self._owed:
                 return  # It is on its way.
-            prompt = Prompt(self._num_asked, request.key, input_ids, order.to_params())
-            self._num_asked += 1
+            prompt = Prompt(self._num_requests, request.key, input_ids, capture.to_params())
+            self._num_requests += 1
             self._answered.pop(request.key, None)
             self._owed[request.key] = prompt
         self._send(prompt)
@@ -88,7 +90,7 @@ class VllmProducer:
         return refused
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """End the requests that are under way, and close the endpoints."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._running.cancel)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""A vLLM server, asked by token ids."""
+"""A vLLM server as an endpoint."""
 
 import json
 from typing import Any
@@ -10,15 +10,15 @@ from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_a
 from eagle31.errors import UserError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
-_TOKEN_SECONDS = 0.5  # of an answer, at most: a loaded server
-_REFUSALS = (400, 413, 422)  # of a prompt; the other 4xx are the server's way of saying that we are wrong
+_TOKEN_SECONDS = 0.5  # per token of a completion, at most, by a loaded server
+_REFUSALS = (400, 413, 422)  # refuse a prompt; the other 4xx mean that our request is wrong
 
 
 class VllmServer:
-    """`python -m vllm.entrypoints.openai.api_server`, as scripts/serve_target starts it.
+    """An `Endpoint`: the vLLM server that scripts/serve_target starts.
 
     Raises:
-        UserError: `url` is none.
+        UserError: `url` is not a URL.
     """
 
     def __init__(self, url: str, concurrency: int) -> None:
@@ -49,10 +49,10 @@ class VllmServer:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _complete(self, input_ids: list[int], own: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def _complete(self, input_ids: list[int], fields: dict[str, Any], seconds: float) -> dict[str, Any]:
         if self._model is None:
             self._model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
-        body = {"model": self._model, "prompt": input_ids, **own}
+        body = {"model": self._model, "prompt": input_ids, **fields}
         return await self._request("POST", "/v1/completions", body, seconds)
 
     async def _request(
@@ -67,17 +67,17 @@ class VllmServer:
             response = await self._client.request(method, path, json=body, timeout=timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             self._model = None
-            raise Unavailable(f"No server answers there ({error}).") from error
+            raise Unavailable(f"No server answers at this address ({error}).") from error
         except httpx.TransportError as error:
             self._model = None
-            raise Unavailable(f"The server went away ({error!r}).", lost=True) from error
+            raise Unavailable(f"The connection to the server broke ({error!r}).", lost=True) from error
         status = response.status_code
         if status in _REFUSALS:
             raise Refused(_reason(response))
         if status == 429 or status >= 500:
-            raise Unavailable(f"The server says {status}: {_reason(response)}", lost=status >= 500)
+            raise Unavailable(f"The server answered {status}: {_reason(response)}", lost=status >= 500)
         if status >= 400:
-            raise UserError("vllm.servers", self.name + path, f"Says {status}: {_reason(response)}")
+            raise UserError("vllm.servers", self.name + path, f"It answered {status}: {_reason(response)}")
         return response.json()
 
 

@@ -1,6 +1,6 @@
-"""What a vLLM server says about itself: in its answers, and in a file below each of its roots.
+"""The description of a vLLM server, in its answers and in a file in each of its roots.
 
-The file shows that server and client see the same directories, and says why a server has ended.
+The file shows that server and client see the same directories, and holds the reason why a server has ended.
 """
 
 import json
@@ -10,31 +10,31 @@ from typing import Any
 
 from eagle31.json_files import read_json, write_json
 
-# Behind a prompt vLLM wants room for a token, and keeps no states of a whole batch where there is none.
+# vLLM needs room for one token after a prompt. Without it, vLLM keeps no states of any prompt in the batch.
 ROOM_TOKENS = 1
-_FAILURE_LETTERS = 1000  # with the rest less than a page
+_FAILURE_LETTERS = 1000  # together with the other fields less than a page
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """One engine; a server that starts again is another one."""
+    """The description of one engine. A server that starts again is another engine."""
 
     id: str
-    model: str  # as vLLM was told
-    target_fingerprint: str | None  # of the recipe that it was started for
-    aux_layer_ids: tuple[int, ...]  # none: it captures nothing
+    model: str  # the `model` argument of vLLM
+    target_fingerprint: str | None  # the target of the recipe that it was started for
+    aux_layer_ids: tuple[int, ...]  # empty where it captures nothing
     num_layers: int
     hidden_size: int
     dtype: str
     device: str  # cpu, cuda, ...
     vocab_size: int
-    max_tokens: int  # of the longest prompt that is captured, or of prompt and answer together
-    roots: tuple[str, ...]  # it writes below these only
+    max_tokens: int  # the longest prompt that is captured, or prompt and completion together
+    roots: tuple[str, ...]  # it writes in these directories only
     failure: str | None = None
 
     @property
     def layer_ids(self) -> list[int]:
-        """What vLLM keeps: the aux layers' inputs and the last layer's output, in rising order."""
+        """The layer ids that vLLM keeps: the aux layers' inputs and the last layer's output, ascending."""
         return sorted({*self.aux_layer_ids, self.num_layers})
 
     def to_json(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def engine_info(
     aux_layer_ids: tuple[int, ...] = (),
     roots: tuple[str, ...] = (),
 ) -> ServerInfo:
-    """Of an engine with this VllmConfig."""
+    """Return the info of an engine with this VllmConfig."""
     model = config.model_config
     return ServerInfo(
         id=id,
@@ -74,24 +74,24 @@ def info_path(root: str, server_id: str) -> Path:
     return Path(root) / f".vllm-{server_id}.json"
 
 
-def write_info(facts: ServerInfo) -> None:
-    for root in facts.roots:
-        write_json(info_path(root, facts.id), facts.to_json())
+def write_info(info: ServerInfo) -> None:
+    for root in info.roots:
+        write_json(info_path(root, info.id), info.to_json())
 
 
-def write_failure(facts: ServerInfo, why: str) -> None:
-    """Over what stands there, as the disk may be full: that the file has its place already."""
-    text = json.dumps(replace(facts, failure=why[:_FAILURE_LETTERS]).to_json())
-    for root in facts.roots:
-        with info_path(root, facts.id).open("r+") as file:
+def write_failure(info: ServerInfo, reason: str) -> None:
+    """Write the reason why a server ends into its existing files, as the disk may be full."""
+    text = json.dumps(replace(info, failure=reason[:_FAILURE_LETTERS]).to_json())
+    for root in info.roots:
+        with info_path(root, info.id).open("r+") as file:
             file.write(text)
             file.truncate()
 
 
-def remove_info(facts: ServerInfo) -> None:
-    """Of a server that ends as it should; one that failed leaves the reason."""
-    for root in facts.roots:
-        path = info_path(root, facts.id)
+def remove_info(info: ServerInfo) -> None:
+    """Remove the files of a server that ends normally. One that failed leaves the reason."""
+    for root in info.roots:
+        path = info_path(root, info.id)
         if path.exists() and read_json(path)["failure"] is None:
             path.unlink()
 

@@ -1,1 +1,1 @@
-"""What runs inside vLLM."""
+"""The code that runs inside vLLM."""

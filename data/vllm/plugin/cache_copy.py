@@ -1,4 +1,4 @@
-"""From vLLM's paged cache to host memory."""
+"""Copies from vLLM's paged cache to host memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PIECE_BYTES = 32 << 20  # gathered on the device at a time, which vLLM leaves little memory on
+_PIECE_BYTES = 32 << 20  # gathered at a time on the device, where vLLM leaves little memory
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Hidden states on their way to host memory."""
+    """Hidden states that are being copied to host memory."""
 
-    states: Tensor  # [T, L, Ht], to be read after `wait`
+    states: Tensor  # [T, L, Ht], valid after `wait`
     finished: Callable[[], bool]
     wait: Callable[[], None]
 
 
 class CacheReader:
-    """Copies the states of finished requests, on CUDA behind the compute stream's back.
+    """Copies the states of finished requests; on CUDA, in a stream that runs next to vLLM's.
 
     Args:
-        cache: [num_blocks, L, block_size, Ht], as vLLM registers it.
+        cache: [num_blocks, L, block_size, Ht], the cache that vLLM registers.
     """
 
     def __init__(self, cache: Tensor) -> None:
@@ -33,7 +33,7 @@ class CacheReader:
         return num_tokens * self._blocks.shape[2:].numel() * self._blocks.element_size()
 
     def copy(self, block_ids: Sequence[int], num_tokens: int) -> HostCopy:
-        """The first `num_tokens` states of the blocks, which must stay as they are until it is finished."""
+        """Copy the first `num_tokens` states of the blocks, which must not change until it has finished."""
         num_blocks = -(-num_tokens // self._blocks.shape[1])
         assert len(block_ids) >= num_blocks, "vLLM gave fewer blocks than the prompt takes"
         if self._stream is None:
@@ -50,10 +50,10 @@ class CacheReader:
         # The states were written on the stream that is current here.
         self._stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
         with torch.cuda.stream(self._stream):
-            places = block_ids.pin_memory().to(self._blocks.device, non_blocking=True)
+            indices = block_ids.pin_memory().to(self._blocks.device, non_blocking=True)
             for first in range(0, len(block_ids), per_piece):
                 start = first * block_size
-                piece = self._blocks[places[first : first + per_piece]].flatten(0, 1)[: num_tokens - start]
+                piece = self._blocks[indices[first : first + per_piece]].flatten(0, 1)[: num_tokens - start]
                 states[start : start + len(piece)].copy_(piece, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)

@@ -1,4 +1,4 @@
-"""Beside vLLM's worker: takes copied states to stores and transports, bounded and in the background."""
+"""The sink next to vLLM's worker: it writes copied states to stores and transports in the background."""
 
 import json
 import queue
@@ -18,32 +18,33 @@ from data.transport.protocol import StateRequest, Transport
 from data.vllm.capture_request import CaptureRequest
 from data.vllm.plugin.cache_copy import HostCopy
 
-# Without a control channel, a pause of this length ends a shard: the last ones appear by themselves.
+# The client cannot end a shard, so a pause of this length does.
 IDLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """One sample on its way."""
+class PendingWrite:
+    """One sample that is to be written."""
 
-    order: CaptureRequest
+    capture: CaptureRequest
     input_ids: Tensor  # int64 [T]
     copy: HostCopy
 
 
 class StateSink:
-    """A thread that writes; at most `max_bytes` of copies wait for it.
+    """A thread that writes. At most `max_bytes` of copies wait for it.
 
     Args:
-        name: of this process among the writers of a store.
-        num_aux_layers: A; the states' first A columns are the aux layers, their last the last layer's output.
+        name: the name of this process among the writers of a store.
+        num_aux_layers: A. The first A columns of the states are the aux layers; the last one is the last
+            layer's output.
     """
 
     def __init__(self, name: str, num_aux_layers: int, max_bytes: int) -> None:
         self.name = name
         self.num_aux_layers = num_aux_layers
         self.max_bytes = max_bytes
-        self._queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingWrite | None] = queue.SimpleQueue()
         self._bytes = 0
         self._lock = threading.Lock()
         self._writers: dict[str, StoreWriter] = {}  # by destination
@@ -54,64 +55,65 @@ class StateSink:
         self._thread.start()
 
     def has_room(self, num_bytes: int) -> bool:
-        """A single sample always fits into an empty queue, however long it is."""
+        """Return whether another copy may wait. A single one of any size may always wait."""
         return self._bytes == 0 or self._bytes + num_bytes <= self.max_bytes
 
-    def submit(self, delivery: Delivery) -> None:
+    def submit(self, pending: PendingWrite) -> None:
+        """Queue a sample for writing."""
         with self._lock:
-            self._bytes += delivery.copy.states.nbytes
-        self._queue.put(delivery)
+            self._bytes += pending.copy.states.nbytes
+        self._queue.put(pending)
 
     def check(self) -> None:
-        """Raises what the thread failed with."""
+        """Raise the error that ended the thread, if any."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Returns when all that was submitted is written."""
+        """Return when everything submitted is written."""
         self._queue.put(None)
         self._thread.join()
         self.check()
 
     def _run(self) -> None:
         try:
-            while self._deliver_next():
+            while self._write_next():
                 pass
             for writer in self._writers.values():
                 writer.close()
         except BaseException as error:
             self._failure = error
 
-    def _deliver_next(self) -> bool:
+    def _write_next(self) -> bool:
         try:
-            delivery = self._queue.get(timeout=IDLE_SECONDS if self._unflushed else None)
+            pending = self._queue.get(timeout=IDLE_SECONDS if self._unflushed else None)
         except queue.Empty:
             while self._unflushed:
                 self._writers[self._unflushed.pop()].flush()
             return True
-        if delivery is None:
+        if pending is None:
             return False
-        delivery.copy.wait()
-        self._deliver(delivery)
+        pending.copy.wait()
+        self._write(pending)
         with self._lock:
-            self._bytes -= delivery.copy.states.nbytes
+            self._bytes -= pending.copy.states.nbytes
         return True
 
-    def _deliver(self, delivery: Delivery) -> None:
-        order, states = delivery.order, delivery.copy.states
-        mask = order.loss_mask(len(states))
-        aux, last = states[:, : self.num_aux_layers], states[:, -1]
-        place = json.dumps(order.destination, sort_keys=True)
-        if "store" in order.destination:
-            if place not in self._writers:
-                self._writers[place] = _open_writer(order.destination, self.name)
-            sample = CapturedSample(delivery.input_ids, mask, aux, last)
-            self._writers[place].append(int(order.key), sample)
-            self._unflushed.add(place)
+    def _write(self, pending: PendingWrite) -> None:
+        capture, states = pending.capture, pending.copy.states
+        mask = capture.loss_mask(len(states))
+        aux, final = states[:, : self.num_aux_layers], states[:, -1]
+        name = json.dumps(capture.destination, sort_keys=True)
+        if "store" in capture.destination:
+            if name not in self._writers:
+                self._writers[name] = _open_writer(capture.destination, self.name)
+            sample = CapturedSample(pending.input_ids, mask, aux, final)
+            self._writers[name].append(int(capture.key), sample)
+            self._unflushed.add(name)
         else:
-            if place not in self._transports:
-                self._transports[place] = open_transport(order.destination)
-            self._transports[place].put(StateRequest(order.key, delivery.input_ids, mask), aux, last)
+            if name not in self._transports:
+                self._transports[name] = open_transport(capture.destination)
+            self._transports[name].put(StateRequest(capture.key, pending.input_ids, mask), aux, final)
 
 
 def _open_writer(destination: Mapping[str, Any], name: str) -> StoreWriter:

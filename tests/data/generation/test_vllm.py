@@ -84,7 +84,10 @@ def test_greedy_answers_equal_those_of_transformers_next_to_a_refused_prompt(
     with_bad = [*prompts[:5], [3, VOCAB_SIZE], *prompts[5:]]
     found = generate_answers(generator, with_bad, GREEDY, tmp_path / "a.jsonl")
     assert found == [*greedy[:5], [], *greedy[5:]]
-    assert "1 of 25 prompts were refused:\n  prompt 5: Has no tokens, or others" in capsys.readouterr().err
+    assert (
+        "1 of 25 prompts were refused:\n  prompt 5: It has no tokens, or one outside"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_sampled_answer_depends_only_on_seed_and_index(

@@ -50,5 +50,5 @@ def test_only_what_lies_below_a_root_is_written(tmp_path: Path) -> None:
     assert "is not below" in str(refusal({"spool": str(other)}, [str(root)], []))
     assert refusal({"spool": str(root / "s")}, [str(root)], []) is None
     mooncake = {"mooncake": {"master": "10.0.0.1:50051"}}
-    assert "none of the Mooncake stores" in str(refusal(mooncake, [str(root)], ["10.0.0.2:50051"]))
+    assert "not one of the Mooncake stores" in str(refusal(mooncake, [str(root)], ["10.0.0.2:50051"]))
     assert refusal(mooncake, [], ["10.0.0.1:50051"]) is None

@@ -67,8 +67,8 @@ def dispatch(
         dispatcher = Dispatcher(
             endpoints,
             check=lambda endpoint, facts: None,
-            answered=lambda prompt, engine, _: answered.append(prompt.place),
-            refused=lambda prompt, reason: refused.update({prompt.place: reason}),
+            answered=lambda prompt, engine, _: answered.append(prompt.index),
+            refused=lambda prompt, reason: refused.update({prompt.index: reason}),
             patience_seconds=0.5,
         )
         for place, input_ids in enumerate(prompts):
@@ -124,14 +124,14 @@ def test_a_prompt_that_ends_every_engine_is_found_and_left_out() -> None:
     one = Computer("one", 4, ends)
     _, refused = dispatch(one)
     assert list(refused) == [2]
-    assert "Sent alone, it ended the engine" in refused[2]
+    assert "even when sent alone" in refused[2]
 
 
 def test_what_no_engine_can_compute_is_not_sent() -> None:
     one = Computer("one", 2, computes)
     answered, refused = dispatch(one, prompts=[[1], [49], [50], [-1], [], [1] * 20, [1] * 21])
     assert sorted(answered) == [0, 1, 5]
-    assert "others than the target's 50" in refused[2]
+    assert "one outside the target's 50" in refused[2]
     assert "more than the 20" in refused[6]
 
 
@@ -144,7 +144,7 @@ def test_an_engine_that_says_why_it_ended_is_not_tried_again(tmp_path: Path) -> 
         computer.is_down = True
 
     one = Computer("one", 1, ends, facts)
-    with pytest.raises(UserError, match="says why: the disk is full"):
+    with pytest.raises(UserError, match="for this reason: the disk is full"):
         dispatch(one)
     assert one.num_starts == 1
     remove_info(facts)

@@ -104,5 +104,7 @@ def test_an_engine_that_cannot_start_says_why(vllm_python: Path, tmp_path: Path)
 def test_what_vllm_cannot_give_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"aux_layer_ids=\[0, 2\]: vLLM gives no embedding output"):
         CaptureEngine("target", (0, 2), 4, 100, [str(tmp_path)], mla=True)
-    with pytest.raises(UserError, match=r"engine_args\.pipeline_parallel_size=2: Hidden states would be"):
+    with pytest.raises(
+        UserError, match=r"engine_args\.pipeline_parallel_size=2: Only the last stage would have"
+    ):
         capture_engine(save_mla(tmp_path), IDS, tmp_path, pipeline_parallel_size=2)

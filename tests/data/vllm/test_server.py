@@ -130,7 +130,7 @@ def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: Targe
     cases = {
         r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": replace(wanted, aux_layer_ids=(0, 2)),
         "dtype is float32, not bfloat16": replace(wanted, dtype=torch.bfloat16),
-        "or other weights": replace(wanted, target_fingerprint="another"),
+        "or it has other weights": replace(wanted, target_fingerprint="another"),
     }
     for number, (message, other) in enumerate(cases.items()):
         with pytest.raises(UserError, match=message):
@@ -141,7 +141,7 @@ def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: Targe
     too_long = Dataset.from_dict({"input_ids": [[1] * num_tokens], "loss_mask": [[True] * num_tokens]})
     with pytest.raises(UserError, match=f"{MAX_TOKENS} tokens where a sample has {num_tokens}"):
         capture(server, too_long, root / "refused-long", wanted)
-    with pytest.raises(UserError, match=r"None has answered .*No server answers there"):
+    with pytest.raises(UserError, match=r"No server has answered .*No server answers at this address"):
         capture_through_vllm(
             [StoreSpec(root / "refused-down", dataset, ENCODING)],
             wanted,
@@ -209,7 +209,7 @@ def test_a_server_of_another_target_writes_no_answers(
 ) -> None:
     wanted = expected_states(spec, IDS)
     cases = {
-        "or other weights": (replace(wanted, target_fingerprint="another"), ANSWER_TOKENS),
+        "or it has other weights": (replace(wanted, target_fingerprint="another"), ANSWER_TOKENS),
         "tokens where a sample has": (wanted, MAX_TOKENS),
     }
     for number, (message, (other, num_tokens)) in enumerate(cases.items()):

@@ -10,7 +10,7 @@ from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids
 from data.vllm.capture_request import CaptureRequest, store_destination
 from data.vllm.plugin.cache_copy import CacheReader
-from data.vllm.plugin.sink import Delivery, StateSink
+from data.vllm.plugin.sink import PendingWrite, StateSink
 
 NUM_LAYERS, BLOCK_SIZE, HIDDEN_SIZE = 3, 4, 8
 DEVICES = [
@@ -31,8 +31,8 @@ def deliver(sink: StateSink, store: Path, sample_id: int, num_tokens: int = 6) -
     input_ids = torch.arange(num_tokens)
     destination = store_destination(store, Encoding("exact", "all"), shard_tokens=1000)
     mask = torch.ones(num_tokens, dtype=torch.bool)
-    order = CaptureRequest.of(destination, str(sample_id), input_ids.tolist(), mask)
-    sink.submit(Delivery(order, input_ids, copy))
+    capture = CaptureRequest.of(destination, str(sample_id), input_ids.tolist(), mask)
+    sink.submit(PendingWrite(capture, input_ids, copy))
     return copy.states
 
 
