@@ -1,4 +1,4 @@
-"""States that come online, written into a store: for sources that write none themselves."""
+"""Capture to a store by sources that only deliver states online."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ _WRITER = "online"
 
 
 def drain_to_store(
-    wanted: StoreSpec,
+    store: StoreSpec,
     source: OnlineStates | None,
     states: CapturedStates,
     *,
@@ -28,26 +28,26 @@ def drain_to_store(
     manifest_fields: Mapping[str, Any],
     progress: bool = False,
 ) -> None:
-    """Writes what is missing; returns on every rank once the store is finished.
+    """Write the missing samples; return on every rank once the store is finished.
 
     Args:
-        source: of the same dataset; None on the ranks that only wait for the end.
-        states: as they are captured.
+        source: the source of the same dataset; None on the ranks that only wait.
+        states: the sizes of the captured states.
 
     Raises:
-        UserError: as `OnlineStates.get_many` does; the disk cannot hold the store, or the directory holds
-            another one. What is finished by then is kept.
+        UserError: `OnlineStates.get_many` raises it, the disk cannot hold the store, or the directory holds
+            another store. Finished shards are kept.
     """
     rank = 0 if source is not None else 1
-    directory = wanted.directory
-    fields = store_fields(wanted, manifest_fields)
+    directory = store.directory
+    fields = store_fields(store, manifest_fields)
     missing = open_store(directory, fields, rank)
     if source is not None and missing:
-        check_space(wanted, missing, states)
+        check_space(store, missing, states)
         total = sum(source.lengths[sample_id] for sample_id in missing)
         bar = Progress("capture", total, "tokens", shown=progress)
         source.expect(missing)
-        with StoreWriter(directory, _WRITER, wanted.encoding, shard_tokens) as writer, bar:
+        with StoreWriter(directory, _WRITER, store.encoding, shard_tokens) as writer, bar:
             for sample_id in missing:
                 [sample] = source.get_many([sample_id])
                 if sample_id in source.refused:
@@ -55,4 +55,4 @@ def drain_to_store(
                 else:
                     writer.append(sample_id, sample)
                 bar.update(source.lengths[sample_id])
-    finish_store(wanted, fields, rank, progress=progress)
+    finish_store(store, fields, rank, progress=progress)

@@ -1,4 +1,4 @@
-"""Hidden states of a target that runs in this process, through transformers."""
+"""Capture of hidden states by transformers in this process."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ _PROBE_TOKENS = 16
 
 
 class HiddenStateCapture:
-    """Runs the frozen target's decoder and keeps a few layers' inputs.
+    """Runs the frozen target's decoder and keeps the inputs of a few layers.
 
     Id i is the input of decoder layer i (0 the embedding's output); id `num_layers` is the last layer's
     output before the final norm. Only these are held, and the lm_head is not run.
@@ -25,7 +25,7 @@ class HiddenStateCapture:
         aux_layer_ids: sorted, distinct, within 0..num_layers.
 
     Raises:
-        UserError: `aux_layer_ids` are not as said.
+        UserError: `aux_layer_ids` are invalid.
     """
 
     def __init__(self, model: PreTrainedModel, modules: TargetModules, aux_layer_ids: Sequence[int]) -> None:
@@ -38,50 +38,50 @@ class HiddenStateCapture:
         self.device = weight.device
 
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """One padded forward pass; the caller puts sequences of like length together.
+        """Capture a batch in one padded forward pass. The caller groups sequences of similar length.
 
         Args:
             batch: int64 [T_i] each.
 
         Returns:
-            (aux [T_i, A, Ht], last [T_i, Ht]) each, in the target's dtype on the embedding's device; `last`
-            is before the final norm. All are parts of two tensors.
+            (aux [T_i, A, Ht], final [T_i, Ht]) each, in the target's dtype on the embedding's device; `final`
+            is before the final norm. All are views of two tensors.
         """
-        # Causal attention never looks right, so right padding needs no mask.
+        # Causal attention does not look to the right, so right padding needs no mask.
         input_ids = nn.utils.rnn.pad_sequence(list(batch), batch_first=True)
         lengths = [len(ids) for ids in batch]
         real = (torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]).view(-1).nonzero()[:, 0]
         # Made outside of inference mode: training cannot differentiate through inference tensors.
         aux = self._empty(len(real), len(self.aux_layer_ids), self.hidden_size)
-        last = self._empty(len(real), self.hidden_size)
-        wanted = [(layer_id, aux[:, place]) for place, layer_id in enumerate(self.aux_layer_ids)]
+        final = self._empty(len(real), self.hidden_size)
+        outputs = [(layer_id, aux[:, index]) for index, layer_id in enumerate(self.aux_layer_ids)]
         self._run(
-            input_ids.to(self.device), real.to(self.device), [*wanted, (len(self.modules.layers), last)]
+            input_ids.to(self.device), real.to(self.device), [*outputs, (len(self.modules.layers), final)]
         )
-        return list(zip(aux.split(lengths), last.split(lengths), strict=True))
+        return list(zip(aux.split(lengths), final.split(lengths), strict=True))
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def _run(self, input_ids: Tensor, real: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> None:
-        """Fills what is wanted.
+    def _run(self, input_ids: Tensor, real: Tensor, outputs: Sequence[tuple[int, Tensor]]) -> None:
+        """Run the decoder and fill the outputs.
 
         Args:
             input_ids: [B, T]
-            real: the places of B * T that are no padding, [N].
-            wanted: layer ids, `num_layers` for what goes into the final norm, and where to, [N, Ht].
+            real: [N], the indices in B * T that are not padding.
+            outputs: layer ids, where `num_layers` is the input of the final norm, with a tensor [N, Ht] each.
         """
 
         def keep(output: Tensor, _module: nn.Module, args: tuple, kwargs: dict) -> None:
             states = args[0] if args else kwargs["hidden_states"]
-            # At once: activations that are held make the allocator take fresh memory for those behind them.
+            # Copied at once: with activations held, the allocator would need new memory for later ones.
             output.copy_(states.flatten(0, 1).index_select(0, real.to(states.device)))
 
-        places = [*self.modules.layers, self.modules.final_norm]
+        modules = [*self.modules.layers, self.modules.final_norm]
         handles = [
-            places[layer_id].register_forward_pre_hook(partial(keep, output), with_kwargs=True)
-            for layer_id, output in wanted
+            modules[layer_id].register_forward_pre_hook(partial(keep, output), with_kwargs=True)
+            for layer_id, output in outputs
         ]
         try:
             self.modules.decoder(input_ids=input_ids, use_cache=False)
@@ -91,16 +91,16 @@ class HiddenStateCapture:
 
 
 def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:
-    """Checks on a few tokens that the head over the captured state gives the model's own logits.
+    """Check on a few tokens that the head gives the model's own logits for the captured states.
 
     Raises:
-        UserError: it does not, as in models that scale or cap their logits behind the lm_head.
+        UserError: the logits differ, as in models that scale or cap them after the lm_head.
     """
     vocab_size = capture.modules.embed_tokens.get_parameter("weight").shape[0]
     probe = torch.randint(vocab_size, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
-    [(_, last)] = capture.capture([probe])
+    [(_, final)] = capture.capture([probe])
     with torch.inference_mode():
-        ours = head(last.to(head.weight.device)).float().cpu()
+        ours = head(final.to(head.weight.device)).float().cpu()
         model_ids = probe[None].to(capture.device)
         theirs = capture.model(input_ids=model_ids, use_cache=False).logits[0].float().cpu()
     error = float((ours - theirs).abs().max() / theirs.abs().max())

@@ -1,4 +1,4 @@
-"""The target through transformers, in processes of its own beside a trainer."""
+"""The producer that runs the target through transformers in separate processes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,11 +20,11 @@ def hf_producer(
     batch_tokens: int,
     num_processes: int,
 ) -> ProcessProducer:
-    """The target through transformers, on `device` unless `spec.device_map` spreads it.
+    """Start processes that run the target on `device`, unless `spec.device_map` spreads it.
 
     Args:
-        batch_tokens: the most tokens, padding included, in one forward pass.
-        num_processes: each holds the target.
+        batch_tokens: the most tokens in one forward pass, with padding.
+        num_processes: the number of processes, each of which holds the target.
     """
     settings = {
         "target": asdict(spec),

@@ -1,4 +1,4 @@
-"""Captured states into a store: what is still missing of it, whoever captures, and its end."""
+"""Capture to a store: its missing samples, capture in this process, and finishing it."""
 
 import shutil
 import sys
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.5
 
 
 class CapturedStates(Protocol):
-    """What decides how large the states are."""
+    """The properties that decide how large captured states are."""
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]: ...
@@ -52,7 +52,7 @@ class SizedCapture(CapturedStates, TargetCapture, Protocol):
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """A store that is to be filled."""
+    """A store that is to be filled with the states of a dataset."""
 
     directory: Path
     dataset: Dataset  # columns input_ids and loss_mask
@@ -60,7 +60,7 @@ class StoreSpec:
 
 
 def capture_to_store(
-    wanted: StoreSpec,
+    store: StoreSpec,
     capture: SizedCapture,
     *,
     shard_tokens: int,
@@ -70,26 +70,26 @@ def capture_to_store(
     manifest_fields: Mapping[str, Any],
     progress: bool = False,
 ) -> None:
-    """Captures this rank's share of what is missing; returns on every rank once the whole store is finished.
+    """Capture this rank's part of the missing samples; return on every rank once the store is finished.
 
-    Ranks share nothing but the directory.
+    Ranks share only the directory.
 
     Args:
-        shard_tokens: about how many tokens a file holds; held in memory, encoded, until it is written.
-        batch_tokens: the most tokens, padding included, in one forward pass.
-        manifest_fields: JSON values that say what the states are made with.
+        shard_tokens: the approximate number of tokens per file, which memory holds until it is written.
+        batch_tokens: the most tokens in one forward pass, with padding.
+        manifest_fields: JSON values that describe how the states are made.
 
     Raises:
-        UserError: the disk cannot hold the store, or the directory holds another one. Shards that are
-            finished by then are kept.
+        UserError: the disk cannot hold the store, or the directory holds another store. Finished shards are
+            kept.
     """
-    dataset, output_dir, encoding = wanted.dataset, wanted.directory, wanted.encoding
-    fields = store_fields(wanted, manifest_fields)
+    dataset, output_dir, encoding = store.dataset, store.directory, store.encoding
+    fields = store_fields(store, manifest_fields)
     missing = open_store(output_dir, fields, rank)
     if rank == 0 and missing:
-        check_space(wanted, missing, capture)
+        check_space(store, missing, capture)
     lengths = dataset_lengths(dataset)
-    mine = rank_share(lengths, missing, rank, world_size)
+    mine = rank_slice(lengths, missing, rank, world_size)
     if mine:
         writer = StoreWriter(output_dir, f"hf-{rank}", encoding, shard_tokens)
         total = sum(lengths[sample_id] for sample_id in mine)
@@ -98,7 +98,7 @@ def capture_to_store(
             for sample_id, sample in capture_samples(dataset, lengths, mine, capture, batch_tokens):
                 writer.append(sample_id, sample)
                 bar.update(len(sample.input_ids))
-    finish_store(wanted, fields, rank, progress=progress)
+    finish_store(store, fields, rank, progress=progress)
 
 
 def capture_samples(
@@ -108,96 +108,96 @@ def capture_samples(
     capture: TargetCapture,
     batch_tokens: int,
 ) -> Iterator[tuple[int, CapturedSample]]:
-    """Captures together what is of like length; longest first, so that what does not fit fails at once."""
+    """Yield captured samples, the longest first. Samples of similar length are captured together."""
     tokens = TokenRows(dataset)
-    for places in batches_by_length([lengths[i] for i in sample_ids], batch_tokens):
-        batch = [sample_ids[place] for place in places]
+    for indices in batches_by_length([lengths[i] for i in sample_ids], batch_tokens):
+        batch = [sample_ids[index] for index in indices]
         rows = tokens.read(batch)
         states = capture.capture([input_ids for input_ids, _ in rows])
-        for sample_id, row, (aux, last) in zip(batch, rows, states, strict=True):
-            yield sample_id, CapturedSample(*row, aux, last)
+        for sample_id, row, (aux, final) in zip(batch, rows, states, strict=True):
+            yield sample_id, CapturedSample(*row, aux, final)
 
 
-def store_fields(wanted: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a store says of its making: `manifest_fields`, its encoding, and which samples it is of."""
+def store_fields(store: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a store's description: `manifest_fields`, its encoding, and its dataset."""
     return as_read_back(
         {
             **manifest_fields,
-            "encoding": wanted.encoding.to_json(),
-            "tokens_fingerprint": tokens_fingerprint(wanted.dataset),
-            "dataset_samples": len(wanted.dataset),
+            "encoding": store.encoding.to_json(),
+            "tokens_fingerprint": tokens_fingerprint(store.dataset),
+            "dataset_samples": len(store.dataset),
         }
     )
 
 
 def open_store(directory: Path, fields: Mapping[str, Any], rank: int = 0) -> list[int]:
-    """Takes the directory for this capture; every rank calls.
+    """Reserve the directory for this capture. Every rank calls this.
 
     Args:
-        fields: of `store_fields`.
+        fields: from `store_fields`.
 
     Returns:
-        The samples that are still to be captured, ascending. Other writers may be at work on them.
+        The ids of the missing samples, ascending. Other writers may be capturing them.
 
     Raises:
-        UserError: it holds another capture.
+        UserError: the directory holds another capture.
     """
     claim(directory, fields, rank)
     missing = missing_ids(directory, FinishedShards(directory).records(), fields["dataset_samples"])
     if missing and rank == 0:
-        # Of a store that was finished and has lost a shard.
+        # The store was finished and has lost a shard.
         (directory / MANIFEST).unlink(missing_ok=True)
     return missing
 
 
-def rank_share(lengths: Sequence[int], missing: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """What this rank captures of `missing`.
+def rank_slice(lengths: Sequence[int], missing: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Return the missing samples that this rank captures.
 
-    Who captures a sample depends on the lengths alone: ranks that start at different times see different
-    samples missing, and still leave none out. All lengths are dealt out evenly.
+    A sample's rank depends on the lengths only: ranks that start at different times see different samples
+    missing, and still leave none out. Lengths are distributed evenly.
     """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
+    by_length = np.argsort(-np.asarray(lengths), kind="stable")
     mine = np.zeros(len(lengths), dtype=bool)
-    mine[order[rank::world_size]] = True
+    mine[by_length[rank::world_size]] = True
     return [sample_id for sample_id in missing if mine[sample_id]]
 
 
 def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) -> int:
-    """What samples with these rows take in a store, but for its headers. int64 [n, 3], of `dataset_rows`."""
+    """Return the size of samples in a store without its headers. rows int64 [n, 3], from `dataset_rows`."""
     num_layers, total = len(states.aux_layer_ids), Rows(*map(int, rows.sum(axis=0)))
     return encoded_bytes(encoding, total, num_layers, states.hidden_size, states.dtype)
 
 
-def check_space(wanted: StoreSpec, missing: Sequence[int], states: CapturedStates) -> None:
-    """Says how much is to be captured, and refuses what the disk cannot hold.
+def check_space(store: StoreSpec, missing: Sequence[int], states: CapturedStates) -> None:
+    """Print how much will be captured, and refuse what the disk cannot hold.
 
     Raises:
-        UserError: too little is free.
+        UserError: the disk has too little free space.
     """
-    rows = dataset_rows(wanted.dataset, wanted.encoding)[missing]
-    needed, free = estimate_bytes(rows, states, wanted.encoding), shutil.disk_usage(wanted.directory).free
+    rows = dataset_rows(store.dataset, store.encoding)[missing]
+    needed, free = estimate_bytes(rows, states, store.encoding), shutil.disk_usage(store.directory).free
     print(
-        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {wanted.directory}, "
-        f"{needed / 1e9:.2f} GB ({wanted.encoding.codec}) of {free / 1e9:.2f} GB free",
+        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {store.directory}, "
+        f"{needed / 1e9:.2f} GB ({store.encoding.codec}) of {free / 1e9:.2f} GB free",
         file=sys.stderr,
     )
     if needed > free:
-        what = f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free"
-        raise disk_full(wanted.directory, what)
+        what = f"The store needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free"
+        raise disk_full(store.directory, what)
 
 
 def finish_store(
-    wanted: StoreSpec, fields: Mapping[str, Any], rank: int = 0, *, progress: bool = False
+    store: StoreSpec, fields: Mapping[str, Any], rank: int = 0, *, progress: bool = False
 ) -> None:
-    """Waits until every sample is captured or refused; rank 0 declares the store finished, the others wait.
+    """Wait until every sample is captured or refused. Rank 0 declares the store finished; the others wait.
 
     Args:
-        fields: of `store_fields`.
+        fields: from `store_fields`.
 
     Raises:
         UserError: a shard holds other tokens than the dataset, or has another encoding.
     """
-    directory, dataset = wanted.directory, wanted.dataset
+    directory, dataset = store.directory, store.dataset
     shards = FinishedShards(directory)
     while missing_ids(directory, shards.records(), len(dataset)):
         time.sleep(_POLL_SECONDS)
@@ -210,7 +210,7 @@ def finish_store(
         for record in tracked(records, "check the store", "shards", shown=progress):
             _check_shard(directory, record, tokens, fields)
         write_manifest(directory, fields)
-    # The manifest of an earlier run may still be there while a damaged shard is replaced.
+    # The manifest of an earlier run may still exist while a damaged shard is replaced.
     while not is_written(directory, content):
         time.sleep(_POLL_SECONDS)
 
@@ -221,20 +221,23 @@ def _check_shard(directory: Path, record: ShardRecord, tokens: TokenRows, fields
         raise UserError("capture", path, f"Its encoding is {record.encoding.to_json()}; delete it.")
     with safe_open(path, framework="np") as file:
         ids, mask = file.get_tensor("input_ids"), file.get_tensor("loss_mask")
-    lengths, wanted_ids, wanted_mask = tokens.flat(record.sample_ids)
-    same = np.array_equal(lengths, record.lengths) and np.array_equal(ids, wanted_ids)
-    if not same or not np.array_equal(mask, wanted_mask):
-        remedy = "Holds other tokens than the dataset; delete it and run again: it is captured anew."
+    lengths, expected_ids, expected_mask = tokens.flat(record.sample_ids)
+    same = np.array_equal(lengths, record.lengths) and np.array_equal(ids, expected_ids)
+    if not same or not np.array_equal(mask, expected_mask):
+        remedy = "It holds other tokens than the dataset; delete it and run again to capture it again."
         raise UserError("capture", path, remedy)
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Places, longest first, in batches of at most `batch_tokens` with padding, at least one each."""
+    """Yield batches of indices, the longest first, with at most `batch_tokens` tokens including padding.
+
+    A batch has at least one index.
+    """
     batch: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
             yield batch
             batch = []
-        batch.append(place)
+        batch.append(index)
     if batch:
         yield batch

@@ -1,4 +1,4 @@
-"""Hidden states that come while training goes on: asked for ahead, as many as fit a bound, taken in order."""
+"""Hidden states that arrive during training: requested ahead within a bound, and taken in order."""
 
 import logging
 import secrets
@@ -22,14 +22,14 @@ from eagle31.errors import UserError
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
-_PATIENCE_SECONDS = 120.0  # then what is waited for is asked for again
+_PATIENCE_SECONDS = 120.0  # then the awaited sample is requested again
 _TAKEN_KEPT = 64
 _MAX_REFUSED_FRACTION, _MIN_REFUSED = 0.01, 8
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """Of the states as training reads them."""
+    """The shape and dtype of a token's states, as training reads them."""
 
     num_aux_layers: int
     hidden_size: int
@@ -37,31 +37,32 @@ class StateShape:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    position: int  # in the order that was announced
+class _Expected:
+    position: int  # in the announced order
     index: int  # in the dataset
     request: StateRequest
     num_bytes: int
 
 
 class OnlineStates:
-    """A `HiddenStateSource` without a store: a sample is made anew in every epoch and gone when it is read.
+    """A `HiddenStateSource` without a store: a sample is captured in every epoch and dropped once it is read.
 
-    Of what `expect` announced, requests go out in that order while their states, whose sizes are known to the
-    byte, fit the bound: so no producer can overfill it. One that died is asked again for what it owes, and a
-    sample that none can make counts as one without tokens.
+    Requests for the samples that `expect` announced go out in order while their states, whose sizes are known
+    to the byte, fit the bound, so that no producer can exceed it. A producer that died gets its unanswered
+    requests again, and a sample that no producer can make counts as one without tokens.
 
-    Used by one thread, but for `collect_stats` and `stop`. After `name`, keys carry a random name of this
-    object and the position in the order, so that nothing of a run that was killed is mistaken for this one's.
+    One thread uses this, except for `collect_stats` and `stop`. A key consists of `name`, a random name of
+    this object and the position in the order, so that no sample of a killed run is mistaken for one of this
+    run.
 
     Args:
         dataset: columns input_ids and loss_mask.
-        sample_bytes: from loss_mask [T], the most that a sample takes in the transport.
-        spool_gb: the bound, in 1e9 bytes, of the `num_sharing` ranks that share it equally.
-        name: letters, digits, - and _; of this trainer process in this run.
+        sample_bytes: returns the largest size of a sample in the transport, from loss_mask [T].
+        spool_gb: the bound, in 1e9 bytes, which `num_sharing` ranks share equally.
+        name: letters, digits, - and _; the name of this trainer process in this run.
 
     Raises:
-        UserError: by `get_many`: the samples asked for together exceed the bound, or too many are refused.
+        UserError: from `get_many`: its samples together exceed the bound, or too many are refused.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class OnlineStates:
         self._name = f"{name}-{secrets.token_hex(4)}"
         self._tokens, self._sample_bytes = TokenRows(dataset), sample_bytes
         self._num_announced = 0
-        self._coming: deque[_Wanted] = deque()
-        self._asked: deque[_Wanted] = deque()
-        self._asked_bytes = 0
-        self._refusals: dict[str, str] = {}  # by key, of what is asked
-        self.refused: dict[int, str] = {}  # why, by sample index
+        self._coming: deque[_Expected] = deque()
+        self._requested: deque[_Expected] = deque()
+        self._requested_bytes = 0
+        self._refusals: dict[str, str] = {}  # reasons by key, of requested samples
+        self.refused: dict[int, str] = {}  # reasons by sample index
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
-        self._asked_again_at = -1  # the last position that may be answered twice
+        self._repeated_until = -1  # the last position that may be answered twice
         self._restarts_seen = 0
         self._starved_seconds = 0.0
         self._full_seconds = 0.0
-        self._reported = (0.0, 0.0, 0)  # by `collect_stats`, in all
+        self._reported = (0.0, 0.0, 0)  # totals at the last `collect_stats`
         self._held_since: float | None = None  # when a request was last held back
         self._stopped = threading.Event()
 
@@ -105,105 +106,105 @@ class OnlineStates:
         return self.get_many([index])[0]
 
     def expect(self, indices: Sequence[int]) -> None:
-        """Announces what `get_many` will be called for, behind what was announced before."""
+        """Announce the next samples that `get_many` will be called for."""
         for index, (input_ids, loss_mask) in zip(indices, self._tokens.read(indices), strict=True):
             request = StateRequest(f"{self._name}-{self._num_announced}", input_ids, loss_mask)
             num_bytes = self._sample_bytes(loss_mask)
-            self._coming.append(_Wanted(self._num_announced, index, request, num_bytes))
+            self._coming.append(_Expected(self._num_announced, index, request, num_bytes))
             self._num_announced += 1
-        self._ask()
+        self._request_ahead()
 
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
-        """Waits for them; they are the next that `expect` announced."""
+        """Wait for the next samples that `expect` announced, and return them."""
         self._check_bound(len(indices))
         self._look_after_producer()
         return [self._take(index) for index in indices]
 
     def collect_stats(self) -> SourceStats:
         """What has been since the last call."""
-        asked = list(self._asked)  # at once, while the other thread goes on
-        arrived = [one.num_bytes for one in asked if self._transport.arrived(one.request.key)]
+        requested = list(self._requested)  # a copy, as another thread changes it
+        arrived = [one.num_bytes for one in requested if self._transport.arrived(one.request.key)]
         totals = (self._starved_seconds, self._full_seconds, self._producer.num_restarts)
         starved, full, restarts = (now - then for now, then in zip(totals, self._reported, strict=True))
         self._reported = totals
         return SourceStats(sum(arrived), starved, full, int(restarts))
 
     def stop(self) -> None:
-        """Ends a wait in another thread, with an error there."""
+        """End a wait in another thread with an error in that thread."""
         self._stopped.set()
 
     def _check_bound(self, num_samples: int) -> None:
-        needed = sum(one.num_bytes for one in islice(chain(self._asked, self._coming), num_samples))
+        needed = sum(one.num_bytes for one in islice(chain(self._requested, self._coming), num_samples))
         if needed > self.limit_bytes:
             gb = needed * self._num_sharing / 1e9
             remedy = f"The samples of a step take {gb:.3g} GB over all ranks of a node: give more than that."
             raise UserError("capture.spool_gb", self._spool_gb, remedy)
 
-    def _ask(self) -> None:
-        """Sends requests in order as long as they fit."""
+    def _request_ahead(self) -> None:
+        """Send requests in order as long as they fit."""
         now = time.perf_counter()
         if self._held_since is not None and self._last_has_arrived():
             self._full_seconds += now - self._held_since
         self._held_since = None
         while self._coming:
-            wanted = self._coming[0]
-            if self._asked_bytes + wanted.num_bytes > self.limit_bytes:
+            expected = self._coming[0]
+            if self._requested_bytes + expected.num_bytes > self.limit_bytes:
                 self._held_since = now
                 return
-            self._asked.append(self._coming.popleft())
-            self._asked_bytes += wanted.num_bytes
-            if wanted.index not in self.refused:
-                self._producer.request(wanted.request)
+            self._requested.append(self._coming.popleft())
+            self._requested_bytes += expected.num_bytes
+            if expected.index not in self.refused:
+                self._producer.request(expected.request)
 
     def _last_has_arrived(self) -> bool:
-        return not self._asked or self._transport.arrived(self._asked[-1].request.key)
+        return not self._requested or self._transport.arrived(self._requested[-1].request.key)
 
     def _take(self, index: int) -> CapturedSample:
-        self._ask()
-        assert self._asked, f"sample {index} was not announced"
-        wanted = self._asked[0]
-        assert wanted.index == index, f"sample {index} is asked for where {wanted.index} was announced"
-        sample = None if index in self.refused else self._transport.take(wanted.request, timeout=0)
+        self._request_ahead()
+        assert self._requested, f"sample {index} was not announced"
+        expected = self._requested[0]
+        assert expected.index == index, f"sample {index} was read where {expected.index} was announced"
+        sample = None if index in self.refused else self._transport.take(expected.request, timeout=0)
         if sample is None and index not in self.refused:
             started = time.perf_counter()
-            sample = self._wait_for(wanted)
+            sample = self._wait_for(expected)
             self._starved_seconds += time.perf_counter() - started
-        self._asked.popleft()
-        self._asked_bytes -= wanted.num_bytes
-        self._taken.append(wanted.request.key)
-        self._ask()
+        self._requested.popleft()
+        self._requested_bytes -= expected.num_bytes
+        self._taken.append(expected.request.key)
+        self._request_ahead()
         if sample is None:
             return self._without_tokens()
         aux = sample.aux_hidden_states
         assert (*aux.shape[1:], aux.dtype) == astuple(self._shape), "the producer's target is another one"
         return sample
 
-    def _wait_for(self, wanted: _Wanted) -> CapturedSample | None:
-        """None when it is refused."""
-        key, since = wanted.request.key, time.monotonic()
+    def _wait_for(self, expected: _Expected) -> CapturedSample | None:
+        """Wait for a sample; return None where it is refused."""
+        key, since = expected.request.key, time.monotonic()
         while True:
-            sample = self._transport.take(wanted.request, _POLL_SECONDS)
+            sample = self._transport.take(expected.request, _POLL_SECONDS)
             if sample is not None:
                 return sample
             if self._stopped.is_set():
                 raise RuntimeError("stopped while it waited for hidden states")
             self._look_after_producer()
             if key in self._refusals:
-                self._refuse(wanted.index, self._refusals.pop(key))
+                self._refuse(expected.index, self._refusals.pop(key))
                 return None
             if time.monotonic() - since > _PATIENCE_SECONDS:
-                # Lost between the two: a shared disk or a store may forget what it was given.
-                self._asked_again_at, since = self._asked[-1].position, time.monotonic()
-                self._producer.request(wanted.request)
+                # The transport lost it: a shared disk or a store may lose what it was given.
+                self._repeated_until, since = self._requested[-1].position, time.monotonic()
+                self._producer.request(expected.request)
 
     def _look_after_producer(self) -> None:
         self._refusals |= self._producer.refusals()
         if self._producer.num_restarts > self._restarts_seen:
             self._restarts_seen = self._producer.num_restarts
-            self._asked_again_at = self._asked[-1].position if self._asked else -1
+            self._repeated_until = self._requested[-1].position if self._requested else -1
             logger.warning("the producer of hidden states was started again (%d)", self._restarts_seen)
-        if self._asked and self._asked[0].position <= self._asked_again_at:
-            # What was taken just before may come a second time, for nobody.
+        if self._requested and self._requested[0].position <= self._repeated_until:
+            # Samples that were taken just before may come a second time, for nobody.
             for key in self._taken:
                 self._transport.discard(key)
 

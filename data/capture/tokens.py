@@ -1,4 +1,4 @@
-"""The tokenised dataset's columns as arrays, without Python lists of tokens."""
+"""Access to the tokenised dataset's columns as arrays, without Python lists of tokens."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ _BATCH_ROWS = 1000
 
 
 def dataset_lengths(dataset: Dataset) -> list[int]:
-    """Tokens of each sample."""
+    """Return the number of tokens of each sample."""
     tables = dataset.with_format("arrow", columns=["input_ids"]).iter(batch_size=_BATCH_ROWS)
     return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
 
 
 def tokens_fingerprint(dataset: Dataset) -> str:
-    """sha256 of the samples: their lengths, ids and masks, however the dataset came to be."""
+    """Return the sha256 of the samples' lengths, ids and masks, whatever the dataset's origin."""
     digest = hashlib.sha256()
     for lengths, ids, mask in _batches(dataset):
         digest.update(lengths.astype("<i4").tobytes())
@@ -34,13 +34,13 @@ def tokens_fingerprint(dataset: Dataset) -> str:
 
 
 def dataset_rows(dataset: Dataset, encoding: Encoding) -> NDArray:
-    """`kept_rows` of every sample. int64 [N, 3]: tokens, aux, last."""
+    """Return the `kept_rows` of every sample. int64 [N, 3]: tokens, aux, final."""
     parts = [_kept_rows(lengths, mask, encoding) for lengths, _, mask in _batches(dataset)]
     return np.concatenate([*parts, np.empty((0, 3), np.int64)])
 
 
 class TokenRows:
-    """Samples by their index, several at a time: one access to a dataset costs as much as many rows."""
+    """Reads samples by index, several at a time: one access to a dataset costs as much as many rows."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset.with_format("arrow", columns=_COLUMNS)
@@ -49,11 +49,11 @@ class TokenRows:
         return len(self._dataset)
 
     def flat(self, indices: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
-        """Lengths int64 [n], and end to end the ids int64 [T] and masks bool [T]."""
+        """Return lengths int64 [n], and the concatenated ids int64 [T] and masks bool [T]."""
         return _arrays(self._dataset[list(indices)])
 
     def read(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """input_ids int64 [T] and loss_mask bool [T] of each."""
+        """Return input_ids int64 [T] and loss_mask bool [T] of each sample."""
         lengths, ids, mask = self.flat(indices)
         sizes = lengths.tolist()
         return list(zip(torch.tensor(ids).split(sizes), torch.tensor(mask).split(sizes), strict=True))
@@ -75,11 +75,11 @@ def _kept_rows(lengths: NDArray, mask: NDArray, encoding: Encoding) -> NDArray:
         return np.stack([lengths] * 3, axis=1)
     starts = lengths.cumsum() - lengths
     sample = np.repeat(np.arange(len(lengths)), lengths)
-    places = np.arange(len(mask)) - starts[sample]
-    counted = mask.copy()
-    counted[:-1] &= mask[1:] & (sample[1:] == sample[:-1])
-    counted &= (places > 0) & (places < lengths[sample] - 1)
+    positions = np.arange(len(mask)) - starts[sample]
+    supervised = mask.copy()
+    supervised[:-1] &= mask[1:] & (sample[1:] == sample[:-1])
+    supervised &= (positions > 0) & (positions < lengths[sample] - 1)
     aux = np.zeros_like(lengths)
-    np.maximum.at(aux, sample[counted], places[counted])
-    last = np.bincount(sample[counted], minlength=len(lengths))
-    return np.stack([lengths, aux, last], axis=1)
+    np.maximum.at(aux, sample[supervised], positions[supervised])
+    final = np.bincount(sample[supervised], minlength=len(lengths))
+    return np.stack([lengths, aux, final], axis=1)

@@ -1,1 +1,1 @@
-"""TorchSpec's engines run the target."""
+"""Capture by TorchSpec's inference engines."""

@@ -1,4 +1,4 @@
-"""Which TorchSpec runs which target: its settings, and what its environment must hold."""
+"""TorchSpec's settings for a target, and the checks of its environment."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from data.transport.mooncake import MooncakeSettings
 from eagle31.errors import UserError
 
 REVISION = "6f21829"
-# Of the files that torchspec_bridge.py lists, at that revision.
+# The checksum of the files that bridge.py lists, at that revision.
 INTERFACE_SHA256 = "6b6d59d1620fd574ef0ee81d3013c6f21cfab62ad90c8c6539fe564fa6ecf30d"
 DTYPE = torch.bfloat16  # HIDDEN_STATES_STORAGE_DTYPE in TorchSpec
 
@@ -30,9 +30,9 @@ _PROBE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class TorchSpecSettings:
-    """Which TorchSpec, and what its engines run; `capture.torchspec` in the recipe."""
+    """A TorchSpec environment and the target of its engines; `capture.torchspec` in the recipe."""
 
-    python: str  # of the environment that TorchSpec is installed in
+    python: str  # the Python of TorchSpec's environment
     target: str  # a local directory or a hub id
     aux_layer_ids: tuple[int, ...]  # as in the drafter's config
     num_layers: int
@@ -46,18 +46,19 @@ class TorchSpecSettings:
 
     @property
     def engine(self) -> str:
-        """hf, sgl or vllm."""
+        """The type of the inference engine: hf, sgl or vllm."""
         chosen = [
             o.partition("=")[2] for o in self.overrides if o.startswith("inference.inference_engine_type=")
         ]
         return chosen[-1] if chosen else "hf"
 
     def arguments(self) -> list[str]:
-        """TorchSpec's settings for these, behind the user's own.
+        """Return TorchSpec's settings: the user's, then those that follow from this object.
 
         Raises:
-            UserError: the user sets one of them otherwise, no engine of TorchSpec captures these layers, or
-                there is no metadata server.
+            UserError: the user sets one of the latter, TorchSpec's engine cannot capture these layers, or
+            there
+                is no metadata server.
         """
         if not self.mooncake.metadata.startswith("http"):
             remedy = (
@@ -66,7 +67,7 @@ class TorchSpecSettings:
                 "http://HOST:8080/metadata."
             )
             raise UserError("capture.mooncake.metadata", self.mooncake.metadata, remedy)
-        own = {
+        derived = {
             "model.target_model_path": os.path.abspath(self.target)
             if Path(self.target).exists()
             else self.target,
@@ -89,18 +90,22 @@ class TorchSpecSettings:
             name, _, value = override.partition("=")
             if not value:
                 raise UserError(_OVERRIDES, override, "Give it as key=value.")
-            if name in own:
+            if name in derived:
                 raise UserError(
-                    _OVERRIDES, override, "Follows from the recipe's other settings; leave it out."
+                    _OVERRIDES, override, "It follows from the recipe's other settings; leave it out."
                 )
         defaults = ["inference.inference_num_gpus=1", "inference.inference_num_gpus_per_node=1"]
-        return [*defaults, *self.overrides, *(f"{name}={json.dumps(value)}" for name, value in own.items())]
+        return [
+            *defaults,
+            *self.overrides,
+            *(f"{name}={json.dumps(value)}" for name, value in derived.items()),
+        ]
 
     def engine_layer_ids(self) -> tuple[int, ...]:
-        """TorchSpec counts outputs of layers: our id i is the output of its layer i - 1.
+        """Return TorchSpec's layer ids, which count layer outputs: our id i is the output of its layer i - 1.
 
         Raises:
-            UserError: no layer puts out what an id stands for, or the engine cannot reach it.
+            UserError: an id is no layer's output, or the engine cannot capture it.
         """
         highest = self.num_layers if self.engine == "hf" else self.num_layers - 1
         for layer_id in self.aux_layer_ids:
@@ -121,35 +126,36 @@ def bridge_command(python: str) -> list[str]:
 
 
 def check_torchspec(python: str) -> None:
-    """Looks at the environment before anything is started in it.
+    """Check TorchSpec's environment before anything is started in it.
 
     Raises:
-        UserError: what is missing or wrong there, and the remedy.
+        UserError: something is missing or wrong.
     """
     found = _probe(python)
-    versions, place = found["versions"], found["torchspec"]
-    if place is None:
+    versions, directory = found["versions"], found["torchspec"]
+    if directory is None:
         raise UserError(_PYTHON, python, f"TorchSpec is not installed there. {_INSTALL}")
     if not found["complete"]:
-        what = f"torchspec {versions['torchspec']} in {place} is not whole"
+        what = f"torchspec {versions['torchspec']} in {directory} is incomplete"
         remedy = (
             f"{what}: PyPI's is an empty reservation of the name, and a wheel holds two files. {_INSTALL}"
         )
         raise UserError(_PYTHON, python, remedy)
     if int((versions["transformers"] or "0").partition(".")[0]) >= 5:
         remedy = (
-            f"transformers {versions['transformers']} there breaks TorchSpec, which loses rope_theta without "
-            "a word: pip install 'transformers>=4.57,<5'."
+            f"transformers {versions['transformers']} there breaks TorchSpec, which silently loses "
+            "rope_theta: pip install 'transformers>=4.57,<5'."
         )
         raise UserError(_PYTHON, python, remedy)
     for name in ("torch", "ray", "omegaconf", "mooncake", "transformers"):
         if versions[name] is None:
-            remedy = f"{name} is missing there: install what TorchSpec's pyproject.toml asks for."
+            remedy = f"{name} is missing there: install the requirements in TorchSpec's pyproject.toml."
             raise UserError(_PYTHON, python, remedy)
     if found["interface"] != INTERFACE_SHA256:
         remedy = (
-            f"TorchSpec in {place} is at revision {found['revision'] or 'unknown'}, where its engines or "
-            f"store differ from {REVISION}, which eagle31 was tried with: git -C {place} checkout {REVISION}."
+            f"TorchSpec in {directory} is at revision {found['revision'] or 'unknown'}, where its engines or "
+            f"store differ from {REVISION}, which eagle31 was tested with: "
+            f"git -C {directory} checkout {REVISION}."
         )
         raise UserError(_PYTHON, python, remedy)
 
@@ -164,9 +170,9 @@ def _probe(python: str) -> dict[str, Any]:
             check=True,
         )
     except OSError as error:
-        raise UserError(_PYTHON, python, f"Cannot be run ({error.strerror}). {_INSTALL}") from error
+        raise UserError(_PYTHON, python, f"It cannot be run ({error.strerror}). {_INSTALL}") from error
     except subprocess.SubprocessError as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        remedy = f"Is no Python that TorchSpec runs in, 3.11 or newer ({detail}). {_INSTALL}"
+        remedy = f"It is no Python 3.11 or newer, which TorchSpec needs ({detail}). {_INSTALL}"
         raise UserError(_PYTHON, python, remedy) from error
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""TorchSpec as a source: its engines run the target, and the states come through Mooncake."""
+"""TorchSpec as a source of hidden states, which arrive through Mooncake."""
 
 import os
 import threading
@@ -18,21 +18,23 @@ from data.transport.protocol import StateRequest
 from eagle31.errors import UserError
 
 _CLOSE_SECONDS = 20.0
-_MAX_DEATHS = 3  # in a row, without an answer between them
+_MAX_DEATHS = 3  # consecutive deaths without an answer between them
 _NORM_TOLERANCE = 1e-2
 
 
 class TorchSpecStates:
-    """A trainer rank's end of TorchSpec: producer and transport in one, as it chooses Mooncake's keys itself.
+    """A trainer rank's side of TorchSpec.
+
+    It is a producer and a transport in one, as TorchSpec chooses Mooncake's keys.
 
     Args:
-        final_norm: any copy of the target's; the hf and sgl engines deliver the last state behind it.
-        run: names the run: the same on all its ranks, and no other's in the same Ray cluster.
-        rank: 0 starts the engines, the others find them.
-        log: what the bridge, Ray and TorchSpec print goes to the end of it.
+        final_norm: a copy of the target's final norm; the hf and sgl engines deliver the final state after
+        it. run: a name that is the same on all ranks of the run and unique in the Ray cluster. rank: rank 0
+        starts the engines, and the other ranks find them. log: the file that the output of the bridge, Ray
+        and TorchSpec is appended to.
 
     Raises:
-        UserError: the environment or the master is not as it must be, or the engines do not start.
+        UserError: the environment or the master is not set up as required, or the engines do not start.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class TorchSpecStates:
         )
         self._changed = threading.Condition()
         self._owed: dict[str, StateRequest] = {}
-        self._stored: dict[str, str] = {}  # Mooncake's keys by ours
+        self._stored: dict[str, str] = {}  # Mooncake's key by the request's key
         self._refused: dict[str, str] = {}
         self.num_restarts = 0
         self._num_deaths = 0
@@ -66,19 +68,19 @@ class TorchSpecStates:
         self._gain = None if prenorm else norm_gain(final_norm, settings.hidden_size)
 
     def request(self, request: StateRequest) -> None:
-        """Asks for a sample and returns at once. What is asked for twice comes anew."""
+        """Request a sample and return at once. A repeated request is captured again."""
         self.discard(request.key)
         with self._changed:
             self._owed[request.key] = request
         self._send(request)
 
     def refusals(self) -> dict[str, str]:
-        """Requests since the last call that no engine will answer, by key, with the reason.
+        """Return the requests that were refused since the last call: the reasons by key.
 
-        Starts the bridge again when it has died, and asks again for what it owed.
+        This starts the bridge again where it has died, and repeats the requests that it had not answered.
 
         Raises:
-            UserError: it dies again and again.
+            UserError: the bridge has died too often.
         """
         if not self._bridge.alive:
             self._restart()
@@ -87,7 +89,10 @@ class TorchSpecStates:
         return refused
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
-        """The sample, removed from Mooncake; None when it did not come within `timeout` seconds."""
+        """Remove a sample from Mooncake and return it.
+
+        None where it did not come within `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: request.key in self._stored, timeout)
@@ -105,13 +110,13 @@ class TorchSpecStates:
         return replace(sample, final_hidden_states=before_norm(sample.final_hidden_states, self._gain))
 
     def arrived(self, key: str) -> bool:
-        """Whether something waits under the key."""
+        """Return whether a sample waits under the key."""
         with self._changed:
             stored = self._stored.get(key)
         return stored is not None and self._store.arrived(stored)
 
     def discard(self, key: str) -> None:
-        """Removes what was put under the key, now or when it comes."""
+        """Remove the key's sample, now or when it comes."""
         with self._changed:
             self._owed.pop(key, None)
             stored = self._stored.pop(key, None)
@@ -119,7 +124,7 @@ class TorchSpecStates:
             self._store.discard(stored)
 
     def close(self) -> None:
-        """Ends the bridge, and with rank 0's the engines."""
+        """End the bridge; with rank 0's, the engines end as well."""
         self._bridge.close(_CLOSE_SECONDS)
         self._store.close()
 
@@ -152,7 +157,7 @@ class TorchSpecStates:
             remedy = f"TorchSpec's bridge died {self._num_deaths} times in a row; see {self._log}."
             raise UserError("capture.source", "torchspec", remedy)
         with self._changed:
-            # The engines have died with it, and the memory that they lent.
+            # The engines have died with the bridge, and so has the memory that they lent.
             self._stored.clear()
             owed = list(self._owed.values())
         self._bridge = self._start()
@@ -182,10 +187,10 @@ class TorchSpecStates:
 
 
 def norm_gain(norm: nn.Module, hidden_size: int) -> Tensor:
-    """What an RMSNorm multiplies by, float32 [Ht], however it stores that.
+    """Return the factors of an RMSNorm, float32 [Ht], whatever parameters it stores.
 
     Raises:
-        UserError: it is another norm, which cannot be undone.
+        UserError: it is another kind of norm, which cannot be undone.
     """
     parameter = next(norm.parameters())
     with torch.no_grad():
@@ -197,7 +202,7 @@ def norm_gain(norm: nn.Module, hidden_size: int) -> Tensor:
         again = norm(before_norm(normed, gain).to(parameter)).float().cpu()
     if not (again - normed).abs().max() <= _NORM_TOLERANCE * normed.abs().max():
         remedy = (
-            f"This engine delivers the last state behind the final norm, and {type(norm).__name__} cannot be "
+            f"This engine delivers the final state after the final norm, and {type(norm).__name__} cannot be "
             "undone; use inference.inference_engine_type=vllm, which delivers it before."
         )
         raise UserError("capture.torchspec.overrides", "inference.inference_engine_type", remedy)
@@ -205,8 +210,8 @@ def norm_gain(norm: nn.Module, hidden_size: int) -> Tensor:
 
 
 def before_norm(normed: Tensor, gain: Tensor) -> Tensor:
-    """A state whose RMSNorm is `normed`: the one before it, up to a factor for each token. Both [T, Ht].
+    """Return states whose RMSNorm is `normed`: the original ones up to a factor per token. Both [T, Ht].
 
-    The head reads nothing but the norm of it, to which that factor means nothing.
+    The head only reads their norm, which does not depend on that factor.
     """
     return (normed.float() / gain).to(normed.dtype)

@@ -1,1 +1,1 @@
-"""vLLM with a drafter, driven from outside."""
+"""Runs vLLM with a drafter in a separate process."""

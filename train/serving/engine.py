@@ -1,4 +1,4 @@
-"""vLLM from outside: writes jobs, runs `worker.py` with vLLM's own Python, reads the results."""
+"""Runs jobs in vLLM: `worker.py` reads them in vLLM's environment and writes their results."""
 
 import subprocess
 import tempfile
@@ -22,12 +22,12 @@ class EngineFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: the target, alone or with a drafter."""
+    """The description of one engine: the target, alone or with a drafter."""
 
     target: str
     export: Path | None = None
-    k: int = 0  # tokens a draft
-    bare: bool = False  # `vllm serve EXPORT`: a speculators export names its target itself
+    k: int = 0  # tokens per draft
+    bare: bool = False  # as `vllm serve EXPORT`: an export in speculators' layout names its target
     dtype: str = "float32"
     revision: str | None = None
     trust_remote_code: bool = False
@@ -38,7 +38,7 @@ class EngineSpec:
     extra: dict[str, Any] = field(default_factory=dict)  # further arguments of `vllm.LLM`
 
     def arguments(self) -> dict[str, Any]:
-        """Of `vllm.LLM`."""
+        """Return the arguments of `vllm.LLM`."""
         arguments: dict[str, Any] = {
             "model": str(self.export) if self.bare else self.target,
             "dtype": self.dtype,
@@ -48,7 +48,7 @@ class EngineSpec:
             "enforce_eager": self.enforce_eager,
             "seed": self.seed,
             "skip_tokenizer_init": True,  # token ids in, token ids out
-            "enable_prefix_caching": False,  # prompts come again, and each has to be computed
+            "enable_prefix_caching": False,  # prompts are repeated, and each one is to be computed
             "disable_log_stats": False,
         }
         if self.revision is not None and not self.bare:
@@ -68,10 +68,10 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen in one pass over the prompts."""
+    """The sampling settings of one pass over the prompts."""
 
     temperature: float = 0.0
-    seed: int | None = None  # of the first prompt; the others' count on from it
+    seed: int | None = None  # the seed of the first prompt; each further prompt's is one higher
 
 
 GREEDY = Sampling()
@@ -79,7 +79,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """Continuations of prompts by one engine, once for each of `passes`."""
+    """A job that completes prompts with one engine, once for each of `passes`."""
 
     name: str
     engine: EngineSpec
@@ -88,8 +88,8 @@ class DecodeJob:
     stop_token_ids: Sequence[int] = ()
     record_drafts: bool = False
     passes: Sequence[Sampling] = (GREEDY,)
-    warm_up: bool = False  # decodes a little before each pass, so that its time has no first calls in it
-    # An earlier job: where its first pass and this one part, `margins` has what is between the top logits.
+    warm_up: bool = False  # decodes a few tokens before each pass, so that its time includes no first calls
+    # The name of an earlier job. `margins` has the gap between the top two logits where the two jobs diverge.
     margins_against: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class DecodeJob:
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's own of one pass, accepted tokens behind the end of a text included."""
+    """vLLM's counters of one pass, which include accepted tokens after the end of a completion."""
 
     num_drafts: int
     num_accepted: int
@@ -120,11 +120,11 @@ class Counters:
 
 @dataclass(frozen=True)
 class DecodedPass:
-    """One pass over the prompts."""
+    """The result of one pass over the prompts."""
 
     served: Served
     counters: Counters
-    seconds: float  # of decoding all prompts, without the engine's start
+    seconds: float  # the time to decode all prompts, without the engine's start
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "DecodedPass":
@@ -137,7 +137,7 @@ class DecodedPass:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a `DecodeJob` gave; with an `error`, nothing else."""
+    """The result of a `DecodeJob`; with an `error`, the other fields are empty."""
 
     name: str
     passes: tuple[DecodedPass, ...]
@@ -161,13 +161,13 @@ class JobResult:
 
 
 def run_jobs(jobs: Sequence[DecodeJob], python: Path, log_path: Path) -> list[JobResult]:
-    """Runs all jobs in one process, one engine after the other.
+    """Run all jobs in one process, one engine after the other.
 
-    A job whose engine fails has its `error` set, and the next ones run all the same.
+    A job whose engine fails has its `error` set, and the following jobs still run.
 
     Args:
-        python: of vLLM's environment, as `find_python` gives it.
-        log_path: takes all that vLLM prints.
+        python: the Python of vLLM's environment, from `find_python`.
+        log_path: the file for everything that vLLM prints.
 
     Raises:
         EngineFailure: the process died.
@@ -177,19 +177,19 @@ def run_jobs(jobs: Sequence[DecodeJob], python: Path, log_path: Path) -> list[Jo
 
 
 def require(result: JobResult, log_path: Path) -> JobResult:
-    """Raises EngineFailure for a failed job, with where in vLLM it failed."""
+    """Return the result; raise EngineFailure with vLLM's traceback for a failed job."""
     if result.error is not None:
         raise failure(result.name, result.error, result.traceback, log_path)
     return result
 
 
 def failure(name: str, error: str, traceback: str, log_path: Path) -> EngineFailure:
-    """Of one job; the log goes on with the jobs behind it."""
+    """Return the error of one job, with its traceback: the log continues with the following jobs."""
     return EngineFailure(f"vLLM failed ({name}): {error}\n{_tail(traceback, log_path)}")
 
 
 def run_worker(jobs: Sequence[dict[str, Any]], python: Path, log_path: Path) -> list[dict[str, Any]]:
-    """Runs raw jobs; `run_jobs` and the benchmark build them.
+    """Run jobs that `run_jobs` or the benchmark has built, and return their raw results.
 
     Raises:
         EngineFailure: the process died before it had finished all of them.
@@ -198,7 +198,7 @@ def run_worker(jobs: Sequence[dict[str, Any]], python: Path, log_path: Path) -> 
     with tempfile.TemporaryDirectory(prefix="eagle31-vllm-") as scratch, log_path.open("wb") as log:
         directory = Path(scratch)
         write_json(directory / "jobs.json", list(jobs))
-        # Isolated: neither our packages nor the files beside the worker are importable there.
+        # With -I neither our packages nor the files next to the worker are importable.
         command = [str(python), "-I", str(WORKER), str(directory / "jobs.json"), scratch]
         done = subprocess.run(
             command, cwd=scratch, env=environment(python), stdout=log, stderr=subprocess.STDOUT
@@ -211,19 +211,19 @@ def run_worker(jobs: Sequence[dict[str, Any]], python: Path, log_path: Path) -> 
 
 
 def draft_room(k: int) -> int:
-    """Positions behind the end of a text that vLLM needs: for the draft that runs past it, and the next.
+    """Return the positions that vLLM needs after a completion: for the draft that runs past it, and the next.
 
-    Where the longest sequence of a batch has less, vLLM drafts for none of them, and their next drafts miss
-    those positions (vllm/v1/worker/gpu_model_runner.py, `input_fits_in_drafter`).
+    Where the longest sequence of a batch has fewer, vLLM drafts for no sequence of the batch, and their next
+    drafts lack those positions (vllm/v1/worker/gpu_model_runner.py, `input_fits_in_drafter`).
     """
     return 2 * k + 2
 
 
 def log_tail(log_path: Path) -> str:
-    """The end of vLLM's log and where the rest is."""
+    """Return the end of vLLM's log, and its path."""
     return _tail(log_path.read_text(encoding="utf-8", errors="replace"), log_path)
 
 
 def _tail(text: str, log_path: Path) -> str:
     lines = text.splitlines()[-_TAIL_LINES:]
-    return "\n".join([*(f"  | {line}" for line in lines), f"The whole log: {log_path}"])
+    return "\n".join([*(f"  | {line}" for line in lines), f"The full log: {log_path}"])

@@ -1,7 +1,7 @@
-"""Runs vLLM: a file of jobs in, one result file per job out; `engine.py` starts it in vLLM's environment.
+"""Run jobs in vLLM's environment: read a file of jobs and write one result file per job.
 
-It imports the standard library, torch and vLLM, nothing of eagle31. Every job builds engines inside this
-process, so that starting Python and importing vLLM is paid once.
+`engine.py` starts this program. It imports the standard library, torch and vLLM, and nothing of eagle31.
+Every job builds its engines in this process, so that Python is started and vLLM imported only once.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
-# Request, tokens written before the draft, drafted tokens, how many of them were accepted.
+# The request, the tokens written before the draft, the drafted tokens, and how many were accepted.
 Event = tuple[str, int, list[int], int]
 WARM_UP_TOKENS = 8  # several drafts
 
 
 def main() -> None:
     jobs_file, results = Path(sys.argv[1]), Path(sys.argv[2])
-    # The engine has to live in this process: its scheduler is what drafts are recorded from.
+    # The engine must be in this process: drafts are recorded from its scheduler.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     finished: dict[str, Json] = {}
     for index, job in enumerate(json.loads(jobs_file.read_text())):
@@ -61,7 +61,7 @@ def decode(job: Json, finished: dict[str, Json]) -> Json:
 
 
 def decode_pass(llm: Any, job: Json, sampling: Json, events: list[Event]) -> Json:
-    """All prompts once: texts, drafts, vLLM's counters, seconds."""
+    """Decode all prompts once: completions, drafts, vLLM's counters, seconds."""
     prompts, seed = job["prompts"], sampling["seed"]
     params = [
         sampling_params(job, temperature=sampling["temperature"], seed=None if seed is None else seed + index)
@@ -99,7 +99,7 @@ def placed_drafts(outputs: list[Any], events: list[Event]) -> list[list[Json]]:
 def margins(
     llm: Any, prompts: list[list[int]], completions: list[list[int]], others: list[list[int]]
 ) -> list[float | None]:
-    """The top logit minus the second where two texts first part; None where they do not, or one ends."""
+    """Return the gap between the top two logits where two completions diverge; None where they do not."""
     from vllm import SamplingParams
 
     found: list[float | None] = [None] * len(prompts)
@@ -117,9 +117,9 @@ def margins(
 
 
 def record_drafts(llm: Any) -> list[Event]:
-    """From now on notes of each draft what its scheduler hears of it.
+    """Start recording every draft that the scheduler processes, and return the list of events.
 
-    The scheduler lives in this process however many run the model.
+    The scheduler is in this process, however many processes run the model.
     """
     events: list[Event] = []
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -141,7 +141,7 @@ def record_drafts(llm: Any) -> list[Event]:
 
 
 def bench(job: Json) -> Json:
-    """Closed loops at several concurrencies, the sides taking turns within a round."""
+    """Run closed loops at several concurrencies. The sides take turns within a round."""
     import vllm
 
     result: Json = {"measurements": [], "acceptance": None, "vllm_version": vllm.__version__}
@@ -165,7 +165,7 @@ def bench(job: Json) -> Json:
                     result["measurements"].append(
                         {"side": name, "round": round_index, "concurrency": concurrency, **measured}
                     )
-        # The counters are the process's: they belong to the engine that was built last, with the drafter.
+        # The process has one set of counters, of the engine that was built last: the one with the drafter.
         counted = difference(counters(llm), before)
         result["acceptance"] = {name: counted[name] for name in ("num_drafts", "num_accepted")}
         while engines:
@@ -174,7 +174,7 @@ def bench(job: Json) -> Json:
 
 
 def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Json:
-    """`concurrency` users, each sending its next prompt when its last one is answered."""
+    """Simulate `concurrency` users, each of whom sends a prompt when the previous one is answered."""
     sampling = sampling_params(job, temperature=0.0)
     engine, prompts = llm.llm_engine, job["prompts"]
     waiting = [prompts[index % len(prompts)] for index in reversed(range(num_requests))]
@@ -197,7 +197,7 @@ def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Jso
 
 
 def build(engine: Json, **options: Any) -> Any:
-    """An engine as `vllm serve` would build it; `engine` holds the arguments of `vllm.LLM`."""
+    """Return an engine like that of `vllm serve`. `engine` holds the arguments of `vllm.LLM`."""
     from vllm import LLM
 
     return LLM(**(engine | options))
@@ -221,7 +221,7 @@ def generate(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]
 
 
 def counters(llm: Any) -> Json:
-    """vLLM's own counts of drafts; zeros without a drafter."""
+    """Return vLLM's counters of drafts; zeros without a drafter."""
     found = {metric.name: metric for metric in llm.get_metrics()}
     drafts = found.get("vllm:spec_decode_num_drafts")
     accepted = found.get("vllm:spec_decode_num_accepted_tokens")
@@ -234,7 +234,7 @@ def counters(llm: Any) -> Json:
 
 
 def difference(after: Json, before: Json) -> Json:
-    """What the counters have gone up by."""
+    """Return by how much the counters have increased."""
     pairs = zip(after["accepted_per_position"], before["accepted_per_position"], strict=True)
     return {
         "num_drafts": after["num_drafts"] - before["num_drafts"],
@@ -252,7 +252,9 @@ def shut_down(llm: Any) -> None:
 def clean_up() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    with contextlib.suppress(AssertionError):  # the process groups of an engine that failed to start
+    with contextlib.suppress(
+        AssertionError
+    ):  # raised for the process groups of an engine that failed to start
         cleanup_dist_env_and_memory()
     gc.collect()
 

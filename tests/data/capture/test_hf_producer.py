@@ -37,6 +37,7 @@ from tests.data.target.tiny_target import (
     make_dataset,
     save_target,
 )
+from tests.data.vllm.targets import make_hostile_directory
 from tests.train.torchrun import ROOT
 
 CPU = torch.device("cpu")
@@ -103,8 +104,12 @@ def test_a_process_of_the_target_gives_its_states(tmp_path: Path) -> None:
         assert torch.equal(sample.aux_hidden_states[:drafted], aux[:drafted])
 
 
-def test_what_a_process_cannot_open_is_the_users_error(tmp_path: Path) -> None:
+def test_what_a_process_cannot_open_is_the_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "store").mkdir()
+    # The process finds our packages, though the user's working directory has modules of the same names.
+    monkeypatch.chdir(make_hostile_directory(tmp_path / "hostile"))
     with open_memory(f"test-{tmp_path.name}") as spool:
         settings = {"store": str(tmp_path / "store"), "batch_tokens": 1, "transport": spool.to_json()}
         producer = ProcessProducer(REPLAY, settings, spool, num_processes=1)

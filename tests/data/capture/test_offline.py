@@ -18,7 +18,7 @@ from data.capture.offline import (
     estimate_bytes,
     finish_store,
     open_store,
-    rank_share,
+    rank_slice,
     store_fields,
 )
 from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
@@ -170,12 +170,12 @@ def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
 def test_shares_are_even_and_leave_nothing_out_whatever_each_rank_sees_missing() -> None:
     lengths = [3, 50, 4, 50, 5, 49, 6, 51]
     everything = list(range(8))
-    shares = [rank_share(lengths, everything, rank, 2) for rank in range(2)]
+    shares = [rank_slice(lengths, everything, rank, 2) for rank in range(2)]
     assert sorted(chain(*shares)) == everything
     assert abs(sum(lengths[i] for i in shares[0]) - sum(lengths[i] for i in shares[1])) < 5
     # The second rank starts when half of the first one's share is there.
     late = [i for i in everything if i not in shares[0][:2]]
-    assert rank_share(lengths, late, 1, 2) == shares[1]
+    assert rank_slice(lengths, late, 1, 2) == shares[1]
 
 
 def test_another_capture_in_the_directory_is_refused(tmp_path: Path, capture: CountingCapture) -> None:

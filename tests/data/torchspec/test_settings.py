@@ -73,8 +73,8 @@ def refusal(python: Path | str) -> str:
 
 def test_a_python_without_torchspec_is_refused(environment: Path, tmp_path: Path) -> None:
     assert "TorchSpec is not installed there" in refusal(environment)
-    assert "Cannot be run" in refusal(tmp_path / "none")
-    assert "Is no Python" in refusal(shutil.which("false") or "false")
+    assert "cannot be run" in refusal(tmp_path / "none")
+    assert "is no Python" in refusal(shutil.which("false") or "false")
 
 
 def test_the_empty_torchspec_of_pypi_is_refused(environment: Path) -> None:

@@ -135,6 +135,6 @@ def test_an_engine_that_fails_leaves_no_result(
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", sys.executable)  # which has no vLLM
-    with pytest.raises(EngineFailure, match=r"No module named 'vllm'[^$]*The whole log: .*vllm-evaluate"):
+    with pytest.raises(EngineFailure, match=r"No module named 'vllm'[^$]*The full log: .*vllm-evaluate"):
         evaluate_in_vllm(small_target, tmp_path / "run")
     assert len(evaluations(tmp_path / "run")) == 1
