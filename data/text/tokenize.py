@@ -45,7 +45,7 @@ MAX_REFUSED_FRACTION = 0.01
 class Overlong(Enum):
     """The treatment of samples with more than `max_tokens` tokens."""
 
-    drop = "drop"
+    drop = "drop"  # leave the sample out
     cut = "cut"  # keep the first max_tokens
 
 

@@ -24,11 +24,11 @@ from eagle31.errors import UserError
 
 
 class Loss(Enum):
-    kl = "kl"
-    full_kl = "full_kl"
-    tv = "tv"
-    lk_alpha = "lk_alpha"
-    lk_lambda = "lk_lambda"
+    kl = "kl"  # cross entropy with the target's distribution over the draft vocabulary
+    full_kl = "full_kl"  # KL divergence over the full vocabulary, for drafters without a pruned one
+    tv = "tv"  # total variation distance: 1 - acceptance rate
+    lk_alpha = "lk_alpha"  # -log of the acceptance rate
+    lk_lambda = "lk_lambda"  # from KL to total variation as the acceptance rate grows
 
 
 @dataclass(frozen=True)
