@@ -87,9 +87,9 @@ class VllmGenerator:
             refused=lambda prompt, reason: refused.update({by_length[prompt.index]: reason}),
             patience_seconds=self._patience_seconds,
         )
-        for place, index in enumerate(by_length):
+        for priority, index in enumerate(by_length):
             seeded = replace(sampling, seed=_seed(sampling.seed, index))
-            dispatcher.add(Prompt(place, str(index), list(prompts[index]), seeded))
+            dispatcher.add(Prompt(priority, str(index), list(prompts[index]), seeded))
         running = asyncio.create_task(dispatcher.run())
         num_finished = 0
         try:
