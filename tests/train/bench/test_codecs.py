@@ -62,4 +62,4 @@ def test_results_are_of_each_runs_store_and_evaluation(script: dict[str, Any], t
 def test_online_capture_is_refused(script: dict[str, Any]) -> None:
     arguments = ["recipe=any_target", "target.model=nowhere", "data.train=nowhere", "capture=online"]
     with pytest.raises(UserError, match=r"capture\.mode"):
-        script["measure"](arguments, "bf16")
+        script["run_with_codec"](arguments, "bf16")
