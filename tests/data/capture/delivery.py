@@ -1,4 +1,4 @@
-"""A store of random states, and online delivery of the same ones."""
+"""A store of random states, and online delivery of the same states."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -24,7 +24,7 @@ NUM_SAMPLES = 30
 
 
 def random_dataset(num_samples: int = NUM_SAMPLES) -> Dataset:
-    """Samples of 5 to 24 tokens, the first two of them the prompt."""
+    """Return samples of 5 to 24 tokens, of which the first two are the prompt."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(5, 25, (num_samples,), generator=generator).tolist()
     ids = [torch.randint(100_000, (length,), generator=generator).tolist() for length in lengths]
@@ -33,7 +33,7 @@ def random_dataset(num_samples: int = NUM_SAMPLES) -> Dataset:
 
 
 def random_states(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for the same tokens."""
+    """Return random states that depend on the tokens only."""
     generator = torch.Generator().manual_seed(int(input_ids.sum()))
     aux = torch.randn(len(input_ids), SHAPE.num_aux_layers, SHAPE.hidden_size, generator=generator)
     return aux, torch.randn(len(input_ids), SHAPE.hidden_size, generator=generator)
@@ -49,7 +49,7 @@ def write_store(directory: Path, dataset: Dataset) -> HiddenStateStore:
 
 
 class PromptProducer:
-    """Puts what is asked for at once, or what it is told to; in this process."""
+    """A producer in this process that puts requested states at once, or those that `put` selects."""
 
     def __init__(self, spool: Spool, put: Callable[[StateRequest], bool] = lambda _: True) -> None:
         self.num_restarts = 0
@@ -73,7 +73,7 @@ class PromptProducer:
 
 
 def used_bytes(spool: Spool) -> int:
-    """What the directory takes; a file may go while it is looked at."""
+    """Return the size of the directory, whose files may disappear in the meantime."""
     total = 0
     for path in spool.directory.iterdir():
         try:
@@ -109,7 +109,7 @@ def open_memory(name: str) -> Iterator[Spool]:
 def replaying(
     store: HiddenStateStore, dataset: Dataset, name: str, spool_bytes: int = 10**8
 ) -> Iterator[tuple[OnlineStates, ProcessProducer, Spool]]:
-    """States that a process of its own reads from the store."""
+    """Open states that another process reads from the store."""
     with open_memory(name) as spool:
         settings = {"store": str(store.directory), "batch_tokens": 1, "transport": spool.to_json()}
         with closing(ProcessProducer(REPLAY, settings, spool, num_processes=1)) as producer:

@@ -47,7 +47,7 @@ def _request(key: str, length: int) -> StateRequest:
     return StateRequest(key, torch.arange(length), torch.ones(length, dtype=torch.bool))
 
 
-def test_a_batch_has_the_oldest_request_and_the_most_alike() -> None:
+def test_a_batch_has_the_oldest_request_and_those_of_similar_length() -> None:
     lengths = [10, 40, 9, 12, 11, 100, 10]
     pending = [_request(str(i), length) for i, length in enumerate(lengths)]
     batches = []
@@ -59,7 +59,7 @@ def test_a_batch_has_the_oldest_request_and_the_most_alike() -> None:
     assert batches == [[9, 10, 10, 11], [40], [12], [100]]
 
 
-def test_what_memory_cannot_hold_is_halved_and_at_last_refused(tmp_path: Path) -> None:
+def test_a_batch_that_exceeds_memory_is_halved_and_finally_refused(tmp_path: Path) -> None:
     class SmallMemory:
         def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
             if sum(len(ids) for ids in batch) > 30:
@@ -82,7 +82,7 @@ def test_a_process_of_the_target_gives_its_states(tmp_path: Path) -> None:
         return file_bytes(ENCODING, loss_mask, *vars(shape).values())
 
     with open_memory(f"test-{tmp_path.name}") as spool:
-        # One sample at a time, so that the sums are those of the process here.
+        # One sample at a time, so that sums have the same order as in this process.
         with closing(
             hf_producer(spec, AUX_LAYER_IDS, CPU, spool, batch_tokens=1, num_processes=2)
         ) as producer:
@@ -118,7 +118,7 @@ def test_what_a_process_cannot_open_is_the_users_error(
         assert caught.value.field == "capture"
 
 
-def test_a_process_that_only_dies_is_told_with_what_it_said(tmp_path: Path) -> None:
+def test_a_process_that_keeps_dying_is_reported_with_its_last_output(tmp_path: Path) -> None:
     with (
         open_memory(f"test-{tmp_path.name}") as spool,
         closing(ProcessProducer("tests.no_such_module", {}, spool, num_processes=1)) as producer,

@@ -36,7 +36,7 @@ ENCODING = Encoding("exact", "all")
 
 
 class CountingCapture(HiddenStateCapture):
-    """Remembers the batches it was given."""
+    """A capture that records its batches."""
 
     def capture(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         self.batches = [*getattr(self, "batches", []), [ids.tolist() for ids in batch]]
@@ -70,7 +70,7 @@ def _shard_ids(directory: Path) -> list[tuple[int, ...]]:
 
 
 def _captured(capture: CountingCapture, dataset: Dataset) -> list[int]:
-    """The samples that went through the target."""
+    """Return the samples that went through the target."""
     ids = dataset["input_ids"][:]
     return sorted(ids.index(own) for own in chain(*getattr(capture, "batches", [])))
 
@@ -84,7 +84,7 @@ def test_a_store_holds_what_the_target_gives_one_by_one(
     store = HiddenStateStore(tmp_path)
     assert store.sample_ids == list(range(12))
     assert store.lengths == [len(ids) for ids in dataset["input_ids"]]
-    # Batches round otherwise, which may move a state to the next fp8 number.
+    # Other batches round differently, which may move a state to the next fp8 number.
     tolerance = {"rtol": 0.13, "atol": 1e-2} if encoding.codec == "fp8" else {"rtol": 1e-5, "atol": 1e-5}
     for row, found in zip(dataset, store.get_many(range(12)), strict=True):
         ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])
@@ -155,7 +155,7 @@ def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
     run_first = Thread(target=run, args=(0,))
     run_first.start()
     run_first.join(timeout=1.0)
-    assert run_first.is_alive()  # waits for the other's samples
+    assert run_first.is_alive()  # it waits for the other rank's samples
     assert not (tmp_path / "two" / "manifest.json").exists()
     run_late.start()
     run_first.join(timeout=30)
@@ -173,7 +173,7 @@ def test_shares_are_even_and_leave_nothing_out_whatever_each_rank_sees_missing()
     shares = [rank_slice(lengths, everything, rank, 2) for rank in range(2)]
     assert sorted(chain(*shares)) == everything
     assert abs(sum(lengths[i] for i in shares[0]) - sum(lengths[i] for i in shares[1])) < 5
-    # The second rank starts when half of the first one's share is there.
+    # The second rank starts when half of the first rank's samples are captured.
     late = [i for i in everything if i not in shares[0][:2]]
     assert rank_slice(lengths, late, 1, 2) == shares[1]
 
@@ -184,7 +184,7 @@ def test_another_capture_in_the_directory_is_refused(tmp_path: Path, capture: Co
         _capture(capture, tmp_path, manifest_fields=FIELDS | {"target": "other"})
     with pytest.raises(UserError, match=r"another encoding"):
         _capture(capture, tmp_path, encoding=Encoding("fp8"))
-    _capture(capture, tmp_path, shard_tokens=SHARD_TOKENS + 1)  # only what is written from now on
+    _capture(capture, tmp_path, shard_tokens=SHARD_TOKENS + 1)  # only what is written from here on
 
 
 def test_other_data_of_the_same_lengths_is_refused(tmp_path: Path, capture: CountingCapture) -> None:
@@ -276,7 +276,7 @@ def test_disk_that_fills_up_keeps_finished_shards(
 def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, capture: CountingCapture) -> None:
     dataset, rng = make_dataset(60), random.Random(0)
     fork = multiprocessing.get_context("fork")
-    torch.set_num_threads(1)  # the parent's threads are not there in a fork
+    torch.set_num_threads(1)  # a fork does not have the parent's threads
     for attempt in range(40):
         held = _shard_ids(tmp_path) if tmp_path.exists() else []
         process = fork.Process(target=_capture, args=(capture, tmp_path), kwargs={"dataset": dataset})

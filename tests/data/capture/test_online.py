@@ -81,7 +81,7 @@ def test_samples_come_in_the_order_announced_and_leave_nothing(spool: Spool) -> 
     assert not list(spool.directory.iterdir())
 
 
-def test_no_more_is_asked_for_than_fits_and_all_that_fits(spool: Spool) -> None:
+def test_exactly_what_fits_is_requested(spool: Spool) -> None:
     producer = PromptProducer(spool)
     bound = needed(ORDER[:4])
     source = states_from(DATASET, producer, spool, bound)
@@ -109,7 +109,7 @@ def test_a_step_that_was_not_announced_is_our_mistake(spool: Spool) -> None:
         source.get_many([1])
 
 
-def test_what_is_lost_is_asked_for_again(spool: Spool, impatient: None) -> None:
+def test_what_is_lost_is_requested_again(spool: Spool, impatient: None) -> None:
     seen: set[str] = set()
 
     def second_time(request: StateRequest) -> bool:
@@ -130,7 +130,7 @@ def test_what_a_restarted_producer_puts_twice_is_removed(spool: Spool) -> None:
     source.expect(ORDER)
     source.get_many(ORDER[:2])
     producer.num_restarts += 1
-    # It died before it could tell that these were done.
+    # It died before it reported that these were done.
     for request in producer.requests[:6]:
         spool.put(request, *random_states(request.input_ids))
     assert_right(source.get_many(ORDER[2:4]), ORDER[2:4])
@@ -179,7 +179,7 @@ def test_stop_ends_a_wait(spool: Spool) -> None:
     timer.join()
 
 
-def test_full_and_starved_are_told_apart(spool: Spool) -> None:
+def test_full_and_starved_are_distinguished(spool: Spool) -> None:
     source = states_from(DATASET, PromptProducer(spool), spool, needed(ORDER[:4]))
     source.expect(ORDER)
     source.get_many(ORDER[:2])
@@ -213,7 +213,7 @@ def test_training_reads_the_same_online_as_from_a_store(
             )
             for source in (store, online_states)
         ]
-        # Beyond an epoch's end.
+        # This goes beyond the end of an epoch.
         for step in range(3, int(2.5 * loaders[0].steps_per_epoch)):
             assert_batches_equal(loaders[1].batches(step), loaders[0].batches(step))
         for loader in loaders:

@@ -11,7 +11,7 @@ from tests.data.target.tiny_target import make_dataset
 
 
 def random_masks(num_samples: int) -> Dataset:
-    """One to nine tokens each, in random runs of either kind."""
+    """Return samples of one to nine tokens, with random runs of either mask value."""
     generator = torch.Generator().manual_seed(0)
     lengths = (1 + torch.arange(num_samples) % 9).tolist()
     masks = [(torch.rand(n, generator=generator) < 0.7).tolist() for n in lengths]
@@ -27,7 +27,7 @@ def test_rows_of_a_dataset_are_those_of_its_samples(final_states: str) -> None:
         assert row == [wanted.tokens, wanted.aux, wanted.final]
 
 
-def test_token_rows_come_in_the_order_asked() -> None:
+def test_token_rows_come_in_the_requested_order() -> None:
     dataset = make_dataset()
     for chosen, indices in product([dataset, dataset.select(range(11, -1, -1))], [[3], [5, 0, 5, 11]]):
         read = TokenRows(chosen).read(indices)
@@ -50,7 +50,7 @@ def test_tokens_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert tokens_fingerprint(dataset.select(range(11, -1, -1)).select(range(11, -1, -1))) == own
     rows = dataset.to_list()
     masked = [{**rows[0], "loss_mask": [not one for one in rows[0]["loss_mask"]]}, *rows[1:]]
-    # The same tokens in a row, divided otherwise.
+    # The same tokens in the same order, divided differently.
     head, tail = rows[0]["input_ids"][:-1], [*rows[0]["input_ids"][-1:], *rows[1]["input_ids"]]
     masks = rows[0]["loss_mask"][:-1], [*rows[0]["loss_mask"][-1:], *rows[1]["loss_mask"]]
     divided = [

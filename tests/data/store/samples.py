@@ -1,4 +1,4 @@
-"""Random samples, and stores of them."""
+"""Random samples and stores of them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,7 +47,7 @@ def append_all(
 
 
 def write_store(directory: Path, encoding: Encoding = EXACT, **changes: object) -> None:
-    """The seven samples by two writers, neither in order."""
+    """Write the seven samples by two writers, neither of them in order."""
     own = settings(encoding=encoding, **changes)
     claim(directory, own)
     append_all(directory, [6, 1, 4, 0], "a", encoding)

@@ -29,14 +29,14 @@ FP8 = Encoding("fp8", "all")
 
 
 def with_states(aux: Tensor) -> CapturedSample:
-    """One layer, all of it kept."""
+    """Encode one layer and keep all of it."""
     num_tokens = len(aux)
     ids, mask = torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens, dtype=torch.bool)
     return CapturedSample(ids, mask, aux.unsqueeze(1), aux)
 
 
 def samples_of(batch: PackedBatch, encoding: Encoding) -> list[CapturedSample]:
-    """Its documents, encoded and decoded."""
+    """Encode and decode the documents of a batch."""
     names = [f.name for f in fields(CapturedSample)]
     documents = range(int(batch.document_ids.max()) + 1)
     whole = [{n: getattr(batch, n)[batch.document_ids == i] for n in names} for i in documents]
@@ -46,7 +46,7 @@ def samples_of(batch: PackedBatch, encoding: Encoding) -> list[CapturedSample]:
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes_are_known_beforehand(encoding: Encoding, dtype: torch.dtype) -> None:
-    for index in range(7):  # one of a single token, one of two
+    for index in range(7):  # with a sample of one token and one of two
         sample = make_sample(index, dtype)
         tensors = encode(sample, encoding)
         rows = kept_rows(encoding, sample.loss_mask)

@@ -44,7 +44,7 @@ def test_parts_of_a_dataset_are_joined_and_the_first_counts(tmp_path: Path) -> N
     assert store.manifest["tokens_fingerprint"] == "abc"
 
 
-def test_samples_of_another_dataset_are_counted_on(tmp_path: Path) -> None:
+def test_ids_of_another_datasets_samples_follow(tmp_path: Path) -> None:
     write_store(tmp_path / "one", Encoding("fp8"))
     write_store(tmp_path / "two", Encoding("fp8"), tokens_fingerprint="def")
     assert merge([tmp_path / "one", tmp_path / "two"], tmp_path / "out") == 0
@@ -65,7 +65,7 @@ def test_small_shards_of_one_store_become_large_ones(tmp_path: Path) -> None:
         assert_equal(store[i], make_sample(i))
 
 
-def test_stores_that_were_made_otherwise_are_not_joined(tmp_path: Path) -> None:
+def test_stores_that_were_made_differently_are_not_merged(tmp_path: Path) -> None:
     one = part(tmp_path / "one", [0])
     for field, value in {"target": "other", "aux_layer_ids": [0, 1], "dtype": "float32"}.items():
         other = part(tmp_path / field, [1], **{field: value})
@@ -98,7 +98,7 @@ def test_converted_is_as_if_captured_so(tmp_path: Path) -> None:
     assert convert(tmp_path / "bf16", tmp_path / "again", Encoding("fp8")) == 0
 
 
-def test_nothing_comes_back_by_converting(tmp_path: Path) -> None:
+def test_converting_restores_nothing(tmp_path: Path) -> None:
     write_store(tmp_path / "fp8", Encoding("fp8", "supervised"))
     for encoding, field in (
         (Encoding("bf16", "supervised"), "--codec"),

@@ -67,7 +67,7 @@ def test_refused_samples_are_named_and_left_out(tmp_path: Path) -> None:
     assert missing_ids(tmp_path, FinishedShards(tmp_path).records(), 8) == [7]
     write_manifest(tmp_path, settings())
     store = HiddenStateStore(tmp_path)
-    assert store.sample_ids == [0, 5, 6]  # 5 was captured after all
+    assert store.sample_ids == [0, 5, 6]  # sample 5 was captured in the end
     assert_equal(store[2], make_sample(6))
     named = {one["sample_id"]: one["reason"] for one in store.manifest["refused"]}
     assert named == {1: "too long", 2: "too long", 3: "too long", 4: "too long for c"}
@@ -185,5 +185,5 @@ assert not heavy, heavy
 
 
 def test_writers_need_little_of_their_environment() -> None:
-    """They run inside of vLLM too."""
+    """They run inside vLLM as well."""
     subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, check=True, timeout=60)

@@ -37,7 +37,7 @@ def records(directory: Path) -> list[list[int]]:
     return [list(record.sample_ids) for record in FinishedShards(directory).records()]
 
 
-def test_shards_close_when_full_and_hold_what_came_in_its_order(tmp_path: Path) -> None:
+def test_shards_close_when_full_and_hold_samples_in_order(tmp_path: Path) -> None:
     append_all(tmp_path, [6, 1, 4, 0, 3], shard_tokens=15)  # of 8, 9, 2, 5 and 14 tokens
     assert records(tmp_path) == [[6, 1], [4, 0, 3]]
     for record in FinishedShards(tmp_path).records():
@@ -106,7 +106,7 @@ def test_a_sample_larger_than_the_queue_goes_through(tmp_path: Path) -> None:
     assert captured_ids(tmp_path) == {0, 1, 2}
 
 
-def test_what_fails_behind_the_back_is_raised_and_what_is_finished_stays(tmp_path: Path) -> None:
+def test_a_failure_in_the_background_is_raised_and_finished_shards_stay(tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=5)
     writer.append(0, make_sample(0))
     writer.flush()

@@ -1,4 +1,4 @@
-"""A Ray node on this machine that says it has a GPU, in the environment of TorchSpec."""
+"""A Ray node on this machine, in TorchSpec's environment, that reports a GPU."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tests.data.transport.mooncake_master import free_ports, listens
 
-# Replaces CUDA in all processes of the node.
+# This replaces CUDA in all processes of the node.
 ON_CPU = Path(__file__).with_name("on_cpu")
 _START_SECONDS, _STOP_SECONDS = 90, 5
 
 
 @contextmanager
 def running_node(python: str, directory: Path, libraries: str) -> Iterator[str]:
-    """Yields its address."""
+    """Run the node and yield its address."""
     (port,) = free_ports(1)
     command = [
         str(Path(python).with_name("ray")),

@@ -1,4 +1,4 @@
-"""The bridge's conversation with its parent; test_states.py has the real engines."""
+"""The bridge's messages to its parent, with a fake Ray; test_states.py has the real engines."""
 
 import os
 import queue

@@ -29,7 +29,7 @@ def test_layer_ids_are_those_of_torchspec() -> None:
     # Its own defaults for the 36 layers of Qwen3-8B: 1, n // 2 - 1, n - 4 (torchspec/utils/misc.py).
     assert SETTINGS.engine_layer_ids() == (1, 17, 32)
     assert "inference.aux_hidden_states_layers=[1, 17, 32]" in SETTINGS.arguments()
-    # The last layer's output, which only its hf engine hands out beside the last state.
+    # The last layer's output, which only its hf engine returns next to the final state.
     last = replace(SETTINGS, aux_layer_ids=(2, 36))
     assert last.engine_layer_ids() == (1, 35)
     for engine in ("sgl", "vllm"):
@@ -55,7 +55,7 @@ def test_the_users_settings_are_kept_and_cannot_contradict_the_recipe() -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """One with nothing in it; its Python."""
+    """Make an empty environment and return its Python."""
     venv.create(tmp_path / "environment", symlinks=True)
     return tmp_path / "environment" / "bin" / "python"
 

@@ -33,7 +33,7 @@ _TAKE_SECONDS = 60.0
 
 
 @pytest.mark.parametrize("norm_class", [LlamaRMSNorm, GemmaRMSNorm])
-def test_a_state_behind_the_final_norm_gives_the_same_logits(norm_class: type[nn.Module]) -> None:
+def test_a_state_after_the_final_norm_gives_the_same_logits(norm_class: type[nn.Module]) -> None:
     torch.manual_seed(0)
     norm = norm_class(64, eps=1e-6)
     nn.init.uniform_(norm.get_parameter("weight"), 0.3, 3.0)
@@ -41,7 +41,7 @@ def test_a_state_behind_the_final_norm_gives_the_same_logits(norm_class: type[nn
     normed = norm(states).detach()
     gain = norm_gain(norm, 64)
     torch.testing.assert_close(norm(before_norm(normed, gain)), normed, rtol=1e-4, atol=1e-5)
-    # In the store's dtype the detour costs no more than a rounding.
+    # In the store's dtype this costs no more than a rounding.
     narrow = norm(before_norm(normed.bfloat16(), gain).float())
     assert ((narrow - normed).norm() / normed.norm()).item() < 2**-7
 
@@ -77,7 +77,7 @@ class Plane:
         return TorchSpecStates(self.settings, norm, run=run, rank=rank, log=log)
 
     def check(self, rank: TorchSpecStates, request: StateRequest) -> None:
-        """That what comes is what our own capture makes of the same target."""
+        """Compare an arrived sample with our own capture of the same target."""
         sample = rank.take(request, _TAKE_SECONDS)
         assert sample is not None
         assert sample.input_ids is request.input_ids
@@ -139,7 +139,7 @@ def test_torchspecs_engine_feeds_two_ranks_and_survives_kill_9(plane: Plane) -> 
         (sample,) = online.get_many([index])
         assert sample.input_ids.tolist() == dataset[index]["input_ids"]
 
-    # One that the engine fails on does not take its batch with it.
+    # A request that the engine fails on does not fail its batch.
     bad = StateRequest("bad", torch.tensor([VOCAB_SIZE + 5]), torch.tensor([True]))
     for request in (requests[0], bad, requests[1]):
         leader.request(request)

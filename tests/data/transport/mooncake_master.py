@@ -23,7 +23,7 @@ _START_SECONDS = 20.0
 
 
 class Master:
-    """Can be killed and started again, on the same ports."""
+    """A master that can be killed and started again on the same ports."""
 
     def __init__(self, libraries: str, log: Path) -> None:
         self.port, self._metrics_port, self._http_port = free_ports(3)
@@ -41,7 +41,7 @@ class Master:
             f"--rpc_port={self.port}",
             "--metrics_host=127.0.0.1",
             f"--metrics_port={self._metrics_port}",
-            # How soon memory that died with its process is no longer given out.
+            # The time after which memory that died with its process is no longer used.
             "--client_ttl=5",
             "--enable_http_metadata_server=true",
             "--http_metadata_server_host=127.0.0.1",
@@ -93,7 +93,7 @@ def listens(port: int) -> bool:
 def start_worker(
     role: str, settings: MooncakeSettings, indices: Sequence[int], num_tokens: int
 ) -> subprocess.Popen:
-    """`put`s or `take`s the samples of these indices, and prints each index when it is through."""
+    """Start a process that `put`s or `take`s the samples of these indices, and prints each when done."""
     order = {"role": role, "settings": asdict(settings), "indices": list(indices), "num_tokens": num_tokens}
     return subprocess.Popen(
         [sys.executable, WORKER, json.dumps(order)],
@@ -105,7 +105,7 @@ def start_worker(
 
 
 def finished(worker: subprocess.Popen) -> list[int]:
-    """What it printed, once it has ended well."""
+    """Return what the process printed, once it has succeeded."""
     output, _ = worker.communicate(timeout=60)
     assert worker.returncode == 0
     return [int(line) for line in output.split()]

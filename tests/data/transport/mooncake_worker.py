@@ -1,4 +1,4 @@
-"""A process of its own that puts samples into a Mooncake store, or takes them."""
+"""A process that puts samples into a Mooncake store, or takes them."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ _TAKE_SECONDS = 60.0
 
 
 def sample(index: int, num_tokens: int) -> tuple[StateRequest, Tensor, Tensor]:
-    """The same in every process."""
+    """Return a sample that is the same in every process."""
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(1000, (num_tokens,), generator=generator)
     aux = torch.randn(num_tokens, NUM_AUX_LAYERS, HIDDEN_SIZE, generator=generator).bfloat16()
@@ -42,7 +42,7 @@ def main(order: dict) -> None:
             assert taken.final_hidden_states.equal(last)
         print(index, flush=True)
     if order["role"] == "put" and order["settings"]["segment_bytes"]:
-        time.sleep(600)  # what it stored lies in its own memory
+        time.sleep(600)  # what it stored is in its own memory
     transport.close()
 
 

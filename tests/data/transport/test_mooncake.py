@@ -29,7 +29,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 @pytest.fixture(scope="module")
 def trainer(master: Master) -> Iterator[MooncakeTransport]:
-    """A rank, which lends the memory."""
+    """Open the transport of a rank, which lends the memory."""
     transport = open_transport(master.settings(SEGMENT_BYTES))
     yield transport
     transport.close()
@@ -37,7 +37,7 @@ def trainer(master: Master) -> Iterator[MooncakeTransport]:
 
 @pytest.fixture(scope="module")
 def producer(trainer: MooncakeTransport) -> Iterator[MooncakeTransport]:
-    """As another process would join."""
+    """Open the transport as another process does."""
     transport = MooncakeTransport.from_json(trainer.to_json())
     yield transport
     transport.close()
@@ -89,7 +89,7 @@ def test_what_is_taken_while_put_still_returns_is_not_put_again(
     producer: MooncakeTransport, trainer: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class TakenAtOnce:
-        """The store, with a trainer that is faster than the answer to the one who put."""
+        """A store whose trainer takes a sample before `put` has its answer."""
 
         has_put = False
 
@@ -133,7 +133,7 @@ def test_a_producer_killed_while_the_store_is_full_is_succeeded(
     assert [int(first.stdout.readline()) for _ in range(2)] == [0, 1]
     first.kill()
     first.wait()
-    # It may have come further than it said.
+    # It may have done more than it reported.
     check(trainer, 0, LONG)
     check(trainer, 1, LONG)
     for index in range(2, 10):
@@ -150,7 +150,7 @@ def test_states_that_died_with_their_producer_come_again(tmp_path: Path) -> None
         check(trainer, 0, SHORT)
         lender.kill()
         lender.wait()
-        # The master still lists them: it has not missed the dead process yet.
+        # The master still lists them: it has not noticed the death yet.
         assert trainer.arrived("run-1")
         request, aux, last = sample(1, SHORT)
         assert trainer.take(request, 0.0) is None

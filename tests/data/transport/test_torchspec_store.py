@@ -1,4 +1,4 @@
-"""The store's format against its author's own code, both ways."""
+"""The store's format, compared with TorchSpec's own code in both directions."""
 
 from dataclasses import replace
 from pathlib import Path

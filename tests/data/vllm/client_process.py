@@ -1,4 +1,4 @@
-"""A client in a process of its own, to be killed: TARGET ROOT AUX_LAYER_IDS NUM_SAMPLES [SERVER]."""
+"""A client in a separate process that a test kills: TARGET ROOT AUX_LAYER_IDS NUM_SAMPLES [SERVER]."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Random targets that vLLM's CPU kernels have sizes for, and what capture by vLLM is held against."""
+"""Random targets of sizes that vLLM's CPU kernels support, and references for capture by vLLM."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def save_mla(directory: Path) -> TargetSpec:
 
 
 def make_samples(num_samples: int, seed: int = 0) -> Dataset:
-    """Random ids; every other sample begins like the others, and some are as long as can be."""
+    """Return random ids. Every other sample has a common prefix, and some have the maximum length."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randint(VOCAB_SIZE, (MAX_TOKENS,), generator=generator).tolist()
     ids = []
@@ -122,7 +122,7 @@ def expected_states(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> Expecte
 def largest_difference(
     store: HiddenStateStore, dataset: Dataset, spec: TargetSpec, aux_layer_ids: tuple[int, ...]
 ) -> float:
-    """Of the stored states from those that transformers gives, relative to the largest of each layer."""
+    """Return how far stored states are from those of transformers, relative to the largest of each layer."""
     model = load_target(spec, torch.device("cpu"))
     capture = HiddenStateCapture(model, locate(model, spec), aux_layer_ids)
     difference = 0.0
@@ -141,14 +141,14 @@ def largest_difference(
 
 
 def make_prompts(num_prompts: int) -> list[list[int]]:
-    """With room for an answer of `ANSWER_TOKENS` behind them; every other one begins like the others."""
+    """Return prompts with room for `ANSWER_TOKENS` more tokens. Every other one has a common prefix."""
     rows = make_samples(num_prompts)["input_ids"]
     return [row[: MAX_TOKENS - ANSWER_TOKENS] for row in rows]
 
 
 @torch.no_grad()
 def greedy_answers(spec: TargetSpec, prompts: list[list[int]]) -> list[list[int]]:
-    """By transformers, one token after the other; there is no near tie among them."""
+    """Return completions by transformers, token by token, none of which is a near tie."""
     model = load_target(spec, torch.device("cpu"))
     answers = []
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""What vLLM itself makes of our arguments on a processor that reports AMX."""
+"""The backend that vLLM chooses from our arguments on a processor that reports AMX."""
 
 import json
 import subprocess

@@ -15,13 +15,13 @@ from data.vllm.capture_request import (
 )
 
 
-def test_an_order_survives_its_way() -> None:
+def test_a_capture_request_survives_its_transfer() -> None:
     mask = torch.tensor([True, False, False, True, True, False, True])
     destination = store_destination(Path("/store"), Encoding("fp8"), 100)
-    order = CaptureRequest.of(destination, "7", [5, 6, 7, 8, 9, 10, 11], mask)
+    request = CaptureRequest.of(destination, "7", [5, 6, 7, 8, 9, 10, 11], mask)
     assert mask_spans(mask) == ((0, 1), (3, 5), (6, 7))
-    again = CaptureRequest.from_params(order.to_params()[PARAMS])
-    assert again == order
+    again = CaptureRequest.from_params(request.to_params()[PARAMS])
+    assert again == request
     assert again.loss_mask(7).equal(mask)
     assert mask_spans(torch.zeros(3, dtype=torch.bool)) == ()
     assert tokens_sha256([1, 2]) != tokens_sha256([2, 1])
@@ -31,15 +31,15 @@ def test_an_order_survives_its_way() -> None:
     "change",
     [{"key": "../7"}, {"key": "a"}, {"destination": {"store": "/store"}}, {"loss_spans": 3}],
 )
-def test_what_would_end_the_writer_is_no_order(change: dict) -> None:
-    order = CaptureRequest.of(
+def test_what_would_end_the_writer_is_no_capture_request(change: dict) -> None:
+    request = CaptureRequest.of(
         store_destination(Path("/store"), Encoding(), 100), "7", [1], torch.tensor([True])
     )
     with pytest.raises((KeyError, TypeError, ValueError)):
-        CaptureRequest.from_params(order.to_params()[PARAMS] | change)
+        CaptureRequest.from_params(request.to_params()[PARAMS] | change)
 
 
-def test_only_what_lies_below_a_root_is_written(tmp_path: Path) -> None:
+def test_only_directories_below_a_root_are_written(tmp_path: Path) -> None:
     root, other = tmp_path / "root", tmp_path / "root-other"
     root.mkdir(), other.mkdir()
     (root / "link").symlink_to(other)

@@ -1,4 +1,4 @@
-"""What becomes of prompts whose endpoints refuse them, go away, or end with them."""
+"""Prompts whose endpoints refuse them, go down, or end with them."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ FACTS = ServerInfo("a", "target", None, (1,), 2, 8, "float32", "cpu", vocab_size
 
 
 class Computer:
-    """An endpoint that computes each prompt by a function; says who it is when asked."""
+    """An endpoint that computes each prompt by a function and describes itself."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Computer:
 def dispatch(
     *endpoints: Computer, prompts: list[list[int]] | None = None
 ) -> tuple[list[int], dict[int, str]]:
-    """Answered, in their order, and refused prompts."""
+    """Return the answered prompts, in order, and the refused ones."""
     prompts = [[i] for i in range(NUM_PROMPTS)] if prompts is None else prompts
     answered: list[int] = []
     refused: dict[int, str] = {}
@@ -96,7 +96,7 @@ def test_endpoints_share_the_prompts_and_are_kept_busy() -> None:
     assert (one.most_under_way, two.most_under_way) == (2, 3)
 
 
-def test_a_refused_prompt_is_told_and_the_others_are_answered() -> None:
+def test_a_refused_prompt_is_reported_and_the_others_are_answered() -> None:
     def refuses(computer: Computer, token: int) -> None:
         if token == 3:
             raise Refused("too long")
@@ -151,7 +151,7 @@ def test_an_engine_that_says_why_it_ended_is_not_tried_again(tmp_path: Path) -> 
     assert read_info(str(tmp_path), facts.id).failure == "the disk is full"  # type: ignore[union-attr]
 
 
-def test_endpoints_that_stay_away_are_named() -> None:
+def test_endpoints_that_stay_down_are_named() -> None:
     async def away(input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         raise Unavailable("connection refused")
 

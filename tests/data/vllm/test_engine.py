@@ -1,4 +1,4 @@
-"""An engine of the run's own, of a target with latent attention."""
+"""A local engine of a target with latent attention."""
 
 import json
 import os

@@ -69,7 +69,7 @@ def spec(root: Path) -> TargetSpec:
 
 
 class ServerProcess:
-    """Prefills in chunks, with prefix caching."""
+    """A server that prefills in chunks, with prefix caching."""
 
     def __init__(self, python: Path, spec: TargetSpec, root: Path) -> None:
         with socket.socket() as free:
@@ -125,7 +125,9 @@ def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) ->
         time.sleep(0.05)
 
 
-def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+def test_servers_that_are_set_up_differently_are_refused(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
     dataset, wanted = make_samples(4), expected_states(spec, IDS)
     cases = {
         r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": replace(wanted, aux_layer_ids=(0, 2)),
@@ -152,7 +154,7 @@ def test_servers_set_up_otherwise_are_refused(server: ServerProcess, spec: Targe
         )
 
 
-def test_states_reach_a_trainer_and_bad_requests_are_told(
+def test_states_reach_a_trainer_and_bad_requests_are_reported(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
     spool = Spool(root / "spool", ENCODING)
@@ -220,10 +222,10 @@ def test_a_server_of_another_target_writes_no_answers(
         writer.close()
 
 
-def test_training_goes_on_when_the_server_is_killed(
+def test_training_continues_when_the_server_is_killed(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
-    """What was under way, or answered and not yet written, comes from the next one; all in order."""
+    """The next server answers, in order, what was under way or answered and not yet written."""
     spool, wanted = Spool(root / "killed", ENCODING), expected_states(spec, IDS)
     spool.directory.mkdir()
     dataset = make_samples(80)
@@ -296,7 +298,7 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
     assert len(finished) == NUM_SAMPLES
     assert refused(store) == {}
     assert largest_difference(finished, dataset, spec, IDS) < 1e-5
-    # What is captured stays so: the same command again asks nobody.
+    # Captured samples stay: the same command again sends no requests.
     shards = {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")}
     server.kill()
     capture(server, dataset, store, expected_states(spec, IDS))

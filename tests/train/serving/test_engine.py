@@ -39,7 +39,7 @@ for index, job in enumerate(json.loads(Path(jobs).read_text())):
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Takes the worker's arguments and answers as it does."""
+    """A Python that takes the worker's arguments and writes results like it."""
     path = tmp_path / "bin" / "python"
     path.parent.mkdir()
     path.write_text(FAKE.format(python=sys.executable))
@@ -75,7 +75,7 @@ def test_a_process_that_dies_is_an_error_with_the_end_of_its_log(tmp_path: Path,
 
 
 def test_the_worker_needs_nothing_of_ours(tmp_path: Path) -> None:
-    """Run by a Python without vLLM it gets as far as importing it."""
+    """With a Python without vLLM, the worker fails only when it imports vLLM."""
     with pytest.raises(EngineFailure, match="No module named 'vllm'"):
         run_jobs([job("a")], Path(sys.executable), tmp_path / "log")
     imported = [line.split()[1] for line in WORKER.read_text().splitlines() if line.startswith("from ")]

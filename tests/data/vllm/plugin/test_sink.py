@@ -20,13 +20,13 @@ DEVICES = [
 
 
 def make_cache(device: str = "cpu") -> Tensor:
-    """[num_blocks, L, block_size, Ht]; in memory a token's states of all layers lie together, as in vLLM."""
+    """[num_blocks, L, block_size, Ht]; a token's states of all layers are contiguous, as in vLLM."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(7, BLOCK_SIZE, NUM_LAYERS, HIDDEN_SIZE, generator=generator).to(device).transpose(1, 2)
 
 
 def deliver(sink: StateSink, store: Path, sample_id: int, num_tokens: int = 6) -> Tensor:
-    """Returns the states [T, L, Ht]."""
+    """Submit a sample and return its states [T, L, Ht]."""
     copy = CacheReader(make_cache()).copy([5, 2, 6], num_tokens)
     input_ids = torch.arange(num_tokens)
     destination = store_destination(store, Encoding("exact", "all"), shard_tokens=1000)
@@ -38,7 +38,7 @@ def deliver(sink: StateSink, store: Path, sample_id: int, num_tokens: int = 6) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_tokens", [1, 4, 6, 12])
-def test_a_prompts_blocks_are_laid_end_to_end(device: str, num_tokens: int) -> None:
+def test_a_prompts_blocks_are_concatenated(device: str, num_tokens: int) -> None:
     cache = make_cache(device)
     copy = CacheReader(cache).copy([5, 2, 6], num_tokens)
     copy.wait()
@@ -75,7 +75,7 @@ def test_copies_are_bounded_but_for_a_single_one(tmp_path: Path) -> None:
     assert not sink.has_room(601)
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file where the store should be")
     sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20)
     deliver(sink, tmp_path / "store", 0)
