@@ -67,7 +67,7 @@ class Probe:
     rows: Tensor  # int64 [R]
     top_ids: Tensor  # int64 [K, R, n], the draft ids of the highest logits
     top_logits: Tensor  # float32 [K, R, n]
-    logsumexp: Tensor  # float32 [K, R], over the whole draft vocabulary
+    logsumexp: Tensor  # float32 [K, R], over the draft vocabulary
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
