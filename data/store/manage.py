@@ -174,19 +174,19 @@ def _write(
     claim(output, settings)
     encoding = Encoding(**settings["encoding"])
     records = FinishedShards(output).records()
-    wanted = set(missing_ids(output, records, settings["dataset_samples"]))
+    missing = set(missing_ids(output, records, settings["dataset_samples"]))
     needed = sum(_needed_bytes(source, encoding) for source in sources)
     free = shutil.disk_usage(output).free + sum(record.num_bytes for record in records)
     if needed > free:
         raise disk_full(output, f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free")
     writer = StoreWriter(output, "merged", encoding, shard_tokens)
-    bar = Progress(str(output), len(wanted), "samples", shown=progress)
+    bar = Progress(str(output), len(missing), "samples", shown=progress)
     with writer, bar:
         for source, offset in zip(sources, offsets, strict=True):
             for sample_id, tensors in _samples(source):
-                if sample_id + offset not in wanted:
+                if sample_id + offset not in missing:
                     continue
-                wanted.remove(sample_id + offset)
+                missing.remove(sample_id + offset)
                 if encoding == source.encoding:
                     writer.append_encoded(sample_id + offset, tensors)
                 else:
@@ -194,20 +194,20 @@ def _write(
                 bar.update()
     for source, offset in zip(sources, offsets, strict=True):
         for sample_id, reason in source.refused.items():
-            if sample_id + offset in wanted:
+            if sample_id + offset in missing:
                 refuse(output, "merged", sample_id + offset, reason)
-                wanted.remove(sample_id + offset)
-    if not wanted:
+                missing.remove(sample_id + offset)
+    if not missing:
         write_manifest(output, settings)
-    return len(wanted)
+    return len(missing)
 
 
 def _samples(contents: Contents) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the samples by ascending id, as they are encoded."""
     index = build_index(contents.records)
     reader = SampleReader(contents.directory, [record.file for record in contents.records], index)
-    for place, sample_id in enumerate(index["sample_ids"].tolist()):
-        yield sample_id, reader.encoded(place)
+    for index_row, sample_id in enumerate(index["sample_ids"].tolist()):
+        yield sample_id, reader.encoded(index_row)
 
 
 def _needed_bytes(contents: Contents, encoding: Encoding) -> int:

@@ -30,13 +30,13 @@ class SampleReader:
         self._index = index
         self._files: dict[int, tuple[Any, list[str]]] = {}
 
-    def encoded(self, place: int) -> dict[str, Tensor]:
-        file, names = self._open(int(self._index["shards"][place]))
-        starts = self._index["starts"][place]
-        stops = starts + self._index["rows"][place]
+    def encoded(self, index: int) -> dict[str, Tensor]:
+        file, names = self._open(int(self._index["shards"][index]))
+        starts = self._index["starts"][index]
+        stops = starts + self._index["rows"][index]
         bounds = zip(_KINDS, starts.tolist(), stops.tolist(), strict=True)
-        places = {kind: slice(start, stop) for kind, start, stop in bounds}
-        return {name: file.get_slice(name)[places[ROWS_OF[name]]] for name in names}
+        slices = {kind: slice(start, stop) for kind, start, stop in bounds}
+        return {name: file.get_slice(name)[slices[ROWS_OF[name]]] for name in names}
 
     def _open(self, shard: int) -> tuple[Any, list[str]]:
         if shard not in self._files:

@@ -94,8 +94,8 @@ class LocalEngine:
 
     def _death(self, life: "_Life") -> Exception:
         """Return Unavailable while another start is worthwhile, and a UserError after that."""
-        if not life.counted:
-            life.counted = True
+        if not life.death_counted:
+            life.death_counted = True
             self._idle_deaths += 1
         attempts = _MAX_IDLE_DEATHS if self._was_ready else 1
         how = life.process.exit_description
@@ -112,7 +112,7 @@ class _Life:
 
     def __init__(self, arguments: dict[str, Any], log_path: Path) -> None:
         loop = asyncio.get_running_loop()
-        self.counted = False
+        self.death_counted = False
         self.ended: asyncio.Future[None] = loop.create_future()
         self._ready: asyncio.Future[bool] = loop.create_future()
         self._waiting: dict[int, asyncio.Future[Message | None]] = {}

@@ -85,7 +85,7 @@ def decode_pass(llm: Any, job: Json, sampling: Json, events: list[Event]) -> Jso
 
 
 def placed_drafts(outputs: list[Any], events: list[Event]) -> list[list[Json]]:
-    """The events of each request, in its prompt's place."""
+    """Return the events of each request, in the order of the prompts."""
     index_of = {output.request_id: index for index, output in enumerate(outputs)}
     drafts: list[list[Json]] = [[] for _ in outputs]
     for request_id, position, token_ids, num_accepted in events:
@@ -166,8 +166,8 @@ def bench(job: Json) -> Json:
                         {"side": name, "round": round_index, "concurrency": concurrency, **measured}
                     )
         # The process has one set of counters, of the engine that was built last: the one with the drafter.
-        counted = difference(counters(llm), before)
-        result["acceptance"] = {name: counted[name] for name in ("num_drafts", "num_accepted")}
+        counts = difference(counters(llm), before)
+        result["acceptance"] = {name: counts[name] for name in ("num_drafts", "num_accepted")}
         while engines:
             shut_down(engines.popitem()[1])
     return result
