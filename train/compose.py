@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
+from hydra.compose import compose
 from hydra.errors import HydraException
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def append_all(
             writer.append(sample_id, make_sample(sample_id))
 
 
-def write_store(directory: Path, encoding: Encoding = EXACT, **changes: object) -> None:
+def write_store(directory: Path, encoding: Encoding = EXACT, **changes: Any) -> None:
     """Write the seven samples by two writers, neither of them in order."""
     own = settings(encoding=encoding, **changes)
     claim(directory, own)

@@ -43,4 +43,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]), sys.argv[6])
+    sizes = map(int, sys.argv[3:6])
+    main(sys.argv[1], sys.argv[2], next(sizes), next(sizes), next(sizes), sys.argv[6])

@@ -1,6 +1,7 @@
 """Random targets of sizes that vLLM's CPU kernels support, and references for capture by vLLM."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -23,7 +24,7 @@ from data.vllm.client import ExpectedStates
 
 VOCAB_SIZE, MAX_TOKENS = 100, 150
 ANSWER_TOKENS, STOP_TOKEN_IDS, NEAR_TIE = 12, (2, 57, 91), 1e-4
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -54,7 +55,7 @@ def save_mla(directory: Path) -> TargetSpec:
     than transformers, too.
     """
     torch.manual_seed(0)
-    config = DeepseekV3Config(
+    config = DeepseekV3Config(  # type: ignore[call-arg]
         **COMMON,
         intermediate_size=96,
         moe_intermediate_size=32,

@@ -5,6 +5,7 @@ torchspec_losses.py INPUT.safetensors OUTPUT.safetensors
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,9 @@ from transformers import LlamaConfig
 
 
 def build(given: dict[str, Tensor]) -> LlamaForCausalLMEagle3:
-    shape = {name.removeprefix("config."): value.item() for name, value in given.items() if "config." in name}
+    shape: dict[str, Any] = {
+        name.removeprefix("config."): value.item() for name, value in given.items() if "config." in name
+    }
     pruned = shape["draft_vocab_size"] < shape["vocab_size"]
     drafter = LlamaForCausalLMEagle3(LlamaConfig(**shape, pad_token_id=None), attention_backend="sdpa")
     weights = {name.removeprefix("drafter."): value for name, value in given.items() if "drafter." in name}
@@ -64,7 +67,7 @@ def main(source: str, target: str) -> None:
     # All rows whose prediction is within the document; its losses are means.
     mask = (torch.arange(num_tokens) < num_tokens - 2).float()
     weights = [given["step_decay"] ** k * (num_tokens - 2 - k) for k in range(num_steps)]
-    sum(w * loss for w, loss in zip(weights, losses(mask), strict=True)).backward()
+    torch.stack([w * loss for w, loss in zip(weights, losses(mask), strict=True)]).sum().backward()
     found = {f"gradient.{name}": p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     found["losses"] = table
     if in_vocab is not None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ class MemorySource:
     def __getitem__(self, index: int) -> CapturedSample:
         return self.samples[index]
 
-    def get_many(self, indices: list[int]) -> list[CapturedSample]:
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         return [self.samples[i] for i in indices]
 
 
