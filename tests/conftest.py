@@ -1,37 +1,44 @@
-"""What the whole suite shares."""
+"""Fixtures and hooks of the whole suite."""
 
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from data.vllm.environment import ROOT, find_python
-from eagle31.export.read import load_export
-from eagle31.export.verification import Difference, read_probe, replay_probe
+from tests.eagle31.export.reload import reload_in_this_process
+from tests.order import arrange, extend_time_limits
 from train.drafter import export_checks
+
+MAKE_SECONDS = 1100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the long matrices, whose tables are committed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    extend_time_limits(items)
+    arrange(items)
+
+
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
-    """vLLM's environment, made where it is missing."""
+    """The Python of vLLM's environment, which is made where it is missing.
+
+    A test is skipped, with the reason, where it cannot be made: without a network, for example.
+    """
     if "EAGLE31_VLLM_PYTHON" not in os.environ:
-        subprocess.run([ROOT / "scripts" / "setup" / "vllm"], check=True, stdout=subprocess.DEVNULL)
+        setup = subprocess.run(
+            [ROOT / "scripts" / "setup" / "vllm"], capture_output=True, text=True, timeout=MAKE_SECONDS
+        )
+        if setup.returncode:
+            pytest.skip(f"vLLM's environment is missing: {(setup.stderr.strip() or 'no message')[-500:]}")
     return find_python()
 
 
 @pytest.fixture
 def reload_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh process takes seconds to import: what it finds is the same here."""
-
-    def reload(directory: Path) -> Difference:
-        loaded, probe = load_export(directory, torch.device("cpu")), read_probe(directory)
-        assert probe is not None
-        return replay_probe(probe, loaded.drafter, loaded.embed_tokens)
-
-    monkeypatch.setattr(export_checks, "reload_in_fresh_process", reload)
+    """Reload exports in this process instead of a fresh one."""
+    monkeypatch.setattr(export_checks, "reload_in_fresh_process", reload_in_this_process)

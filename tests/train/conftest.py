@@ -1,4 +1,4 @@
-"""A real target of a few thousand parameters and runs on it, each made once a session."""
+"""A small trained target and runs on it, each made once in a session."""
 
 import shutil
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from data.embedded.corpus import standard_library
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_embedded_target
 from data.embedded.training import TrainingSettings
+from tests.shared import make_once
 from tests.train.small_run import MAIN, RECIPE, TEXT_STAGES, arguments
 from tests.train.torchrun import run_here, torchrun
 
@@ -25,25 +26,34 @@ SETTINGS = TargetSettings(
 
 @pytest.fixture(scope="session")
 def small_target(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTarget:
-    """With tokenizer and conversations."""
-    directory = tmp_path_factory.mktemp("target")
+    """The small target with its tokenizer and conversations; all workers share it."""
+
+    def make(directory: Path) -> None:
+        ensure_target(directory)
+
+    return ensure_target(make_once(tmp_path_factory, "small_target", make))
+
+
+def ensure_target(directory: Path) -> EmbeddedTarget:
     source = standard_library() / "email"
     return ensure_embedded_target(directory, source=source, settings=SETTINGS, progress=False)
 
 
 @pytest.fixture(scope="session")
 def captured(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An output directory with everything before training done."""
-    directory = tmp_path_factory.mktemp("captured") / "run"
-    run_here(RECIPE, *arguments(small_target, directory), TEXT_STAGES)
-    return directory
+    """An output directory in which everything before training is done; all workers share it."""
+
+    def make(directory: Path) -> None:
+        run_here(RECIPE, *arguments(small_target, directory / "run"), TEXT_STAGES)
+
+    return make_once(tmp_path_factory, "captured", make) / "run"
 
 
 @pytest.fixture(scope="session")
 def finished(
     small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
-    """A whole run and what it printed."""
+    """The output directory of a full run and what the run printed."""
     directory = tmp_path_factory.mktemp("finished") / "run"
     shutil.copytree(captured, directory)
     return directory, torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory))

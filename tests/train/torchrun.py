@@ -12,6 +12,7 @@ from train.config.run import RunConfig
 from train.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN_SECONDS = 280
 
 
 def torchrun_command(script: str, *arguments: str, num_processes: int = 1) -> list[str]:
@@ -29,7 +30,13 @@ def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool =
     """Run a script to its end, and return its stdout and stderr together."""
     command = torchrun_command(script, *arguments, num_processes=num_processes)
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_SECONDS,
     )
     assert not check or done.returncode == 0, done.stdout
     return done.stdout

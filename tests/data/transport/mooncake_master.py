@@ -67,7 +67,9 @@ class Master:
 def running_master(directory: Path) -> Iterator[Master]:
     if find_spec("mooncake") is None:
         pytest.skip(f"Mooncake is not installed: pip install '{REQUIREMENT}'")
-    setup = subprocess.run([ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True)
+    setup = subprocess.run(
+        [ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True, timeout=280
+    )
     if setup.returncode != 0:
         pytest.skip(setup.stderr.strip())
     master = Master(setup.stdout.strip(), directory / "mooncake_master.log")

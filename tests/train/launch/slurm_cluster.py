@@ -80,7 +80,12 @@ def debian_packages() -> Path:
     """Return the folder of Slurm's programs; it is made at first use."""
     if shutil.which("apt-get") is None:
         pytest.skip("Slurm comes from Debian's packages here, and this machine has no apt-get")
-    return Path(subprocess.check_output([ROOT / "scripts" / "setup" / "slurm"], text=True).strip())
+    setup = subprocess.run(
+        [ROOT / "scripts" / "setup" / "slurm"], capture_output=True, text=True, timeout=280
+    )
+    if setup.returncode:
+        pytest.skip(f"Slurm's packages could not be fetched: {setup.stderr.strip()[-500:]}")
+    return Path(setup.stdout.strip())
 
 
 @contextmanager
@@ -156,7 +161,7 @@ def free_ports(number: int) -> list[int]:
 
 def nodes_idle(cluster: Cluster) -> int:
     command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60)
     return done.stdout.split().count("idle")
 
 

@@ -1,11 +1,12 @@
-"""The drafters that are held against vLLM: every shape an export can have, each trained by a real run.
+"""The drafters that are compared with vLLM: every shape an export can have, each trained by a real run.
 
-python parity_cases.py DIRECTORY ROWS_PER_STEP TTT_STEPS NAME...: trains what is missing below DIRECTORY.
+python parity_cases.py DIRECTORY ROWS_PER_STEP TTT_STEPS NAME...: trains what is missing in DIRECTORY.
 """
 
 import json
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, initialize, pretrain
 from eagle31.json_files import write_text
 from eagle31.malloc import keep_freed_memory
+from tests.eagle31.export.reload import reload_in_this_process
 from train.config.run import check, register
 from train.distributed import World, leave_process_group
+from train.drafter import export_checks
 from train.pipeline import run_pipeline
 
 MAX_POSITIONS = 512
@@ -85,13 +88,14 @@ TARGETS = {
     "deepseek_yarn": TargetCase("deepseek_v3", False, DEEPSEEK_ROPE),
 }
 
-# Of the targets.
+# The shapes of the targets' attention.
 GROUPED = {"num_key_value_heads": 1, "head_dim": 32}
 LATENT = {
     "num_key_value_heads": 2,
     **{"q_lora_rank": 48, "kv_lora_rank": 512},
     **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32},
-    **{"first_k_dense_replace": NUM_LAYERS, "num_mtp_layers": 0},
+    # All layers are dense; the drafter's width comes from that of the experts, which is 18,432 by default.
+    **{"first_k_dense_replace": NUM_LAYERS, "num_mtp_layers": 0, "moe_intermediate_size": 16},
 }
 
 EAGLE3 = ("drafter=eagle3",)
@@ -143,7 +147,7 @@ CASES = {
         "llama_tied_llama3_rope", (*PRUNED, "drafter.train_lm_head=false", *BF16, *aux(2, 4, 6))
     ),
 }
-# Exports that are also held against vLLM as somebody else would have published them.
+# Exports that are also served as somebody else would have published them.
 PUBLISHED = ("eagle31_llama3_rope", "eagle31_full_vocab_speculators", "eagle31_mla")
 CORE = tuple(name for name, case in CASES.items() if case.core)
 
@@ -195,7 +199,7 @@ def to_jsonl(conversations: list[ChatExample]) -> str:
 
 
 def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: int) -> list[str]:
-    """What a user would write behind `torchrun train/main.py`."""
+    """Return what a user would write after `torchrun train/main.py`."""
     case = CASES[name]
     target = directory / "targets" / case.target
     return [
@@ -228,6 +232,21 @@ def export_path(name: str, directory: Path) -> Path:
     return directory / "exports" / name
 
 
+def is_trained(name: str, directory: Path) -> bool:
+    return export_path(name, directory).exists()
+
+
+def require_export(name: str, directory: Path) -> Path:
+    """Return a case's export; fail where its run has failed."""
+    reason = error_path(name, directory)
+    assert not reason.exists(), reason.read_text()
+    return export_path(name, directory).resolve(strict=True)
+
+
+def error_path(name: str, directory: Path) -> Path:
+    return directory / "exports" / f"{name}.error"
+
+
 def target_path(name: str, directory: Path) -> Path:
     return directory / "targets" / CASES[name].target / "model"
 
@@ -252,7 +271,13 @@ if __name__ == "__main__":
     register()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     where, rows, steps = Path(sys.argv[1]).resolve(), int(sys.argv[2]), int(sys.argv[3])
+    # Starting a process for each reload would take as long as some of the runs.
+    export_checks.reload_in_fresh_process = reload_in_this_process
     for case_name in sys.argv[4:]:
-        if not export_path(case_name, where).exists():
-            train_case(case_name, where, rows, steps)
+        if not is_trained(case_name, where):
+            try:
+                train_case(case_name, where, rows, steps)
+            except Exception:
+                error_path(case_name, where).parent.mkdir(exist_ok=True)
+                error_path(case_name, where).write_text(traceback.format_exc())
     leave_process_group()

@@ -1,0 +1,51 @@
+"""The order of the test files: slow ones first, so that all workers end at about the same time."""
+
+from collections.abc import Sequence
+
+import pytest
+
+# By decreasing CPU time, except that files come first that others depend on, or that wait for timers. The
+# first two need vLLM late or not at all, as its environment may not be ready yet.
+SLOW = (
+    "tests/train/launch/test_nodes.py",
+    "tests/train/parity/test_vllm_parity.py",
+    "tests/train/test_combinations.py",
+    "tests/train/test_pipeline.py",
+    "tests/data/vllm/test_server.py",
+    "tests/train/parity/test_mistakes.py",
+    "tests/train/test_quickstart.py",
+    "tests/train/inference/test_vllm.py",
+    "tests/data/vllm/test_engine.py",
+    "tests/train/inference/test_completions.py",
+    "tests/data/generation/test_vllm.py",
+    "tests/train/inference/test_mooncake.py",
+    "tests/train/drafter/test_export_checks.py",
+    "tests/data/transport/test_mooncake.py",
+    "tests/train/planning/test_memory.py",
+    "tests/train/trainer/test_parallel.py",
+    "tests/eagle31/decoding/test_speculative.py",
+    "tests/data/capture/test_hf_producer.py",
+    "tests/train/bench/step/test_measure.py",
+    "tests/train/config/test_config.py",
+    "tests/train/bench/test_delivery.py",
+    "tests/scripts/test_evaluate.py",
+    "tests/train/reporting/test_report.py",
+)
+VLLM_SECONDS = 1200  # of a test that may have to wait for vLLM's environment
+
+
+def arrange(items: list[pytest.Item]) -> None:
+    """Sort collected tests by file; within a file they keep their order."""
+    rank = {name: index for index, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get(file_of(item), len(rank)))
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def extend_time_limits(items: Sequence[pytest.Item]) -> None:
+    """Give tests that need vLLM's environment the time that making it takes."""
+    for item in items:
+        if "vllm_python" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(VLLM_SECONDS))

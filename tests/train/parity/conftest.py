@@ -1,0 +1,49 @@
+"""The exports that the parity tests compare, made once in a session."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.shared import make_once
+from tests.train.parity.parity_cases import CASES, CORE
+from tests.train.torchrun import ROOT, environment
+
+FULL_SECONDS = 7200
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the long matrix runs."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def case_names(full: bool) -> Sequence[str]:
+    return tuple(CASES) if full else CORE
+
+
+@pytest.fixture(scope="session")
+def trained(case_names: Sequence[str], full: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of all cases' targets and exports, from real runs of the pipeline.
+
+    The runs are shorter without `--full`. A case that fails leaves its reason instead of an export.
+    """
+
+    def make(directory: Path) -> None:
+        rows_per_step, ttt_steps = ("4", "4") if full else ("2", "3")
+        script = Path(__file__).with_name("parity_cases.py")
+        done = subprocess.run(
+            [sys.executable, script, directory, rows_per_step, ttt_steps, *case_names],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=FULL_SECONDS,
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+
+    return make_once(tmp_path_factory, "parity", make)

@@ -1,0 +1,133 @@
+"""The classic mistakes in an export: found before vLLM starts, and visible where vLLM serves them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.target.spec import TargetSpec
+from tests.train.parity.engines import EngineResults, K, decode_job, run_together, write_section
+from tests.train.parity.mutations import MUTATIONS, mutate
+from tests.train.parity.parity_cases import require_export, target_path
+from tests.train.torchrun import ROOT
+from train.drafter.export_checks import validate_export
+from train.parity.compare import Comparison, check_case
+
+pytestmark = pytest.mark.timeout(7200)
+CASE = "eagle31_llama3_rope"  # pruned, with every norm, and RoPE scaled: each mistake can be made in it
+
+
+@pytest.fixture(scope="module")
+def export(trained: Path) -> Path:
+    return require_export(CASE, trained)
+
+
+@pytest.fixture(scope="module")
+def engines(
+    trained: Path, export: Path, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> EngineResults:
+    """An engine for each mistake; a mistake's failure is its own."""
+    scratch = tmp_path_factory.mktemp("mistakes")
+    jobs = []
+    for name, (mutation, _) in MUTATIONS.items():
+        mutated = mutate(export, scratch / name.replace(" ", "_"), mutation)
+        jobs.append(decode_job(name, CASE, mutated, trained))
+    return EngineResults(trained, run_together(jobs, vllm_python, scratch / "vllm.log"))
+
+
+@pytest.fixture(scope="module")
+def found(engines: EngineResults, export: Path, full: bool) -> dict[str, Comparison | str]:
+    """Compare each mistake's drafts with what was trained; a string is vLLM's own refusal."""
+    compared: dict[str, Comparison | str] = {}
+    for name in MUTATIONS:
+        error = engines.results[name].error
+        compared[name] = error or check_case(engines.reference(CASE, export), engines.served(name), None, K)
+    if full:
+        write_section("Classic mistakes", format_table(compared))
+    return compared
+
+
+def format_table(compared: dict[str, Comparison | str]) -> list[str]:
+    rows = [
+        f"Each is made in the export `{CASE}`, which vLLM then serves.",
+        "",
+        "| mistake | acceptance length, trained | served by vLLM | drafts that differ |",
+        "|---|---|---|---|",
+    ]
+    for name, comparison in compared.items():
+        if isinstance(comparison, str):
+            rows.append(f"| {name} | | vLLM refuses it | |")
+        else:
+            rows.append(
+                f"| {name} | {comparison.ours.acceptance_length:.3f} | "
+                f"{comparison.vllm.acceptance_length:.3f} | {len(comparison.differences)} of "
+                f"{comparison.num_compared} |"
+            )
+    return rows
+
+
+@pytest.mark.usefixtures("reload_here")
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_classic_mistake_is_named_before_vllm_starts(
+    name: str, trained: Path, export: Path, tmp_path: Path
+) -> None:
+    mutation, word = MUTATIONS[name]
+    mutated = mutate(export, tmp_path / "export", mutation)
+    findings = validate_export(mutated, TargetSpec(str(target_path(CASE, trained))))
+    assert any(word in finding.field for finding in findings), findings
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_classic_mistake_shows_in_vllm(name: str, found: dict[str, Comparison | str]) -> None:
+    comparison = found[name]
+    assert isinstance(comparison, str) or not comparison.passed
+
+
+def test_check_serving_passes_a_good_export(
+    trained: Path, export: Path, vllm_python: Path, tmp_path: Path
+) -> None:
+    few = ("--num-prompts", "6", "--max-new-tokens", "48")
+    done = check_serving(export, target_path(CASE, trained), vllm_python, tmp_path / "out.json", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: vLLM serves what was trained" in done.stdout
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_check_serving_names_the_mistake_and_starts_nothing(
+    name: str, trained: Path, export: Path, vllm_python: Path, tmp_path: Path, full: bool
+) -> None:
+    if name != "pre-norm state fed back" and not full:
+        pytest.skip("part of scripts/test --full")
+    mutation, word = MUTATIONS[name]
+    mutated = mutate(export, tmp_path / "export", mutation)
+    done = check_serving(mutated, target_path(CASE, trained), vllm_python, tmp_path / "out.json")
+    assert done.returncode == 1
+    assert word in done.stdout
+    assert "vLLM was not started" in done.stdout
+
+
+def test_a_bfloat16_engine_accepts_as_much(
+    trained: Path, vllm_python: Path, tmp_path: Path, full: bool
+) -> None:
+    if not full:
+        pytest.skip("part of scripts/test --full")
+    name = "eagle3_norm_before_full_vocab_two_aux_bf16"
+    export, target = require_export(name, trained), target_path(name, trained)
+    done = check_serving(export, target, vllm_python, tmp_path / "out.json", "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_serving(
+    export: Path, target: Path, python: Path, out: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/check_serving", str(export), "--target", str(target)]
+    return subprocess.run(
+        [*command, "--json", str(out), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"EAGLE31_VLLM_PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
