@@ -71,7 +71,9 @@ def test_the_model_knows_no_launcher() -> None:
 
 
 def test_the_context_of_a_run_ends_at_the_stages() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     paths = [Path(name) for name in tracked.splitlines() if name.split("/")[0] in (*PACKAGES, "scripts")]
     importers = {path for path in paths if "train.context" in (ROOT / path).read_text(errors="replace")}
     above = {path for path in importers if path.parent == Path("train/stages")} | {Path("train/pipeline.py")}
@@ -80,7 +82,9 @@ def test_the_context_of_a_run_ends_at_the_stages() -> None:
 
 
 def test_a_folder_answers_one_question() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     folders: dict[Path, list[str]] = {}
     for name in tracked.splitlines():
         path = Path(name)

@@ -30,7 +30,9 @@ def allocated(call: str) -> str:
     """Return the number of mappings that 24 MiB take, and whether the heap keeps them once freed."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", _PROGRAM.format(call=call, fields=_FIELDS)]
-    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=root, check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
 
 
 @pytest.mark.skipif(

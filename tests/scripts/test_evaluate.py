@@ -107,7 +107,7 @@ def test_script(asked: CheckpointEvaluation) -> None:
     arguments += ["--num-prompts", "1", "--max-new-tokens", "4"]
     arguments += ["--prompt-column", "q", "--response-column", "a"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
+    run: dict[str, Any] = {"env": environment, "capture_output": True, "text": True, "timeout": 240}
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], **run)
     assert done.returncode == 0, done.stderr
     assert "acceptance length" in done.stdout

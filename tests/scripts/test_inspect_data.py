@@ -23,7 +23,9 @@ def target(tmp_path):
 def inspect(directory: Path, *arguments: object) -> subprocess.CompletedProcess:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240
+    )
 
 
 def test_a_sample_is_printed_in_brackets_and_written_to_a_page(tmp_path, target):

@@ -21,7 +21,7 @@ def serve(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.Comple
     python.chmod(0o755)
     command = [sys.executable, str(ROOT / "scripts" / "serve_target"), *arguments]
     environment = os.environ | {"EAGLE31_VLLM_PYTHON": str(python)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def recipe(spec: TargetSpec, output_dir: Path) -> list[str]:

@@ -71,7 +71,9 @@ def wait_for_step(directory: Path, step: int) -> None:
 def end_with(process: subprocess.Popen, number: int) -> None:
     if number == signal.SIGKILL:
         agent = psutil.Process(process.pid)
-        for one in [*agent.children(recursive=True), agent]:
+        ranks = agent.children(recursive=True)
+        assert ranks, "no rank is left that could be killed"
+        for one in [*ranks, agent]:
             one.kill()
     else:
         process.send_signal(number)

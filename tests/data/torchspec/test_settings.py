@@ -79,7 +79,7 @@ def test_a_python_without_torchspec_is_refused(environment: Path, tmp_path: Path
 
 def test_the_empty_torchspec_of_pypi_is_refused(environment: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", environment, "install", "--no-deps", "torchspec"]
-    installed = subprocess.run(pip, capture_output=True, text=True)
+    installed = subprocess.run(pip, capture_output=True, text=True, timeout=240)
     if installed.returncode != 0:
         pytest.skip(f"torchspec cannot be had from PyPI: {installed.stderr.splitlines()[-1]}")
     assert "empty reservation" in refusal(environment)
@@ -87,7 +87,9 @@ def test_the_empty_torchspec_of_pypi_is_refused(environment: Path) -> None:
 
 def torchspec_root() -> Path:
     code = "import importlib.util as u; print(u.find_spec('torchspec').submodule_search_locations[0])"
-    done = subprocess.run([torchspec_python(), "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [torchspec_python(), "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
     return Path(done.stdout.strip())
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -57,7 +58,7 @@ class Master:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        assert self._process.wait(timeout=60) == -signal.SIGKILL, "the master had ended before"
 
     def settings(self, segment_bytes: int = 0) -> MooncakeSettings:
         return MooncakeSettings(master=self.address, segment_bytes=segment_bytes)

@@ -71,7 +71,7 @@ def test_an_engine_is_started_again_and_ends_with_its_parent(vllm_python: Path, 
     [second] = psutil.Process(client.pid).children()
     assert second.pid != first.pid
     os.kill(client.pid, signal.SIGKILL)
-    client.wait()
+    assert client.wait(timeout=60) == -signal.SIGKILL
     wait_for(lambda: not second.is_running())
     assert before < num_captured() < NUM_SAMPLES
     model = load_target(spec, torch.device("cpu"))

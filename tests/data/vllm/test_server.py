@@ -99,7 +99,7 @@ class ServerProcess:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        assert self._process.wait(timeout=60) == -signal.SIGKILL, "the server had ended before"
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +281,7 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
     client = subprocess.Popen([sys.executable, str(script), *arguments], cwd=ROOT)
     wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
     client.kill()
-    client.wait()
+    assert client.wait(timeout=60) == -signal.SIGKILL
     before = captured_ids(store)
     assert 0 < len(before) < NUM_SAMPLES
 

@@ -13,7 +13,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     path: Path = tmp_path_factory.mktemp("bench") / "result.json"
     command = ["scripts/bench/delivery", "--rounds", "1", "--steps", "3", "--spool-gb", "0.05"]
     done = subprocess.run(
-        [*command, "--output", str(path)], cwd=ROOT, env=environment(), capture_output=True, text=True
+        [*command, "--output", str(path)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return read_json(path), done.stdout

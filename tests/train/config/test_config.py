@@ -120,6 +120,7 @@ def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
+        timeout=240,
     )
     assert done.returncode == 2
     assert done.stderr == "error: train.max_steps=many: Give a whole number, or null.\n"

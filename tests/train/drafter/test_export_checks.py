@@ -273,7 +273,7 @@ def test_speculators_flags_at_the_top_level_are_read(
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_the_command_reports_what_is_wrong(export: Path, spec: TargetSpec) -> None:

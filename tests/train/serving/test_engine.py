@@ -128,7 +128,7 @@ def test_setup_leaves_a_directory_of_others_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("EAGLE31_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("EAGLE31_VLLM_ENV", str(tmp_path))
     (tmp_path / "thesis.tex").touch()
-    done = subprocess.run([str(SETUP)], capture_output=True, text=True)
+    done = subprocess.run([str(SETUP)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "holds something else" in done.stderr
     assert (tmp_path / "thesis.tex").exists()

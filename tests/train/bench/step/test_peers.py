@@ -41,7 +41,9 @@ def loss_of_peer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[st
         pytest.skip("starts the peers: --full")
 
     def peer_loss(name: str) -> float:
-        subprocess.run([ROOT / "scripts" / "setup" / "peers", name], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [ROOT / "scripts" / "setup" / "peers", name], check=True, stdout=subprocess.DEVNULL, timeout=1100
+        )
         path = tmp_path / "inputs.safetensors"
         write_inputs(path, SHAPE, packed_rows(SHAPE, 1, None)[0], "float32")
         with SideProcess(
