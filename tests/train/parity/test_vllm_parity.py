@@ -71,11 +71,11 @@ def format_table(comparisons: dict[str, Comparison]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, c in comparisons.items():
-        same = c.num_texts - len(c.plain_texts)
+        same = c.num_completions - len(c.plain_completions)
         rows.append(
             f"| {name} | {CASES[name].target} | {c.num_compared} | {c.num_equal} | {len(c.near_ties)} "
             f"| {len(c.differences)} | {c.ours.acceptance_length:.3f} | {c.vllm.acceptance_length:.3f} "
-            f"| {same} of {c.num_texts} identical |"
+            f"| {same} of {c.num_completions} identical |"
         )
     return rows
 
@@ -87,7 +87,7 @@ def test_vllm_drafts_what_the_evaluator_drafts(
     if name not in case_names:
         pytest.skip("part of scripts/test --full")
     comparison = compare(request.getfixturevalue("engines"), name)
-    listed = "\n".join(map(str, [*comparison.drafts, *comparison.plain_texts, *comparison.texts]))
+    listed = "\n".join(map(str, [*comparison.drafts, *comparison.plain_completions, *comparison.completions]))
     assert comparison.passed, f"{comparison.failures}\n{listed}"
     assert comparison.num_compared >= MIN_DRAFTS
     # An untrained drafter is right by accident only, and agreeing on nothing shows nothing.
