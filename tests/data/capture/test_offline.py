@@ -53,10 +53,10 @@ def _capture(
     capture: HiddenStateCapture, directory: Path, rank: int = 0, world_size: int = 1, **changes
 ) -> None:
     own = {"dataset": make_dataset(), "encoding": ENCODING} | changes
-    wanted = StoreSpec(directory, own.pop("dataset"), own.pop("encoding"))
+    expected = StoreSpec(directory, own.pop("dataset"), own.pop("encoding"))
     options = {"shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | own
     capture_to_store(
-        wanted,
+        expected,
         capture,
         batch_tokens=BATCH_TOKENS,
         rank=rank,
@@ -89,8 +89,8 @@ def test_a_store_holds_what_the_target_gives_one_by_one(
     for row, found in zip(dataset, store.get_many(range(12)), strict=True):
         ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])
         [states] = capture.capture([ids])
-        wanted = decode(encode(CapturedSample(ids, mask, *states), encoding))
-        for name, tensor in vars(wanted).items():
+        expected = decode(encode(CapturedSample(ids, mask, *states), encoding))
+        for name, tensor in vars(expected).items():
             torch.testing.assert_close(getattr(found, name), tensor, **tolerance)
 
 
@@ -212,28 +212,28 @@ def _fill(directory: Path, dataset: Dataset, ids: Sequence[int], encoding: Encod
 
 def test_tokens_of_whoever_wrote_are_held_against_the_dataset(tmp_path: Path) -> None:
     dataset = make_dataset()
-    wanted = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(wanted, FIELDS)
+    expected = StoreSpec(tmp_path, dataset, ENCODING)
+    fields = store_fields(expected, FIELDS)
     assert open_store(tmp_path, fields) == list(range(12))
     _fill(tmp_path, dataset.select([1, 0, *range(2, 12)]), range(12))
     with pytest.raises(UserError, match=r"shard-other-00000\.safetensors.*other tokens than the dataset"):
-        finish_store(wanted, fields)
+        finish_store(expected, fields)
     (tmp_path / "shard-other-00000.safetensors").unlink()
     assert open_store(tmp_path, fields) == list(range(12))
     _fill(tmp_path, dataset, range(12), Encoding("bf16", "all"))
     with pytest.raises(UserError, match=r"shard-other-00000\.safetensors.*encoding is .*bf16"):
-        finish_store(wanted, fields)
+        finish_store(expected, fields)
 
 
 def test_refused_samples_count_as_done(tmp_path: Path) -> None:
     dataset = make_dataset()
-    wanted = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(wanted, FIELDS)
+    expected = StoreSpec(tmp_path, dataset, ENCODING)
+    fields = store_fields(expected, FIELDS)
     open_store(tmp_path, fields)
     refuse(tmp_path, "other", 7, "the server does not take it")
     assert open_store(tmp_path, fields) == [i for i in range(12) if i != 7]
     _fill(tmp_path, dataset, open_store(tmp_path, fields))
-    finish_store(wanted, fields)
+    finish_store(expected, fields)
     assert HiddenStateStore(tmp_path).sample_ids == [i for i in range(12) if i != 7]
 
 

@@ -23,8 +23,8 @@ def test_rows_of_a_dataset_are_those_of_its_samples(final_states: str) -> None:
     dataset, encoding = random_masks(1100), Encoding("fp8", final_states)
     found = dataset_rows(dataset, encoding)
     for row, mask in zip(found.tolist(), dataset["loss_mask"], strict=True):
-        wanted = kept_rows(encoding, torch.tensor(mask))
-        assert row == [wanted.tokens, wanted.aux, wanted.final]
+        expected = kept_rows(encoding, torch.tensor(mask))
+        assert row == [expected.tokens, expected.aux, expected.final]
 
 
 def test_token_rows_come_in_the_requested_order() -> None:

@@ -60,8 +60,8 @@ def encoded(index: int, encoding: Encoding) -> CapturedSample:
     return decode(encode(make_sample(index), encoding))
 
 
-def assert_equal(found: CapturedSample, wanted: CapturedSample) -> None:
-    for name, tensor in vars(wanted).items():
+def assert_equal(found: CapturedSample, expected: CapturedSample) -> None:
+    for name, tensor in vars(expected).items():
         assert getattr(found, name).dtype == tensor.dtype
         assert torch.equal(getattr(found, name), tensor), name
 

@@ -128,9 +128,9 @@ def largest_difference(
     capture = HiddenStateCapture(model, locate(model, spec), aux_layer_ids)
     difference = 0.0
     for i in range(len(store)):
-        found, wanted = store[i], dataset[i]
-        assert found.input_ids.tolist() == wanted["input_ids"]
-        assert found.loss_mask.tolist() == wanted["loss_mask"]
+        found, expected = store[i], dataset[i]
+        assert found.input_ids.tolist() == expected["input_ids"]
+        assert found.loss_mask.tolist() == expected["loss_mask"]
         [(aux, last)] = capture.capture([found.input_ids])
         for ours, theirs in (
             (found.aux_hidden_states, aux),

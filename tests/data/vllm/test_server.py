@@ -110,12 +110,12 @@ def server(vllm_python: Path, spec: TargetSpec, root: Path) -> Iterator[ServerPr
 
 
 def capture(
-    server: ServerProcess, dataset: Dataset, directory: Path, wanted: ExpectedStates, **changes: object
+    server: ServerProcess, dataset: Dataset, directory: Path, expected: ExpectedStates, **changes: object
 ) -> None:
     options = {"shard_tokens": 500, "manifest_fields": {"target": "tiny"}} | changes
     endpoints = [VllmServer(server.url, concurrency=8)]
     stores = [StoreSpec(directory, dataset, ENCODING)]
-    capture_through_vllm(stores, wanted, endpoints, **options)  # type: ignore[arg-type]
+    capture_through_vllm(stores, expected, endpoints, **options)  # type: ignore[arg-type]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
@@ -128,25 +128,25 @@ def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) ->
 def test_servers_that_are_set_up_differently_are_refused(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
-    dataset, wanted = make_samples(4), expected_states(spec, IDS)
+    dataset, expected = make_samples(4), expected_states(spec, IDS)
     cases = {
-        r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": replace(wanted, aux_layer_ids=(0, 2)),
-        "dtype is float32, not bfloat16": replace(wanted, dtype=torch.bfloat16),
-        "or it has other weights": replace(wanted, target_fingerprint="another"),
+        r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": replace(expected, aux_layer_ids=(0, 2)),
+        "dtype is float32, not bfloat16": replace(expected, dtype=torch.bfloat16),
+        "or it has other weights": replace(expected, target_fingerprint="another"),
     }
     for number, (message, other) in enumerate(cases.items()):
         with pytest.raises(UserError, match=message):
             capture(server, dataset, root / f"refused-{number}", other)
     with pytest.raises(UserError, match="below none of them"):
-        capture(server, dataset, root.parent / f"{root.name}-elsewhere", wanted)
+        capture(server, dataset, root.parent / f"{root.name}-elsewhere", expected)
     num_tokens = MAX_TOKENS + 1
     too_long = Dataset.from_dict({"input_ids": [[1] * num_tokens], "loss_mask": [[True] * num_tokens]})
     with pytest.raises(UserError, match=f"{MAX_TOKENS} tokens where a sample has {num_tokens}"):
-        capture(server, too_long, root / "refused-long", wanted)
+        capture(server, too_long, root / "refused-long", expected)
     with pytest.raises(UserError, match=r"No server has answered .*No server answers at this address"):
         capture_through_vllm(
             [StoreSpec(root / "refused-down", dataset, ENCODING)],
-            wanted,
+            expected,
             [VllmServer("http://127.0.0.1:9", 1)],  # the discard port
             shard_tokens=500,
             manifest_fields={},
@@ -159,10 +159,10 @@ def test_states_reach_a_trainer_and_bad_requests_are_reported(
 ) -> None:
     spool = Spool(root / "spool", ENCODING)
     spool.directory.mkdir()
-    wanted, dataset = expected_states(spec, IDS), make_samples(3).with_format("torch")
+    expected, dataset = expected_states(spec, IDS), make_samples(3).with_format("torch")
 
     def check(endpoint, facts) -> None:
-        check_server(endpoint, facts, wanted, spool.directory, MAX_TOKENS)
+        check_server(endpoint, facts, expected, spool.directory, MAX_TOKENS)
 
     producer = VllmProducer([VllmServer(server.url, 2)], spool, check, PATIENCE_SECONDS)
     try:
@@ -188,10 +188,10 @@ def test_states_reach_a_trainer_and_bad_requests_are_reported(
 def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
-    prompts, wanted = make_prompts(24), expected_states(spec, IDS)
+    prompts, expected = make_prompts(24), expected_states(spec, IDS)
     greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
     before = sorted(root.rglob("*.safetensors"))
-    writer = VllmGenerator([VllmServer(server.url, 8)], wanted)
+    writer = VllmGenerator([VllmServer(server.url, 8)], expected)
     answers = answer_prompts(writer, prompts, greedy, output=root / "a.jsonl", model_fingerprint="f")
     sampled = replace(greedy, temperature=1.0)
     with pytest.raises(UserError, match="on a CPU, where vLLM then ignores the temperature"):
@@ -202,17 +202,17 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     # Prefix caching gives the states that were kept while the answer was written.
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     dataset = Dataset.from_dict({"input_ids": rows, "loss_mask": [[True] * len(row) for row in rows]})
-    capture(server, dataset, root / "answered", wanted)
+    capture(server, dataset, root / "answered", expected)
     assert largest_difference(HiddenStateStore(root / "answered"), dataset, spec, IDS) < 1e-5
 
 
 def test_a_server_of_another_target_writes_no_answers(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
-    wanted = expected_states(spec, IDS)
+    expected = expected_states(spec, IDS)
     cases = {
-        "or it has other weights": (replace(wanted, target_fingerprint="another"), ANSWER_TOKENS),
-        "tokens where a sample has": (wanted, MAX_TOKENS),
+        "or it has other weights": (replace(expected, target_fingerprint="another"), ANSWER_TOKENS),
+        "tokens where a sample has": (expected, MAX_TOKENS),
     }
     for number, (message, (other, num_tokens)) in enumerate(cases.items()):
         writer, sampling = VllmGenerator([VllmServer(server.url, 8)], other), Sampling(num_tokens, (), 0.0, 0)
@@ -226,13 +226,13 @@ def test_training_continues_when_the_server_is_killed(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
     """The next server answers, in order, what was under way or answered and not yet written."""
-    spool, wanted = Spool(root / "killed", ENCODING), expected_states(spec, IDS)
+    spool, expected = Spool(root / "killed", ENCODING), expected_states(spec, IDS)
     spool.directory.mkdir()
     dataset = make_samples(80)
-    shape = StateShape(len(IDS), wanted.hidden_size, wanted.dtype)
+    shape = StateShape(len(IDS), expected.hidden_size, expected.dtype)
 
     def check(endpoint, facts) -> None:
-        check_server(endpoint, facts, wanted, spool.directory, MAX_TOKENS)
+        check_server(endpoint, facts, expected, spool.directory, MAX_TOKENS)
 
     def sample_bytes(loss_mask: torch.Tensor) -> int:
         return file_bytes(ENCODING, loss_mask, *vars(shape).values())
