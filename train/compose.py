@@ -79,8 +79,8 @@ def _errors_for_users(recipe: str) -> Iterator[None]:
         raise UserError(key, "???", f"This recipe needs a value for it: {key}=...") from None
     except (HydraException, OmegaConfBaseException) as error:
         lines = f"{error}\n{error.__cause__ or ''}".splitlines()
-        told = " ".join(line.strip() for line in lines if line.strip() and "object_type" not in line)
-        raise UserError("recipe", recipe, told) from None
+        message = " ".join(line.strip() for line in lines if line.strip() and "object_type" not in line)
+        raise UserError("recipe", recipe, message) from None
 
 
 def _epilog() -> str:

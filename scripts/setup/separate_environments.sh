@@ -1,8 +1,9 @@
-# Sourced by vllm, peers and slurm: environments apart from eagle31's, for packages with other needs.
+# The scripts vllm, peers and slurm source this file. It makes environments that are separate from the project's,
+# for packages whose requirements differ.
 
 cache=${EAGLE31_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/eagle31}
 
-# find_python WHAT MINOR: a Python from 3.11 to 3.MINOR.
+# find_python WHAT MINOR prints a Python from 3.11 to 3.MINOR.
 find_python() {
     local candidate
     for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
@@ -15,9 +16,9 @@ find_python() {
     return 1
 }
 
-# install_wheel ENVIRONMENT REQUIREMENT LEFT_OUT [PACKAGE ...]: the wheel without its own choice of packages. Of
-# its requirements those are installed that are no extras and whose name does not match LEFT_OUT, with the
-# PACKAGEs, of which the first has to be torch with its version: it settles which build all others get.
+# install_wheel ENVIRONMENT REQUIREMENT LEFT_OUT [PACKAGE ...] installs a wheel and those of its requirements whose
+# names do not match LEFT_OUT, without extras, and the PACKAGEs. The first PACKAGE has to be torch with its version,
+# which decides the build that all the others get.
 install_wheel() {
     local environment=$1 requirement=$2 left_out=$3
     shift 3
@@ -44,10 +45,10 @@ REQUIREMENTS
     rm -r "$wheels"
 }
 
-# ensure_own_environment ENVIRONMENT STAMP MINOR INSTALL CHECK: makes it with the function INSTALL unless STAMP
-# says that it is finished; CHECK is the Python code that has to run in it. Of several calls at once one makes
-# it and the others wait.
-ensure_own_environment() {
+# ensure_separate_environment ENVIRONMENT STAMP MINOR INSTALL CHECK makes an environment with the function INSTALL
+# unless its stamp is STAMP. CHECK is Python code that has to run in it. When several processes call this at the
+# same time, one makes the environment and the others wait.
+ensure_separate_environment() {
     if ! _finished "$1" "$2"; then
         mkdir -p "$(dirname "$1")"
         exec 9>"$1.lock"
@@ -66,13 +67,13 @@ _make() {
     maker=$(find_python "$stamp" "$minor")
     _clear "$environment"
     echo "Setting up $stamp in $environment, which takes some minutes; log: $log" >&2
-    # Not in a condition, in which set -e would not hold.
+    # set -e has no effect inside a condition, so the status is read afterwards.
     set +e
     (
         set -e
         "$maker" -m venv "$environment"
         "$install" "$environment"
-        # Elsewhere than in the checkout, so that what is imported is what is installed.
+        # Outside the checkout, so that the check imports the installed packages.
         cd /
         "$environment/bin/python" -I -c "$check"
     ) >"$log" 2>&1
@@ -80,17 +81,17 @@ _make() {
     set -e
     if [ "$status" -ne 0 ]; then
         tail -n 20 "$log" >&2
-        echo "error: $stamp could not be installed; the whole log: $log" >&2
+        echo "error: $stamp could not be installed; the full log: $log" >&2
         return 1
     fi
     echo "$stamp" >"$environment/.eagle31-stamp"
     rm -f "$environment.unfinished"
 }
 
-# Of what lies there, only an environment of our own making is replaced.
+# Only an environment that these scripts made is replaced; any other content of the directory is refused.
 _clear() {
     if [ -n "$(ls -A "$1" 2>/dev/null)" ] && [ ! -e "$1.unfinished" ] && [ ! -e "$1/.eagle31-stamp" ]; then
-        echo "error: $1: holds something else; name a new directory." >&2
+        echo "error: $1: The directory has other content; give a new directory." >&2
         return 1
     fi
     touch "$1.unfinished"

@@ -23,7 +23,7 @@ STEPS = 40
 
 
 def arguments(target: EmbeddedTarget, directory: Path) -> list[str]:
-    """Training alone; what it saves before its end, it saves because it was told to stop."""
+    """The training stage alone; a checkpoint before its end can come only from a request to stop."""
     own = [f"train.max_steps={STEPS}", "train.save_every=1000", "stages=[train]"]
     return [*tiny_arguments(target, directory), *own]
 
@@ -94,18 +94,19 @@ def hold_at(directory: Path, step: int) -> list[psutil.Process]:
     return held
 
 
-def wait_for_signal(log: Path, behind: str) -> None:
-    """Until both nodes' torchrun has been told to end, after the log had this line."""
+def wait_for_signal(log: Path, line: str) -> None:
+    """Wait until, after this line of the log, torchrun has received a signal to end on both nodes."""
     deadline = time.monotonic() + 120
-    while log.read_text().partition(behind)[2].count("Received 15 death signal") < 2:
+    while log.read_text().partition(line)[2].count("Received 15 death signal") < 2:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
 
 
 def start_again(cluster: Cluster, job: str, restarts: int) -> None:
-    """Slurm holds a job back that was queued again, for two minutes by default.
+    """Start a requeued job, which Slurm would hold back for two minutes by default.
 
-    Some seconds it needs: slurmd tells a credential from the one it revoked by the second of its making.
+    The start has to be some seconds later: slurmd distinguishes a new credential from the revoked one by the
+    second in which it was made.
     """
     cluster.wait(job, Restarts=str(restarts), JobState="PENDING")
     cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=30", "StartTime=now+3")
@@ -119,7 +120,7 @@ def stopped_at(directory: Path) -> int:
     return step
 
 
-def test_a_job_goes_on_behind_a_requeue_and_behind_its_time_limit(
+def test_a_job_resumes_after_a_requeue_and_after_its_time_limit(
     small_target: EmbeddedTarget, captured: Path, one_node: list[dict], cluster: Cluster, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"

@@ -130,5 +130,5 @@ def test_setup_leaves_a_directory_of_others_alone(tmp_path: Path, monkeypatch: p
     (tmp_path / "thesis.tex").touch()
     done = subprocess.run([str(SETUP)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "holds something else" in done.stderr
+    assert "The directory has other content" in done.stderr
     assert (tmp_path / "thesis.tex").exists()
