@@ -16,8 +16,8 @@ def set_thread_defaults(environment: MutableMapping[str, str], num_cores: int, h
     # OpenMP's threads spin by default while they wait, which delays everything else on the same cores: a
     # decoding step of a small model takes 25 times as long when two busy processes share two cores.
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    # For several processes on a node torchrun sets OMP_NUM_THREADS=1 itself and leaves no mark. A
-    # user's own 1 looks the same, so it stays: on GPUs one thread is enough, and on the CPU the user can set it.
+    # For several processes on a node torchrun sets OMP_NUM_THREADS=1 itself and leaves no mark. A user's 1
+    # looks the same, so it stays: one thread is enough on GPUs, and on the CPU the user can set it.
     num_processes = int(environment.get("LOCAL_WORLD_SIZE", 1))
     environment.setdefault("OMP_NUM_THREADS", str(max(num_cores // num_processes, 1)))
     if not has_gpu:

@@ -210,7 +210,7 @@ def _fill(directory: Path, dataset: Dataset, ids: Sequence[int], encoding: Encod
             writer.append(i, CapturedSample(*tokens, states, states[:, 0]))
 
 
-def test_tokens_of_whoever_wrote_are_held_against_the_dataset(tmp_path: Path) -> None:
+def test_tokens_in_shards_are_compared_with_the_dataset(tmp_path: Path) -> None:
     dataset = make_dataset()
     expected = StoreSpec(tmp_path, dataset, ENCODING)
     fields = store_fields(expected, FIELDS)
@@ -273,7 +273,7 @@ def test_disk_that_fills_up_keeps_finished_shards(
     assert _captured(capture, make_dataset()) == sorted(set(range(12)) - set(first))
 
 
-def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, capture: CountingCapture) -> None:
+def test_killed_at_any_moment_the_same_command_resumes(tmp_path: Path, capture: CountingCapture) -> None:
     dataset, rng = make_dataset(60), random.Random(0)
     fork = multiprocessing.get_context("fork")
     torch.set_num_threads(1)  # a fork does not have the parent's threads

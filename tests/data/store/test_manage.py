@@ -109,7 +109,7 @@ def test_converting_restores_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_conversion_resumes(tmp_path: Path) -> None:
     encoding = Encoding("fp8", "all")
     write_store(tmp_path / "exact")
     claim(tmp_path / "out", settings(encoding=encoding))

@@ -46,7 +46,7 @@ def test_shards_close_when_full_and_hold_samples_in_order(tmp_path: Path) -> Non
         assert record.writer == "a"
 
 
-def test_flush_puts_everything_on_disk_and_writing_goes_on(tmp_path: Path) -> None:
+def test_flush_puts_everything_on_disk_and_writing_continues(tmp_path: Path) -> None:
     with StoreWriter(tmp_path, "a", EXACT, shard_tokens=100) as writer:
         writer.append(3, make_sample(3))
         writer.flush()
@@ -183,7 +183,7 @@ print(json.dumps({"message": message, "before": before, "after": captured()}))
 """
 
 
-def test_a_small_disk_fills_up_and_capture_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_small_disk_fills_up_and_capture_continues_when_there_is_room(tmp_path: Path) -> None:
     disk = f"mount -t tmpfs -o size=128k tmpfs {tmp_path}"
     own_mounts = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
     if subprocess.run([*own_mounts, disk], capture_output=True).returncode:
