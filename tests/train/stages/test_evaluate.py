@@ -110,7 +110,7 @@ def test_vllm_gives_the_same_numbers_as_eagle31(in_vllm: VllmRun) -> None:
 def test_vllm_gives_the_same_margins_as_eagle31(in_vllm: VllmRun, decoded: list[Decoded]) -> None:
     parting = in_vllm.results[2]
     expected = []
-    for text, one in zip(parting.passes[0].served.texts, decoded, strict=True):
+    for text, one in zip(parting.passes[0].served.completions, decoded, strict=True):
         first = common_length(text, one.token_ids)
         expected.append(None if first in (len(text), len(one.token_ids)) else one.margins[first])
     assert sum(margin is not None for margin in expected) > 2
