@@ -30,7 +30,7 @@ def test_torchspecs_store_reads_ours_and_we_read_its(tmp_path: Path) -> None:
         )
         taken = load_file(tmp_path / "taken.safetensors")
         assert taken["hidden_states"].equal(aux.flatten(1))
-        assert taken["final_hidden_states"].equal(last)
+        assert taken["last_hidden_states"].equal(last)
         assert taken["input_ids"].equal(request.input_ids)
         assert not ours.arrived("ours")
         found = ours.take(replace(request, key="theirs"), 10.0)

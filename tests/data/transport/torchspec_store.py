@@ -28,14 +28,14 @@ def main(
     shapes = {
         "hidden_states": (num_tokens, num_aux_layers * hidden_size),
         "input_ids": (num_tokens,),
-        "final_hidden_states": (num_tokens, hidden_size),
+        "last_hidden_states": (num_tokens, hidden_size),
     }
     got = store.get("ours", shapes, {}, torch.device("cpu"))
     taken = {name: getattr(got, name).clone() for name in shapes}
     store.remove_eagle3_tensors("ours", has_last_hidden_states=True)
     # It narrows them to its own dtype again.
     store.put(
-        "theirs", taken["hidden_states"].float(), taken["input_ids"], taken["final_hidden_states"].float()
+        "theirs", taken["hidden_states"].float(), taken["input_ids"], taken["last_hidden_states"].float()
     )
     store.flush()
     save_file(taken, path)
