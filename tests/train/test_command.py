@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,13 @@ def run(body: str, *, before: str = "", **environment: str) -> subprocess.Comple
         name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "TORCHELASTIC"))
     }
     return subprocess.run(
-        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        # A process that a shell started in the background ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
