@@ -113,10 +113,6 @@ class Dispatcher:
         self._prompts.put_nowait(prompt)
 
     @property
-    def num_waiting(self) -> int:
-        return self._prompts.qsize()
-
-    @property
     def engines(self) -> set[str]:
         """The ids of the engines that are up."""
         return {link.info.id for link in self.links if link.is_up and link.info is not None}

@@ -36,10 +36,6 @@ class DepthSums:
         """Return all sums as float64 [5, K], for one all-reduce."""
         return torch.stack([getattr(self, f.name).double() for f in fields(self)])
 
-    @staticmethod
-    def unstack(stacked: Tensor) -> "DepthSums":
-        return DepthSums(*stacked.unbind(0))
-
 
 def schedule_batch(batch: PackedBatch, num_steps: int, device: torch.device | None = None) -> RolloutSchedule:
     """Schedule the step on this packed row. A batch that is still on the CPU needs no synchronisation."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -61,7 +60,7 @@ def checked(arguments: Iterable[str]) -> list[str]:
 def _checked(argument: str, known: dict[str, object]) -> str:
     override = _parsed(argument)
     key, _, text = argument.partition("=")
-    if argument[0] == "~" or re.match("hydra[./]", key):
+    if argument[0] == "~":
         return argument
     key = key.lstrip("+")
     if any(key == name or key.startswith(f"{name}.") for name in FREE_FORM):

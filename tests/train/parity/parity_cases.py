@@ -14,8 +14,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-import hydra
-from omegaconf import OmegaConf
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -33,7 +31,7 @@ from data.embedded.training import TrainingSettings, encode, initialize, pretrai
 from eagle31.json_files import write_text
 from eagle31.malloc import keep_freed_memory
 from tests.eagle31.export.reload import reload_in_this_process
-from train.config.run import check, register
+from train.compose import composed
 from train.distributed import World, leave_process_group
 from train.drafter import export_checks
 from train.pipeline import run_pipeline
@@ -256,11 +254,8 @@ def train_case(name: str, directory: Path, rows_per_step: int, ttt_steps: int) -
     target = directory / "targets" / CASES[name].target
     if not (target / "model" / "config.json").exists():
         build_target(TARGETS[CASES[name].target], target)
-    with hydra.initialize_config_dir(str(ROOT / "recipes"), version_base="1.3"):
-        composed = hydra.compose("train", recipe_arguments(name, directory, rows_per_step, ttt_steps))
-    config = OmegaConf.to_object(composed)
-    check(config)  # type: ignore[arg-type]
-    run_pipeline(config, World.from_environment())  # type: ignore[arg-type]
+    config = composed(recipe_arguments(name, directory, rows_per_step, ttt_steps))
+    run_pipeline(config, World.from_environment())
     link = export_path(name, directory)
     link.parent.mkdir(exist_ok=True)
     link.symlink_to((directory / "runs" / CASES[name].target / "export").resolve())
@@ -268,7 +263,6 @@ def train_case(name: str, directory: Path, rows_per_step: int, ttt_steps: int) -
 
 if __name__ == "__main__":
     keep_freed_memory()
-    register()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     where, rows, steps = Path(sys.argv[1]).resolve(), int(sys.argv[2]), int(sys.argv[3])
     # Starting a process for each reload would take as long as some of the runs.
