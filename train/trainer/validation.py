@@ -26,11 +26,10 @@ class ReplayValidation:
         lengths = [len(sample.input_ids) for sample in samples]
         rows = pack_epoch(lengths, row_tokens, seed=0, epoch=0)
         # Every rank runs the same number of forward passes, because each is collective under ZeRO 3.
-        num_padding = -len(rows) % world.size
-        local_rows = [*rows, *rows[:num_padding]][world.rank :: world.size]
-        self.is_first_copy = [
-            index < len(rows) for index in range(world.rank, len(rows) + num_padding, world.size)
-        ]
+        num_steps = -(-len(rows) // world.size)
+        indices = range(world.rank, num_steps * world.size, world.size)
+        self.is_first_copy = [index < len(rows) for index in indices]
+        local_rows = [rows[index % len(rows)] for index in indices]
         self.batches: list[PackedBatch] = [
             pack_row([samples[i] for i in row], sum(lengths[i] for i in row)) for row in local_rows
         ]

@@ -1,0 +1,32 @@
+"""How held-out rows are distributed over the ranks."""
+
+import pytest
+import torch
+
+from data.samples import CapturedSample
+from train.distributed import World
+from train.trainer.validation import ReplayValidation
+
+ROW_TOKENS = 8
+
+
+def sample(token: int) -> CapturedSample:
+    """A sample that fills a row, so that it is recognized by its token."""
+    states = torch.zeros(ROW_TOKENS, 2, 4)
+    ids = torch.full((ROW_TOKENS,), token)
+    return CapturedSample(ids, torch.ones(ROW_TOKENS, dtype=torch.bool), states, states[:, 0])
+
+
+@pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 8), (3, 8), (8, 8), (9, 8), (5, 2), (1, 1)])
+def test_every_rank_runs_as_many_rows_and_every_row_counts_once(num_rows: int, num_ranks: int) -> None:
+    samples = [sample(token) for token in range(num_rows)]
+    worlds = [World(rank, rank, num_ranks) for rank in range(num_ranks)]
+    ranks = [ReplayValidation(samples, ROW_TOKENS, 2, world) for world in worlds]
+    assert len({len(one.batches) for one in ranks}) == 1
+    counted = [
+        int(batch.input_ids[0])
+        for one in ranks
+        for batch, is_first_copy in zip(one.batches, one.is_first_copy, strict=True)
+        if is_first_copy
+    ]
+    assert sorted(counted) == list(range(num_rows))
