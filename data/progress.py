@@ -84,7 +84,7 @@ class Progress:
         self._bar.set_postfix_str(text, refresh=False)
 
     def write(self, line: str) -> None:
-        """Prints a line of its own without breaking the bar, also where no progress is shown."""
+        """Prints a separate line without breaking the bar, even if no progress is shown."""
         self._bar.write(line, file=self._stream)
         self._stream.flush()
 

@@ -1,4 +1,4 @@
-"""How commands end. Each test runs a small command in a process of its own."""
+"""How commands end. Each test runs a small command in a separate process."""
 
 import json
 import os

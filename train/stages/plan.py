@@ -16,7 +16,7 @@ def announce_plan(context: RunContext) -> None:
 
 
 def announce_work(context: RunContext) -> None:
-    """Print and write again what is known better once the data is tokenized."""
+    """Update the plan with the number of tokens, which is known once the data is tokenized, and print it."""
     lines = work_lines(_write_plan(context).work)
     print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
 

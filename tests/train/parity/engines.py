@@ -86,7 +86,7 @@ def decode_job(name: str, case: str, export: Path | None, trained: Path) -> Deco
 def run_together(jobs: Sequence[DecodeJob], python: Path, log: Path) -> dict[str, JobResult]:
     """Run all jobs in one process of vLLM, which takes half a minute to start.
 
-    Where that process dies, each target's jobs run in a process of their own, so that no target's failure is
+    Where that process dies, each target's jobs run in a separate process, so that no target's failure is
     another's.
     """
     try:
