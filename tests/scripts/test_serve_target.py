@@ -64,7 +64,7 @@ def test_a_recipes_server(tmp_path: Path) -> None:
 
 def test_a_server_that_could_not_put_into_mooncake_is_not_started(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
-    through = ["capture=online", "capture.transport=mooncake"]
+    through = ["capture=vllm_online", "capture.transport=mooncake"]
     done = serve(tmp_path, *recipe(spec, output_dir), *through, status=1)
     assert done.returncode == 2
     assert "pip install 'mooncake-transfer-engine" in done.stderr

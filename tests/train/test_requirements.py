@@ -31,7 +31,7 @@ SERVERS = "vllm.servers=[http://127.0.0.1:1]"
         (True, (CAPTURED, "stages=[capture]")),
         (False, (CAPTURED, "stages=[capture]", SERVERS)),
         (False, (CAPTURED, "stages=[train]")),
-        (True, (CAPTURED, "stages=[train]", "capture=online")),
+        (True, (CAPTURED, "stages=[train]", "capture.mode=online")),
         (False, ()),
     ],
 )

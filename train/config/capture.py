@@ -13,7 +13,7 @@ MOONCAKE_ROOM = 1.1
 
 class CaptureSource(Enum):
     hf = "hf"  # transformers, in the run's processes
-    vllm = "vllm"  # vLLM: an engine on this machine, or the servers in vllm.servers
+    vllm = "vllm"  # vLLM: the servers in vllm.servers, or one that the run starts on each node
     torchspec = "torchspec"  # TorchSpec's inference engines, over Mooncake
 
 
@@ -23,6 +23,7 @@ class CaptureMode(Enum):
 
 
 class TransportKind(Enum):
+    auto = "auto"  # the spool
     spool = "spool"  # files in memory, or on a disk that producers and trainers share
     mooncake = "mooncake"  # a Mooncake store
 
@@ -59,7 +60,7 @@ class CaptureConfig:
     codec: str = "exact"
     # Final-layer hidden states that are kept: supervised (where a draft is supervised) or all.
     final_states: str = "supervised"
-    transport: TransportKind = TransportKind.spool  # Path of online states from producer to trainer.
+    transport: TransportKind = TransportKind.auto  # Path of online states from producer to trainer.
     spool_dir: str | None = None  # Directory of the spool, for mode=online. null: memory (/dev/shm).
     # Limit of the states that wait between producers and trainers, for mode=online, in 10^9 bytes over all
     # ranks of a node.

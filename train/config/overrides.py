@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle31.errors import UserError
+from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -75,7 +76,7 @@ def _checked(argument: str, known: dict[str, object]) -> str:
     names = choices(key)
     if names and isinstance(value, str):
         if value not in names:
-            raise UserError(key, text, f"There is no such choice. {_nearest(value, names)}")
+            raise UserError(key, text, f"There is no such choice. {_nearest_choice(key, value, names)}")
     else:
         _check_type(key, text, value, known[key])
     return argument
@@ -122,6 +123,13 @@ def _expected(kind: object, value: object) -> str | None:
     if dataclasses.is_dataclass(kind):
         return "It is a group of keys; set one of them."
     return None
+
+
+def _nearest_choice(group: str, value: str, names: Sequence[str]) -> str:
+    if group == "capture" and value in CaptureMode.__members__:
+        chosen = [name for name in names if name.endswith("_online") == (value == CaptureMode.online.value)]
+        return f"Choose the source too: {', '.join(chosen)}. capture.mode={value} keeps the recipe's source."
+    return _nearest(value, names)
 
 
 def _nearest(value: str, names: Sequence[str]) -> str:

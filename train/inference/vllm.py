@@ -35,7 +35,7 @@ def capture_engine(
     """
     online = capture.mode is CaptureMode.online
     roots = [str(output_dir.resolve())]
-    if online and capture.transport is TransportKind.spool:
+    if online and capture.transport is not TransportKind.mooncake:
         roots.append(str(Path(capture.spool_dir or MEMORY).resolve()))
     over_mooncake = online and capture.transport is TransportKind.mooncake
     return CaptureEngine(

@@ -111,7 +111,7 @@ def _disk(config: RunConfig, work: WorkPlan) -> list[Shortage]:
             change += "; or capture.codec=fp8, which halves it"
         change += f"; or {work.store_bytes / max(free, 1):.1f} times fewer capture.max_samples."
         return [] if work.store_bytes <= free else [Shortage("the store", work.store_bytes, free, change)]
-    if capture.transport is not TransportKind.spool:
+    if capture.transport is TransportKind.mooncake:
         return []
     base = _SPOOL if capture.spool_dir is None else Path(capture.spool_dir)
     free = _free(base)

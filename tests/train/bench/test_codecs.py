@@ -60,6 +60,6 @@ def test_results_are_of_each_runs_store_and_evaluation(script: dict[str, Any], t
 
 
 def test_online_capture_is_refused(script: dict[str, Any]) -> None:
-    arguments = ["recipe=any_target", "target.model=nowhere", "data.train=nowhere", "capture=online"]
+    arguments = ["recipe=any_target", "target.model=nowhere", "data.train=nowhere", "capture=hf_online"]
     with pytest.raises(UserError, match=r"capture\.mode"):
         script["run_with_codec"](arguments, "bf16")

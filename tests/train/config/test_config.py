@@ -39,7 +39,7 @@ def test_every_recipe_composes_and_is_valid(recipe: str) -> None:
     sorted(f"{p.parent.name}={p.stem}" for p in RECIPES.glob("*/*.yaml") if p.parent.name != "recipe"),
 )
 def test_every_group_can_be_chosen(choice: str) -> None:
-    check(composed("any_target", choice, *NEEDED))
+    check(composed("any_target", choice, *NEEDED, "capture.torchspec.python=python"))
 
 
 def test_overrides_reach_their_fields_with_the_right_types() -> None:
@@ -227,7 +227,43 @@ def test_torchspec_needs_its_environment() -> None:
 
 @pytest.mark.parametrize("setting", ["capture.transport=mooncake", "capture.source=torchspec"])
 def test_a_mooncake_store_must_hold_everything_that_may_wait(setting: str) -> None:
-    settings = [*NEEDED, "capture=online", setting, "capture.torchspec.python=python", "capture.spool_gb=8"]
+    settings = [
+        *NEEDED,
+        "capture=hf_online",
+        setting,
+        "capture.torchspec.python=python",
+        "capture.spool_gb=8",
+    ]
     with pytest.raises(UserError, match=r"capture\.mooncake\.segment_gb"):
         check(composed("any_target", *settings))
     check(composed("any_target", *settings, "capture.mooncake.segment_gb=9"))
+
+
+@pytest.mark.parametrize("source", ["hf", "vllm", "torchspec"])
+def test_capture_groups_set_source_and_mode_and_the_mode_alone_keeps_the_source(source: str) -> None:
+    python = "capture.torchspec.python=python"
+    for settings in ([f"capture={source}_online"], [f"capture={source}", "capture.mode=online"]):
+        capture = composed("any_target", *NEEDED, *settings, python).capture
+        assert (capture.source.value, capture.mode) == (source, CaptureMode.online)
+    capture = composed("any_target", *NEEDED, f"capture={source}", python).capture
+    assert (capture.source.value, capture.mode) == (source, CaptureMode.offline)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (["vllm.gpu_memory_fraction=0"], "vllm.gpu_memory_fraction"),
+        (["vllm.gpu_memory_fraction=1"], "vllm.gpu_memory_fraction"),
+        (["vllm.gpu_memory_fraction=nan"], "vllm.gpu_memory_fraction"),
+        (
+            ["vllm.gpu_memory_fraction=0.5", "vllm.engine_args.gpu_memory_utilization=0.5"],
+            "vllm.gpu_memory_fraction",
+        ),
+        (["vllm.start_minutes=0"], "vllm.start_minutes"),
+        (["vllm.max_concurrency=0"], "vllm.max_concurrency"),
+    ],
+)
+def test_values_that_no_server_could_use_are_refused(settings: list[str], field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(composed("any_target", *NEEDED, *settings))
+    assert caught.value.field == field

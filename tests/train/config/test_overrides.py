@@ -104,3 +104,9 @@ def test_a_value_that_no_recipe_takes_is_refused_with_what_it_takes(argument: st
 def test_an_argument_without_a_value_is_refused() -> None:
     with pytest.raises(UserError, match="argument=quickstart: Write it as key=value"):
         checked(["quickstart"])
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_capture_group_names_the_source_too(mode: str) -> None:
+    with pytest.raises(UserError, match=f"capture={mode}: .*hf.*torchspec.*vllm.*capture.mode={mode}"):
+        checked([f"capture={mode}"])

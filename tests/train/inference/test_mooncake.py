@@ -47,7 +47,7 @@ def through_spool(
 def online() -> list[str]:
     # With one sample per batch, its states do not depend on other samples.
     settings = [
-        "capture=online",
+        "capture.mode=online",
         "capture.batch_tokens=1",
         "capture.spool_gb=0.01",
         f"train.max_steps={STEPS}",

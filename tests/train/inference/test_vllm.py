@@ -26,7 +26,7 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
 def online(spools: Path) -> list[str]:
     return [
         "capture.source=vllm",
-        "capture=online",
+        "capture.mode=online",
         f"capture.spool_dir={spools}",
         "capture.spool_gb=0.01",
     ]
