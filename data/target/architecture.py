@@ -27,6 +27,7 @@ class ParameterCounts:
 
     total: int
     active: int  # used in one token's matrix products; the embedding is looked up and not counted
+    experts: int  # of the total, in routed experts
 
 
 def from_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
@@ -121,7 +122,7 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCounts:
     text_config = config.get_text_config()
     num_experts, chosen = _first(text_config, _NUM_EXPERTS) or 1, _first(text_config, _EXPERTS_PER_TOKEN) or 1
     vision = _module_names(model, ("vision", "visual", "projector"))
-    total = active = 0
+    total = active = experts = 0
     tied: nn.Parameter | None = None
     embedding = model.get_input_embeddings()
     if getattr(text_config, "tie_word_embeddings", False):
@@ -130,12 +131,13 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCounts:
         count = parameter.numel()
         total += count
         if name.split(".experts.")[0] != name:
+            experts += count
             active += count * chosen // num_experts
         elif not any(name.startswith(prefix) for prefix in vision) and (
             parameter is not embedding.weight or parameter is tied
         ):
             active += count
-    return ParameterCounts(total, active)
+    return ParameterCounts(total, active, experts)
 
 
 def _module_names(model: nn.Module, words: tuple[str, ...]) -> list[str]:

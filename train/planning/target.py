@@ -23,6 +23,15 @@ _DEFAULT_BYTES = 2  # of a parameter, if the config has no dtype
 
 
 @dataclass(frozen=True)
+class TargetSize:
+    """The target's weights."""
+
+    parameters: ParameterCounts
+    checkpoint_bytes: int
+    expert_bytes: int  # of the checkpoint, in routed experts
+
+
+@dataclass(frozen=True)
 class TargetPlan:
     """The target's weights and the GPUs that hold them during capture."""
 
@@ -57,6 +66,21 @@ def planned_config(target: TargetConfig) -> PreTrainedConfig:
         return from_architecture(architecture) if architecture else load_config(spec)
     check_architecture(architecture, found)
     return found
+
+
+def target_size(target: TargetConfig, config: PreTrainedConfig) -> TargetSize:
+    """Return the size of the weights, as the checkpoint has them: quantization by vLLM is not counted.
+
+    In a quantized checkpoint the experts are quantized and the rest has at least 16 bits per parameter.
+
+    Args:
+        config: the target's config.
+    """
+    parameters = count_parameters(config)
+    size = _checkpoint_bytes(target, config, parameters)
+    others = parameters.total - parameters.experts
+    other_bytes = max(others * _DEFAULT_BYTES, size * others // parameters.total)
+    return TargetSize(parameters, size, max(0, size - other_bytes) if parameters.experts else 0)
 
 
 def target_plan(config: RunConfig, target: PreTrainedConfig, num_gpus: int) -> TargetPlan:

@@ -1,0 +1,59 @@
+"""The memory of a GPU that runs the target in vLLM."""
+
+import pytest
+
+from tests.train.torchrun import composed
+from train.planning.server_memory import Parallelism, ServerMemory, longest_sequence, server_memory
+from train.planning.sizes import RunSizes
+
+
+def memory(recipe: str, tensor: int = 1, data: int = 1) -> ServerMemory:
+    sizes = RunSizes(composed(recipe))
+    return server_memory(sizes.config, sizes.target_config, sizes.target, Parallelism(tensor, data, True))
+
+
+def test_tensor_parallelism_splits_all_weights_and_data_parallelism_only_routed_experts() -> None:
+    size = RunSizes(composed("kimi_k2_6")).target
+    assert size.checkpoint_bytes == 595 * 10**9
+    assert size.expert_bytes / size.checkpoint_bytes == pytest.approx(0.96, abs=0.02)
+    assert memory("kimi_k2_6", 8).weights == pytest.approx(595e9 / 8)
+    others = size.checkpoint_bytes - size.expert_bytes
+    assert memory("kimi_k2_6", 1, 8).weights == pytest.approx(size.expert_bytes / 8 + others)
+    assert memory("kimi_k2_6", 4, 2).weights == pytest.approx(size.expert_bytes / 8 + others / 4, rel=1e-6)
+
+
+def test_a_dense_target_has_no_experts_and_a_copy_in_every_engine() -> None:
+    assert RunSizes(composed("qwen3_8b")).target.expert_bytes == 0
+    assert memory("qwen3_8b", 2, 4).weights == memory("qwen3_8b", 2, 1).weights
+    assert memory("qwen3_8b", 2, 1).weights == pytest.approx(16.4e9 / 2)
+
+
+def test_a_sequence_holds_keys_values_and_hidden_states() -> None:
+    tokens = longest_sequence(composed("qwen3_8b"))
+    # 36 layers of 8 heads of 128, and three aux layers and the final one of 4,096, in 16 bits.
+    assert memory("qwen3_8b").sequence == tokens * (36 * 2 * 8 * 128 * 2 + 4 * 4096 * 2)
+    assert memory("qwen3_8b", 8).sequence == tokens * (36 * 2 * 1 * 128 * 2 + 4 * 4096 * 2)
+    # Latent attention is not split, and a target with two kinds of attention pays for the layers of one kind.
+    tokens = longest_sequence(composed("kimi_k2_6"))
+    assert memory("kimi_k2_6", 8).sequence == tokens * (61 * 576 * 2 + 4 * 7168 * 2)
+    tokens = longest_sequence(composed("gpt_oss_20b"))
+    assert memory("gpt_oss_20b").sequence == tokens * (24 * 2 * 8 * 64 * 2 + 12 * 4 * 2880 * 2)
+
+
+def test_regenerated_samples_are_cut_after_they_are_written() -> None:
+    plain = longest_sequence(composed("qwen3_8b", "data.regenerate.enabled=false"))
+    written = ("data.regenerate.enabled=true", "data.regenerate.max_new_tokens=5000", "data.max_tokens=2048")
+    assert longest_sequence(composed("qwen3_8b", *written)) == 2048 + 5000 + 1 > plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, Parallelism(1, 1, False)),
+        ({"tensor_parallel_size": 8}, Parallelism(8, 1, False)),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4}, Parallelism(2, 4, True)),
+        ({"data_parallel_size": 16, "data_parallel_size_local": 8}, Parallelism(1, 8, True)),
+    ],
+)
+def test_parallelism_comes_from_the_engines_arguments(arguments: dict, expected: Parallelism) -> None:
+    assert Parallelism.of(arguments) == expected

@@ -1,0 +1,41 @@
+"""The placement of a run's servers on the GPUs at hand."""
+
+import os
+
+import torch
+
+from eagle31.errors import UserError
+from train.config.run import RunConfig
+from train.distributed import World
+from train.planning.placement import Cluster, ServerPlacement, place_servers, uses_vllm
+from train.planning.sizes import RunSizes
+
+
+def run_placement(config: RunConfig, world: World) -> ServerPlacement | None:
+    """Return where the vLLM servers of this run are; None where the run uses none.
+
+    Every rank gets the same answer if the nodes are alike.
+
+    Raises:
+        UserError: the servers cannot run there. The remedy is a change with which they can.
+    """
+    vllm = config.vllm
+    if not uses_vllm(config):
+        if vllm.gpu_memory_fraction is not None:
+            remedy = "Nothing in this run uses vLLM. Set vllm.gpu_memory_fraction=null."
+            raise UserError("vllm.gpu_memory_fraction", vllm.gpu_memory_fraction, remedy)
+        return None
+    if config.launcher.capture_nodes and not vllm.servers:
+        remedy = "Only scripts/submit starts servers on other nodes. Set launcher.capture_nodes=0."
+        raise UserError("launcher.capture_nodes", config.launcher.capture_nodes, remedy)
+    cluster = cluster_at_hand(world)
+    sizes = RunSizes(config).on_gpus(cluster.num_ranks) if cluster.gpus_per_node else None
+    return place_servers(config, cluster, sizes)
+
+
+def cluster_at_hand(world: World) -> Cluster:
+    """Return the cluster that this run was started on, from torchrun's environment and this node's GPUs."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory if gpus else None
+    return Cluster(max(1, world.size // processes), gpus, processes, gpu_bytes)

@@ -1,0 +1,98 @@
+"""Sizes of the drafter, of its training and of the target's servers, from configurations alone."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedConfig
+
+from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
+from eagle31.export.layouts import check_layout
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from train.config.run import RunConfig
+from train.config.training import Precision
+from train.drafter.shape import complete_shape
+from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
+from train.planning.placement import Sizes
+from train.planning.server_memory import Parallelism, ServerMemory, server_memory
+from train.planning.target import TargetSize, planned_config, target_size
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """What a run's models take, without any weight.
+
+    Raises:
+        UserError: the recipe contradicts the target's config, or no drafter can be made from them.
+    """
+
+    config: RunConfig
+
+    @cached_property
+    def target_config(self) -> PreTrainedConfig:
+        return planned_config(self.config.target)
+
+    @cached_property
+    def target(self) -> TargetSize:
+        return target_size(self.config.target, self.target_config)
+
+    @cached_property
+    def drafter(self) -> DrafterConfig:
+        shape, text = self.config.drafter, self.target_config.get_text_config()
+        ids = shape.aux_layer_ids
+        if ids is None:
+            aux_layer_ids = default_aux_layer_ids(text.num_hidden_layers)
+        else:
+            aux_layer_ids = check_aux_layer_ids(ids, text.num_hidden_layers)
+        drafter = complete_shape(
+            shape,
+            self.target_config,
+            aux_layer_ids,
+            text.vocab_size,
+            shape.draft_vocab_size or text.vocab_size,
+        )
+        check_layout(drafter, self.config.export.layout)
+        return drafter
+
+    @cached_property
+    def tensors(self) -> dict[str, list[int]]:
+        """Shapes of the trained tensors by name; the drafter is built without memory."""
+        with torch.device("meta"):
+            drafter = Drafter(self.drafter, with_head=self.config.drafter.train_lm_head)
+        return {name: list(parameter.shape) for name, parameter in drafter.named_parameters()}
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.tensors.values())
+
+    def trainer(self, settings: TrainerSettings, device: str) -> TrainerMemory:
+        """Return the memory of one training process. device is "cuda" or "cpu"."""
+        counts = worst_counts(settings.row_tokens, self.config.train.ttt_steps)
+        return trainer_memory(self.drafter, self.num_parameters, settings, counts, device)
+
+    def server(self, config: RunConfig, parallel: Parallelism) -> ServerMemory:
+        """Return the memory of one GPU of a server."""
+        return server_memory(config, self.target_config, self.target, parallel)
+
+    def on_gpus(self, num_ranks: int) -> Sizes:
+        """Return what a placement has to find room for when this many processes train."""
+        return Sizes(
+            server=self.server,
+            trainer=lambda config: self.trainer(trainer_settings(config, num_ranks), "cuda").total,
+        )
+
+
+def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
+    """Return the settings that the memory of training depends on."""
+    return TrainerSettings(
+        zero_stage=config.deepspeed.zero_stage,
+        bf16=config.deepspeed.precision is Precision.bf16,
+        offload_optimizer=config.deepspeed.offload_optimizer,
+        offload_parameters=config.deepspeed.offload_parameters,
+        train_lm_head=config.drafter.train_lm_head,
+        activation_checkpointing=config.train.activation_checkpointing,
+        row_tokens=config.train.row_tokens,
+        rows_per_step=config.train.rows_per_step,
+        world_size=num_ranks,
+    )
