@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,6 +39,7 @@ from train.drafter.published import (
 )
 from train.drafter.shape import complete_shape
 from train.inference.completions import transformers_generator, vllm_generator
+from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.inference.target import CapturedTarget
 from train.inference.vllm import capture_engine, completion_endpoints
 
@@ -55,10 +57,14 @@ class RunContext:
     def output_dir(self) -> Path:
         return Path(self.config.output_dir)
 
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.config.cache_dir)
+
     @cached_property
     def embedded(self) -> EmbeddedTarget:
         """The embedded target and its conversations, trained at first use on this machine."""
-        return ensure_embedded_target(Path(self.config.cache_dir) / "embedded", progress=self.world.is_main)
+        return ensure_embedded_target(self.cache_dir / "embedded", progress=self.world.is_main)
 
     @cached_property
     def spec(self) -> TargetSpec:
@@ -82,7 +88,7 @@ class RunContext:
 
     @cached_property
     def parts(self) -> TargetParts:
-        return load_target_parts(self.spec)
+        return load_target_parts(self.spec, self.cache_dir)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -111,7 +117,7 @@ class RunContext:
     def initial_fingerprint(self) -> str | None:
         """The fingerprint of the weights in `drafter.init_from`."""
         directory = self.initial_directory
-        return None if directory is None else Checkpoint(str(directory.resolve())).fingerprint()
+        return None if directory is None else Checkpoint(str(directory.resolve())).fingerprint(self.cache_dir)
 
     @cached_property
     def shape(self) -> DrafterShape:
@@ -162,6 +168,16 @@ class RunContext:
         log = self.output_dir / "vllm-answers.log"
         endpoints = completion_endpoints(config.vllm, self.capture_engine(), log)
         return vllm_generator(endpoints, self.captured_target.expected_states())
+
+    def completion_inputs(self) -> dict[str, Any]:
+        """Return what the target's completions depend on apart from the prompts and the sampling settings."""
+        config, engine = self.config, self.config.target.engine
+        in_vllm = engine is TargetEngine.vllm
+        return (
+            target_inputs(config.target, self.parts.fingerprint)
+            | {"engine": engine.value}
+            | (vllm_inputs(config.vllm.engine_args) if in_vllm else transformers_inputs(config.target))
+        )
 
     def sampling(self, max_new_tokens: int, temperature: float) -> Sampling:
         """Return how a completion of this run is written."""

@@ -17,11 +17,23 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from data.file_hashes import hash_files
 from eagle31.errors import UserError
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SAMPLED_BLOCKS, _BLOCK_BYTES = 8, 1 << 16
+_FILES_PREFIX = "files:"
+# transformers and vLLM read nothing else of a directory but the tokenizer.
+_COMPUTING_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "params.json",  # of Mistral's format
+    "adapter_config.json",
+    "*quant*.json",  # hf_quant_config.json, quantize_config.json and others
+    "*.py",
+)
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -104,11 +116,14 @@ class Checkpoint:
             raise UserError("target.model", self.model, remedy)
         return tensor
 
-    def fingerprint(self) -> str:
-        """Return what identifies the weights: a hub model's commit, or a sha256 of a local directory.
+    def fingerprint(self, cache_dir: Path | None = None) -> str:
+        """Return what identifies the model: a hub model's commit, or a hash of a local directory's files.
 
-        For local weights it covers the size, the header and a few blocks of each file, so that a terabyte
-        takes seconds.
+        The hash covers the whole content of every file that affects what the model computes: weights,
+        configuration and code. It does not cover the tokenizer, which has its own fingerprint.
+
+        Args:
+            cache_dir: the directory in which hashes are remembered; see `hash_files`.
         """
         if not os.path.isdir(self.path):
             config = self.find_file("config.json")
@@ -116,16 +131,25 @@ class Checkpoint:
             if commit is None:
                 raise UserError("target.model", self.model, "The hub repository has no config.json.")
             return commit
+        files = self._computing_files()
         digest = hashlib.sha256()
+        for file, content in zip(files, hash_files(files, cache_dir=cache_dir), strict=True):
+            digest.update(f"{file.name} {content}\n".encode())
+        return f"{_FILES_PREFIX}{digest.hexdigest()}"
+
+    def _computing_files(self) -> list[Path]:
+        """Return the files of a local directory that affect what the model computes, by name."""
         directory = Path(self.path)
-        for name in ("config.json", "generation_config.json"):
-            if (directory / name).exists():
-                digest.update(name.encode() + (directory / name).read_bytes())
-        for file in sorted(directory.glob("*.safetensors")):
-            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-            for block in _sample_blocks(file):
-                digest.update(block)
-        return digest.hexdigest()
+        files = {file for pattern in _COMPUTING_FILES for file in directory.glob(pattern)}
+        for index in directory.glob("*.safetensors.index.json"):
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files |= {directory / shard for shard in shards if (directory / shard).exists()}
+        return sorted(files)
+
+
+def comparable_fingerprints(one: str, other: str) -> bool:
+    """Whether two fingerprints are of the same kind: of a commit each, or of files each."""
+    return one.startswith(_FILES_PREFIX) == other.startswith(_FILES_PREFIX) and len(one) == len(other)
 
 
 def is_hub_id(name: str) -> bool:
@@ -186,16 +210,3 @@ class _StoredNames:
             rename_source_key(name, renamings, converters, prefix, state)[0]: name
             for name in sorted(self.stored)
         }
-
-
-def _sample_blocks(file: Path) -> Iterator[bytes]:
-    """Yield the safetensors header and blocks spread evenly over the rest, the last bytes included."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        yield stream.read(header_bytes)
-        start = stream.tell()
-        last = max(start, size - _BLOCK_BYTES)
-        for i in range(_SAMPLED_BLOCKS):
-            stream.seek(start + (last - start) * i // (_SAMPLED_BLOCKS - 1))
-            yield stream.read(_BLOCK_BYTES)

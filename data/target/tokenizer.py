@@ -1,7 +1,9 @@
 """The target's tokenizer: loading it, and a fingerprint of how it turns text into ids."""
 
 import hashlib
+import inspect
 import json
+import sys
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -30,8 +32,25 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         content = {"vocab": tokenizer.get_vocab(), "class": type(tokenizer).__name__}
+        content |= {"files": _vocabulary_files(tokenizer)}
     else:
         # The last call of the tokenizer sets padding and truncation.
         content = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    module = sys.modules[type(tokenizer).__module__]
+    if not module.__name__.startswith("transformers."):
+        content |= {"code": inspect.getsource(module)}
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return hashlib.sha256(json.dumps([content, special], sort_keys=True).encode()).hexdigest()
+
+
+def _vocabulary_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the sha256 of the files that a tokenizer in Python reads.
+
+    Its vocabulary has no merges and no scores.
+    """
+    files = {}
+    for name, file in tokenizer.vocab_files_names.items():
+        path = Path(getattr(tokenizer, name, None) or Path(tokenizer.name_or_path, file))
+        if path.is_file():
+            files[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return files

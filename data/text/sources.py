@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from data.file_hashes import hash_files
 from data.text.schemas import Conversation, MalformedRow, Schema, find_schema, to_conversation
 from eagle31.errors import UserError
 
@@ -95,16 +96,29 @@ def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
 
 
 def source_fingerprint(
-    source: str, *, split: str = "train", subset: str | None = None, field: str = "data.train"
+    source: str,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    field: str = "data.train",
+    cache_dir: Path | None = None,
 ) -> str:
-    """Return what identifies the content: a file's sha256, or the fingerprint that `datasets` maintains."""
-    if not _is_file(source, field):
-        return _dataset(source, split, subset, field)._fingerprint
-    digest = hashlib.sha256()
-    with Path(source).expanduser().open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    """Return what identifies the content: a hash of the files.
+
+    For a hub id it is the fingerprint that `datasets` derives from the commit.
+
+    Args:
+        cache_dir: the directory in which hashes are remembered; see `hash_files`.
+    """
+    if _is_file(source, field):
+        return hash_files([Path(source).expanduser()], cache_dir=cache_dir)[0]
+    dataset = _dataset(source, split, subset, field)
+    if not Path(source).expanduser().is_dir():
+        return dataset._fingerprint
+    # The fingerprint of a saved data set stays when its files are changed.
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+    hashes = hash_files(files, cache_dir=cache_dir)
+    return hashlib.sha256(json.dumps([dataset.column_names, hashes]).encode()).hexdigest()
 
 
 def _is_file(source: str, field: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.cache import cache_directory
 from data.samples import CapturedSample
 from data.transport.protocol import StateRequest
 from eagle31.errors import UserError
@@ -282,9 +283,7 @@ def load_mooncake() -> Any:
 
 def library_directory() -> Path:
     """Return where scripts/setup/mooncake puts libraries that the system lacks."""
-    own = os.environ.get("EAGLE31_CACHE")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
-    return (Path(own) if own else cache) / "mooncake-libraries"
+    return cache_directory() / "mooncake-libraries"
 
 
 def connect(library: Any, settings: MooncakeSettings) -> Any:

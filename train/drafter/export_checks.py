@@ -11,6 +11,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from data.target.checkpoint import comparable_fingerprints
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -117,10 +118,9 @@ def provenance_findings(
     weights = trained.get("fingerprint") or written.get("target_fingerprint")
     tokenizer = trained.get("tokenizer_fingerprint") or written.get("tokenizer_fingerprint")
     findings = []
-    # A Hub model has its commit as fingerprint, a directory a hash of its files; the two cannot be compared.
-    if weights and len(weights) == len(parts.fingerprint) and weights != parts.fingerprint:
+    if weights and comparable_fingerprints(weights, parts.fingerprint) and weights != parts.fingerprint:
         remedy = "This is an export for another target, or for another revision of it; give the right one."
-        findings.append(finding("target_fingerprint", parts.fingerprint[:12], weights[:12], remedy))
+        findings.append(finding("target_fingerprint", parts.fingerprint[:18], weights[:18], remedy))
     if tokenizer:
         found = tokenizer_fingerprint(load_tokenizer(spec))
         if found != tokenizer:

@@ -14,11 +14,8 @@ from train.stages.data import HELD_OUT, save_dataset
 def answers_inputs(context: RunContext) -> dict[str, Any]:
     return {
         "data": context.artifacts[Stage.data].key,
-        "target": context.parts.fingerprint,
-        "dtype": context.config.target.dtype,
-        "engine": context.config.target.engine.value,
         "max_new_tokens": context.config.evaluate.max_new_tokens,
-    }
+    } | context.completion_inputs()
 
 
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:

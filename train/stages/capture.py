@@ -1,6 +1,6 @@
 """The capture stage: the target's hidden states, in a store or online. Every rank runs it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World
+from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.inference.online import (
     online_states,
     open_transport,
@@ -48,16 +49,23 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
     inputs: dict[str, Any] = {
         "data": context.artifacts[Stage.data].key,
         "answers": context.artifacts[Stage.answers].key,
-        "target": context.parts.fingerprint,
-        "dtype": context.config.target.dtype,
         "aux_layer_ids": context.aux_layer_ids,
         "source": capture.source.value,
         "mode": capture.mode.value,
     }
+    inputs |= target_inputs(context.config.target, context.parts.fingerprint)
+    inputs |= SOURCE_INPUTS[capture.source](context.config)
     inputs |= {"codec": capture.codec, "final_states": capture.final_states, "format": FORMAT}
     if capture.mode is CaptureMode.offline:
         inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
     return inputs
+
+
+SOURCE_INPUTS: dict[CaptureSource, Callable[[RunConfig], dict[str, Any]]] = {
+    CaptureSource.hf: lambda config: transformers_inputs(config.target),
+    CaptureSource.vllm: lambda config: vllm_inputs(config.vllm.engine_args),
+    CaptureSource.torchspec: lambda config: {"torchspec": config.capture.torchspec.overrides},
+}
 
 
 def training_samples(context: RunContext) -> Dataset:

@@ -36,10 +36,16 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     """Return what the tokenized data depends on."""
     data = context.config.data
     inputs: dict[str, Any] = {
-        "train": source_fingerprint(context.train_source, split=data.split, subset=data.subset),
+        "train": source_fingerprint(
+            context.train_source, split=data.split, subset=data.subset, cache_dir=context.cache_dir
+        ),
         "eval": context.eval_source
         and source_fingerprint(
-            context.eval_source, split=data.eval_split, subset=data.subset, field="data.eval"
+            context.eval_source,
+            split=data.eval_split,
+            subset=data.subset,
+            field="data.eval",
+            cache_dir=context.cache_dir,
         ),
         "columns": [data.prompt_column, data.response_column],
         "tokenizer": tokenizer_fingerprint(context.tokenizer),
@@ -52,10 +58,8 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         "seed": context.config.seed,
     }
     if data.regenerate.enabled:
-        engine = context.config.target.engine
-        inputs["regenerate"] = asdict(data.regenerate)
-        inputs["regenerate"] |= {"target": context.parts.fingerprint, "engine": engine.value}
-        if engine is TargetEngine.vllm:
+        inputs["regenerate"] = asdict(data.regenerate) | context.completion_inputs()
+        if context.config.target.engine is TargetEngine.vllm:
             del inputs["regenerate"]["batch_size"]
         inputs["max_samples"] = context.config.capture.max_samples
     return inputs

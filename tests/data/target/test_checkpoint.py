@@ -1,4 +1,6 @@
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, GptOssConfig, PreTrainedConfig, PreTrainedModel
 
 from data.target.architecture import from_architecture, model_class
+from data.target.checkpoint import comparable_fingerprints
 from data.target.modules import locate
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
@@ -23,20 +26,78 @@ def test_a_checkpoint_without_safetensors_is_a_user_error(tmp_path: Path) -> Non
         load_target_parts(spec)
 
 
-def test_the_fingerprint_changes_with_the_weights_and_the_config(tmp_path: Path) -> None:
+def _scale_tensors(directory: Path, names: str) -> None:
+    weights = load_file(directory / "model.safetensors")
+    scaled = {name: tensor * 1.5 if names in name else tensor for name, tensor in weights.items()}
+    assert any(names in name for name in weights)
+    save_file(scaled, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _flip_a_byte_in_place(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(before.st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _rename_a_shard(directory: Path) -> None:
+    (directory / "shards").mkdir()
+    (directory / "model.safetensors").rename(directory / "shards" / "one.safetensors")
+    index = {"weight_map": dict.fromkeys(["lm_head.weight"], "shards/one.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "one tensor": lambda path: _scale_tensors(path, "layers.1.mlp.down_proj"),
+    "all MLPs": lambda path: _scale_tensors(path, ".mlp."),
+    "a byte, in place": _flip_a_byte_in_place,
+    "config": lambda path: (path / "config.json").write_text(
+        (path / "config.json").read_text().replace("rms_norm_eps", "another_eps")
+    ),
+    "generation config": lambda path: (path / "generation_config.json").write_text("{}"),
+    "quantization": lambda path: (path / "hf_quant_config.json").write_text("{}"),
+    "code": lambda path: (path / "modeling_own.py").write_text("# code"),
+    "an adapter": lambda path: (path / "adapter_config.json").write_text("{}"),
+    "a shard in a folder": _rename_a_shard,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_the_fingerprint_changes_with_all_that_the_model_computes_with(
+    tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    spec = save_target(tmp_path / "a")
+    original = spec.checkpoint.fingerprint()
+    change(tmp_path / "a")
+    changed = spec.checkpoint.fingerprint()
+    assert changed != original
+    assert comparable_fingerprints(changed, original)
+
+
+def test_the_fingerprint_is_of_the_content_and_not_of_other_files(tmp_path: Path) -> None:
     spec = save_target(tmp_path / "a")
     original = spec.checkpoint.fingerprint()
     assert save_target(tmp_path / "b").checkpoint.fingerprint() == original
     assert load_target_parts(spec).fingerprint == original
-    weights = tmp_path / "a" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    changed = spec.checkpoint.fingerprint()
-    assert changed != original
-    config = tmp_path / "a" / "config.json"
-    config.write_text(config.read_text().replace("rms_norm_eps", "another_eps"))
-    assert spec.checkpoint.fingerprint() not in (original, changed)
+    (tmp_path / "a" / "README.md").write_text("text")
+    (tmp_path / "a" / "tokenizer_config.json").write_text("{}")
+    assert spec.checkpoint.fingerprint() == original
+    commit, earlier_kind = "0" * 40, "0" * 64
+    assert not comparable_fingerprints(original, commit)
+    assert not comparable_fingerprints(original, earlier_kind)
+
+
+def test_a_shard_in_a_folder_counts_with_its_content(tmp_path: Path) -> None:
+    spec = save_target(tmp_path / "a")
+    _rename_a_shard(tmp_path / "a")
+    before = spec.checkpoint.fingerprint()
+    with (tmp_path / "a" / "shards" / "one.safetensors").open("ab") as file:
+        file.write(b"x")
+    assert spec.checkpoint.fingerprint() != before
 
 
 def _built(config: PreTrainedConfig) -> PreTrainedModel:

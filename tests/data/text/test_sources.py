@@ -89,3 +89,6 @@ def test_the_fingerprint_covers_the_content(tmp_path):
     datasets.Dataset.from_list([pair()]).save_to_disk(str(tmp_path / "saved"))
     saved = source_fingerprint(str(tmp_path / "saved"))
     assert saved == source_fingerprint(str(tmp_path / "saved"))
+    [arrow] = (tmp_path / "saved").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes().replace(b"messages", b"messagez"))
+    assert source_fingerprint(str(tmp_path / "saved")) != saved

@@ -242,6 +242,17 @@ def test_another_target_is_named(export: Path, spec: TargetSpec, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("reload_here")
+def test_a_target_with_other_weights_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(spec.model, tmp_path / "other"))
+    assert validate_export(export, TargetSpec(str(other))) == []
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"] *= 1.5
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    [finding] = validate_export(export, TargetSpec(str(other)))
+    assert finding.field == "target_fingerprint"
+
+
+@pytest.mark.usefixtures("reload_here")
 def test_a_wrong_tokenizer_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
     other = Path(shutil.copytree(spec.model, tmp_path / "other"))
     for file in other.glob("tokenizer*"):

@@ -1,0 +1,172 @@
+"""What each stage's result depends on: a change makes exactly the stages run again that it affects."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from data.embedded.target import EmbeddedTarget
+from data.target.spec import TargetSpec
+from tests.train.small_run import RECIPE, arguments
+from tests.train.torchrun import composed, run_here
+from train.artifact import Artifact
+from train.config.run import Stage
+from train.context import RunContext
+from train.distributed import World
+from train.drafter.export_checks import validate_export
+from train.pipeline import STAGES, StageRun
+
+FROM_ANSWERS = {Stage.answers, Stage.capture, Stage.train, Stage.export, Stage.evaluate}
+REGENERATED = "data.regenerate.enabled=true"
+IN_VLLM = ("target.engine=vllm", "capture.source=vllm")
+
+
+def _keys(*settings: str) -> dict[Stage, str]:
+    context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
+    for stage, definition in STAGES.items():
+        inputs = definition.inputs(context)
+        context.artifacts[stage] = Artifact.locate(Path("artifacts"), stage.value, inputs)
+    return {stage: artifact.key for stage, artifact in context.artifacts.items()}
+
+
+def _changed(one: dict[Stage, str], other: dict[Stage, str]) -> set[Stage]:
+    return {stage for stage in one if one[stage] != other[stage]}
+
+
+def _scaled(weights: Path, names: str) -> None:
+    tensors = load_file(weights)
+    assert any(names in name for name in tensors)
+    scaled = {name: tensor * 1.5 if names in name else tensor for name, tensor in tensors.items()}
+    save_file(scaled, weights, metadata={"format": "pt"})
+
+
+def _changed_in_place(weights: Path) -> None:
+    """Change one byte in the middle, and nothing that `ls -l` shows."""
+    before = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2 + 1] ^= 1
+    with weights.open("r+b") as file:
+        file.write(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+WEIGHT_CHANGES: dict[str, Callable[[Path], None]] = {
+    "one tensor": lambda weights: _scaled(weights, "layers.3.mlp.down_proj"),
+    "all MLPs": lambda weights: _scaled(weights, ".mlp."),
+    "in place": _changed_in_place,
+}
+
+
+@pytest.fixture
+def own_target(small_target: EmbeddedTarget, tmp_path: Path) -> EmbeddedTarget:
+    """A copy of the small target, whose weights a test may change."""
+    return replace(small_target, model=Path(shutil.copytree(small_target.model, tmp_path / "model")))
+
+
+@pytest.mark.parametrize("change", WEIGHT_CHANGES.values(), ids=list(WEIGHT_CHANGES))
+def test_other_weights_of_the_target_are_another_target(
+    own_target: EmbeddedTarget, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    settings = arguments(own_target, tmp_path / "run")
+    before, regenerated = _keys(*settings), _keys(*settings, REGENERATED)
+    assert _keys(*settings) == before
+    change(own_target.model / "model.safetensors")
+    assert _changed(before, _keys(*settings)) == FROM_ANSWERS
+    assert _changed(regenerated, _keys(*settings, REGENERATED)) == set(before)
+
+
+def test_a_run_with_other_weights_makes_everything_again_that_they_affect(
+    own_target: EmbeddedTarget,
+    finished: tuple[Path, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = Path(shutil.copytree(finished[0], tmp_path / "run", symlinks=True))
+    settings = [
+        *arguments(own_target, directory),
+        "stages=[data,vocab,answers,capture,train,export,evaluate]",
+    ]
+    run_here(RECIPE, *settings)
+    assert capsys.readouterr().out.count(": reused, ") == len(STAGES)
+    _scaled(own_target.model / "model.safetensors", "layers.3.mlp.down_proj")
+    # The stages up to capture are real. What follows needs to be started only.
+    ran: list[str] = []
+    for stage in (Stage.train, Stage.export, Stage.evaluate):
+
+        def noted(_: RunContext, directory: Path) -> dict[str, int]:
+            ran.append(directory.name.partition("-")[0])
+            return {}
+
+        monkeypatch.setitem(STAGES, stage, StageRun(STAGES[stage].inputs, noted))
+    run_here(RECIPE, *settings)
+    printed = capsys.readouterr().out
+    assert [stage for stage in STAGES if f"{stage.value}: reused, " in printed] == [Stage.data, Stage.vocab]
+    for stage in FROM_ANSWERS:
+        assert f"{stage.value}: done" in printed
+    assert ran == ["train", "export", "evaluate"]
+    stores = list(directory.glob("artifacts/capture-*/test/shard-*.safetensors"))
+    assert len({path.read_bytes() for path in stores}) == len(stores) == 2
+    [finding] = validate_export(finished[0] / "export", TargetSpec(str(own_target.model)))
+    assert finding.field == "target_fingerprint"
+
+
+FROM_CAPTURE = FROM_ANSWERS - {Stage.answers}
+SETTING_CHANGES: dict[tuple[str, ...], dict[str, set[Stage]]] = {
+    (): {
+        "target.attn_implementation=eager": FROM_ANSWERS,
+        "target.dtype=bfloat16": FROM_ANSWERS,
+        "target.layers_path=model.layers": FROM_ANSWERS,
+        "target.trust_remote_code=true": FROM_ANSWERS,
+        "target.device_map=auto": set(),
+        "+vllm.engine_args.quantization=fp8": set(),
+    },
+    IN_VLLM: {
+        "+vllm.engine_args.quantization=fp8": FROM_ANSWERS,
+        "+vllm.engine_args.dtype=float16": FROM_ANSWERS,
+        "+vllm.engine_args.an_argument_of_tomorrow=1": FROM_ANSWERS,
+        # Evaluation measures the speed, too.
+        "+vllm.engine_args.tensor_parallel_size=2": {Stage.evaluate},
+        "+vllm.engine_args.gpu_memory_utilization=0.5": {Stage.evaluate},
+        "target.attn_implementation=eager": set(),
+    },
+    (*IN_VLLM, REGENERATED): {
+        "+vllm.engine_args.quantization=fp8": set(STAGES),
+        "data.regenerate.batch_size=3": set(),
+    },
+    (REGENERATED,): {"data.regenerate.batch_size=3": set(STAGES)},
+    # Only states come from vLLM: the completions are those of transformers.
+    ("capture.source=vllm",): {"+vllm.engine_args.quantization=fp8": FROM_CAPTURE},
+}
+
+
+@pytest.mark.parametrize("settings", SETTING_CHANGES, ids=[" ".join(one) for one in SETTING_CHANGES])
+def test_settings_of_the_target_and_its_engine(
+    small_target: EmbeddedTarget, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    common = [*arguments(small_target, tmp_path), *settings]
+    before = _keys(*common)
+    for change, expected in SETTING_CHANGES[settings].items():
+        assert _changed(before, _keys(*common, change)) == expected, change
+
+
+def test_another_checkpoint_to_start_from_is_trained_again(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    start = Path(shutil.copytree(finished[0] / "export", tmp_path / "start"))
+    settings = [*arguments(small_target, tmp_path / "run"), f"drafter.init_from={start}"]
+    before = _keys(*settings)
+    _changed_in_place(start / "model.safetensors")
+    assert _changed(before, _keys(*settings)) == {Stage.vocab, Stage.train, Stage.export, Stage.evaluate}
+
+
+def test_other_conversations_are_other_data(small_target: EmbeddedTarget, tmp_path: Path) -> None:
+    source = Path(shutil.copy(small_target.train, tmp_path / "train.jsonl"))
+    settings = [*arguments(small_target, tmp_path / "run"), f"data.train={source}"]
+    before = _keys(*settings)
+    source.write_text(source.read_text().replace("return", "yield!", 1))
+    assert _changed(before, _keys(*settings)) == set(STAGES)
