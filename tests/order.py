@@ -15,7 +15,7 @@ SLOW = (
     "tests/train/parity/test_mistakes.py",
     "tests/train/test_quickstart.py",
     "tests/train/inference/test_vllm.py",
-    "tests/data/vllm/test_engine.py",
+    "tests/data/vllm/test_server_process.py",
     "tests/train/inference/test_completions.py",
     "tests/data/generation/test_vllm.py",
     "tests/train/inference/test_mooncake.py",

@@ -101,17 +101,25 @@ class CaptureEngine:
         return arguments | dict(self.extra)
 
     def command_line(self) -> list[str]:
-        """Return the arguments of `python -m vllm.entrypoints.openai.api_server`."""
-        line: list[str] = []
-        for name, value in self.arguments().items():
-            option = name.replace("_", "-")
-            if isinstance(value, bool):
-                line.append(f"--{option}" if value else f"--no-{option}")
-            else:
-                line += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-        return line
+        """Return the arguments of a server that captures."""
+        return _options(self.arguments())
+
+    def answer_options(self) -> list[str]:
+        """Return the arguments of a server that only writes completions."""
+        return _options(self.answer_arguments())
 
     @property
     def layer_ids(self) -> list[int]:
         """The layer ids that vLLM keeps: the aux layers' inputs and the last layer's output, ascending."""
         return sorted({*self.aux_layer_ids, self.num_layers})
+
+
+def _options(arguments: Mapping[str, Any]) -> list[str]:
+    line: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            line += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return line

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "scripts" / "setup" / "vllm"
 # The only directory of ours on the path of vLLM's processes, and the module in it that finds the others.
 LOADER = ROOT / "data" / "vllm" / "plugin" / "path" / "eagle31_vllm.py"
+KEY_VARIABLE = "VLLM_API_KEY"  # the key that a server demands and a client sends; vLLM's own name
 # Python's settings are for our processes and not for vLLM's.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
 

@@ -1,35 +1,59 @@
 """A vLLM server as an endpoint."""
 
 import json
+import os
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 
 from data.sampling import Sampling
+from data.vllm.capture_request import DESCRIBE
 from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_answer, sampling_fields
+from data.vllm.environment import KEY_VARIABLE
+from data.vllm.server_info import INFO_PATH
 from eagle31.errors import UserError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
 _TOKEN_SECONDS = 0.5  # per token of a completion, at most, by a loaded server
+_NO_ENTRY = (401, 403)
 _REFUSALS = (400, 413, 422)  # refuse a prompt; the other 4xx mean that our request is wrong
 
 
+class _NotFound(Exception):
+    """The server has no such path."""
+
+
 class VllmServer:
-    """An `Endpoint`: the vLLM server that scripts/serve_target starts.
+    """An `Endpoint`: a vLLM server that scripts/serve_target or this run starts.
+
+    Args:
+        concurrency: the number of prompts under way.
+        key: the server's key, sent as a bearer token; None takes it from VLLM_API_KEY, if that is set.
+        check: called when the server does not answer; raises UserError where it never will.
 
     Raises:
         UserError: `url` is not a URL.
     """
 
-    def __init__(self, url: str, concurrency: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        concurrency: int,
+        key: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             remedy = "Give the server's address, such as http://127.0.0.1:8000."
             raise UserError("vllm.servers", url, remedy)
         self.name = url.rstrip("/").removesuffix("/v1")
         self.concurrency = concurrency
         self._model: str | None = None
+        self._check = check
+        key = key or os.environ.get(KEY_VARIABLE)
         self._client = httpx.AsyncClient(
             base_url=self.name,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             trust_env=False,
         )
@@ -37,6 +61,8 @@ class VllmServer:
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         body = {"max_tokens": 1, "temperature": 0.0, "kv_transfer_params": params}
         answer = await self._complete(input_ids, body, _ANSWER_SECONDS)
+        if params == DESCRIBE and answer.get("kv_transfer_params") is None:
+            return await self._info_without_connector()
         return connector_answer(answer.get("kv_transfer_params"))
 
     async def generate(self, input_ids: list[int], sampling: Sampling) -> list[int]:
@@ -48,6 +74,12 @@ class VllmServer:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def _info_without_connector(self) -> dict[str, Any]:
+        try:
+            return await self._request("GET", INFO_PATH)
+        except _NotFound:
+            return {}
 
     async def _complete(self, input_ids: list[int], fields: dict[str, Any], seconds: float) -> dict[str, Any]:
         if self._model is None:
@@ -67,15 +99,22 @@ class VllmServer:
             response = await self._client.request(method, path, json=body, timeout=timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             self._model = None
+            self._check()
             raise Unavailable(f"No server answers at this address ({error}).") from error
         except httpx.TransportError as error:
             self._model = None
+            self._check()
             raise Unavailable(f"The connection to the server broke ({error!r}).", lost=True) from error
         status = response.status_code
         if status in _REFUSALS:
             raise Refused(_reason(response))
         if status == 429 or status >= 500:
             raise Unavailable(f"The server answered {status}: {_reason(response)}", lost=status >= 500)
+        if status in _NO_ENTRY:
+            remedy = f"It demands another key; set {KEY_VARIABLE} to the key that it was started with."
+            raise UserError("vllm.servers", self.name, remedy)
+        if status == 404 and path == INFO_PATH:
+            raise _NotFound
         if status >= 400:
             raise UserError("vllm.servers", self.name + path, f"It answered {status}: {_reason(response)}")
         return response.json()

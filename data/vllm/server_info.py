@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle31.json_files import read_json, write_json
 
+INFO_PATH = "/v1/eagle31"  # where a server without the connector gives its info
 # vLLM needs room for one token after a prompt. Without it, vLLM keeps no states of any prompt in the batch.
 ROOM_TOKENS = 1
 _FAILURE_LETTERS = 1000  # together with the other fields less than a page

@@ -40,6 +40,7 @@ from eagle31.errors import UserError
 from tests.data.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
+    START_SECONDS,
     STOP_TOKEN_IDS,
     VOCAB_SIZE,
     capture_engine,
@@ -55,7 +56,6 @@ from tests.data.vllm.targets import (
 IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 240
 ENCODING = Encoding("exact", "all")
-START_SECONDS = 180
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """The one module of ours on the path of vLLM's processes. It finds the other modules by their location.
 
-vLLM imports it by name for the connector, in every process of an engine. `data.vllm.engine` runs it as a
-program. Nothing else in the checkout is on the path, and it does not matter whether a user has a module that
-is called `data`, too.
+vLLM imports it by name, for the connector in every process of an engine, and for the gate in the HTTP server.
+`data.vllm.engine` runs it as a program. Nothing else in the checkout is on the path, and it does not matter
+whether a user has a module that is called `data`, too.
 """
 
 import sys
@@ -32,11 +32,15 @@ def load_packages() -> None:
 
 def __getattr__(name: str) -> Any:
     # Imported on demand: the worker sets environment variables before it imports vLLM.
-    if name != "HiddenStatesConnector":
-        raise AttributeError(name)
-    from data.vllm.plugin.connector import HiddenStatesConnector
+    if name == "HiddenStatesConnector":
+        from data.vllm.plugin.connector import HiddenStatesConnector
 
-    return HiddenStatesConnector
+        return HiddenStatesConnector
+    if name == "Gate":
+        from data.vllm.plugin.gate import Gate
+
+        return Gate
+    raise AttributeError(name)
 
 
 load_packages()

@@ -1,0 +1,169 @@
+"""A server that a run starts, of a target with latent attention."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from data.capture.hf import HiddenStateCapture
+from data.capture.offline import StoreSpec, capture_to_store
+from data.store import HiddenStateStore
+from data.store.codec import Encoding
+from data.store.shards import captured_ids
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.vllm.arguments import CaptureEngine
+from data.vllm.client import capture_through_vllm
+from data.vllm.server import VllmServer
+from data.vllm.server_process import ServerProcess
+from eagle31.errors import UserError
+from tests.data.vllm.client_process import KEY
+from tests.data.vllm.targets import (
+    START_SECONDS,
+    capture_engine,
+    expected_states,
+    largest_difference,
+    make_hostile_directory,
+    make_samples,
+    save_mla,
+)
+
+IDS = (1, 2, 3, 4)
+NUM_SAMPLES = 400
+END_SECONDS = 30.0  # for all processes of a server whose run was killed
+FIELDS = {"target": "tiny"}
+
+
+def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_server_is_started_again_and_ends_with_its_run(vllm_python: Path, tmp_path: Path) -> None:
+    """Every layer's states equal those of transformers; what was captured before a death is kept."""
+    spec, dataset, store = save_mla(tmp_path / "target"), make_samples(NUM_SAMPLES), tmp_path / "store"
+    script = Path(__file__).with_name("client_process.py")
+    arguments = [spec.model, str(tmp_path), json.dumps(IDS), str(NUM_SAMPLES)]
+    # The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
+    hostile = make_hostile_directory(tmp_path / "hostile")
+    run = psutil.Popen(
+        [sys.executable, str(script), *arguments],
+        cwd=hostile,
+        env=os.environ | {"PYTHONPATH": str(hostile)},
+    )
+
+    def num_captured() -> int:
+        return len(captured_ids(store)) if store.exists() else 0
+
+    wait_for(lambda: num_captured() > 0)
+    [supervisor] = run.children()
+    [server] = supervisor.children()
+    first = supervisor.children(recursive=True)
+    assert len(first) >= 2
+    assert KEY not in " ".join(str(process.cmdline()) for process in [supervisor, *first])
+    server.kill()
+    wait_for(lambda: not any(map(is_alive, [supervisor, *first])))
+    before = num_captured()
+    assert before < NUM_SAMPLES * 3 / 4
+    wait_for(lambda: num_captured() > before + NUM_SAMPLES / 8)
+    second = run.children(recursive=True)
+    assert len(second) > len(first)
+    assert not {process.pid for process in first} & {process.pid for process in second}
+    run.kill()
+    assert run.wait(timeout=60) == -signal.SIGKILL
+    wait_for(lambda: not any(map(is_alive, second)), END_SECONDS)
+    assert KEY not in (tmp_path / "server.log").read_text()
+    assert before < num_captured() < NUM_SAMPLES
+    model = load_target(spec, torch.device("cpu"))
+    capture_to_store(
+        StoreSpec(store, dataset, Encoding("exact", "all")),
+        HiddenStateCapture(model, locate(model, spec), IDS),
+        shard_tokens=500,
+        batch_tokens=2000,
+        manifest_fields=FIELDS,
+    )
+    finished = HiddenStateStore(store)
+    assert len(finished) == NUM_SAMPLES
+    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
+
+
+def start(tmp_path: Path, *arguments: str, limit_seconds: float = START_SECONDS) -> ServerProcess:
+    return ServerProcess(
+        arguments,
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=tmp_path / "logs" / "server.log",
+        limit_seconds=limit_seconds,
+    )
+
+
+def test_a_server_that_cannot_start_says_why(vllm_python: Path, tmp_path: Path) -> None:
+    server = start(tmp_path, "--model", str(tmp_path / "target"))
+    for _ in range(2):  # the reason is kept
+        with pytest.raises(UserError, match=r"status 1 before it was ready:\n  \| (.|\n)*server\.log"):
+            server.wait_until_ready(progress=False)
+    endpoint = VllmServer(server.url, 1, KEY, server.check)
+    with pytest.raises(UserError, match="before it was ready"):
+        capture_through_vllm(
+            [StoreSpec(tmp_path / "store", make_samples(2), Encoding())],
+            expected_states(save_mla(tmp_path / "other"), IDS),
+            [endpoint],
+            shard_tokens=500,
+            manifest_fields=FIELDS,
+        )
+    server.close()
+
+
+def test_a_start_has_a_time_limit(
+    vllm_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.vllm.server_process.FIRST_LINE_SECONDS", 0.0)
+    server = start(tmp_path, limit_seconds=1.0)
+    [supervisor] = psutil.Process().children()
+    with pytest.raises(UserError, match=r"not ready within 1\.0 s; vllm\.start_minutes sets the limit"):
+        server.wait_until_ready(progress=True)
+    assert not supervisor.is_running()
+    assert "vLLM: loading, 0 s of at most 1 s" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_at_once(vllm_python: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: A vLLM server cannot listen there"):
+            ServerProcess(
+                [],
+                host="127.0.0.1",
+                port=port,
+                key=None,
+                devices=None,
+                log=tmp_path / "log",
+                limit_seconds=1.0,
+            )
+
+
+def test_what_vllm_cannot_give_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"aux_layer_ids=\[0, 2\]: vLLM gives no embedding output"):
+        CaptureEngine("target", (0, 2), 4, 100, [str(tmp_path)], mla=True)
+    with pytest.raises(
+        UserError, match=r"engine_args\.pipeline_parallel_size=2: Only the last stage would have"
+    ):
+        capture_engine(save_mla(tmp_path), IDS, tmp_path, pipeline_parallel_size=2)
