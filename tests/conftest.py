@@ -1,10 +1,13 @@
 """Fixtures and hooks of the whole suite."""
 
+import gc
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
 from data.vllm.environment import ROOT, find_python
 from tests.eagle31.export.reload import reload_in_this_process
@@ -16,6 +19,11 @@ MAKE_SECONDS = 1100
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the long matrices, whose tables are committed")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

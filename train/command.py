@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from eagle31.errors import UserError
+from eagle31.imports import pause_collection, resume_collection
 from train.threads import set_own_thread_defaults
 
 FAILURE = 1
@@ -33,8 +34,9 @@ _OUR_PACKAGES = ("eagle31", "data", "train", "tests")
 
 
 def prepare() -> None:
-    """Prepare the process for the imports that follow: threads, and a remedy where a package is missing."""
+    """Prepare the process for the imports that follow: threads, speed, and a remedy for a missing package."""
     set_own_thread_defaults()
+    pause_collection()
     sys.excepthook = _report_failed_import
 
 
@@ -45,6 +47,7 @@ def run_command(main: Callable[[], int | None], failures: tuple[type[Exception],
         main: returns the exit status; None stands for 0.
         failures: exceptions whose message tells all there is to know; they need no traceback.
     """
+    resume_collection()
     try:
         status = main() or 0
         sys.stdout.flush()

@@ -11,6 +11,7 @@ prepare()
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from eagle31.imports import collection_paused
 from eagle31.malloc import keep_freed_memory
 from train.compose import compose_config, composed, parse_arguments
 from train.config.run import RunConfig
@@ -30,7 +31,8 @@ def main() -> None:
 def run(config: RunConfig) -> None:
     """Run the stages of a sound configuration; every rank calls."""
     # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
-    from train.pipeline import run_pipeline
+    with collection_paused():
+        from train.pipeline import run_pipeline
 
     keep_freed_memory()
     try:

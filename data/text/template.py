@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -16,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from data.text.choices import Turns
 from data.text.schemas import Conversation
 from eagle31.errors import UserError
 
@@ -25,14 +25,6 @@ _NUM_EXCERPT_CHARACTERS = 40
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
-
-
-class Turns(Enum):
-    """The assistant turns that become training samples."""
-
-    all = "all"  # one sample in which every assistant turn is supervised
-    last = "last"  # one sample in which the last assistant turn is supervised
-    each = "each"  # one sample for each assistant turn, rendered as the last one, as in serving
 
 
 @dataclass(frozen=True)

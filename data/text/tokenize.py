@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from data.progress import Progress
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from data.text import template
+from data.text.choices import Overlong, Turns
 from data.text.schemas import Conversation
 from data.text.sources import first_reasons
-from data.text.template import RenderedConversation, TemplateRefused, Turns, template_fingerprint
+from data.text.template import RenderedConversation, TemplateRefused, template_fingerprint
 from eagle31.errors import UserError
 
 _REPORT = "report.json"
@@ -40,13 +40,6 @@ _SCHEMA = pa.schema(
     }
 )
 MAX_REFUSED_FRACTION = 0.01
-
-
-class Overlong(Enum):
-    """The treatment of samples with more than `max_tokens` tokens."""
-
-    drop = "drop"  # leave the sample out
-    cut = "cut"  # keep the first max_tokens
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from data.text.template import Turns
-from data.text.tokenize import Overlong
+from data.text.choices import Overlong, Turns
 from eagle31.errors import UserError, require_positive
 
 

@@ -16,7 +16,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.export import HubConfig
 from train.reporting.model_card import model_card, public_name
-from train.reporting.report import read_serving
+from train.reporting.results import read_serving
 
 TOKEN = "HF_TOKEN"
 

@@ -18,7 +18,7 @@ from train.reporting.model_card import (
     target_name,
 )
 from train.reporting.plots import COLORS, Panel, build_panels, save_png, to_svg
-from train.reporting.results import decoding_runs, identical_completions
+from train.reporting.results import decoding_runs, identical_completions, read_serving
 from train.tables import aligned
 
 # The PNG files and their panels; panels without data are left out.
@@ -74,15 +74,6 @@ def refresh_page(output_dir: Path) -> Path:
     path = directory / "index.html"
     write_text(path, _page(panels, evaluation, run_info, read_serving(Path(output_dir))))
     return path
-
-
-def read_serving(output_dir: Path) -> dict[str, Any] | None:
-    """Return the speed in vLLM from serving.json, or None if it is of another export than the run's."""
-    path = output_dir / "report" / "serving.json"
-    if not path.exists():
-        return None
-    numbers = read_json(path)
-    return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
 
 def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:

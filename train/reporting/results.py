@@ -1,7 +1,9 @@
-"""Evaluation results: the decoding runs in them, and a table of these for `scripts/evaluate`."""
+"""A run's results: decoding runs, a table of them for `scripts/evaluate`, and the speed in vLLM."""
 
+from pathlib import Path
 from typing import Any
 
+from eagle31.json_files import read_json
 from train.tables import aligned
 
 
@@ -29,6 +31,15 @@ def identical_completions(stats: dict[str, Any]) -> str:
     if stats["num_different"]:
         parts.append(f"{stats['num_different']} different")
     return ", ".join(parts)
+
+
+def read_serving(output_dir: Path) -> dict[str, Any] | None:
+    """Return the speed in vLLM from serving.json, or None if it is of another export than the run's."""
+    path = output_dir / "report" / "serving.json"
+    if not path.exists():
+        return None
+    numbers = read_json(path)
+    return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
 
 def format_evaluation(result: dict[str, Any]) -> str:

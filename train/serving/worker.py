@@ -28,6 +28,7 @@ def main() -> None:
     for index, job in enumerate(json.loads(jobs_file.read_text())):
         print(f"=== job {index}: {job['kind']} {job['name']}", flush=True)
         try:
+            import_vllm()
             result = bench(job) if job["kind"] == "bench" else decode(job, finished)
         except Exception as error:
             traceback.print_exc()
@@ -37,6 +38,15 @@ def main() -> None:
         partial = results / f".{index}.partial"
         partial.write_text(json.dumps(result))
         os.replace(partial, results / f"{index}.json")
+
+
+def import_vllm() -> None:
+    """Import vLLM without collecting garbage, which would visit all that is imported time and again."""
+    gc.disable()
+    try:
+        from vllm import LLM  # noqa: F401
+    finally:
+        gc.enable()
 
 
 def decode(job: Json, finished: dict[str, Json]) -> Json:

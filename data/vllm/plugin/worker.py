@@ -4,6 +4,7 @@ The settings are the arguments of `vllm.LLM`. A request holds a prompt, its samp
 parameters of the connector. When the parent ends, what was captured by then is still written.
 """
 
+import gc
 import os
 import queue
 import time
@@ -16,8 +17,10 @@ def main() -> None:
     channel = Channel()
     # One process holds engine and connector, so that killing it leaves none of them running.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    gc.disable()  # the collector would visit all that is imported time and again
     from vllm import LLM
 
+    gc.enable()
     engine = LLM(**channel.settings).llm_engine
     channel.ready()
     try:

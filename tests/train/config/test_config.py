@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import MissingMandatoryValue
 
-from data.text.tokenize import Overlong
+from data.text.choices import Overlong
 from eagle31.errors import UserError
 from tests.train.torchrun import ROOT, composed, environment
 from train.config.capture import CaptureMode
