@@ -315,7 +315,7 @@ def reach(master: str) -> str:
     Raises:
         UserError: no master answers.
     """
-    host, port = _address(master)
+    host, port = address(master)
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as probe:
             return probe.getsockname()[0]
@@ -327,7 +327,12 @@ def reach(master: str) -> str:
         raise UserError("capture.mooncake.master", master, remedy) from error
 
 
-def _address(master: str) -> tuple[str, int]:
+def address(master: str) -> tuple[str, int]:
+    """Return the host and the port of a master that is given as HOST:PORT.
+
+    Raises:
+        UserError: it is given otherwise.
+    """
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError("capture.mooncake.master", master, "Give it as host:port.")

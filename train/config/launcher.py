@@ -23,9 +23,10 @@ class LauncherConfig:
     kind: LauncherKind = LauncherKind.local  # How processes are started.
     gpus_per_node: int = 0  # GPUs of a node, with a process each. 0: one process per node, on its CPU.
     nodes: int = 1  # Number of nodes, with kind=slurm as all further keys.
-    # How many of the nodes, the first ones, run vLLM servers for capture.source=vllm; the others train.
+    # How many of the nodes, the last ones, run vLLM servers for capture.source=vllm; the others train.
     capture_nodes: int = 0
-    capture_port: int = 8000  # Port of the vLLM servers.
+    servers_per_node: int = 1  # vLLM servers of a capture node, which share its GPUs evenly.
+    capture_port: int = 8000  # Port of the first vLLM server of a node; those of the others follow.
     # CPU cores of a node, which runs one task. null: all of them (--exclusive).
     cpus_per_task: int | None = None
     mem: str | None = None  # Memory of a node, such as 512G. 0: all of it.
@@ -70,6 +71,8 @@ def _check_counts(launcher: LauncherConfig) -> None:
     if not 0 <= launcher.capture_nodes < launcher.nodes:
         remedy = f"It must be less than launcher.nodes ({launcher.nodes}): a node must be left to train on."
         raise UserError("launcher.capture_nodes", launcher.capture_nodes, remedy)
+    if launcher.servers_per_node < 1:
+        raise UserError("launcher.servers_per_node", launcher.servers_per_node, "It must be greater than 0.")
     if not 1024 <= launcher.capture_port <= 65535:
         raise UserError("launcher.capture_port", launcher.capture_port, "Choose a port from 1024 to 65535.")
     if launcher.max_requeues < 0:

@@ -8,21 +8,32 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from data.transport.mooncake import address
 from eagle31.errors import UserError
+from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
 from train.config.launcher import LauncherConfig
 
 TEMPLATE = "slurm.sh.jinja"
+# Each node would take these for itself.
+_LOOPBACK = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to submit: the arguments of `train/main.py`, the Python and the checkout."""
+    """A run to submit.
+
+    Args:
+        arguments: those of `train/main.py`.
+        python: the Python that runs it.
+        mooncake_port: the port of the Mooncake master that the job starts; None: it starts none.
+    """
 
     arguments: Sequence[str]
     recipe: str
     output_dir: Path
     python: str
     checkout: Path
+    mooncake_port: int | None = None
 
 
 def render(submission: Submission, launcher: LauncherConfig) -> str:
@@ -50,12 +61,14 @@ def render(submission: Submission, launcher: LauncherConfig) -> str:
         arguments=[first, *(one for one in submission.arguments if not one.startswith("recipe="))],
         recipe=submission.recipe,
         num_servers=launcher.capture_nodes,
+        servers_per_node=launcher.servers_per_node,
         num_trainers=num_trainers(launcher),
         num_processes=num_processes(launcher),
         capture_port=launcher.capture_port,
         signal_seconds=launcher.signal_seconds,
         max_requeues=launcher.max_requeues,
-        artifacts=str(submission.output_dir.absolute() / "artifacts"),
+        output_dir=str(submission.output_dir.absolute()),
+        mooncake_port=submission.mooncake_port,
     )
 
 
@@ -67,6 +80,19 @@ def num_trainers(launcher: LauncherConfig) -> int:
 def num_processes(launcher: LauncherConfig) -> int:
     """Return the number of processes on each node that trains."""
     return max(launcher.gpus_per_node, 1)
+
+
+def mooncake_port(capture: CaptureConfig) -> int | None:
+    """Return the port of the Mooncake master that a job starts; None where the run needs none or names one.
+
+    Raises:
+        UserError: `capture.mooncake.master` is not an address.
+    """
+    online = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
+    if not online and capture.source is not CaptureSource.torchspec:
+        return None
+    host, port = address(capture.mooncake.master)
+    return port if host in _LOOPBACK else None
 
 
 def check_rows(rows_per_step: int, launcher: LauncherConfig) -> None:

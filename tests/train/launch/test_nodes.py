@@ -154,28 +154,15 @@ def test_a_job_resumes_after_a_requeue_and_after_its_time_limit(
 
 
 # Stand-ins where it is the batch script that is looked at.
-SERVER = """#!/usr/bin/env python3
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class Healthy(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-print("serves", *sys.argv[1:], flush=True)
-HTTPServer(("", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
-"""
-TRAINER = """
-import os, sys, urllib.request
-server = sys.argv[-1].partition("=[")[2].rstrip("]")
-urllib.request.urlopen(server + "/health")
-print("trains", os.environ["SLURMD_NODENAME"], os.environ["WORLD_SIZE"], *sys.argv[1:])
-"""
+FAILING_SERVER = "#!/usr/bin/env python3\nraise SystemExit('no memory for the key-value cache')\n"
 
 
-def start(cluster: Cluster, directory: Path, launcher: LauncherConfig, trainer: str) -> tuple[str, Path]:
-    """A job of a checkout that holds stand-ins; its number and its log."""
+def start(
+    cluster: Cluster, directory: Path, launcher: LauncherConfig, stand_ins: dict[str, str]
+) -> tuple[str, Path]:
+    """Submit a job of a checkout that holds stand-ins; return its number and its log."""
     checkout = directory / "checkout"
-    for name, text in {"scripts/serve_target": SERVER, "train/main.py": trainer}.items():
+    for name, text in stand_ins.items():
         (checkout / name).parent.mkdir(parents=True)
         (checkout / name).write_text(text)
     submission = Submission(["data.train=a b"], RECIPE, directory, sys.executable, checkout)
@@ -184,29 +171,26 @@ def start(cluster: Cluster, directory: Path, launcher: LauncherConfig, trainer: 
     return job, directory / f"slurm-{job}.out"
 
 
-def test_capture_servers_and_trainers_share_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
-    [port] = free_ports(1)
-    launcher = LauncherConfig(nodes=2, capture_nodes=1, capture_port=port, cpus_per_task=1)
-    job, log = start(cluster, tmp_path, launcher, TRAINER)
-    cluster.wait(job, JobState="COMPLETED")
-    printed = log.read_text().splitlines()
-    assert f"serves --host 0.0.0.0 --port {port} {RECIPE} data.train=a b" in printed
-    given = f"recipe={RECIPE} data.train=a b capture.source=vllm vllm.servers=[http://127.0.0.1:{port}]"
-    assert f"trains n2 1 {given}" in printed
-
-
 @pytest.mark.parametrize(
     ("trainer", "state"), [("raise SystemExit(3)", "FAILED"), ("import time; time.sleep(100)", "CANCELLED")]
 )
 def test_a_job_that_fails_or_is_cancelled_does_not_queue_again(
     cluster: Cluster, tmp_path: Path, trainer: str, state: str
 ) -> None:
-    job, log = start(
-        cluster, tmp_path, LauncherConfig(cpus_per_task=1), f"print('here', flush=True); {trainer}"
-    )
+    stand_in = f"print('here', flush=True); {trainer}"
+    job, log = start(cluster, tmp_path, LauncherConfig(cpus_per_task=1), {"train/main.py": stand_in})
     wait_for(lambda: log.exists() and "here" in log.read_text())
     if state == "CANCELLED":
         cluster.call("scancel", job)
     facts = cluster.wait(job, JobState=state)
     assert facts["Restarts"] == "0"
     assert "queued again" not in log.read_text()
+
+
+def test_a_job_ends_with_the_reason_why_a_server_did_not_start(cluster: Cluster, tmp_path: Path) -> None:
+    launcher = LauncherConfig(nodes=2, capture_nodes=1, cpus_per_task=1)
+    job, log = start(cluster, tmp_path, launcher, {"scripts/serve_target": FAILING_SERVER})
+    cluster.wait(job, JobState="FAILED")
+    printed = log.read_text()
+    assert f"the end of {tmp_path}/servers-{job}.log:" in printed
+    assert "no memory for the key-value cache" in printed

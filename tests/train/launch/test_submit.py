@@ -14,15 +14,22 @@ from tests.train.launch.slurm_cluster import debian_packages
 from tests.train.torchrun import environment, torchrun_command
 from train.compose import CHECKOUT, composed
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
-from train.launch.slurm import Submission, check_rows, render
+from train.launch.slurm import Submission, check_rows, mooncake_port, render
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 
 
-def script(launcher: LauncherConfig, *arguments: str, output_dir: str = "/shared/run") -> str:
-    return render(
-        Submission(arguments, "any_target", Path(output_dir), "/env/bin/python", CHECKOUT), launcher
+def script(
+    launcher: LauncherConfig,
+    *arguments: str,
+    output_dir: str = "/shared/run",
+    mooncake_port: int | None = None,
+) -> str:
+    python = "/env/bin/python"
+    submission = Submission(
+        arguments, "any_target", Path(output_dir), python, CHECKOUT, mooncake_port=mooncake_port
     )
+    return render(submission, launcher)
 
 
 def options_of(text: str) -> list[str]:
@@ -77,12 +84,14 @@ def test_omitted_options_are_left_to_the_cluster() -> None:
     assert not [option for option in options if option.startswith(names)]
 
 
-@pytest.mark.parametrize("capture_nodes", [0, 2])
-def test_script_passes_shellcheck_and_forwards_the_arguments(tmp_path: Path, capture_nodes: int) -> None:
+@pytest.mark.parametrize(("capture_nodes", "master"), [(0, None), (2, None), (1, 50051)])
+def test_script_passes_shellcheck_and_forwards_the_arguments(
+    tmp_path: Path, capture_nodes: int, master: int | None
+) -> None:
     arguments = ["data.train=a b's $HOME.jsonl", "recipe=any_target", "data.template_kwargs={a: [1,2]}"]
     launcher = LauncherConfig(LauncherKind.slurm, nodes=4, capture_nodes=capture_nodes)
     path = tmp_path / "slurm.sh"
-    path.write_text(script(launcher, *arguments))
+    path.write_text(script(launcher, *arguments, mooncake_port=master))
     shellcheck = debian_packages() / "usr" / "bin" / "shellcheck"
     checked = subprocess.run([shellcheck, path], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout
@@ -104,8 +113,37 @@ def test_tokens_stay_in_the_environment(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --gpus-per-node=8" in done.stdout
     assert "secret" not in done.stdout
-    assert "--export" not in done.stdout
+    assert "#SBATCH --export" not in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port"),
+    [
+        ((), None),
+        (("capture=vllm_online", "capture.mooncake.master=node7:50051"), None),
+        (("capture=vllm_online", "capture.transport=mooncake"), 50051),
+        (
+            (
+                "capture=vllm_online",
+                "capture.transport=mooncake",
+                "capture.mooncake.master=localhost:4000",
+            ),
+            4000,
+        ),
+        (
+            ("capture=vllm_online", "capture.transport=mooncake", "capture.mooncake.master=node7:50051"),
+            None,
+        ),
+        (("capture=vllm", "capture.transport=mooncake"), None),
+        (("capture=torchspec", "capture.torchspec.python=python"), 50051),
+    ],
+)
+def test_a_job_starts_the_mooncake_master_that_its_run_needs(
+    arguments: tuple[str, ...], port: int | None
+) -> None:
+    config = composed(["recipe=any_target", *NEEDED, *arguments])
+    assert mooncake_port(config.capture) == port
 
 
 @pytest.mark.parametrize(
