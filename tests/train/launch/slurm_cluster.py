@@ -1,4 +1,7 @@
-"""A Slurm cluster of two nodes on this machine, with real daemons on loopback and without root."""
+"""A Slurm cluster of two nodes on this host, with real daemons.
+
+The nodes are either two names of this host, which needs no root, or machines as in machines.py.
+"""
 
 import getpass
 import os
@@ -6,21 +9,25 @@ import platform
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
+from data.transport.mooncake import library_directory
+from tests.train.launch.machines import Machines, running_machines
 from tests.train.torchrun import ROOT, environment
 
 # The scheduler looks for a job to start every second.
 CONFIGURATION = """
-ClusterName=loopback
-SlurmctldHost={host}(127.0.0.1)
+ClusterName=tests
+SlurmctldHost={host}({address})
 SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -42,8 +49,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 MessageTimeout=60
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=1 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=1 State=UNKNOWN
+{nodes}
 PartitionName=both Nodes=n1,n2 Default=YES MaxTime=INFINITE
 """
 
@@ -53,10 +59,20 @@ class Cluster:
     """A running Slurm cluster; its commands need `environment`."""
 
     environment: dict[str, str]
+    machines: Machines | None = None  # None: both nodes are this host
+
+    def at_controller(self, *command: str) -> list[str]:
+        """Return the command that runs `command` where Slurm's controller is reached."""
+        return list(command) if self.machines is None else self.machines.at_hub(*command)
 
     def call(self, *command: str) -> str:
         done = subprocess.run(
-            command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+            self.at_controller(*command),
+            env=self.environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
@@ -90,10 +106,45 @@ def debian_packages() -> Path:
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """Start the daemons; at the end cancel all jobs and stop the daemons."""
-    prefix = debian_packages()
+    """Start two nodes that are both this host; at the end cancel all jobs and stop the daemons."""
+    with cluster_directory() as directory, slurm(directory, None) as cluster:
+        yield cluster
+
+
+@contextmanager
+def running_apart_cluster(shared: Sequence[Path], private: Sequence[Path] = ()) -> Iterator[Cluster]:
+    """Start two nodes that are machines; `shared` and `private` as for `running_machines`.
+
+    Both see this checkout, the environments and the programs of this host.
+    """
+    # Machines skip the test sooner than Debian's packages come.
+    with cluster_directory() as directory:
+        seen = [directory, ROOT, Path(sys.prefix), cache_directory(), *shared]
+        with running_machines(["n1", "n2"], seen, private) as machines, slurm(directory, machines) as cluster:
+            yield cluster
+
+
+def cache_directory() -> Path:
+    """Return the directory of the environments that the scripts in scripts/setup create."""
+    directory = library_directory().parent
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@contextmanager
+def cluster_directory() -> Iterator[Path]:
     # The path is short because that of munged's socket is limited to 108 characters.
     directory = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def slurm(directory: Path, machines: Machines | None) -> Iterator[Cluster]:
+    """Run the daemons; at the end cancel all jobs."""
+    prefix = debian_packages()
     libraries = prefix / "usr" / "lib" / f"{platform.machine()}-linux-gnu"
     programs, daemons = prefix / "usr" / "bin", prefix / "usr" / "sbin"
     variables = {
@@ -101,20 +152,22 @@ def running_cluster() -> Iterator[Cluster]:
         "LD_LIBRARY_PATH": f"{libraries}:{libraries / 'slurm-wlm'}",
         "SLURM_CONF": str(directory / "slurm.conf"),
     }
-    write_configuration(directory, libraries)
+    write_configuration(directory, libraries, machines)
     munge_files = [f"--{name}-file={directory / f'munge.{name}'}" for name in ("key", "log", "pid", "seed")]
     munge_files.append(f"--socket={directory / 'munge.socket'}")
-    stepd = ["-d", str(daemons / "slurmstepd-wlm")]
-    cluster = Cluster(environment() | variables)
+    cluster = Cluster(environment() | variables, machines)
+    slurmd = [str(daemons / "slurmd-wlm"), "-D", "-d", str(daemons / "slurmstepd-wlm"), "-N"]
+    starts = {
+        "munged": [str(daemons / "munged"), "--foreground", "--force", *munge_files],
+        "slurmctld": cluster.at_controller(str(daemons / "slurmctld-wlm"), "-D", "-c"),
+    }
+    if machines is None:
+        starts |= {name: [*slurmd, name] for name in ("n1", "n2")}
+    else:
+        starts |= {one.name: one.inside(*slurmd, one.name) for one in machines.members}
     with ExitStack() as stack:
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        for name, command in {
-            "munged": [daemons / "munged", "--foreground", "--force", *munge_files],
-            "slurmctld": [daemons / "slurmctld-wlm", "-D", "-c"],
-            "n1": [daemons / "slurmd-wlm", "-D", "-N", "n1", *stepd],
-            "n2": [daemons / "slurmd-wlm", "-D", "-N", "n2", *stepd],
-        }.items():
-            stack.enter_context(daemon([str(word) for word in command], directory / f"{name}.log", cluster))
+        for name, command in starts.items():
+            stack.enter_context(daemon(command, directory / f"{name}.log", cluster))
             if name == "munged":
                 wait_for(lambda: (directory / "munge.socket").exists())
         wait_for(lambda: nodes_idle(cluster) == 2)
@@ -123,31 +176,44 @@ def running_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def write_configuration(directory: Path, libraries: Path) -> None:
+def write_configuration(directory: Path, libraries: Path, machines: Machines | None) -> None:
     (directory / "munge.key").write_bytes(os.urandom(128))
     (directory / "munge.key").chmod(0o600)
     (directory / "state").mkdir()
+    host = platform.node().split(".")[0]
     first_port, second_port, controller_port = free_ports(3)
+    if machines is None:
+        address, names = "127.0.0.1", [host, host]
+        addresses, ports = [address, address], [first_port, second_port]
+    else:
+        address, names = machines.hub_address, [one.name for one in machines.members]
+        addresses, ports = [one.address for one in machines.members], [first_port, first_port]
+    nodes = [
+        f"NodeName=n{number} NodeHostname={name} NodeAddr={where} Port={port} CPUs=1 State=UNKNOWN"
+        for number, (name, where, port) in enumerate(zip(names, addresses, ports, strict=True), 1)
+    ]
     text = CONFIGURATION.format(
-        host=platform.node().split(".")[0],
+        host=host,
+        address=address,
         user=getpass.getuser(),
         directory=directory,
         libraries=libraries,
         controller_port=controller_port,
-        first_port=first_port,
-        second_port=second_port,
+        nodes="\n".join(nodes),
     )
     (directory / "slurm.conf").write_text(text)
 
 
 @contextmanager
-def daemon(command: list[str], log: Path, cluster: Cluster) -> Iterator[None]:
+def daemon(command: Sequence[str], log: Path, cluster: Cluster) -> Iterator[None]:
     with open(log, "w") as file:
         process = subprocess.Popen(command, env=cluster.environment, stdout=file, stderr=file)
     try:
         yield
     finally:
-        process.terminate()
+        # Also where it is `nsenter` that forwards no signal.
+        for one in [*psutil.Process(process.pid).children(), process]:
+            one.terminate()
         process.wait(timeout=60)
 
 
@@ -160,7 +226,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def nodes_idle(cluster: Cluster) -> int:
-    command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    command = cluster.at_controller("sinfo", "--noheader", "--Node", "--format=%T")
     done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60)
     return done.stdout.split().count("idle")
 
