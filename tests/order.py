@@ -8,6 +8,8 @@ import pytest
 # first two need vLLM late or not at all, as its environment may not be ready yet.
 SLOW = (
     "tests/train/launch/test_nodes.py",
+    "tests/train/test_ranks.py",
+    "tests/recipes/test_stand_ins.py",
     "tests/train/parity/test_vllm_parity.py",
     "tests/train/test_combinations.py",
     "tests/train/test_pipeline.py",

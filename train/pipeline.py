@@ -15,6 +15,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
+from data.batches.loader import check_divisible
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
@@ -33,7 +34,7 @@ from train.stages.export import export_inputs, link_export, run_export
 from train.stages.plan import announce_plan, announce_work
 from train.stages.push import push_run
 from train.stages.report import run_report
-from train.stages.train import run_train, train_inputs
+from train.stages.train import check_rows, run_train, train_inputs
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.versions import git_revision, package_versions
 
@@ -81,6 +82,8 @@ def run_stages(context: RunContext) -> None:
     stages = list(Stage)
     num_needed = 1 + max(stages.index(stage) for stage in selected)
     check_ranks(config.capture, config.vllm, world.size)
+    if Stage.train in selected:
+        check_divisible(config.train.rows_per_step, world.size)
     if world.is_main:
         check_environment(config)
     context.check_drafter()
@@ -100,6 +103,8 @@ def run_stages(context: RunContext) -> None:
         run_stage(context, stage, stage in selected)
         if stage is Stage.data and world.is_main and stage.value not in context.reused:
             announce_work(context)
+        if stage is Stage.data and world.is_main and Stage.train in selected:
+            check_rows(context)
         if stage is Stage.export and world.is_main:
             link_export(context)
 

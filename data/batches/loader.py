@@ -81,15 +81,8 @@ class RowLoader:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
         self._ahead: deque[tuple[int, Future[list[PackedBatch]]]] = deque()
         self._announced = 0  # the first step that is not announced yet
-        if rows_per_step % world_size:
-            remedy = f"It must be a multiple of the number of processes, {world_size}."
-            raise UserError("train.rows_per_step", rows_per_step, remedy)
-        if self.rows_per_epoch < rows_per_step:
-            remedy = (
-                f"The data fills only {self.rows_per_epoch} rows of {row_tokens} tokens; lower this or "
-                "train.row_tokens, or add data."
-            )
-            raise UserError("train.rows_per_step", rows_per_step, remedy)
+        check_divisible(rows_per_step, world_size)
+        check_enough(self.rows_per_epoch, row_tokens, rows_per_step)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -160,6 +153,24 @@ class RowLoader:
             packed = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)
             self._packed = {e: rows for e, rows in self._packed.items() if e == epoch - 1} | {epoch: packed}
         return self._packed[epoch][row_index]
+
+
+def check_divisible(rows_per_step: int, world_size: int) -> None:
+    """Raise UserError if the rows of a step cannot be divided equally among the ranks."""
+    if rows_per_step % world_size:
+        nearest = -(-rows_per_step // world_size) * world_size
+        remedy = f"It must be a multiple of the number of processes, {world_size}, such as {nearest}."
+        raise UserError("train.rows_per_step", rows_per_step, remedy)
+
+
+def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:
+    """Raise UserError if the data's rows are fewer than those of a step."""
+    if num_rows < rows_per_step:
+        remedy = (
+            f"The data fills only {num_rows} rows of {row_tokens} tokens. Lower train.row_tokens, lower this "
+            "with the number of processes, or add data."
+        )
+        raise UserError("train.rows_per_step", rows_per_step, remedy)
 
 
 def pack_row(samples: Sequence[CapturedSample], num_tokens: int) -> PackedBatch:

@@ -6,28 +6,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from data.embedded.corpus import standard_library
-from data.embedded.target import EmbeddedTarget, TargetSettings, fingerprint
+from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
+from tests.train.small_quickstart import small_quickstart
 from tests.train.torchrun import ROOT, RUN_SECONDS, environment
 
 STEPS = 12
-SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings")
 
 
 def test_quickstart_exports_a_drafter_and_prints_what_it_gains(
     small_target: EmbeddedTarget, tmp_path: Path
 ) -> None:
-    # A trained small target takes the place of the embedded one, which takes minutes to train.
-    embedded = tmp_path / "cache" / "embedded"
-    embedded.mkdir(parents=True)
-    (embedded / fingerprint(standard_library(), TargetSettings())).symlink_to(small_target.model.parent)
-    shape = read_json(small_target.model / "config.json")
-    small = [f"target.architecture.{name}={shape[name]}" for name in SHAPE]
-    small += ["drafter.draft_vocab_size=300", "data.max_tokens=192", "data.num_validation=6"]
-    small += ["data.num_test=4", "train.row_tokens=256", f"train.max_steps={STEPS}", "capture.max_samples=60"]
-    small += ["train.validate_every=6", "evaluate.max_new_tokens=32"]
-    small += [f"cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}"]
+    small = small_quickstart(small_target, tmp_path)
+    small += [
+        "data.num_validation=6",
+        "data.num_test=4",
+        f"train.max_steps={STEPS}",
+        "capture.max_samples=60",
+    ]
+    small += ["train.validate_every=6"]
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [ROOT / "scripts" / "quickstart", *small],

@@ -26,7 +26,9 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | own
 
 
-def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool = True) -> str:
+def torchrun(
+    script: str, *arguments: str, num_processes: int = 1, check: bool = True, seconds: float = RUN_SECONDS
+) -> str:
     """Run a script to its end, and return its stdout and stderr together."""
     command = torchrun_command(script, *arguments, num_processes=num_processes)
     done = subprocess.run(
@@ -36,7 +38,7 @@ def torchrun(script: str, *arguments: str, num_processes: int = 1, check: bool =
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=RUN_SECONDS,
+        timeout=seconds,
     )
     assert not check or done.returncode == 0, done.stdout
     return done.stdout

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.batches.loader import RowLoader
+from data.batches.loader import RowLoader, check_enough
+from data.batches.packing import pack_epoch
+from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
@@ -19,7 +21,7 @@ from eagle31.training.objectives import Objective
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import build_drafter
-from train.stages.capture import opened_source
+from train.stages.capture import opened_source, training_samples
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
 from train.trainer.loop import LoopSettings, train
@@ -174,6 +176,14 @@ def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:
         save_every=config.train.save_every,
         draft_tokens=config.evaluate.draft_tokens,
     )
+
+
+def check_rows(context: RunContext) -> None:
+    """Raise UserError if the tokenized data cannot fill the rows of a step, before the target runs."""
+    train = context.config.train
+    lengths = dataset_lengths(training_samples(context))
+    rows = pack_epoch(lengths, train.row_tokens, context.config.seed, epoch=0)
+    check_enough(len(rows), train.row_tokens, train.rows_per_step)
 
 
 def check_world_size(checkpoints: CheckpointDirectory, world_size: int) -> None:

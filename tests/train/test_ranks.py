@@ -1,0 +1,71 @@
+"""Runs on eight and sixteen ranks, over fewer held-out prompts, shards and validation rows than ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from data.embedded.target import EmbeddedTarget
+from eagle31.json_files import read_json
+from tests.train.small_quickstart import small_quickstart
+from tests.train.small_run import MAIN, metrics_of, saved_steps
+from tests.train.torchrun import torchrun
+
+STEPS = 3
+STORES = ("train", "validation")
+RUN_SECONDS = 1200
+# Eight ranks under ZeRO 3, whose every step is collective, run always; the others with --full.
+CASES = [(8, 3), (8, 0), (8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (16, 3)]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]} ranks, ZeRO {case[1]}")
+def ranks_and_stage(request: pytest.FixtureRequest) -> tuple[int, int]:
+    if request.param != CASES[0] and not request.config.getoption("--full"):
+        pytest.skip("eight ranks under ZeRO 3 run always, the other cases with --full")
+    return request.param
+
+
+@pytest.mark.timeout(2 * RUN_SECONDS)
+def test_many_ranks_train_as_one_does(
+    small_target: EmbeddedTarget, tmp_path: Path, ranks_and_stage: tuple[int, int]
+) -> None:
+    num_ranks, stage = ranks_and_stage
+    settings = [*small_quickstart(small_target, tmp_path), *few(num_ranks), f"deepspeed=zero{stage}"]
+    command = [MAIN, "recipe=quickstart", *settings, "deepspeed.precision=fp32"]
+    printed = torchrun(*command, num_processes=num_ranks, seconds=RUN_SECONDS)
+    assert "acceptance length" in printed
+    run = tmp_path / "run"
+    assert (run / "report" / "index.html").is_file()
+    assert saved_steps(run)[-1] == f"step-{STEPS:08d}"
+    [checkpoint] = run.glob(f"artifacts/train-*/checkpoints/step-{STEPS:08d}/state.json")
+    assert read_json(checkpoint)["world_size"] == num_ranks
+    # Each rank that had a sample wrote a shard; there are fewer held-out prompts than ranks.
+    shards = [len(list(run.glob(f"artifacts/capture-*/{name}/*.safetensors"))) for name in STORES]
+    num_held_out = shards[1] - 1  # without the index
+    assert shards[0] - 1 == num_ranks > num_held_out > 0
+    records = metrics_of(run)
+    [trained] = run.glob("artifacts/train-*")
+    trained.rename(tmp_path / "many_ranks")
+    torchrun(*command, "stages=[train]", seconds=RUN_SECONDS)
+    for ours, theirs in zip(records, metrics_of(run), strict=True):
+        assert ours["kind"] == theirs["kind"]
+        compared = ("loss", "grad_norm", "supervised_positions", "acceptance_length", "num_drafts")
+        for name in set(compared) & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+def few(num_ranks: int) -> list[str]:
+    """Return settings with few samples and held-out prompts, and one row for each rank and step."""
+    return [
+        "data.num_validation=3",
+        "data.num_test=2",
+        "data.num_workers=1",
+        f"capture.max_samples={4 * num_ranks}",
+        f"train.rows_per_step={num_ranks}",
+        f"train.max_steps={STEPS}",
+        "train.ttt_steps=2",
+        "train.log_every=1",
+        "train.validate_every=2",
+        "evaluate.sampling=false",
+        "evaluate.untrained=false",
+        "tracking.mode=disabled",
+    ]
