@@ -1,9 +1,11 @@
 """The state that the stages of a run share: the target, its tokenizer, the drafter's shape."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,8 +42,12 @@ from train.drafter.published import (
 from train.drafter.shape import complete_shape
 from train.inference.completions import transformers_generator, vllm_generator
 from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
+from train.inference.servers import RunServers, ServerSettings, start_limit
 from train.inference.target import CapturedTarget
-from train.inference.vllm import capture_engine, completion_endpoints
+from train.inference.vllm import capture_engine
+from train.planning.at_hand import run_placement
+from train.planning.placement import ServerPlacement
+from train.planning.target import target_size
 
 
 @dataclass
@@ -145,15 +151,49 @@ class RunContext:
     def captured_target(self) -> CapturedTarget:
         return CapturedTarget(self.spec, self.parts, self.aux_layer_ids)
 
-    def capture_engine(self) -> CaptureEngine:
-        """Return the vLLM engine that captures and writes everything that this run needs."""
+    @cached_property
+    def servers(self) -> RunServers:
+        """The vLLM servers of this run; none is started yet."""
+        log = self.output_dir / f"vllm-{self.world.node_rank}.log"
+        return RunServers(self.config.vllm, self._server_settings, self.world, log)
+
+    @cached_property
+    def placement(self) -> ServerPlacement | None:
+        """Where this run's vLLM servers are; None for a run without any.
+
+        Raises:
+            UserError: they cannot run there.
+        """
+        return run_placement(self.config, self.world)
+
+    def _server_settings(self) -> ServerSettings:
+        placement, vllm = self.placement, self.config.vllm
+        assert placement is not None
+        minutes = vllm.start_minutes
+        return ServerSettings(
+            engine=self.capture_engine(placement.engine_args),
+            devices=placement.devices,
+            limit_seconds=start_limit(self.target_bytes) if minutes is None else 60 * minutes,
+        )
+
+    @cached_property
+    def target_bytes(self) -> int:
+        """The size of the target's weights."""
+        return target_size(self.config.target, self.parts.config).checkpoint_bytes
+
+    def capture_engine(self, further_args: Mapping[str, Any] = MappingProxyType({})) -> CaptureEngine:
+        """Return the vLLM engine that captures and writes everything that this run needs.
+
+        Args:
+            further_args: arguments of the engine in addition to `vllm.engine_args`.
+        """
         config = self.config
         regenerate = config.data.regenerate
         written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
         return capture_engine(
             self.captured_target,
             config.capture,
-            config.vllm.engine_args,
+            config.vllm.engine_args | dict(further_args),
             # A sample fits a row, and so does a held-out prompt with its completion. A regenerated sample is
             # cut to `data.max_tokens` only after it is written.
             max_tokens=max(config.train.row_tokens, written),
@@ -165,9 +205,7 @@ class RunContext:
         config = self.config
         if config.target.engine is TargetEngine.hf:
             return transformers_generator(self.spec, self.world.device, config.data.regenerate.batch_size)
-        log = self.output_dir / "vllm-answers.log"
-        endpoints = completion_endpoints(config.vllm, self.capture_engine(), log)
-        return vllm_generator(endpoints, self.captured_target.expected_states())
+        return vllm_generator(self.servers.endpoints(everywhere=True), self.captured_target.expected_states())
 
     def completion_inputs(self) -> dict[str, Any]:
         """Return what the target's completions depend on apart from the prompts and the sampling settings."""

@@ -1,16 +1,24 @@
 """The processes of a run: ranks, sums over them, and waiting without a process group."""
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from eagle31.errors import UserError
 
 POLL_SECONDS = 0.5
+_STORE_SECONDS = 60.0  # time to reach torchrun's store
 
 
 @dataclass(frozen=True)
@@ -20,10 +28,17 @@ class World:
     rank: int
     local_rank: int
     size: int
+    node_rank: int = 0
+    num_nodes: int = 1
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
 
     @property
     def device(self) -> torch.device:
@@ -38,7 +53,49 @@ class World:
             rank=int(os.environ.get("RANK", 0)),
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             size=int(os.environ.get("WORLD_SIZE", 1)),
+            node_rank=int(os.environ.get("GROUP_RANK", 0)),
+            num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         )
+
+
+@cache
+def shared_values() -> dist.Store:
+    """Return the key-value store of the run's processes, which torchrun serves; keys are this project's own.
+
+    It exists before the process group does. Without torchrun it is this process's own.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    # With the same function as `init_process_group`, so that both agree about who serves it.
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_STORE_SECONDS)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"eagle31/{attempt}", store)
+
+
+def read_when_set(values: dist.Store, name: str) -> str:
+    """Return a value once another process has set it. torchrun ends this process if that one fails."""
+    while not values.check([name]):
+        time.sleep(POLL_SECONDS)
+    return values.get(name).decode()
+
+
+def node_address() -> str:
+    """Return the address under which the other nodes of the run reach this one.
+
+    It is the address from which this node reaches the first node. No packet is sent.
+
+    Raises:
+        UserError: on this node the first node's name is a loopback address.
+    """
+    first = os.environ["MASTER_ADDR"]
+    family, kind, protocol, _, address = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        found = probe.getsockname()[0]
+    if ip_address(found).is_loopback:
+        remedy = "Other nodes do not reach it; give torchrun --local-addr=ADDRESS_OF_THIS_NODE on each node."
+        raise UserError("MASTER_ADDR", f"{first} ({found})", remedy)
+    return found
 
 
 def wait_for(path: Path) -> None:

@@ -2,9 +2,10 @@
 
 import fcntl
 import gc
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,11 @@ from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact
-from train.config.capture import check_ranks
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
-from train.distributed import World, wait_for
+from train.distributed import World, read_when_set, shared_values, wait_for
 from train.reporting.hub import check_push
-from train.requirements import check_environment, check_store
+from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.data import data_inputs, run_data
@@ -34,9 +34,12 @@ from train.stages.export import export_inputs, link_export, run_export
 from train.stages.plan import announce_plan, announce_work
 from train.stages.push import push_run
 from train.stages.report import run_report
+from train.stages.servers import begin_servers, end_servers, prepare_servers
 from train.stages.train import check_rows, run_train, train_inputs
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.versions import git_revision, package_versions
+
+_UNFINISHED = "stages/unfinished"
 
 
 @dataclass(frozen=True)
@@ -80,33 +83,72 @@ def run_stages(context: RunContext) -> None:
     config, world = context.config, context.world
     selected = set(config.stages)
     stages = list(Stage)
-    num_needed = 1 + max(stages.index(stage) for stage in selected)
-    check_ranks(config.capture, config.vllm, world.size)
+    needed = stages[: 1 + max(stages.index(stage) for stage in selected)]
     if Stage.train in selected:
         check_divisible(config.train.rows_per_step, world.size)
+    _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
         check_environment(config)
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)
-    for stage in stages[:num_needed]:
-        if stage is Stage.plan:
-            continue
-        if stage is Stage.report:
-            if world.is_main:
-                print(run_report(context))
-            continue
-        if stage is Stage.push:
-            if world.is_main and pushes(config):
-                _say(context, f"push: {push_run(context.output_dir, config.hub)}")
-            continue
-        run_stage(context, stage, stage in selected)
-        if stage is Stage.data and world.is_main and stage.value not in context.reused:
+    unfinished = unfinished_stages(context, needed)
+    for stage in unfinished:
+        check_selected(context, stage)
+    try:
+        begin_servers(context, unfinished)
+        for stage in needed:
+            if stage in STAGES:
+                run_stage(context, stage, unfinished)
+            if stage in unfinished:
+                unfinished.remove(stage)
+            end_servers(context, unfinished)
+            conclude(context, stage)
+    finally:
+        context.servers.close()
+
+
+def conclude(context: RunContext, stage: Stage) -> None:
+    """Do on rank 0 what follows a stage: update the plan, link the export, report, push."""
+    config = context.config
+    if not context.world.is_main:
+        return
+    if stage is Stage.data:
+        if stage.value not in context.reused:
             announce_work(context)
-        if stage is Stage.data and world.is_main and Stage.train in selected:
+        if Stage.train in config.stages:
             check_rows(context)
-        if stage is Stage.export and world.is_main:
-            link_export(context)
+    elif stage is Stage.export:
+        link_export(context)
+    elif stage is Stage.report:
+        print(run_report(context))
+    elif stage is Stage.push and pushes(config):
+        _say(context, f"push: {push_run(context.output_dir, config.hub)}")
+
+
+def unfinished_stages(context: RunContext, needed: Sequence[Stage]) -> list[Stage]:
+    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it."""
+    for stage in needed:
+        if stage in STAGES:
+            inputs = STAGES[stage].inputs(context)
+            artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
+            context.artifacts[stage] = artifact
+    values = shared_values()
+    if context.world.is_main:
+        found = [one.value for one in STAGES if one in needed and not context.artifacts[one].finished]
+        values.set(_UNFINISHED, json.dumps(found))
+    return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
+
+
+def check_selected(context: RunContext, stage: Stage) -> None:
+    """Raise UserError if a stage without a result is not selected."""
+    selected = context.config.stages
+    if stage not in selected:
+        raise UserError(
+            "stages",
+            [one.value for one in selected],
+            f"They need stage '{stage.value}', which has no result for this configuration; add it.",
+        )
 
 
 def pushes(config: RunConfig) -> bool:
@@ -114,21 +156,15 @@ def pushes(config: RunConfig) -> bool:
     return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])
 
 
-def run_stage(context: RunContext, stage: Stage, selected: bool) -> None:
+def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
     """Reuse the stage's finished result, or make it."""
-    definition, world = STAGES[stage], context.world
-    artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, definition.inputs(context))
-    context.artifacts[stage] = artifact
-    if artifact.finished:
+    definition, world, artifact = STAGES[stage], context.world, context.artifacts[stage]
+    if stage not in unfinished:
         context.reused.add(stage.value)
         _say(context, f"{stage.value}: reused, {artifact.directory}")
         return
-    if not selected:
-        raise UserError(
-            "stages",
-            [one.value for one in context.config.stages],
-            f"They need stage '{stage.value}', which has no result for this configuration; add it.",
-        )
+    if uses_servers(context.config, stage):
+        prepare_servers(context, stage, unfinished)
     if not world.is_main and not definition.every_rank:
         wait_for(artifact.manifest_path)
         return

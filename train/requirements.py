@@ -26,16 +26,22 @@ def check_store(config: RunConfig, stage: Stage) -> None:
 
 
 def starts_vllm(config: RunConfig) -> bool:
-    """Whether a selected stage starts a local vLLM engine."""
-    selected = config.stages
-    capture, in_vllm = config.capture, config.target.engine is TargetEngine.vllm
-    if in_vllm and Stage.evaluate in selected:
+    """Whether a selected stage starts vLLM on this machine."""
+    if config.target.engine is TargetEngine.vllm and Stage.evaluate in config.stages:
         return True
-    if config.vllm.servers:
-        return False
-    answers = Stage.answers in selected or (Stage.data in selected and config.data.regenerate.enabled)
-    captures = Stage.capture in selected or (Stage.train in selected and capture.mode is CaptureMode.online)
-    return (in_vllm and answers) or (capture.source is CaptureSource.vllm and captures)
+    return not config.vllm.servers and any(uses_servers(config, stage) for stage in config.stages)
+
+
+def uses_servers(config: RunConfig, stage: Stage) -> bool:
+    """Whether a stage sends prompts to vLLM servers."""
+    answers = config.target.engine is TargetEngine.vllm
+    captures = config.capture.source is CaptureSource.vllm
+    return {
+        Stage.data: answers and config.data.regenerate.enabled,
+        Stage.answers: answers,
+        Stage.capture: captures,
+        Stage.train: captures and config.capture.mode is CaptureMode.online,
+    }.get(stage, False)
 
 
 def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:

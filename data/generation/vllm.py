@@ -78,7 +78,7 @@ class VllmGenerator:
         def check(endpoint: Endpoint, info: ServerInfo) -> None:
             check_target(endpoint, info, self._expected, longest)
             if sampling.temperature:
-                _check_sampling(endpoint, info)
+                check_sampling(endpoint, info)
 
         dispatcher = Dispatcher(
             self._endpoints,
@@ -114,8 +114,8 @@ def _hand_over(finished: dict[int, list[int]], on_answers: Callable[[Mapping[int
     return len(answers)
 
 
-def _check_sampling(endpoint: Endpoint, info: ServerInfo) -> None:
-    """Refuse sampling on a capturing CPU server.
+def check_sampling(endpoint: Endpoint, info: ServerInfo) -> None:
+    """Raise UserError for a server that captures on a CPU, where it cannot sample.
 
     Capture is a kind of speculative decoding, and vLLM 0.32 ignores its temperatures on the CPU.
     """

@@ -5,7 +5,6 @@ from enum import Enum
 
 from data.store.codec import Encoding
 from eagle31.errors import UserError, require_positive
-from train.config.vllm import VllmConfig
 
 # Room of a Mooncake store relative to the states that may wait in it: the next state must always fit.
 MOONCAKE_ROOM = 1.1
@@ -95,11 +94,3 @@ def check_capture(capture: CaptureConfig) -> None:
         needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
         remedy = f"It must be {needed}: a full store would block the states that training waits for."
         raise UserError("capture.mooncake.segment_gb", capture.mooncake.segment_gb, remedy)
-
-
-def check_ranks(capture: CaptureConfig, vllm: VllmConfig, num_ranks: int) -> None:
-    """Raise UserError where each of several ranks would start a vLLM engine."""
-    online_vllm = capture.mode is CaptureMode.online and capture.source is CaptureSource.vllm
-    if online_vllm and num_ranks > 1 and not vllm.servers:
-        remedy = "Several ranks need servers: start some with scripts/serve_target and list their URLs here."
-        raise UserError("vllm.servers", [], remedy)

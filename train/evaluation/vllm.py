@@ -137,6 +137,19 @@ def engine_spec(settings: VllmEvaluation, prompts: Sequence[Sequence[int]], *, d
     )
 
 
+def single_replica(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a server's engine for `vllm.LLM`, which has no data parallelism.
+
+    The replicas of a dense target are copies, and one of them is enough. With expert parallelism the experts
+    are divided over all of them, so that tensor parallelism takes as many GPUs.
+    """
+    kept = {name: value for name, value in engine_args.items() if not name.startswith("data_parallel")}
+    if engine_args.get("enable_expert_parallel"):
+        num_gpus = engine_args.get("tensor_parallel_size", 1) * engine_args.get("data_parallel_size", 1)
+        kept["tensor_parallel_size"] = num_gpus
+    return kept
+
+
 def engine_name(engine: EngineSpec, version: str, device: str) -> str:
     """Return the engine as it is named next to its numbers."""
     arguments = engine.arguments()

@@ -17,8 +17,9 @@ from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
 from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
 from data.transport.protocol import Arrivals, Producer, Transport
 from data.transport.spool import file_bytes, open_spool
-from train.config.capture import CaptureConfig, MooncakeConfig, TransportKind
+from train.config.capture import CaptureConfig, MooncakeConfig
 from train.inference.target import CapturedTarget
+from train.inference.transport import ChosenTransport
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,18 @@ class StateFormat:
 
 @contextmanager
 def open_transport(
-    capture: CaptureConfig, target: CapturedTarget, name: str
+    chosen: ChosenTransport, capture: CaptureConfig, encoding: Encoding, target: CapturedTarget, name: str
 ) -> Iterator[tuple[Transport, StateFormat]]:
-    """Open the recipe's transport between this rank and its producers; nothing is left in it at the end.
+    """Open the transport between this rank and its producers; nothing is left in it at the end.
 
     Args:
+        encoding: the form of the states on the way.
         name: this trainer process, from `rank_name`.
     """
     hidden_size, target_dtype = target.parts.hidden_size, target.parts.embed_tokens.dtype
     num_aux_layers = target.num_aux_layers
-    dtype = target_dtype if capture.codec == "exact" else torch.bfloat16
-    if capture.transport is TransportKind.mooncake:
+    dtype = target_dtype if encoding.codec == "exact" else torch.bfloat16
+    if chosen.mooncake:
         transport = MooncakeTransport(
             mooncake_settings(capture.mooncake),
             num_aux_layers=num_aux_layers,
@@ -51,9 +53,9 @@ def open_transport(
         with closing(transport), emptied(transport, f"{name}-"):
             yield transport, StateFormat(dtype, _mooncake_bytes(target, dtype))
         return
-    encoding = Encoding(capture.codec, capture.final_states)
-    base = None if capture.spool_dir is None else Path(capture.spool_dir)
-    with open_spool(base, name, encoding, int(capture.spool_gb * 1e9)) as spool:
+    if chosen.made:
+        chosen.spool_dir.mkdir(parents=True, exist_ok=True)
+    with open_spool(chosen.spool_dir, name, encoding, int(capture.spool_gb * 1e9)) as spool:
         yield (
             spool,
             StateFormat(

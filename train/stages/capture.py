@@ -1,7 +1,7 @@
 """The capture stage: the target's hidden states, in a store or online. Every rank runs it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from data.capture.drain import drain_to_store
 from data.capture.hf_producer import hf_producer
 from data.capture.offline import StoreSpec, capture_to_store
 from data.capture.online import OnlineStates
-from data.capture.processes import ProcessProducer
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -22,17 +21,16 @@ from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
 from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
 from data.torchspec.states import TorchSpecStates
-from data.transport.protocol import Transport
+from data.transport.protocol import Arrivals, Producer, Transport
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import capture_through_vllm
-from data.vllm.endpoint import Endpoint
-from data.vllm.producer import VllmProducer
-from train.config.capture import CaptureMode, CaptureSource
+from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World
 from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.inference.online import (
+    StateFormat,
     online_states,
     open_transport,
     rank_name,
@@ -40,7 +38,8 @@ from train.inference.online import (
     torchspec_format,
 )
 from train.inference.torchspec import torchspec_settings
-from train.inference.vllm import capture_endpoints, vllm_producer
+from train.inference.transport import chosen_transport
+from train.inference.vllm import vllm_producer
 from train.stages.data import HELD_OUT
 
 
@@ -94,7 +93,7 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         "dtype": str(context.parts.embed_tokens.dtype).removeprefix("torch."),
     }
     # Replay equals serving only if it reads the exact states.
-    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": Encoding(capture.codec, capture.final_states)}
+    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": training_encoding(context)}
     specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
     SOURCES[capture.source](context, specs, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
@@ -126,17 +125,45 @@ def capture_by_hf(
 def capture_by_vllm(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
-    """Have rank 0 send the prompts to vLLM, which writes the stores; the other ranks wait for the end."""
+    """Have rank 0 send the prompts to vLLM, which fills the stores; the other ranks wait for the end."""
     world = context.world
+    if not writes_stores_directly(context.config):
+        drain_from_vllm(context, stores, manifest_fields)
+        return
     capture_through_vllm(
         stores,
         context.captured_target.expected_states(),
-        vllm_endpoints(context) if world.is_main else (),
+        context.servers.endpoints(everywhere=True) if world.is_main else (),
         shard_tokens=context.config.capture.shard_tokens,
         manifest_fields=manifest_fields,
         rank=world.rank,
         progress=world.is_main,
     )
+
+
+def writes_stores_directly(config: RunConfig) -> bool:
+    """Whether vLLM writes stores itself. With Mooncake, online runs share no directory with their servers."""
+    mooncake = config.capture.transport is TransportKind.mooncake
+    return not (mooncake and config.capture.mode is CaptureMode.online)
+
+
+def drain_from_vllm(
+    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
+) -> None:
+    """Have rank 0 write what vLLM sends through the run's transport; the other ranks wait for the end."""
+    world, target = context.world, context.captured_target
+    for store in stores:
+        with (
+            vllm_states(context, store.dataset, store.encoding) if world.is_main else nullcontext() as source
+        ):
+            drain_to_store(
+                store,
+                source,
+                target.expected_states(),
+                shard_tokens=context.config.capture.shard_tokens,
+                manifest_fields=manifest_fields,
+                progress=world.is_main,
+            )
 
 
 def capture_by_torchspec(
@@ -184,40 +211,84 @@ def open_source(context: RunContext) -> HiddenStateStore:
 @contextmanager
 def online_source(context: RunContext, dataset: Dataset) -> Iterator[OnlineStates]:
     """Run the target alongside training, with the recipe's producer and transport."""
-    capture, target = context.config.capture, context.captured_target
+    capture = context.config.capture
     if capture.source is CaptureSource.torchspec:
         with torchspec_states(context) as states:
             yield torchspec_source(context, states, dataset)
         return
+    opened = vllm_states if capture.source is CaptureSource.vllm else hf_states
+    with opened(context, dataset, training_encoding(context)) as source:
+        yield source
+
+
+def opened_transport(
+    context: RunContext, encoding: Encoding
+) -> AbstractContextManager[tuple[Transport, StateFormat]]:
+    """Open the run's transport between this rank and its producers. A rank has one at a time.
+
+    Args:
+        encoding: the form of the states on the way.
+    """
+    capture = context.config.capture
+    chosen = chosen_transport(capture, context.config.vllm, context.output_dir)
     name = rank_name(context.output_dir, context.world.rank)
-    with open_transport(capture, target, name) as (transport, state_format):
-        # The producers load the target on the devices where the capture stage had it.
-        torch.cuda.empty_cache()
-        with closing(open_producer(context, transport)) as producer:
-            yield online_states(
-                dataset, producer, transport, state_format, target, spool_gb=capture.spool_gb, name=name
-            )
+    return open_transport(chosen, capture, encoding, context.captured_target, name)
 
 
-def open_producer(context: RunContext, transport: Transport) -> VllmProducer | ProcessProducer:
-    """Start the producer that runs the target and puts the requested states into the transport."""
+def training_encoding(context: RunContext) -> Encoding:
+    """Return the form in which training reads the states."""
+    return Encoding(context.config.capture.codec, context.config.capture.final_states)
+
+
+@contextmanager
+def vllm_states(context: RunContext, dataset: Dataset, encoding: Encoding) -> Iterator[OnlineStates]:
+    """Open a dataset's states as this run's vLLM servers deliver them."""
+    # Servers that the run has started write into the memory of their own node.
+    endpoints = context.servers.endpoints(everywhere=False)
+    with opened_transport(context, encoding) as (transport, state_format):
+        producer = vllm_producer(
+            endpoints, transport, context.captured_target, context.config.data.max_tokens
+        )
+        with closing(producer):
+            yield source_of(context, dataset, producer, transport, state_format)
+
+
+@contextmanager
+def hf_states(context: RunContext, dataset: Dataset, encoding: Encoding) -> Iterator[OnlineStates]:
+    """Open a dataset's states as processes of this rank deliver them, which run the target."""
     capture, target = context.config.capture, context.captured_target
-    if capture.source is CaptureSource.vllm:
-        return vllm_producer(vllm_endpoints(context), transport, target, context.config.data.max_tokens)
-    return hf_producer(
-        target.spec,
-        target.aux_layer_ids,
-        context.world.device,
-        transport,
-        capture.batch_tokens,
-        capture.processes,
+    with opened_transport(context, encoding) as (transport, state_format):
+        # The processes load the target on the devices where the capture stage had it.
+        torch.cuda.empty_cache()
+        producer = hf_producer(
+            target.spec,
+            target.aux_layer_ids,
+            context.world.device,
+            transport,
+            capture.batch_tokens,
+            capture.processes,
+        )
+        with closing(producer):
+            yield source_of(context, dataset, producer, transport, state_format)
+
+
+def source_of(
+    context: RunContext,
+    dataset: Dataset,
+    producer: Producer,
+    arrivals: Arrivals,
+    state_format: StateFormat,
+) -> OnlineStates:
+    """Return the samples of one dataset as the producer delivers them to this rank."""
+    return online_states(
+        dataset,
+        producer,
+        arrivals,
+        state_format,
+        context.captured_target,
+        spool_gb=context.config.capture.spool_gb,
+        name=rank_name(context.output_dir, context.world.rank),
     )
-
-
-def vllm_endpoints(context: RunContext) -> list[Endpoint]:
-    """Return the recipe's servers, or an engine of this rank; nothing is started yet."""
-    log = context.output_dir / f"vllm-{context.world.rank}.log"
-    return capture_endpoints(context.config.vllm, context.capture_engine(), log)
 
 
 def server_engine(config: RunConfig) -> CaptureEngine:
@@ -244,13 +315,4 @@ def torchspec_states(context: RunContext) -> Iterator[TorchSpecStates]:
 
 def torchspec_source(context: RunContext, states: TorchSpecStates, dataset: Dataset) -> OnlineStates:
     """Return the samples of one dataset as TorchSpec's engines deliver them."""
-    target = context.captured_target
-    return online_states(
-        dataset,
-        states,
-        states,
-        torchspec_format(target),
-        target,
-        spool_gb=context.config.capture.spool_gb,
-        name=rank_name(context.output_dir, context.world.rank),
-    )
+    return source_of(context, dataset, states, states, torchspec_format(context.captured_target))

@@ -17,7 +17,7 @@ from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.evaluation.decoding import decode_without_drafter, greedy_report, replay_by_length, sampling_report
-from train.evaluation.vllm import VllmEvaluation, decode_in_vllm
+from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.stages.train import new_drafter
 from train.stages.vocab import load_vocab
 
@@ -83,7 +83,7 @@ def vllm_evaluation(context: RunContext) -> VllmEvaluation:
         temperature=evaluate.temperature if evaluate.sampling else None,
         seed=context.config.seed,
         on_cpu=context.world.device.type == "cpu",
-        engine_args=context.config.vllm.engine_args,
+        engine_args=single_replica(context.config.vllm.engine_args),
         log=context.output_dir / "vllm-evaluate.log",
     )
 

@@ -1,82 +1,131 @@
-"""The pipeline with vLLM running the target."""
+"""A run of two ranks whose target is in vLLM in every stage, next to a run in transformers."""
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from datasets import Dataset, load_from_disk
 
 from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
+from data.transport.spool import MEMORY
 from eagle31.errors import UserError
-from eagle31.json_files import read_jsonl
+from eagle31.json_files import read_json, read_jsonl
 from tests.train import small_run
-from tests.train.small_run import MAIN, RECIPE, TEXT_STAGES
-from tests.train.torchrun import composed, run_here, torchrun
+from tests.train.small_run import MAIN, RECIPE
+from tests.train.torchrun import composed, torchrun
 from train.context import RunContext
 from train.distributed import World
+from train.inference.online import run_name
 from train.pipeline import run_stages
 
-
-def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
-    few = ["data.num_validation=4", "data.num_test=3", "data.max_tokens=192", "capture.max_samples=24"]
-    return [*small_run.arguments(target, output_dir), *few, "train.rows_per_step=2", "train.max_steps=6"]
+NUM_CONVERSATIONS = 16
 
 
-def online(spools: Path) -> list[str]:
-    return [
-        "capture.source=vllm",
-        "capture.mode=online",
-        f"capture.spool_dir={spools}",
-        "capture.spool_gb=0.01",
+def arguments(target: EmbeddedTarget, data: Path, output_dir: Path) -> list[str]:
+    """Return settings with one prompt per batch: completions then do not depend on other prompts."""
+    few = ["data.num_validation=3", "data.num_test=3", "data.max_tokens=192", "evaluate.max_new_tokens=16"]
+    regenerate = [
+        "data.regenerate.enabled=true",
+        "data.regenerate.max_new_tokens=12",
+        "data.regenerate.batch_size=1",
     ]
+    training = ["train.rows_per_step=2", "train.max_steps=6", f"data.train={data}"]
+    return [*small_run.arguments(target, output_dir), *few, *regenerate, *training]
+
+
+def two_turns(target: EmbeddedTarget, path: Path) -> Path:
+    """Write conversations of two turns, each made of two short ones."""
+    rows = sorted((row["messages"] for row in read_jsonl(target.train)), key=lambda row: len(str(row)))
+    pairs = zip(rows[: 2 * NUM_CONVERSATIONS : 2], rows[1 : 2 * NUM_CONVERSATIONS : 2], strict=True)
+    path.write_text("".join(json.dumps({"messages": one + other}) + "\n" for one, other in pairs))
+    return path
 
 
 @pytest.fixture(scope="module")
-def by_hf(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("captured") / "run"
-    run_here(RECIPE, *arguments(small_target, directory), TEXT_STAGES)
+def data(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return two_turns(small_target, tmp_path_factory.mktemp("data") / "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def in_transformers(
+    small_target: EmbeddedTarget, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    directory = tmp_path_factory.mktemp("transformers") / "run"
+    stages = "stages=[data,vocab,answers,capture,train]"
+    torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), stages)
     return directory
 
 
-def stores(directory: Path, source: str) -> Iterator[HiddenStateStore]:
-    for name in ("train", "validation", "test"):
-        shards = directory.glob(f"artifacts/capture-*/{name}/shard-*.safetensors")
-        [store] = {path.parent for path in shards if path.name.startswith("shard-hf-") == (source == "hf")}
-        yield HiddenStateStore(store)
+@pytest.fixture(scope="module")
+def in_vllm(
+    vllm_python: Path, small_target: EmbeddedTarget, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The whole pipeline with two ranks and without any server: the run starts the one that it needs."""
+    directory = tmp_path_factory.mktemp("vllm") / "run"
+    engine = ["target.engine=vllm", "capture=vllm_online", "capture.spool_gb=0.02"]
+    torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), *engine, num_processes=2)
+    return directory
 
 
-def test_vllm_captures_the_same_states_as_transformers(
-    small_target: EmbeddedTarget, by_hf: Path, vllm_python: Path
+def result(output_dir: Path, name: str) -> Path:
+    [found] = (output_dir / "artifacts").glob(name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["data-*/train", "answers-*/validation", "answers-*/test"])
+def test_vllm_writes_the_completions_that_transformers_writes(
+    in_vllm: Path, in_transformers: Path, name: str
 ) -> None:
-    run_here(RECIPE, *arguments(small_target, by_hf), TEXT_STAGES, "capture.source=vllm")
-    for ours, theirs in zip(stores(by_hf, "hf"), stores(by_hf, "vllm"), strict=True):
-        assert ours.lengths == theirs.lengths
-        for a, b in zip(ours.get_many(range(len(ours))), theirs.get_many(range(len(ours))), strict=True):
-            assert a.input_ids.equal(b.input_ids)
-            assert a.loss_mask.equal(b.loss_mask)
-            torch.testing.assert_close(a.aux_hidden_states, b.aux_hidden_states, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(a.final_hidden_states, b.final_hidden_states, rtol=1e-4, atol=1e-4)
+    ours: Dataset = load_from_disk(str(result(in_vllm, name)))
+    assert ours.to_list() == load_from_disk(str(result(in_transformers, name))).to_list()
+    if name.startswith("data"):
+        assert {row["id"].rpartition("/")[2] for row in ours} == {"0", "1"}
+    else:
+        assert read_jsonl(result(in_vllm, f"{name}.jsonl"))[0]["engine"] == "vllm"
 
 
-def test_online_training_with_vllm_has_the_losses_of_offline_training(
-    small_target: EmbeddedTarget, by_hf: Path, vllm_python: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["validation", "test"])
+def test_vllm_captures_the_states_that_transformers_captures(
+    in_vllm: Path, in_transformers: Path, name: str
 ) -> None:
-    command = [*arguments(small_target, by_hf), "stages=[capture,train]"]
-    torchrun(MAIN, f"recipe={RECIPE}", *command)
-    torchrun(MAIN, f"recipe={RECIPE}", *command, *online(tmp_path))
-    curves = [
-        [record for record in read_jsonl(path) if record["kind"] == "train"]
-        for path in by_hf.glob("artifacts/train-*/metrics.jsonl")
+    stores = [HiddenStateStore(result(run, f"capture-*/{name}")) for run in (in_vllm, in_transformers)]
+    assert list(stores[0].lengths) == list(stores[1].lengths)
+    assert len(stores[0]) == 3
+    for a, b in zip(*(store.get_many(range(len(store))) for store in stores), strict=True):
+        assert a.input_ids.equal(b.input_ids)
+        assert a.loss_mask.equal(b.loss_mask)
+        torch.testing.assert_close(a.aux_hidden_states, b.aux_hidden_states, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.final_hidden_states, b.final_hidden_states, rtol=1e-4, atol=1e-4)
+
+
+def test_two_ranks_online_have_the_losses_of_one_rank_offline(in_vllm: Path, in_transformers: Path) -> None:
+    losses = [
+        [record["loss"] for record in small_run.metrics_of(run) if record["kind"] == "train"]
+        for run in (in_vllm, in_transformers)
     ]
-    [offline] = [curve for curve in curves if "spool_gb" not in curve[0]]
-    [streamed] = [curve for curve in curves if "spool_gb" in curve[0]]
-    assert [r["loss"] for r in streamed] == pytest.approx([r["loss"] for r in offline], rel=1e-3)
-    assert not list(tmp_path.iterdir())
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_several_ranks_without_servers_are_refused_before_any_stage(tmp_path: Path) -> None:
-    needed = ["target.model=nowhere", "data.train=nowhere.jsonl", f"output_dir={tmp_path / 'run'}"]
-    config = composed(RECIPE, *needed, *online(tmp_path))
-    with pytest.raises(UserError, match=r"vllm\.servers"):
-        run_stages(RunContext(config, World(rank=1, local_rank=1, size=2)))
+def test_one_server_serves_all_stages_and_nothing_of_it_is_left(in_vllm: Path) -> None:
+    log = (in_vllm / "vllm-0.log").read_text()
+    assert log.count("Application startup complete") == 1
+    assert read_json(result(in_vllm, "evaluate-*/evaluation.json"))["engine"].startswith("vLLM")
+    assert not list(MEMORY.glob(f"eagle31-{run_name(in_vllm)}*"))
+    assert not list(in_vllm.glob(".vllm-*"))
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(in_vllm) in command]
+
+
+def test_a_server_that_does_not_answer_is_reported_before_any_stage(
+    small_target: EmbeddedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.inference.probe.PATIENCE_SECONDS", 0.0)
+    named = ["target.engine=vllm", "capture=vllm_online", "vllm.servers=[http://127.0.0.1:9]"]
+    config = composed(RECIPE, *arguments(small_target, data, tmp_path / "run"), *named)
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
+        run_stages(RunContext(config, World(rank=0, local_rank=0, size=1)))
+    assert not list((tmp_path / "run").glob("artifacts/*"))

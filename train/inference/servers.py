@@ -1,0 +1,131 @@
+"""The vLLM servers of a run: those that the recipe names, or one that the run starts on each node."""
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.vllm.arguments import CaptureEngine
+from data.vllm.server import VllmServer
+from data.vllm.server_process import ServerProcess
+from train.config.vllm import VllmConfig
+from train.distributed import World, node_address, read_when_set, shared_values
+
+_LOOPBACK = "127.0.0.1"
+_KEY = "vllm/key"
+# A server imports vLLM, reads the weights, at least at the speed of a slow network disk, and compiles.
+_START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.25e9
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a node needs to start its server."""
+
+    engine: CaptureEngine
+    devices: tuple[int, ...] | None  # the GPUs of the node that the server gets; None: all, or a CPU
+    limit_seconds: float  # time to load the target
+
+
+def start_limit(target_bytes: int) -> float:
+    """Return how many seconds a server may take to start: 15 minutes, and 4 seconds per GB of weights."""
+    return _START_SECONDS + target_bytes / _LOADED_BYTES_PER_SECOND
+
+
+class RunServers:
+    """The servers that the ranks of a run send prompts to.
+
+    Without `vllm.servers`, the first process of each node starts a server, which ends with that process. Its
+    address and the key that this run has made for it reach the other ranks through torchrun's store, so the
+    key is in no file. Every rank calls `start`, `wait_until_ready` and `close`, in the same order.
+
+    Args:
+        settings: called by the processes that start a server only.
+        log: the file for the output of this node's server.
+    """
+
+    def __init__(
+        self, vllm: VllmConfig, settings: Callable[[], ServerSettings], world: World, log: Path
+    ) -> None:
+        self._vllm, self._settings, self._world, self._log = vllm, settings, world, log
+        self._process: ServerProcess | None = None
+        self._captures: bool | None = None  # whether the servers that run can capture; None: none runs
+        self._ready = False
+        self._num_starts = 0
+        self.checked = False  # whether the servers that run now have been checked
+
+    @property
+    def named(self) -> bool:
+        """Whether the recipe names the servers."""
+        return bool(self._vllm.servers)
+
+    def start(self, captures: bool) -> None:
+        """Start the servers, unless suitable ones run already. This does not wait until they are ready.
+
+        Args:
+            captures: whether they have to capture hidden states, or only write completions.
+        """
+        if self.named or self._captures == captures:
+            return
+        self.close()
+        self._captures = captures
+        self._num_starts += 1
+        if self._world.leads_node:
+            settings = self._settings()
+            engine = settings.engine
+            self._process = ServerProcess(
+                engine.command_line() if captures else engine.answer_options(),
+                host=node_address() if self._world.num_nodes > 1 else _LOOPBACK,
+                port=None,
+                key=self._key(),
+                devices=settings.devices,
+                log=self._log,
+                limit_seconds=settings.limit_seconds,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the server of this node is ready, if this process has started it.
+
+        Raises:
+            UserError: it ended, or the time limit is over; with the end of its log.
+        """
+        if self._process is not None and not self._ready:
+            self._process.wait_until_ready(progress=self._world.is_main)
+            shared_values().set(self._address_name(self._world.node_rank), self._process.url)
+            self._ready = True
+
+    def endpoints(self, everywhere: bool) -> list[VllmServer]:
+        """Return new connections to the servers, once those are ready.
+
+        Args:
+            everywhere: with servers that the run has started, whether to use those of all nodes, or only the
+                one of this node.
+        """
+        if self.named:
+            key = os.environ.get("VLLM_API_KEY")
+            return [VllmServer(url, self._vllm.max_concurrency, key) for url in self._vllm.servers]
+        nodes = range(self._world.num_nodes) if everywhere else [self._world.node_rank]
+        urls = [read_when_set(shared_values(), self._address_name(node)) for node in nodes]
+        check = self._check_process
+        return [VllmServer(url, self._vllm.max_concurrency, self._key(), check) for url in urls]
+
+    def close(self) -> None:
+        """End the server that this process has started, after it has written what it captured."""
+        process, self._process = self._process, None
+        self._captures, self._ready, self.checked = None, False, False
+        if process is not None:
+            process.close()
+
+    def _check_process(self) -> None:
+        """Raise UserError if the server that this process has started will not answer any more."""
+        if self._process is not None:
+            self._process.check()
+
+    def _address_name(self, node: int) -> str:
+        return f"vllm/{self._num_starts}/address/{node}"
+
+    def _key(self) -> str:
+        values = shared_values()
+        if self._world.is_main and not values.check([_KEY]):
+            values.set(_KEY, secrets.token_urlsafe(32))
+        return read_when_set(values, _KEY)
