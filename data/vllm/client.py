@@ -12,7 +12,7 @@ from data.capture.tokens import TokenRows, dataset_lengths
 from data.progress import Progress
 from data.store.shards import FinishedShards, refuse
 from data.vllm.capture_request import CaptureRequest, below, store_destination
-from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
+from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Origin, Prompt
 from data.vllm.endpoint import Endpoint, ExpectedTarget, check_target, other_server
 from data.vllm.server_info import ServerInfo, info_path
 from eagle31.errors import UserError
@@ -20,6 +20,9 @@ from eagle31.errors import UserError
 _POLL_SECONDS = 0.5
 _READ_AHEAD = 4  # prompts in memory per prompt under way
 _REFUSER = "client"
+# An engine writes what it has answered within seconds. After this time without a new state on disk, all that
+# are missing are requested again, this often at most.
+_OVERDUE_SECONDS, _MAX_OVERDUE = 60.0, 3
 
 
 @dataclass(frozen=True)
@@ -126,15 +129,18 @@ class _StoreCapture:
         self.unsent = sorted(missing, key=lambda sample_id: self.lengths[sample_id])
         self.shards = FinishedShards(store.directory)
         self.under_way: set[int] = set()
-        self.answered: dict[int, str] = {}  # the engine's id, of samples not yet seen in a finished shard
+        self.answered: dict[int, Origin] = {}  # samples not yet seen in a finished shard
+        self.progressed = time.monotonic()  # when the last sample was answered or seen in a finished shard
+        self.num_overdue = 0
 
     async def run(self, endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float) -> None:
         """Capture the store's samples; raise UserError as `Dispatcher.run` does."""
         longest = self.lengths[self.unsent[-1]]
 
-        def answered(prompt: Prompt, engine: str, _: list[int]) -> None:
+        def answered(prompt: Prompt, origin: Origin, _: list[int]) -> None:
             self.under_way.discard(prompt.index)
-            self.answered[prompt.index] = engine
+            self.answered[prompt.index] = origin
+            self.progressed = time.monotonic()
             bar.update(len(prompt.input_ids))
 
         def refused(prompt: Prompt, reason: str) -> None:
@@ -175,13 +181,29 @@ class _StoreCapture:
             for link in dispatcher.links:
                 await dispatcher.look(link)
             looked = time.monotonic()
+            num_answered = len(self.answered)
             for record in self.shards.records():
                 for sample_id in record.sample_ids:
                     self.answered.pop(sample_id, None)
-            lost = [i for i, engine in self.answered.items() if engine not in dispatcher.engines]
+            if len(self.answered) < num_answered:
+                self.progressed, self.num_overdue = time.monotonic(), 0
+            lost = [i for i, origin in self.answered.items() if dispatcher.is_lost(origin)]
+            if time.monotonic() - self.progressed > _OVERDUE_SECONDS:
+                lost = self._overdue()
             for sample_id in lost:
                 del self.answered[sample_id]
             self.unsent += sorted(lost, key=lambda sample_id: self.lengths[sample_id])
+
+    def _overdue(self) -> list[int]:
+        """Return all samples that have been answered and are not on disk; raise UserError in the end."""
+        self.num_overdue += 1
+        if self.num_overdue > _MAX_OVERDUE:
+            remedy = (
+                f"The servers have answered {len(self.answered)} samples whose states do not appear there; "
+                "look into the servers' logs."
+            )
+            raise UserError("output_dir", self.directory, remedy)
+        return list(self.answered)
 
     def _send(self, dispatcher: Dispatcher, room: int) -> None:
         ids = [self.unsent.pop() for _ in range(min(room - len(self.under_way), len(self.unsent)))]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,6 +43,8 @@ class Link:
         self.down_since: float | None = time.monotonic()
         self.reason = "not reached yet"
         self.num_failures = 0
+        self.failed_at = -math.inf  # when it went down last
+        self.engines: dict[str, ServerInfo] = {}  # that it has reached, by id
         self._up = asyncio.Event()
         self._exclusive = asyncio.Lock()
         self._under_way = 0
@@ -56,12 +59,13 @@ class Link:
 
     def went_up(self, info: ServerInfo) -> None:
         self.info, self.down_since = info, None
+        self.engines[info.id] = info
         self._up.set()
 
     def went_down(self, reason: str) -> None:
         if self.is_up:
             self._up.clear()
-            self.down_since = time.monotonic()
+            self.down_since = self.failed_at = time.monotonic()
             self.num_failures += 1
         self.reason = reason
 
@@ -83,14 +87,24 @@ class Link:
                 self._idle.notify_all()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where an answer came from: the id of the engine that computed it, and the endpoint that led to it.
+
+    There may be several engines at one address: data parallel ones, or those of a load balancer.
+    """
+
+    engine: str
+    link: Link
+
+
 class Dispatcher:
     """Sends prompts to any endpoint with capacity, and sends those again that are lost with their endpoint.
 
     Args:
-        check: raises UserError for an endpoint that is not set up as required.
-        answered: called with the prompt, the id of the engine that computed it, and the completion's token
-        ids
-            where one was requested.
+        check: raises UserError for an engine that is not set up as required.
+        answered: called with the prompt, where its answer came from, and the completion's token ids where one
+            was requested.
         refused: called with the prompt and the reason.
         patience_seconds: how long all endpoints may be down at once.
     """
@@ -100,7 +114,7 @@ class Dispatcher:
         endpoints: Sequence[Endpoint],
         *,
         check: Callable[[Endpoint, ServerInfo], None],
-        answered: Callable[[Prompt, str, list[int]], None],
+        answered: Callable[[Prompt, Origin, list[int]], None],
         refused: Callable[[Prompt, str], None],
         patience_seconds: float,
     ) -> None:
@@ -108,14 +122,22 @@ class Dispatcher:
         self.patience_seconds = patience_seconds
         self._check, self._answered, self._refused = check, answered, refused
         self._prompts: asyncio.PriorityQueue[Prompt] = asyncio.PriorityQueue()
+        self._heard_at: dict[str, float] = {}  # when each engine answered last
 
     def add(self, prompt: Prompt) -> None:
         self._prompts.put_nowait(prompt)
 
-    @property
-    def engines(self) -> set[str]:
-        """The ids of the engines that are up."""
-        return {link.info.id for link in self.links if link.is_up and link.info is not None}
+    def is_lost(self, origin: Origin) -> bool:
+        """Return whether an engine may have ended before it wrote the states of what it had answered.
+
+        That is so once its endpoint has gone down, until the engine answers again. An engine that another one
+        hides, after a load balancer, is not lost.
+        """
+        return self._heard_at.get(origin.engine, -math.inf) <= origin.link.failed_at
+
+    def give_up(self, origin: Origin) -> None:
+        """Count an engine as lost whose states have not come."""
+        self._heard_at.pop(origin.engine, None)
 
     async def run(self) -> None:
         """Send prompts until this is cancelled.
@@ -149,8 +171,14 @@ class Dispatcher:
             return
         except Refused as error:
             raise UserError("vllm.servers", link.endpoint.name, str(error)) from error
-        self._check(link.endpoint, info)
+        self._note_engine(link, info)
         link.went_up(info)
+
+    def _note_engine(self, link: Link, info: ServerInfo) -> None:
+        if info.id not in link.engines:
+            self._check(link.endpoint, info)
+            link.engines[info.id] = info
+        self._heard_at[info.id] = time.monotonic()
 
     async def _keep_up(self, link: Link) -> None:
         pause = _FIRST_PAUSE_SECONDS
@@ -179,8 +207,10 @@ class Dispatcher:
                 continue
             try:
                 async with link.turn(alone=prompt.num_losses >= _LOST_IN_COMPANY):
-                    output_ids = await _compute(link.endpoint, prompt)
-                self._answered(prompt, link.info.id, output_ids)
+                    info, output_ids = await _compute(link.endpoint, prompt)
+                info = info or link.info
+                self._note_engine(link, info)
+                self._answered(prompt, Origin(info.id, link), output_ids)
             except Refused as error:
                 self._refused(prompt, str(error))
             except Unavailable as error:
@@ -203,11 +233,12 @@ class Dispatcher:
         raise UserError("vllm.servers", [link.endpoint.name for link in self.links], remedy)
 
 
-async def _compute(endpoint: Endpoint, prompt: Prompt) -> list[int]:
+async def _compute(endpoint: Endpoint, prompt: Prompt) -> tuple[ServerInfo | None, list[int]]:
+    """Return the info of the engine that computed a prompt, if it tells, and the completion."""
     if isinstance(prompt.task, Sampling):
-        return await endpoint.generate(prompt.input_ids, prompt.task)
-    await endpoint.send(prompt.input_ids, prompt.task)
-    return []
+        return None, await endpoint.generate(prompt.input_ids, prompt.task)
+    answer = await endpoint.send(prompt.input_ids, prompt.task)
+    return ServerInfo.from_json(answer["engine"]) if "engine" in answer else None, []
 
 
 def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
@@ -226,10 +257,9 @@ def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
 
 def _raise_failure(link: Link) -> None:
     """Raise UserError where an engine left the reason why it ended: it would end in the same way again."""
-    if link.info is None:
-        return
-    for root in link.info.roots:
-        last_info = read_info(root, link.info.id)
-        if last_info is not None and last_info.failure is not None:
-            remedy = f"It ended for this reason: {last_info.failure} Finished work is kept."
-            raise UserError("vllm.servers", link.endpoint.name, remedy)
+    for info in link.engines.values():
+        for root in info.roots:
+            last_info = read_info(root, info.id)
+            if last_info is not None and last_info.failure is not None:
+                remedy = f"It ended for this reason: {last_info.failure} Finished work is kept."
+                raise UserError("vllm.servers", link.endpoint.name, remedy)

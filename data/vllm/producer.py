@@ -1,12 +1,13 @@
 """The producer of online training that uses vLLM servers or a local engine."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
 from data.transport.protocol import StateRequest, Transport
 from data.vllm.capture_request import CaptureRequest
-from data.vllm.dispatch import Dispatcher, Prompt
+from data.vllm.dispatch import Dispatcher, Origin, Prompt
 from data.vllm.endpoint import Endpoint
 from data.vllm.server_info import ServerInfo
 
@@ -17,7 +18,8 @@ class VllmProducer:
     """A `Producer` that sends requests from a thread, while vLLM puts the states into the transport.
 
     When an engine dies, the requests that were under way are sent again, and so are those that it had
-    answered just before and whose states have not arrived.
+    answered just before and whose states have not arrived. Every method raises the error that has ended the
+    thread.
 
     Args:
         endpoints: used by this object only, which closes them.
@@ -37,9 +39,7 @@ class VllmProducer:
         self._destination = transport.to_json()
         self._lock = threading.Lock()
         self._owed: dict[str, Prompt] = {}
-        self._answered: dict[
-            str, tuple[Prompt, str]
-        ] = {}  # the prompt and the id of the engine that computed it
+        self._answered: dict[str, tuple[Prompt, Origin]] = {}
         self._refused: dict[str, str] = {}
         self._num_requests = 0
         self._failure: BaseException | None = None
@@ -68,19 +68,20 @@ class VllmProducer:
                 return  # It is on its way.
             prompt = Prompt(self._num_requests, request.key, input_ids, capture.to_params())
             self._num_requests += 1
-            self._answered.pop(request.key, None)
+            answered = self._answered.pop(request.key, None)
+            if answered is not None:
+                # Its states have not come, and will not, nor will the others of that engine.
+                self._dispatcher.give_up(answered[1])
             self._owed[request.key] = prompt
         self._send(prompt)
 
     def refusals(self) -> dict[str, str]:
-        if self._failure is not None:
-            raise self._failure
-        engines = self._dispatcher.engines
+        self._raise_failure()
         with self._lock:
             self._answered = {
                 key: value for key, value in self._answered.items() if not self._transport.arrived(key)
             }
-            lost = [prompt for prompt, engine in self._answered.values() if engine not in engines]
+            lost = [prompt for prompt, origin in self._answered.values() if self._dispatcher.is_lost(origin)]
             for prompt in lost:
                 del self._answered[prompt.key]
                 self._owed[prompt.key] = prompt
@@ -91,17 +92,26 @@ class VllmProducer:
 
     def close(self) -> None:
         """End the requests that are under way, and close the endpoints."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the thread may close the loop at any time
             self._loop.call_soon_threadsafe(self._running.cancel)
         self._thread.join()
 
     def _send(self, prompt: Prompt) -> None:
-        self._loop.call_soon_threadsafe(self._dispatcher.add, prompt)
+        try:
+            self._loop.call_soon_threadsafe(self._dispatcher.add, prompt)
+        except RuntimeError:
+            self._thread.join()  # The loop is closed.
+            self._raise_failure()
+            raise
 
-    def _note_answer(self, prompt: Prompt, engine: str, _: list[int]) -> None:
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _note_answer(self, prompt: Prompt, origin: Origin, _: list[int]) -> None:
         with self._lock:
             self._owed.pop(prompt.key, None)
-            self._answered[prompt.key] = (prompt, engine)
+            self._answered[prompt.key] = (prompt, origin)
             while len(self._answered) > _ANSWERED_KEPT:
                 del self._answered[next(iter(self._answered))]
 

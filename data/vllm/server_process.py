@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import math
 import os
 import signal
 import socket
@@ -43,8 +44,7 @@ class ServerProcess:
         key: what requests must send as a bearer token; None lets everybody in who reaches the server.
         devices: which of the visible GPUs it runs on; None stands for all.
         log: the file that everything vLLM prints is appended to.
-        limit_seconds: how long it may take to start.
-        directory: its working directory.
+        limit_seconds: how long it may take to start; may be infinite.
 
     Raises:
         UserError: it cannot listen there, or vLLM's environment does not exist.
@@ -60,10 +60,9 @@ class ServerProcess:
         devices: Sequence[int] | None,
         log: Path,
         limit_seconds: float,
-        directory: Path | None = None,
     ) -> None:
         self._python = find_python()
-        self._host, self._log, self._limit_seconds, self._directory = host, log, limit_seconds, directory
+        self._host, self._log, self._limit_seconds = host, log, limit_seconds
         self._reservation = _reserve(host, port)
         self._port: int = self._reservation.getsockname()[1]
         self.url = f"http://{_in_url(host)}:{self._port}"
@@ -99,6 +98,8 @@ class ServerProcess:
         next_line = started + FIRST_LINE_SECONDS
         while not self._is_healthy():
             self.check()
+            if self._closing:
+                raise self._error("vLLM was closed before it was ready")
             seconds = time.monotonic() - started
             if seconds > self._limit_seconds:
                 self.close()
@@ -106,8 +107,10 @@ class ServerProcess:
                 raise self._error(f"vLLM was not ready within {limit}; vllm.start_minutes sets the limit")
             if progress and time.monotonic() > next_line:
                 next_line += LINE_SECONDS
-                limit = f"{seconds:.0f} s of at most {self._limit_seconds:.0f} s"
-                print(f"vLLM: loading, {limit}", file=sys.stderr, flush=True)
+                limit = (
+                    f" of at most {self._limit_seconds:.0f} s" if math.isfinite(self._limit_seconds) else ""
+                )
+                print(f"vLLM: loading, {seconds:.0f} s{limit}", file=sys.stderr, flush=True)
             time.sleep(_POLL_SECONDS)
         self._was_ready = True
 
@@ -145,7 +148,6 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self._environment,
-                cwd=self._directory,
                 # Signals to this process's group, such as Ctrl-C, are for this process to handle.
                 start_new_session=True,
             )

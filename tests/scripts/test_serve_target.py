@@ -7,20 +7,34 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
+
 from data.target.spec import TargetSpec
-from data.vllm.environment import ROOT
+from data.vllm.environment import KEY_VARIABLE, ROOT
 from tests.data.target.tiny_target import NUM_LAYERS, save_target
 
+KEY = "the-key-of-this-test"
+# Prints how it is called; the server on the port 8124 ends with a status, others stay.
+FAKE = """
+import json, os, sys, time
+variables = [os.environ.get(name) for name in ("PYTHONPATH", "VLLM_API_KEY")]
+print(json.dumps([os.getpid(), sys.argv[1:], *variables]), flush=True)
+if "8123" in sys.argv:
+    time.sleep(600)
+sys.exit({status})
+"""
 
-def serve(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """With a Python that writes down how it is called, and ends with a status."""
+
+def serve(
+    tmp_path: Path, *arguments: str, key: str | None = None, status: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """With a Python that prints how it is called."""
     python = tmp_path / "python"
-    shows = 'import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ.get("PYTHONPATH")]))\n'
-    shows += f"sys.exit({status})\n"
-    python.write_text(f"#!{sys.executable}\n{shows}")
+    python.write_text(f"#!{sys.executable}\n{FAKE.format(status=status)}")
     python.chmod(0o755)
     command = [sys.executable, str(ROOT / "scripts" / "serve_target"), *arguments]
-    environment = os.environ | {"EAGLE31_VLLM_PYTHON": str(python)}
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    environment |= {"EAGLE31_VLLM_PYTHON": str(python)} | ({} if key is None else {KEY_VARIABLE: key})
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -36,35 +50,56 @@ def recipe(spec: TargetSpec, output_dir: Path) -> list[str]:
     ]
 
 
-def test_a_recipes_server(tmp_path: Path) -> None:
+def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
-    arguments = ["drafter.aux_layer_ids=[0,2]", "+vllm.engine_args.tensor_parallel_size=2"]
-    done = serve(tmp_path, *recipe(spec, output_dir), *arguments, "--port", "8123")
-    assert done.returncode == 0, done.stderr
-    printed, started = done.stdout.splitlines()
-    assert printed == "vllm.servers=[http://127.0.0.1:8123]"
-    (_, module, *options), python_path = json.loads(started)
+    arguments = ["drafter.aux_layer_ids=[0,2]", "+vllm.engine_args.tensor_parallel_size=2", "--servers", "2"]
+    command = [*recipe(spec, output_dir), *arguments, "--host", "0.0.0.0", "--port", "8123"]
+    done = serve(tmp_path, *command, key=KEY)
+    assert done.returncode == 2
+    assert "vLLM ended with status 1 before it was ready" in done.stderr
+    [printed] = done.stdout.splitlines()
+    # What other nodes use.
+    first, second = printed.removeprefix("vllm.servers=[").removesuffix("]").split(",")
+    address = first.removeprefix("http://").removesuffix(":8123")
+    assert (first, second) == (f"http://{address}:8123", f"http://{address}:8124")
+    assert address not in ("0.0.0.0", "127.0.0.1", "localhost")
+    logs = sorted(output_dir.glob("server-*.log"))
+    assert [path.name[-9:] for path in logs] == ["-8123.log", "-8124.log"]
+    process, (_, module, *options), python_path, key = json.loads(logs[0].read_text())
+    assert not psutil.pid_exists(process)  # although only the other one has failed
+    assert key == KEY
+    assert KEY not in done.stdout + str(options)
     assert module == "vllm.entrypoints.openai.api_server"
     assert {path.name for path in Path(python_path).glob("*.py")} == {"eagle31_vllm.py"}
-    given = dict(pairwise(options))
+    given = {name: value for name, value in pairwise(options) if name.startswith("--")}
     assert given["--model"] == spec.model
-    assert (given["--host"], given["--port"]) == ("127.0.0.1", "8123")
+    assert (given["--host"], given["--port"]) == ("0.0.0.0", "8123")
     assert (given["--dtype"], given["--max-model-len"], given["--tensor-parallel-size"]) == (
         "float32",
         "129",
         "2",
     )
+    assert given["--middleware"] == "eagle31_vllm.Gate"
     speculative = json.loads(given["--speculative-config"])
     assert speculative["method"] == "extract_hidden_states"
     ids = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert ids == [0, 2, NUM_LAYERS]
     settings = json.loads(given["--kv-transfer-config"])["kv_connector_extra_config"]
-    assert (settings["aux_layer_ids"], settings["roots"]) == ([0, 2], [str(output_dir)])
+    # An online run of the recipe finds its spool below one of the roots.
+    assert (settings["aux_layer_ids"], settings["roots"]) == ([0, 2], [str(output_dir), "/dev/shm"])
+
+
+def test_other_machines_are_served_with_a_key_only(tmp_path: Path) -> None:
+    done = serve(tmp_path, "any_target", "--host", "0.0.0.0")
+    assert done.returncode == 2
+    assert "VLLM_API_KEY=: Other machines reach the server at --host 0.0.0.0" in done.stderr
+    assert "export VLLM_API_KEY=$(openssl rand -hex 32)" in done.stderr
+    assert done.stdout == ""
 
 
 def test_a_server_that_could_not_put_into_mooncake_is_not_started(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
-    through = ["capture=vllm_online", "capture.transport=mooncake"]
+    through = ["capture=vllm", "capture.transport=mooncake"]  # an online run may use it, too
     done = serve(tmp_path, *recipe(spec, output_dir), *through, status=1)
     assert done.returncode == 2
     assert "pip install 'mooncake-transfer-engine" in done.stderr

@@ -95,7 +95,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if reason is not None:
             return False, {PARAMS: {"error": reason}}
         self._copies.append(PendingCopy(request.request_id, capture, input_ids, block_ids[self._group]))
-        return True, {PARAMS: {"server": self._info.id}}
+        return True, {PARAMS: {"engine": self._info.to_json()}}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

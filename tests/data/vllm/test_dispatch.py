@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.vllm.capture_request import DESCRIBE
-from data.vllm.dispatch import Dispatcher, Prompt
+from data.vllm.dispatch import Dispatcher, Origin, Prompt
 from data.vllm.endpoint import Refused, Unavailable
 from data.vllm.server_info import ServerInfo, read_info, remove_info, write_failure, write_info
 from eagle31.errors import UserError
@@ -19,16 +19,16 @@ FACTS = ServerInfo("a", "target", None, (1,), 2, 8, "float32", "cpu", vocab_size
 
 
 class Computer:
-    """An endpoint that computes each prompt by a function and describes itself."""
+    """An endpoint that computes prompts by a function, with each engine in turn, and describes the first."""
 
     def __init__(
         self,
         name: str,
         concurrency: int,
         compute: Callable[["Computer", int], None],
-        facts: ServerInfo = FACTS,
+        *engines: ServerInfo,
     ) -> None:
-        self.facts = facts
+        self.engines = list(engines or [FACTS])
         self.name, self.concurrency, self.compute = name, concurrency, compute
         self.under_way = self.most_under_way = self.num_starts = 0
         self.is_down = False
@@ -37,7 +37,7 @@ class Computer:
         if params == DESCRIBE:
             self.is_down = False
             self.num_starts += 1
-            return self.facts.to_json()
+            return self.engines[0].to_json()
         if self.is_down:
             raise Unavailable("connection refused")
         self.under_way += 1
@@ -49,14 +49,17 @@ class Computer:
                 raise Unavailable("it ended", lost=True)
         finally:
             self.under_way -= 1
-        return {}
+        self.engines.append(self.engines.pop(0))
+        return {"engine": self.engines[-1].to_json()}
 
     async def close(self) -> None:
         pass
 
 
 def dispatch(
-    *endpoints: Computer, prompts: list[list[int]] | None = None
+    *endpoints: Computer,
+    prompts: list[list[int]] | None = None,
+    check: Callable[[object, ServerInfo], None] = lambda endpoint, info: None,
 ) -> tuple[list[int], dict[int, str]]:
     """Return the answered prompts, in order, and the refused ones."""
     prompts = [[i] for i in range(NUM_PROMPTS)] if prompts is None else prompts
@@ -66,8 +69,8 @@ def dispatch(
     async def run() -> None:
         dispatcher = Dispatcher(
             endpoints,
-            check=lambda endpoint, facts: None,
-            answered=lambda prompt, engine, _: answered.append(prompt.index),
+            check=check,
+            answered=lambda prompt, origin, _: answered.append(prompt.index),
             refused=lambda prompt, reason: refused.update({prompt.index: reason}),
             patience_seconds=0.5,
         )
@@ -149,6 +152,59 @@ def test_an_engine_that_says_why_it_ended_is_not_tried_again(tmp_path: Path) -> 
     assert one.num_starts == 1
     remove_info(facts)
     assert read_info(str(tmp_path), facts.id).failure == "the disk is full"  # type: ignore[union-attr]
+
+
+def test_an_engine_after_a_load_balancer_is_lost_once_it_is_silent_after_a_failure() -> None:
+    def ends_once(computer: Computer, token: int) -> None:
+        computer.is_down = token == 9
+
+    first, second, third = (replace(FACTS, id=name) for name in "abc")
+    one = Computer("one", 1, ends_once, first, second)
+    origins: dict[str, Origin] = {}
+
+    async def run() -> None:
+        dispatcher = Dispatcher(
+            [one],
+            check=lambda endpoint, facts: None,
+            answered=lambda prompt, origin, _: origins.update({origin.engine: origin}),
+            refused=lambda prompt, reason: None,
+            patience_seconds=0.5,
+        )
+        running = asyncio.create_task(dispatcher.run())
+
+        async def compute(index: int, token: int, *answering: str) -> None:
+            dispatcher.add(Prompt(index, str(index), [token], {}))
+            while not running.done() and not set(answering) <= origins.keys():
+                await asyncio.sleep(0.01)
+
+        # Whichever engine described itself, both are alive.
+        await compute(0, 1, "a")
+        await compute(1, 1, "a", "b")
+        assert [dispatcher.is_lost(origins[name]) for name in "ab"] == [False, False]
+        one.engines = [first, third]  # the second has ended, and the balancer has another one
+        await compute(2, 9)
+        while one.num_starts < 2:
+            await asyncio.sleep(0.01)
+        assert dispatcher.is_lost(origins["b"])
+        await compute(3, 1)
+        await compute(4, 1, "c")
+        assert [dispatcher.is_lost(origins[name]) for name in "abc"] == [False, True, False]
+        dispatcher.give_up(origins["c"])
+        assert dispatcher.is_lost(origins["c"])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_every_engine_after_a_load_balancer_is_checked() -> None:
+    def check(endpoint: object, info: ServerInfo) -> None:
+        if info.id == "b":
+            raise UserError("vllm.servers", "one", "It has another target.")
+
+    one = Computer("one", 1, computes, FACTS, replace(FACTS, id="b"))
+    with pytest.raises(UserError, match="another target"):
+        dispatch(one, check=check)
 
 
 def test_endpoints_that_stay_down_are_named() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
+import httpx
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -31,12 +31,15 @@ from data.target.modules import locate
 from data.target.spec import TargetSpec
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
+from data.vllm.capture_request import DESCRIBE
 from data.vllm.client import ExpectedStates, capture_through_vllm, check_server
 from data.vllm.dispatch import PATIENCE_SECONDS
-from data.vllm.environment import ROOT, capture_environment
+from data.vllm.environment import KEY_VARIABLE, ROOT
 from data.vllm.producer import VllmProducer
 from data.vllm.server import VllmServer
+from data.vllm.server_process import ServerProcess
 from eagle31.errors import UserError
+from tests.data.vllm.client_process import KEY
 from tests.data.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
@@ -47,7 +50,6 @@ from tests.data.vllm.targets import (
     expected_states,
     greedy_answers,
     largest_difference,
-    make_hostile_directory,
     make_prompts,
     make_samples,
     save_gqa,
@@ -68,52 +70,39 @@ def spec(root: Path) -> TargetSpec:
     return save_gqa(root / "target")
 
 
-class ServerProcess:
-    """A server that prefills in chunks, with prefix caching."""
-
-    def __init__(self, python: Path, spec: TargetSpec, root: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url, self._log = f"http://127.0.0.1:{port}", root / "server.log"
-        chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": True}
-        engine = capture_engine(spec, IDS, root, **chunked)
-        self._command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *engine.command_line()]
-        self._command += ["--host", "127.0.0.1", "--port", str(port)]
-        self._environment = capture_environment(python)
-        # The user's modules have our names there.
-        self._directory = make_hostile_directory(root / "hostile")
-        self.start()
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self._directory,
-                env=self._environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        assert self._process.wait(timeout=60) == -signal.SIGKILL, "the server had ended before"
-
-
 @pytest.fixture(scope="module")
 def server(vllm_python: Path, spec: TargetSpec, root: Path) -> Iterator[ServerProcess]:
-    process = ServerProcess(vllm_python, spec, root)
+    """A server that prefills in chunks, with prefix caching."""
+    chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": True}
+    process = ServerProcess(
+        capture_engine(spec, IDS, root, **chunked).command_line(),
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=root / "server.log",
+        limit_seconds=START_SECONDS,
+    )
+    process.wait_until_ready(progress=False)
     yield process
-    process.kill()
+    process.close()
+
+
+def kill(server: ServerProcess) -> None:
+    """Kill one process of the server, which is then started again."""
+    assert server.process_id is not None
+    os.kill(server.process_id, signal.SIGKILL)
+
+
+def endpoint(server: ServerProcess, concurrency: int) -> VllmServer:
+    return VllmServer(server.url, concurrency, KEY, server.check)
 
 
 def capture(
     server: ServerProcess, dataset: Dataset, directory: Path, expected: ExpectedStates, **changes: object
 ) -> None:
     options = {"shard_tokens": 500, "manifest_fields": {"target": "tiny"}} | changes
-    endpoints = [VllmServer(server.url, concurrency=8)]
+    endpoints = [endpoint(server, 8)]
     stores = [StoreSpec(directory, dataset, ENCODING)]
     capture_through_vllm(stores, expected, endpoints, **options)  # type: ignore[arg-type]
 
@@ -164,7 +153,7 @@ def test_states_reach_a_trainer_and_bad_requests_are_reported(
     def check(endpoint, facts) -> None:
         check_server(endpoint, facts, expected, spool.directory, MAX_TOKENS)
 
-    producer = VllmProducer([VllmServer(server.url, 2)], spool, check, PATIENCE_SECONDS)
+    producer = VllmProducer([endpoint(server, 2)], spool, check, PATIENCE_SECONDS)
     try:
         requests = [
             StateRequest(f"k-{i}", row["input_ids"], row["loss_mask"]) for i, row in enumerate(dataset)
@@ -191,7 +180,7 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     prompts, expected = make_prompts(24), expected_states(spec, IDS)
     greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
     before = sorted(root.rglob("*.safetensors"))
-    writer = VllmGenerator([VllmServer(server.url, 8)], expected)
+    writer = VllmGenerator([endpoint(server, 8)], expected)
     answers = answer_prompts(writer, prompts, greedy, output=root / "a.jsonl", model_fingerprint="f")
     sampled = replace(greedy, temperature=1.0)
     with pytest.raises(UserError, match="on a CPU, where vLLM then ignores the temperature"):
@@ -206,6 +195,47 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     assert largest_difference(HiddenStateStore(root / "answered"), dataset, spec, IDS) < 1e-5
 
 
+def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    body = {"model": spec.model, "prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": DESCRIBE}
+    # vLLM takes such requests at these paths, too, and its own key does not protect the second one.
+    others = ["/inference/v1/generate", "/invocations", "/v1/chat/completions", "/tokenize", "/docs"]
+    entries = {None: 401, "another": 401, KEY: 404}
+    for key, status in entries.items():
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        for path in others:
+            assert httpx.post(server.url + path, json=body, headers=headers).status_code == status
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        assert answer.status_code == (200 if key == KEY else 401)
+    assert "eagle31" in answer.json()["kv_transfer_params"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    stranger = VllmServer(server.url, 8, "the-key-of-another")
+    stores = [StoreSpec(root / "stranger", make_samples(2), ENCODING)]
+    with pytest.raises(UserError, match="demands another key; set VLLM_API_KEY") as caught:
+        capture_through_vllm(
+            stores, expected_states(spec, IDS), [stranger], shard_tokens=500, manifest_fields={}
+        )
+    assert "the-key-of" not in str(caught.value)
+    assert KEY not in (root / "server.log").read_text()
+
+
+def test_a_producer_says_why_it_has_ended(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+    """The check fails before the first request, and the user reads what it found."""
+    spool, other = Spool(root / "unused", ENCODING), replace(expected_states(spec, IDS), aux_layer_ids=(0, 2))
+
+    def check(endpoint, facts) -> None:
+        check_server(endpoint, facts, other, None, MAX_TOKENS)
+
+    producer = VllmProducer([endpoint(server, 2)], spool, check, PATIENCE_SECONDS)
+    wait_for(lambda: not producer._thread.is_alive())
+    request = StateRequest("a", torch.tensor([1, 2]), torch.tensor([True, True]))
+    for call in (lambda: producer.request(request), producer.refusals):
+        with pytest.raises(UserError, match=r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]"):
+            call()
+    producer.close()
+
+
 def test_a_server_of_another_target_writes_no_answers(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
@@ -215,7 +245,7 @@ def test_a_server_of_another_target_writes_no_answers(
         "tokens where a sample has": (expected, MAX_TOKENS),
     }
     for number, (message, (other, num_tokens)) in enumerate(cases.items()):
-        writer, sampling = VllmGenerator([VllmServer(server.url, 8)], other), Sampling(num_tokens, (), 0.0, 0)
+        writer, sampling = VllmGenerator([endpoint(server, 8)], other), Sampling(num_tokens, (), 0.0, 0)
         output = root / f"other-{number}.jsonl"
         with pytest.raises(UserError, match=message):
             answer_prompts(writer, [[1, 2]], sampling, output=output, model_fingerprint="f")
@@ -237,7 +267,7 @@ def test_training_continues_when_the_server_is_killed(
     def sample_bytes(loss_mask: torch.Tensor) -> int:
         return file_bytes(ENCODING, loss_mask, *vars(shape).values())
 
-    producer = VllmProducer([VllmServer(server.url, 8)], spool, check, PATIENCE_SECONDS)
+    producer = VllmProducer([endpoint(server, 8)], spool, check, PATIENCE_SECONDS)
     with contextlib.closing(producer):
         source = OnlineStates(
             dataset, producer, spool, shape=shape, sample_bytes=sample_bytes, spool_gb=0.01, name="test"
@@ -246,8 +276,7 @@ def test_training_continues_when_the_server_is_killed(
         source.expect(order)
         samples = source.get_many(order[:10])
         assert producer._owed
-        server.kill()
-        server.start()
+        kill(server)
         samples += [source.get_many([index])[0] for index in order[10:]]
         assert source.collect_stats().num_restarts == 1
     assert not list(spool.directory.iterdir())
@@ -278,7 +307,9 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
     dataset, store = make_samples(NUM_SAMPLES), root / "store"
     script = Path(__file__).with_name("client_process.py")
     arguments = [spec.model, str(root), json.dumps(IDS), str(NUM_SAMPLES), server.url]
-    client = subprocess.Popen([sys.executable, str(script), *arguments], cwd=ROOT)
+    client = subprocess.Popen(
+        [sys.executable, str(script), *arguments], cwd=ROOT, env=os.environ | {KEY_VARIABLE: KEY}
+    )
     wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
     client.kill()
     assert client.wait(timeout=60) == -signal.SIGKILL
@@ -287,8 +318,7 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
 
     def kill_server_midway() -> None:
         wait_for(lambda: len(captured_ids(store)) > (len(before) + NUM_SAMPLES) / 2)
-        server.kill()
-        server.start()
+        kill(server)
 
     killer = Thread(target=kill_server_midway)
     killer.start()
@@ -300,6 +330,6 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
     assert largest_difference(finished, dataset, spec, IDS) < 1e-5
     # Captured samples stay: the same command again sends no requests.
     shards = {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")}
-    server.kill()
+    server.close()
     capture(server, dataset, store, expected_states(spec, IDS))
     assert {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")} == shards
