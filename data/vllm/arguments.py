@@ -102,11 +102,11 @@ class CaptureEngine:
 
     def command_line(self) -> list[str]:
         """Return the arguments of a server that captures."""
-        return _options(self.arguments())
+        return _command_line(self.arguments())
 
-    def answer_options(self) -> list[str]:
+    def answer_command_line(self) -> list[str]:
         """Return the arguments of a server that only writes completions."""
-        return _options(self.answer_arguments())
+        return _command_line(self.answer_arguments())
 
     @property
     def layer_ids(self) -> list[int]:
@@ -114,7 +114,7 @@ class CaptureEngine:
         return sorted({*self.aux_layer_ids, self.num_layers})
 
 
-def _options(arguments: Mapping[str, Any]) -> list[str]:
+def _command_line(arguments: Mapping[str, Any]) -> list[str]:
     line: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")

@@ -74,7 +74,7 @@ class RunServers:
             settings = self._settings()
             engine = settings.engine
             self._process = ServerProcess(
-                engine.command_line() if captures else engine.answer_options(),
+                engine.command_line() if captures else engine.answer_command_line(),
                 host=node_address() if self._world.num_nodes > 1 else _LOOPBACK,
                 port=None,
                 key=self._key(),
