@@ -95,7 +95,11 @@ def refusal(
             else f"{master} is not one of the Mooncake stores that the server may use."
         )
     directory = destination["store"] if "store" in destination else destination["spool"]
-    return None if below(directory, roots) else f"{directory} is not below {', '.join(roots)}."
+    if not below(directory, roots):
+        return f"{directory} is not below {', '.join(roots)}."
+    if "spool" in destination and not os.path.isdir(directory):
+        return f"{directory} does not exist on the machine of the server."
+    return None
 
 
 def tokens_sha256(input_ids: Sequence[int]) -> str:

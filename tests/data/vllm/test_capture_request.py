@@ -48,6 +48,10 @@ def test_only_directories_below_a_root_are_written(tmp_path: Path) -> None:
     for directory in (other, root / ".." / "root-other", root / "link" / "a", Path("a")):
         assert not below(str(directory), [str(root)])
     assert "is not below" in str(refusal({"spool": str(other)}, [str(root)], []))
+    assert "does not exist on the machine of the server" in str(
+        refusal({"spool": str(root / "s")}, [str(root)], [])
+    )
+    (root / "s").mkdir()
     assert refusal({"spool": str(root / "s")}, [str(root)], []) is None
     mooncake = {"mooncake": {"master": "10.0.0.1:50051"}}
     assert "not one of the Mooncake stores" in str(refusal(mooncake, [str(root)], ["10.0.0.2:50051"]))

@@ -11,7 +11,7 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from data.transport.mooncake import MooncakeTransport
-from data.vllm.environment import LOADER, check_mooncake
+from data.vllm.environment import check_mooncake
 from eagle31.errors import UserError
 from tests.data.transport.mooncake_master import Master, free_ports, running_master
 from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of, start, wait_for_step
@@ -116,9 +116,9 @@ def test_training_survives_a_killed_vllm_engine(
 
 
 def engine_of(process: subprocess.Popen) -> psutil.Process:
-    """Return the vLLM engine that the run started."""
+    """Return the engine of the vLLM server that the run started."""
     children = psutil.Process(process.pid).children(recursive=True)
-    [engine] = [one for one in children if str(LOADER) in one.cmdline()]
+    [engine] = [one for one in children if one.name().startswith("VLLM::Engine")]
     return engine
 
 

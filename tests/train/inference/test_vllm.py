@@ -15,11 +15,8 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.train import small_run
 from tests.train.small_run import MAIN, RECIPE
-from tests.train.torchrun import composed, torchrun
-from train.context import RunContext
-from train.distributed import World
+from tests.train.torchrun import run_here, torchrun
 from train.inference.online import run_name
-from train.pipeline import run_stages
 
 NUM_CONVERSATIONS = 16
 
@@ -125,7 +122,6 @@ def test_a_server_that_does_not_answer_is_reported_before_any_stage(
 ) -> None:
     monkeypatch.setattr("train.inference.probe.PATIENCE_SECONDS", 0.0)
     named = ["target.engine=vllm", "capture=vllm_online", "vllm.servers=[http://127.0.0.1:9]"]
-    config = composed(RECIPE, *arguments(small_target, data, tmp_path / "run"), *named)
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
-        run_stages(RunContext(config, World(rank=0, local_rank=0, size=1)))
-    assert not list((tmp_path / "run").glob("artifacts/*"))
+        run_here(RECIPE, *arguments(small_target, data, tmp_path / "run"), *named)
+    assert not (tmp_path / "run" / "artifacts").exists()
