@@ -1,0 +1,159 @@
+"""Small random targets with the architecture and the layers of the recipes' targets, and text for them."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from data.embedded.corpus import ChatExample, Message
+from data.embedded.tokenizer import END_TOKEN, PAD_TOKEN, save_tokenizer, train_tokenizer
+from data.target.architecture import from_architecture, model_class
+from tests.train.torchrun import composed
+
+VOCAB_SIZE = 400
+NUM_CONVERSATIONS = 40
+_WORDS = ("red", "green", "blue", "old", "new", "big", "small", "dog", "cat", "bird", "tree", "sees", "finds")
+
+# The sizes of stand-ins, by model type. The number and kinds of layers, norms, biases, RoPE and whether
+# embeddings are tied are the recipe's. vLLM's CPU kernels need heads of at least 32, and latent attention a
+# latent of 512 with a rotated part of 64. On the CPU, vLLM 0.32 cannot route as MiniMax-M2 does (sigmoid).
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": _DENSE,
+    "qwen3": _DENSE,
+    "qwen3_moe": _DENSE | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": _DENSE | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": _DENSE
+    | {
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "scoring_func": "softmax",
+    },
+    "deepseek_v3": {key: value for key, value in _DENSE.items() if key != "head_dim"} | _LATENT,
+}
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A small target in place of a recipe's, with conversations in the recipe's format."""
+
+    model: Path
+    train: Path
+    sizes: dict[str, Any]  # the keys of target.architecture that differ from the recipe's
+
+    def arguments(self) -> list[str]:
+        """Return the overrides that put the stand-in in the place of the recipe's target and data."""
+        return [
+            f"target.model={self.model}",
+            "target.checkpoint_gb=null",
+            f"data.train={self.train}",
+            "data.eval=null",
+            "data.split=train",
+            *(f"target.architecture.{name}={value}" for name, value in self.sizes.items()),
+        ]
+
+
+def save_stand_in(recipe: str, directory: Path, seed: int = 0) -> StandIn:
+    """Save a random target with the layers of the recipe's target, its tokenizer, and conversations."""
+    architecture = composed(recipe, "target.model=x", "data.train=x").target.architecture
+    sizes = SMALL[architecture["model_type"]]
+    examples = conversations(NUM_CONVERSATIONS, seed)
+    tokenizer = train_tokenizer(examples, VOCAB_SIZE, architecture["max_position_embeddings"])
+    end, pad = (tokenizer.convert_tokens_to_ids(token) for token in (END_TOKEN, PAD_TOKEN))
+    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
+    config = from_architecture(
+        architecture | sizes | special | {"dtype": "float32", "initializer_range": 0.1}
+    )
+    torch.manual_seed(seed)
+    model = model_class(config).from_config(config, dtype=torch.float32)
+    scatter(model)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    model.save_pretrained(directory / "model")
+    save_tokenizer(tokenizer, directory / "model")
+    train = directory / "train.jsonl"
+    lines = (json.dumps(example if "qwen3" in recipe else as_sharegpt(example)) for example in examples)
+    train.write_text("\n".join(lines) + "\n")
+    return StandIn(directory / "model", train, sizes)
+
+
+def scatter(model: PreTrainedModel) -> None:
+    """Give norms and biases random values, so that one that is forgotten changes the result."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+            elif parameter.dim() == 1:
+                nn.init.normal_(parameter, std=0.1)
+
+
+def conversations(number: int, seed: int) -> list[ChatExample]:
+    """Return conversations of one and two turns."""
+    draw = random.Random(seed)
+    examples = []
+    for index in range(number):
+        messages: list[Message] = []
+        for _ in range(1 + index % 2):
+            words = draw.choices(_WORDS, k=draw.randint(4, 12))
+            messages.append(Message(role="user", content=f"Turn around: {' '.join(words)}"))
+            messages.append(Message(role="assistant", content=" ".join(reversed(words))))
+        examples.append(ChatExample(id=str(index), messages=messages))
+    return examples
+
+
+def as_sharegpt(example: ChatExample) -> dict[str, Any]:
+    """Return the conversation in the columns of ShareGPT."""
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[one["role"]], "value": one["content"]} for one in example["messages"]]
+    return {"id": example["id"], "conversations": turns}
+
+
+def small_run(recipe: str, stand_in: StandIn, output_dir: Path) -> list[str]:
+    """Return the overrides that put the stand-in into a recipe and make its run short."""
+    config = composed(recipe, "target.model=x", "data.train=x")
+    arguments = [
+        *stand_in.arguments(),
+        f"output_dir={output_dir}",
+        "data.max_tokens=160",
+        "data.num_validation=3",
+        "data.num_test=3",
+        "data.num_workers=1",
+        "data.regenerate.max_new_tokens=12",
+        "capture.max_samples=16",
+        "capture.spool_gb=0.02",
+        "train.row_tokens=160",
+        "train.rows_per_step=2",
+        "train.max_steps=2",
+        "train.log_every=1",
+        "evaluate.max_new_tokens=12",
+        "tracking.mode=disabled",
+    ]
+    if config.drafter.draft_vocab_size is not None:
+        arguments.append("drafter.draft_vocab_size=200")
+    if "tensor_parallel_size" in config.vllm.engine_args:
+        arguments.append("vllm.engine_args.tensor_parallel_size=1")
+    return arguments

@@ -1,0 +1,111 @@
+"""Every recipe, by its name and through all stages, on a small stand-in for its target.
+
+`docs/recipes.md` has the table. A core of the recipes runs always, all of them with --full.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.capture.hf import HiddenStateCapture
+from data.store import HiddenStateStore
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.spec import TargetSpec
+from eagle31.json_files import read_json, read_jsonl
+from tests.recipes.stand_ins import save_stand_in, small_run
+from tests.train.torchrun import ROOT, composed, torchrun
+from train.config.capture import CaptureMode
+from train.config.drafter import Attention
+from train.config.target import TargetEngine
+
+RECIPES = sorted(
+    path.stem
+    for path in (ROOT / "recipes" / "recipe").glob("*.yaml")
+    if path.stem not in ("any_target", "quickstart")
+)
+# Dense in transformers; latent attention with experts, and experts with sliding windows, through vLLM online.
+CORE = ("qwen3_0_6b", "kimi_k2_6", "gpt_oss_20b")
+NUM_RANKS = 2
+RUN_SECONDS = 1500
+# In vLLM 0.32 on the CPU, stand-ins for MiniMax-M2 route by softmax, which transformers cannot.
+OTHER_ROUTING = ("minimax_m2_5",)
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> str:
+    if request.param not in CORE and not request.config.getoption("--full"):
+        pytest.skip(f"{', '.join(CORE)} run always, the other recipes with --full")
+    return request.param
+
+
+@pytest.mark.timeout(RUN_SECONDS)
+def test_a_recipe_runs_on_a_stand_in(recipe: str, vllm_python: Path, tmp_path: Path) -> None:
+    stand_in, run = save_stand_in(recipe, tmp_path), tmp_path / "run"
+    command = [f"recipe={recipe}", *small_run(recipe, stand_in, run)]
+    printed = torchrun("train/main.py", *command, num_processes=NUM_RANKS, seconds=RUN_SECONDS)
+    assert "acceptance length" in printed
+    assert (run / "report" / "index.html").is_file()
+    config, plan = composed(recipe, *command[1:]), read_json(run / "plan.json")
+    assert_regenerated(run)
+    assert_captured(run, recipe, stand_in.model, online=config.capture.mode is CaptureMode.online)
+    assert_trained(run)
+    exported = read_json(run / "export" / "config.json")
+    assert exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == plan["drafter"]["aux_layer_ids"]
+    assert (exported["fc_norm"], exported["norm_output"]) == (True, True)
+    latent = config.drafter.attention is Attention.mla
+    assert exported["architectures"] == [
+        "Eagle3DeepseekV2ForCausalLM" if latent else "LlamaForCausalLMEagle3"
+    ]
+    [evaluation] = [read_json(path) for path in run.glob("artifacts/evaluate-*/evaluation.json")]
+    assert evaluation["engine"].startswith(
+        "vLLM" if config.target.engine is TargetEngine.vllm else "eagle31 (transformers"
+    )
+    greedy = evaluation["greedy"]
+    assert greedy["num_identical"] + greedy["num_near_tie"] == evaluation["num_prompts"] > 0
+
+
+def assert_regenerated(run: Path) -> None:
+    """Check that the target wrote the answers that are trained on."""
+    answers = [row for path in run.glob("artifacts/data-*/regenerated/*.jsonl") for row in read_jsonl(path)]
+    assert len(answers) > 1
+    assert len({json.dumps(row) for row in answers}) > 1
+
+
+def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> None:
+    """Check that only held-out states are stored where training is online, and that they are the target's."""
+    stores = {path.parent.name for path in run.glob("artifacts/capture-*/*/shard-*.safetensors")}
+    assert stores == {"validation", "test"} | (set() if online else {"train"})
+    if recipe in OTHER_ROUTING:
+        return
+    [directory] = run.glob("artifacts/capture-*/validation")
+    store, spec = HiddenStateStore(directory), TargetSpec(str(target))
+    model = load_target(spec, torch.device("cpu"))
+    capture = HiddenStateCapture(model, locate(model, spec), tuple(store.manifest["aux_layer_ids"]))
+    for sample in store.get_many(range(len(store))):
+        [(aux, final)] = capture.capture([sample.input_ids])
+        kept = sample.aux_hidden_states.abs().amax(dim=(1, 2)) > 0  # others are read by no draft
+        assert kept.sum() >= len(kept) - 2
+        for ours, theirs in (
+            (sample.aux_hidden_states[kept], aux[kept]),
+            (sample.final_hidden_states, final),
+        ):
+            needed = ours.flatten(1).abs().amax(1) > 0
+            error = (ours[needed] - theirs[needed]).abs().max() / theirs.abs().max()
+            assert error < 1e-3
+
+
+def assert_trained(run: Path) -> None:
+    [metrics] = run.glob("artifacts/train-*/metrics.jsonl")
+    losses = [record["loss"] for record in read_jsonl(metrics) if record["kind"] == "train"]
+    assert len(losses) == 2
+    assert all(0 < loss < 100 for loss in losses)
+
+
+def test_the_table_of_the_documentation_has_every_recipe() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \|", page)
+    assert sorted(rows) == RECIPES
