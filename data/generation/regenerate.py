@@ -1,84 +1,182 @@
 """On-policy training data: the target answers the conversations again, turn by turn."""
 
-from collections.abc import Callable, Sequence
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from data.generation.answers import answers_dataset
 from data.text.schemas import Conversation
 from data.text.template import TemplateRefused, render_prompt
-from data.text.tokenize import check_refused
+from data.text.tokenize import SAMPLE_SCHEMA, check_refused
+from eagle31.json_files import read_json, write_json
 
-Answer = Callable[[list[list[int]], Path], list[list[int]]]
+Answer = Callable[[Sequence[Sequence[int]], Path], list[list[int]]]
+Refusals = list[tuple[str, str]]
+
+# Assistant turns in memory at a time: they keep many GPUs busy, and take a few GB at 8,000 tokens each.
+BLOCK_TURNS = 16384
+_BATCH_SAMPLES = 1024
+_MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
 
 
 def regenerate(
-    conversations: Sequence[Conversation],
+    conversations: Iterable[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     answer: Answer,
     *,
     max_tokens: int,
-    template_kwargs: dict,
+    template_kwargs: dict[str, Any],
     directory: Path,
-    on_refused: Callable[[list[tuple[str, str]]], None],
+    on_refused: Callable[[Refusals], None],
+    max_samples: int | None = None,
+    block_turns: int = BLOCK_TURNS,
+    progress: bool = False,
 ) -> Dataset:
     """Replace the assistant turns one by one; each prompt contains the target's earlier completions.
+
+    Conversations are answered in blocks, whose samples go to disk, so that the memory does not depend on
+    their number. The last block ends soon after `max_samples` samples.
 
     Args:
         answer: maps prompts, and a file to resume from, to the token ids of each answer; a conversation ends
             at an empty answer.
         max_tokens: the limit for prompt and answer together; prompts without room for two tokens are left
             out, and longer answers are cut.
-        directory: where each turn's answers are written, as `turn-000.jsonl` and so on.
+        directory: where each block's answers are written, as `block-00000-turn-000.jsonl` and so on, and its
+            samples, as `block-00000.arrow`. An interrupted run resumes from these files.
         on_refused: called once with (id, reason) of the conversations that the template refuses; they end
             before the refused turn.
+        max_samples: the number of samples after which the remaining conversations are left out; None for all.
+        block_turns: the number of assistant turns in a block.
+        progress: reports the finished blocks on stderr.
 
     Raises:
         UserError: the template refuses too many conversations.
 
     Returns:
-        One sample per assistant turn, in the columns of tokenized data; the token ids are those that the
-        target generated.
+        One sample per assistant turn with at least two tokens, in the columns of tokenized data, mapped from
+        the files in `directory`; the token ids are those that the target generated.
     """
-    histories: list[list[dict]] = [[] for _ in conversations]
-    position = [0] * len(conversations)
-    refusals: list[tuple[str, str]] = []
-    parts = []
-    turn = 0
-    while True:
-        prompts, owners = [], []
-        for index, conversation in enumerate(conversations):
-            upcoming = _take_until_assistant(conversation, position, index, histories[index])
-            if not upcoming:
-                continue
-            try:
-                prompt = render_prompt(tokenizer, histories[index], conversation.tools, template_kwargs)
-            except TemplateRefused as refused:
-                refusals.append((conversation.id, refused.remedy))
-                position[index] = len(conversation.messages)
-                continue
-            if len(prompt) + 2 > max_tokens:
-                position[index] = len(conversation.messages)
-                continue
-            prompts.append(prompt)
-            owners.append(index)
-        check_refused(refusals, len(conversations))
-        if not prompts:
+    directory.mkdir(parents=True, exist_ok=True)
+    remaining = iter(conversations)
+    parts: list[Dataset] = []
+    refusals: Refusals = []
+    num_samples = num_conversations = 0
+    while max_samples is None or num_samples < max_samples:
+        block = _take_turns(remaining, _block_size(num_samples, max_samples, block_turns))
+        if not block:
             break
-        answers = answer(prompts, directory / f"turn-{turn:03d}.jsonl")
-        kept = [ids[: max_tokens - len(prompt)] for prompt, ids in zip(prompts, answers, strict=True)]
-        names = [f"{conversations[owner].id}/{turn}" for owner in owners]
-        parts.append(answers_dataset(prompts, kept, names))
-        for owner, ids in zip(owners, answers, strict=True):
-            completion = tokenizer.decode(ids, skip_special_tokens=True)
-            histories[owner].append({"role": "assistant", "content": completion})
-            position[owner] = position[owner] + 1 if ids else len(conversations[owner].messages)
-        turn += 1
+        num_conversations += len(block)
+        path = directory / f"block-{len(parts):05d}.arrow"
+        if not path.exists():
+            earlier = list(refusals)
+
+            def check(refused: Refusals, earlier: Refusals = earlier, total: int = num_conversations) -> None:
+                check_refused([*earlier, *refused], total)
+
+            _answer_block(block, tokenizer, answer, max_tokens, template_kwargs, path, check)
+        refusals += [(id, reason) for id, reason in read_json(path.with_suffix(".json"))["refused"]]
+        parts.append(Dataset.from_file(str(path)))
+        num_samples += len(parts[-1])
+        if progress:
+            total = "" if max_samples is None else f" of at most {max_samples:,}"
+            print(f"regenerate: {num_samples:,}{total} samples", file=sys.stderr, flush=True)
     if refusals:
         on_refused(refusals)
     return concatenate_datasets(parts) if parts else answers_dataset([], [], [])
+
+
+def _block_size(num_samples: int, max_samples: int | None, block_turns: int) -> int:
+    """Return the number of turns to answer next: at least 1 % of all, because a few use no GPU well."""
+    if max_samples is None:
+        return block_turns
+    return min(block_turns, max(max_samples - num_samples, max_samples // 100))
+
+
+def _take_turns(conversations: Iterator[Conversation], num_turns: int) -> list[Conversation]:
+    """Take conversations until they have at least so many assistant turns."""
+    block = []
+    while num_turns > 0 and (conversation := next(conversations, None)) is not None:
+        block.append(conversation)
+        num_turns -= sum(message["role"] == "assistant" for message in conversation.messages)
+    return block
+
+
+def _answer_block(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    answer: Answer,
+    max_tokens: int,
+    template_kwargs: dict[str, Any],
+    path: Path,
+    check: Callable[[Refusals], None],
+) -> None:
+    """Answer the turns of some conversations, and write the samples as an Arrow stream.
+
+    Args:
+        check: called before each turn with the conversations that the template has refused.
+    """
+    histories: list[list[dict]] = [[] for _ in conversations]
+    position = [0] * len(conversations)
+    refusals: Refusals = []
+    partial = path.with_suffix(".partial")
+    turn = 0
+    with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
+        while True:
+            prompts, owners = [], []
+            for index, conversation in enumerate(conversations):
+                upcoming = _take_until_assistant(conversation, position, index, histories[index])
+                if not upcoming:
+                    continue
+                try:
+                    prompt = render_prompt(tokenizer, histories[index], conversation.tools, template_kwargs)
+                except TemplateRefused as refused:
+                    refusals.append((conversation.id, refused.remedy))
+                    position[index] = len(conversation.messages)
+                    continue
+                if len(prompt) + 2 > max_tokens:
+                    position[index] = len(conversation.messages)
+                    continue
+                prompts.append(array("i", prompt))  # a tenth of a list's memory
+                owners.append(index)
+            check(refusals)
+            if not prompts:
+                break
+            answers = answer(prompts, path.with_name(f"{path.stem}-turn-{turn:03d}.jsonl"))
+            names = [f"{conversations[owner].id}/{turn}" for owner in owners]
+            samples = list(zip(names, prompts, answers, strict=True))
+            for start in range(0, len(samples), _BATCH_SAMPLES):
+                writer.write_batch(_record_batch(samples[start : start + _BATCH_SAMPLES], max_tokens))
+            for owner, ids in zip(owners, answers, strict=True):
+                completion = tokenizer.decode(ids, skip_special_tokens=True)
+                histories[owner].append({"role": "assistant", "content": completion})
+                position[owner] = position[owner] + 1 if ids else len(conversations[owner].messages)
+            turn += 1
+    write_json(path.with_suffix(".json"), {"refused": refusals})
+    partial.rename(path)
+
+
+def _record_batch(
+    samples: Iterable[tuple[str, Sequence[int], Sequence[int]]], max_tokens: int
+) -> pa.RecordBatch:
+    """Join (id, prompt, answer) into the columns of tokenized data; the loss mask covers the answers."""
+    columns: dict[str, list[Any]] = {name: [] for name in SAMPLE_SCHEMA.names}
+    for id, prompt, answer in samples:
+        ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])[:max_tokens]
+        if len(ids) < len(prompt) + _MIN_ANSWER_TOKENS:
+            continue
+        columns["id"].append(id)
+        columns["input_ids"].append(ids)
+        columns["loss_mask"].append(np.arange(len(ids)) >= len(prompt))
+        columns["num_prompt_tokens"].append(len(prompt))
+    return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
 
 
 def _take_until_assistant(

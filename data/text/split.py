@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from data.text.schemas import Conversation
 from eagle31.errors import UserError
 
@@ -41,6 +43,11 @@ def drop_prompts(
     """Return the conversations whose prompts do not occur in `held_out`."""
     prompts = {first_prompt(c) for c in held_out}
     return [c for c in conversations if first_prompt(c) not in prompts]
+
+
+def shuffled(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:
+    """Return the conversations in the random order in which a run with a limit uses them."""
+    return [conversations[i] for i in np.random.default_rng(seed).permutation(len(conversations))]
 
 
 def first_prompt(conversation: Conversation) -> str:

@@ -6,9 +6,9 @@ import os
 import shutil
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from eagle31.errors import UserError
 _REPORT = "report.json"
 _CHUNK_CONVERSATIONS = 64
 _CHUNKS_PER_WORKER = 4
-_SCHEMA = pa.schema(
+SAMPLE_SCHEMA = pa.schema(
     {
         "id": pa.string(),
         "input_ids": pa.list_(pa.int32()),
@@ -43,8 +43,22 @@ MAX_REFUSED_FRACTION = 0.01
 
 
 @dataclass(frozen=True)
+class Enough:
+    """When to stop: after so many conversations and so many samples, both."""
+
+    num_conversations: int
+    num_samples: int
+
+    def reached(self, counts: Mapping[str, int]) -> bool:
+        return (
+            counts["num_conversations"] >= self.num_conversations
+            and counts["num_samples"] >= self.num_samples
+        )
+
+
+@dataclass(frozen=True)
 class TokenizeReport:
-    """Counts of what became of the conversations."""
+    """Counts of what became of the conversations that were tokenized."""
 
     num_conversations: int
     num_refused: int  # conversations that the template refuses
@@ -91,6 +105,7 @@ def tokenize(
     output_dir: Path,
     eos_token_ids: Collection[int] | None = None,
     max_refused_fraction: float = MAX_REFUSED_FRACTION,
+    enough: Enough | None = None,
     progress: bool = False,
     on_refused: Callable[[list[tuple[str, str]]], None] = lambda _: None,
 ) -> TokenizeReport:
@@ -107,6 +122,7 @@ def tokenize(
         output_dir: must not exist; it appears when it is complete.
         eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
         max_refused_fraction: the fraction of the conversations that the template may refuse.
+        enough: leaves out the conversations that follow, the same ones for any number of workers.
         progress: reports progress on stderr.
         on_refused: called once with (id, reason) of the refused conversations, if there are any.
 
@@ -127,14 +143,17 @@ def tokenize(
         stream.parent.mkdir()
         with (
             pa.OSFile(str(stream), "wb") as sink,
-            pa.ipc.new_stream(sink, _SCHEMA) as writer,
+            pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer,
             Progress("tokenize", None, "conversations", shown=progress) as bar,
+            closing(_tokenized_chunks(conversations, settings, num_workers)) as chunks,
         ):
-            for chunk in _tokenized_chunks(conversations, settings, num_workers):
+            for chunk in chunks:
                 writer.write_batch(chunk.samples)
                 counts += chunk.counts
                 refused += chunk.refused
                 bar.update(chunk.counts["num_conversations"])
+                if enough is not None and enough.reached(counts):
+                    break
         report = _report(counts, len(refused), fingerprint)
         _check(report, refused, max_refused_fraction, max_tokens)
         if refused:
@@ -148,7 +167,7 @@ def tokenize(
 
 def _tokenized_chunks(
     conversations: Iterable[Conversation], settings: _Settings, num_workers: int
-) -> Iterator[_Chunk]:
+) -> Generator[_Chunk, None, None]:
     """Yield the tokenized chunks in order; at most a few per worker are in progress."""
     iterator = iter(conversations)
     chunks = iter(lambda: list(islice(iterator, _CHUNK_CONVERSATIONS)), [])
@@ -228,7 +247,7 @@ def _record_batch(samples: list[tuple[str, RenderedConversation]]) -> pa.RecordB
         "loss_mask": [sample.loss_mask for _, sample in samples],
         "num_prompt_tokens": [sample.num_prompt_tokens for _, sample in samples],
     }
-    return pa.RecordBatch.from_pydict(columns, schema=_SCHEMA)
+    return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
 
 
 def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> TokenizeReport:

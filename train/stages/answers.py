@@ -8,12 +8,14 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.run import Stage
 from train.context import RunContext
-from train.stages.data import HELD_OUT, save_dataset
+from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, save_dataset
 
 
 def answers_inputs(context: RunContext) -> dict[str, Any]:
+    data = context.artifacts[Stage.data].inputs
     return {
-        "data": context.artifacts[Stage.data].key,
+        # Not all of the data: other training samples need no other answers.
+        "data": {name: data[name] for name in sorted(HELD_OUT_INPUTS)},
         "max_new_tokens": context.config.evaluate.max_new_tokens,
     } | context.completion_inputs()
 

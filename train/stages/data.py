@@ -1,7 +1,6 @@
 """The data stage: reads conversations, holds prompts out and tokenizes. Rank 0 runs it."""
 
 import os
-import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,15 +20,19 @@ from data.text.sources import (
     read_conversations,
     source_fingerprint,
 )
-from data.text.split import choose_prompts, drop_prompts, held_out_split
+from data.text.split import choose_prompts, drop_prompts, held_out_split, shuffled
 from data.text.template import TemplateRefused, render_prompt, template_fingerprint
-from data.text.tokenize import tokenize
+from data.text.tokenize import Enough, tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from train.config.target import TargetEngine
 from train.context import RunContext
 
 HELD_OUT = ("validation", "test")
+# Names in `data_inputs` of what the held-out prompts depend on.
+HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
+# Conversations that are tokenized whatever capture.max_samples is: the draft vocabulary counts their tokens.
+COUNTED_CONVERSATIONS = 20_000
 
 
 def data_inputs(context: RunContext) -> dict[str, Any]:
@@ -51,17 +54,20 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         "tokenizer": tokenizer_fingerprint(context.tokenizer),
         "template": template_fingerprint(context.tokenizer, context.template_kwargs),
         "eos_token_ids": context.eos_token_ids,
+        "held_out": [data.num_validation, data.num_test, _prompt_room(context)],
+        "seed": context.config.seed,
+    }
+    assert inputs.keys() == HELD_OUT_INPUTS
+    inputs |= {
         "turns": data.turns.value,
         "max_tokens": data.max_tokens,
         "overlong": data.overlong.value,
-        "held_out": [data.num_validation, data.num_test, _prompt_room(context)],
-        "seed": context.config.seed,
+        "max_samples": context.config.capture.max_samples,
     }
     if data.regenerate.enabled:
         inputs["regenerate"] = asdict(data.regenerate) | context.completion_inputs()
         if context.config.target.engine is TargetEngine.vllm:
             del inputs["regenerate"]["batch_size"]
-        inputs["max_samples"] = context.config.capture.max_samples
     return inputs
 
 
@@ -72,13 +78,24 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     prompts = _held_out_prompts(context, held_out)
     write_json(directory / "held_out.json", prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
+    limit = context.config.capture.max_samples
     if data.regenerate.enabled:
-        dataset = _regenerated(context, conversations, directory)
+        blocks = directory / "regenerated"
+        if limit is not None:
+            conversations = shuffled(conversations, context.config.seed)
+        dataset = _regenerated(context, conversations, blocks)
         save_dataset(dataset, directory / "train")
         summary |= _sizes(dataset)
+        for path in blocks.glob("*.arrow"):  # the answers stay, which cost more
+            path.unlink()
     else:
         # A run that was killed before the stage finished may have left it.
         shutil.rmtree(directory / "train", ignore_errors=True)
+        enough = None
+        if limit is not None and len(conversations) > max(limit, COUNTED_CONVERSATIONS):
+            # As many conversations as samples, where one has several: samples of all kinds are chosen later.
+            enough = Enough(max(limit, COUNTED_CONVERSATIONS), num_samples=limit)
+            conversations = shuffled(conversations, context.config.seed)
         report = tokenize(
             conversations,
             context.tokenizer,
@@ -89,6 +106,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             num_workers=data.num_workers or os.cpu_count() or 1,
             output_dir=directory / "train",
             eos_token_ids=context.eos_token_ids,
+            enough=enough,
             progress=True,
             on_refused=_print_refused,
         )
@@ -182,15 +200,12 @@ def _prompt_room(context: RunContext) -> int:
     return context.config.train.row_tokens - context.config.evaluate.max_new_tokens
 
 
-def _regenerated(context: RunContext, conversations: list[Conversation], directory: Path) -> Dataset:
-    settings, limit = context.config.data.regenerate, context.config.capture.max_samples
-    if limit is not None and limit < len(conversations):
-        # Completions that are never captured need not be generated.
-        conversations = random.Random(context.config.seed).sample(conversations, limit)
+def _regenerated(context: RunContext, conversations: Sequence[Conversation], directory: Path) -> Dataset:
+    settings = context.config.data.regenerate
     sampling = context.sampling(settings.max_new_tokens, settings.temperature)
     with context.open_generator() as generator:
 
-        def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
+        def answer(prompts: Sequence[Sequence[int]], output: Path) -> list[list[int]]:
             return answer_prompts(
                 generator,
                 prompts,
@@ -200,16 +215,17 @@ def _regenerated(context: RunContext, conversations: list[Conversation], directo
                 progress=True,
             )
 
-        dataset = regenerate(
+        return regenerate(
             conversations,
             context.tokenizer,
             answer,
             max_tokens=context.config.data.max_tokens,
             template_kwargs=context.template_kwargs,
-            directory=directory / "regenerated",
+            directory=directory,
             on_refused=_print_refused,
+            max_samples=context.config.capture.max_samples,
+            progress=True,
         )
-    return dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
 
 
 def _sizes(dataset: Dataset) -> dict[str, int]:

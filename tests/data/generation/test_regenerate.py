@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import regenerate
+from data.generation.regenerate import BLOCK_TURNS, regenerate
 from data.sampling import Sampling
 from data.text.schemas import Conversation
 from data.text.template import render_prompt
@@ -86,6 +86,7 @@ def regenerated(
     *,
     max_tokens: int = 500,
     conversations: list[Conversation] = CONVERSATIONS,
+    block_turns: int = BLOCK_TURNS,
     **changes: Any,
 ) -> Dataset:
     return regenerate(
@@ -96,6 +97,7 @@ def regenerated(
         template_kwargs={},
         directory=directory,
         on_refused=[].append,
+        block_turns=block_turns,
     )
 
 
@@ -157,11 +159,12 @@ def test_an_interrupted_run_resumes_and_repeats_nothing(
 ) -> None:
     whole = regenerated(model, tokenizer, tmp_path / "whole").to_list()
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert names == ["turn-000.jsonl", "turn-001.jsonl", "turn-002.jsonl"]
-    lines = (tmp_path / "whole" / "turn-000.jsonl").read_bytes().splitlines(keepends=True)
+    answers = [f"block-00000-turn-00{turn}.jsonl" for turn in range(3)]
+    assert names == [*answers, "block-00000.arrow", "block-00000.json"]
+    lines = (tmp_path / "whole" / answers[0]).read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + len(CONVERSATIONS)
     (tmp_path / "half").mkdir()
-    half = tmp_path / "half" / "turn-000.jsonl"
+    half = tmp_path / "half" / answers[0]
     half.write_bytes(b"".join(lines[:3]) + lines[3][:9])  # one batch, and an incomplete line
     batch_sizes = []
     generate = model.generate
@@ -176,6 +179,8 @@ def test_an_interrupted_run_resumes_and_repeats_nothing(
     # Two remain in the first turn, two in the second and one in the third.
     assert batch_sizes == [2, 2, 1]
     assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
+    (tmp_path / "half" / "block-00000.arrow").unlink()
+    assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
     assert batch_sizes == [2, 2, 1]
 
 
@@ -183,11 +188,12 @@ def test_the_file_of_answers_names_the_model_and_the_settings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     regenerated(model, tokenizer, tmp_path)
-    for path in tmp_path.iterdir():
+    for path in tmp_path.glob("*.jsonl"):
         header = json.loads(path.read_text().splitlines()[0])
         assert header["model"] == "the target"
         assert header["temperature"] == 0.0
         assert header["max_new_tokens"] == MAX_NEW_TOKENS
+    (tmp_path / "block-00000.arrow").unlink()
     with pytest.raises(UserError, match="another model"):
         regenerated(model, tokenizer, tmp_path, model_fingerprint="another")
     with pytest.raises(UserError, match="another temperature"):
@@ -230,7 +236,9 @@ def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported
     [[(name, _reason)]] = reported
     assert name == "bad"
     with pytest.raises(UserError, match="1 of 2 conversations refused"):
-        regenerate([bad, good[0]], tokenizer, answer, directory=tmp_path, **rest)
+        regenerate([bad, good[0]], tokenizer, answer, directory=tmp_path / "two", **rest)
+    with pytest.raises(UserError, match="1 of 3 conversations refused"):
+        regenerate([*good[:2], bad], tokenizer, answer, directory=tmp_path / "3", block_turns=2, **rest)
 
 
 def test_a_conversation_ends_where_the_target_has_no_answer(
@@ -245,5 +253,61 @@ def test_a_conversation_ends_where_the_target_has_no_answer(
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
     rows = regenerate(CONVERSATIONS, tokenizer, answer, directory=tmp_path, **rest)
     masks = {row["id"]: sum(row["loss_mask"]) for row in rows}
-    assert {name for name, length in masks.items() if length} == {f"{name}/0" for name in TURNS}
-    assert "tool/2" not in masks
+    assert masks.keys() == {f"{name}/0" for name in TURNS}
+    assert all(length >= 2 for length in masks.values())
+
+
+@pytest.mark.parametrize("block_turns", [1, 3])
+def test_blocks_hold_the_same_samples_as_all_at_once(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, block_turns: int
+) -> None:
+    whole = regenerated(model, tokenizer, tmp_path / "whole").to_list()
+    rows = regenerated(model, tokenizer, tmp_path / "blocks", block_turns=block_turns).to_list()
+    assert sorted(rows, key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
+    # The conversations have 1, 2, 3 and 1 turns.
+    assert len(list((tmp_path / "blocks").glob("*.arrow"))) == {1: 4, 3: 3}[block_turns]
+
+
+def test_an_interrupted_block_resumes_after_the_finished_ones(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = regenerated(model, tokenizer, tmp_path / "whole", block_turns=3).to_list()
+    generate, num_calls = model.generate, 0
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:  # the first block takes two
+            raise InterruptedError
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(model, "generate", failing)
+    with pytest.raises(InterruptedError):
+        regenerated(model, tokenizer, tmp_path / "half", block_turns=3)
+    assert [path.name for path in (tmp_path / "half").glob("*.arrow")] == ["block-00000.arrow"]
+    assert regenerated(model, tokenizer, tmp_path / "half", block_turns=3).to_list() == whole
+
+
+def test_no_more_is_answered_than_max_samples_needs(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """One answer in four is too short, which the next block makes good."""
+    conversations = [
+        conversation(str(i), ("user", "six"), ("assistant", "X"), ("user", "ten"), ("assistant", "X"))
+        for i in range(400)
+    ]
+    num_prompts = 0
+
+    def answer(prompts: list[list[int]], _output: Path) -> list[list[int]]:
+        nonlocal num_prompts
+        num_prompts += len(prompts)
+        return [[5] if i % 4 == 3 else [5, 6] for i in range(len(prompts))]
+
+    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
+    rows = regenerate(conversations, tokenizer, answer, directory=tmp_path, max_samples=300, **rest)
+    assert 300 <= len(rows) <= 304
+    assert num_prompts <= 300 * 4 / 3 + 8
+    assert max(int(row["id"].partition("/")[0]) for row in rows) < (300 * 4 / 3 + 8) / 2

@@ -7,7 +7,7 @@ import pytest
 from data.text.choices import Overlong, Turns
 from data.text.schemas import Conversation
 from data.text.template import template_fingerprint
-from data.text.tokenize import TokenizeReport, tokenize
+from data.text.tokenize import Enough, TokenizeReport, tokenize
 from eagle31.errors import UserError
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer
@@ -74,6 +74,27 @@ def test_the_order_and_the_report_do_not_depend_on_the_number_of_workers(tmp_pat
     rows = [datasets.load_from_disk(str(tmp_path / n)).to_list() for n in ("1", "3")]
     assert rows[0] == rows[1]
     assert [row["id"] for row in rows[0]] == [str(i) for i in range(300) for _ in range(2)]
+
+
+def test_it_stops_after_enough_conversations_and_samples_for_any_number_of_workers(tmp_path):
+    tokenizer = byte_level_tokenizer(templates.CHATML)
+    # Every other conversation is too long.
+    data = [conversation(str(i), "what " * (1 + 50 * (i % 2)), "six") for i in range(1000)]
+    found = []
+    for name, workers, enough in [
+        ("one", 1, Enough(10, 100)),
+        ("three", 3, Enough(10, 100)),
+        ("many", 1, Enough(400, 100)),
+        ("all", 1, Enough(10, 501)),
+    ]:
+        settings = options(num_workers=workers, max_tokens=60)
+        report = tokenize(data, tokenizer, output_dir=tmp_path / name, enough=enough, **settings)
+        dataset = datasets.load_from_disk(str(tmp_path / name))
+        found.append((report.num_conversations, dataset["id"][:]))
+    assert found[0] == found[1]
+    assert [count for count, _ in found] == [256, 256, 448, 1000]
+    assert found[0][1] == [str(i) for i in range(0, 256, 2)]
+    assert len(found[3][1]) == 500
 
 
 def test_overlong_samples_are_cut_or_dropped_and_reported(tmp_path):

@@ -123,6 +123,9 @@ SETTING_CHANGES: dict[tuple[str, ...], dict[str, set[Stage]]] = {
         "target.layers_path=model.layers": FROM_ANSWERS,
         "target.trust_remote_code=true": FROM_ANSWERS,
         "target.device_map=auto": set(),
+        "capture.max_samples=20": set(STAGES) - {Stage.answers},
+        "data.turns=last": set(STAGES) - {Stage.answers},
+        "data.num_test=5": set(STAGES),
         "+vllm.engine_args.quantization=fp8": set(),
     },
     IN_VLLM: {
@@ -138,7 +141,7 @@ SETTING_CHANGES: dict[tuple[str, ...], dict[str, set[Stage]]] = {
         "+vllm.engine_args.quantization=fp8": set(STAGES),
         "data.regenerate.batch_size=3": set(),
     },
-    (REGENERATED,): {"data.regenerate.batch_size=3": set(STAGES)},
+    (REGENERATED,): {"data.regenerate.batch_size=3": set(STAGES) - {Stage.answers}},
     # Only states come from vLLM: the completions are those of transformers.
     ("capture.source=vllm",): {"+vllm.engine_args.quantization=fp8": FROM_CAPTURE},
 }

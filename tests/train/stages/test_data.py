@@ -1,0 +1,46 @@
+"""The data stage with a limit of samples: what is tokenized, and what is chosen of it."""
+
+from pathlib import Path
+
+import pytest
+
+from data.embedded.target import EmbeddedTarget
+from eagle31.json_files import read_json
+from tests.train.small_run import RECIPE, arguments
+from tests.train.torchrun import composed
+from train.config.run import Stage
+from train.context import RunContext
+from train.distributed import World
+from train.pipeline import run_stage, unfinished_stages
+from train.stages import data as data_stage
+from train.stages.capture import training_samples
+
+LIMIT = 50
+
+
+def _chosen(target: EmbeddedTarget, directory: Path, *settings: str) -> tuple[dict, list[dict]]:
+    """Run the data stage; return its summary and the training samples."""
+    limit = f"capture.max_samples={LIMIT}"
+    config = composed(RECIPE, *arguments(target, directory), limit, "data.max_tokens=100", *settings)
+    context = RunContext(config, World(rank=0, local_rank=0, size=1))
+    run_stage(context, Stage.data, unfinished_stages(context, [Stage.data]))
+    summary = read_json(context.artifacts[Stage.data].manifest_path)["facts"]
+    return summary, training_samples(context).to_list()
+
+
+def test_a_limit_chooses_conversations_before_they_are_tokenized(
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, of_all = _chosen(small_target, tmp_path / "every")
+    assert every["num_conversations"] > 2 * 64
+    monkeypatch.setattr(data_stage, "COUNTED_CONVERSATIONS", 70)
+    few, of_few = _chosen(small_target, tmp_path / "few")
+    assert few["num_conversations"] == 128  # two chunks
+    assert few["num_conversations_read"] == every["num_conversations_read"]
+    assert few["num_samples"] >= LIMIT
+    two, of_two = _chosen(small_target, tmp_path / "two", "data.num_workers=2")
+    assert (two, of_two) == (few, of_few)
+    _, other_seed = _chosen(small_target, tmp_path / "seed", "seed=1")
+    assert len(of_all) == len(of_few) == len(other_seed) == LIMIT
+    ids = [{row["id"] for row in rows} for rows in (of_all, of_few, other_seed)]
+    assert ids[0] != ids[1] != ids[2]
