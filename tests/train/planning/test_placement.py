@@ -70,7 +70,7 @@ CASES = list(product(RECIPES, CLUSTERS, SETTINGS))
 
 @cache
 def configured(recipe: str, *settings: str) -> RunConfig:
-    # The dense recipe captures in transformers by default.
+    # The dense recipe captures offline by default.
     source = ("capture=vllm_online", "target.engine=vllm") if recipe == "qwen3_8b" else ()
     config = composed(recipe, *source, *settings)
     check(config)

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
 from tests.train.torchrun import ROOT, composed, run_here
 from train.config.run import check
+from train.config.vllm import Placement
 from train.distributed import World
 from train.planning.memory import USABLE_FRACTION, worst_counts
+from train.planning.placement import Cluster, place_servers, serves_training, uses_vllm
 from train.planning.plan import Plan, make_plan
+from train.planning.sizes import RunSizes
 from train.planning.table import format_plan
 from train.planning.target import planned_config
 from train.planning.work import newest_data_summary
@@ -106,6 +110,22 @@ def test_the_commands_in_a_header_can_be_composed(recipe: str) -> None:
     for name, *arguments in commands:
         assert name == recipe
         check(composed(recipe, *arguments))
+
+
+@pytest.mark.parametrize("recipe", SIZES)
+def test_a_recipe_fits_the_nodes_that_its_header_names(recipe: str) -> None:
+    config = composed(recipe)
+    if not uses_vllm(config):
+        return
+    assert config.plan.gpu_memory_gb is not None
+    assert f"{config.plan.gpu_memory_gb:.0f} GB" in header(recipe)
+    node = Cluster(1, 8, 8, int(config.plan.gpu_memory_gb * 1e9))
+    sizes = RunSizes(config).on_gpus(node.num_ranks)
+    here = place_servers(config, node, sizes)
+    assert (here.kind, here.num_servers, here.gpus) == (Placement.shared, 1, 8)
+    if serves_training(config):
+        apart = place_servers(config, replace(node, capture_nodes=1), sizes)
+        assert (apart.kind, apart.num_servers, apart.gpus) == (Placement.apart, 1, 8)
 
 
 def header(recipe: str) -> str:
