@@ -1,5 +1,6 @@
 """What follows from a target's config without its weights: parameter counts and feed-forward widths."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ def from_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     Raises:
         UserError: transformers does not know the model type or refuses a value.
     """
-    keys = dict(architecture)
+    keys = copy.deepcopy(dict(architecture))  # transformers writes into the rope parameters
     model_type = keys.pop("model_type", None)
     try:
         return AutoConfig.for_model(model_type, **keys)

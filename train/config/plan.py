@@ -14,12 +14,19 @@ class PlanConfig:
     num_tokens: int | None = None
     document_tokens: int | None = None  # Mean length of a sample in tokens. null: data.max_tokens.
     assistant_fraction: float = 0.5  # Fraction of the tokens that the assistant wrote, in (0, 1].
-    num_gpus: int | None = None  # Number of GPUs that train. null: the processes of this run.
-    target_gpus: int | None = None  # Number of GPUs that run the target. null: those that train.
-    gpu_memory_gb: float | None = None  # Memory of one GPU in 10^9 bytes. null: that of this machine's GPU.
+    # Nodes to plan for, those that run the target included. null: the nodes of this run; with stages=[plan]
+    # alone and a target in vLLM on several GPUs, 1, 2 and 4 nodes.
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None  # GPUs of a node, on a machine without GPUs. null: 8.
+    # Memory of one GPU in 10^9 bytes, on a machine without GPUs. null: unknown.
+    gpu_memory_gb: float | None = None
     # Sustained TFLOP/s of one GPU, not its peak, for the hours of capture and training. For training, the
     # speed that an earlier run in the same output_dir measured takes precedence. null: unknown.
     tflops_per_gpu: float | None = None
+    # Tokens per second that the target generates on one GPU, over all requests, for the hours of
+    # data.regenerate. null: unknown; the plan gives the hours of the same FLOPs at plan.tflops_per_gpu, which
+    # generation does not reach.
+    decode_tokens_per_second_per_gpu: float | None = None
 
 
 def check_plan(plan: PlanConfig) -> None:

@@ -1,7 +1,5 @@
 """The placement of a run's servers on the GPUs at hand."""
 
-import os
-
 import torch
 
 from eagle31.errors import UserError
@@ -35,7 +33,6 @@ def run_placement(config: RunConfig, world: World) -> ServerPlacement | None:
 
 def cluster_at_hand(world: World) -> Cluster:
     """Return the cluster that this run was started on, from torchrun's environment and this node's GPUs."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if gpus else None
-    return Cluster(max(1, world.size // processes), gpus, processes, gpu_bytes)
+    return Cluster(world.num_nodes, gpus, world.size // world.num_nodes, gpu_bytes)

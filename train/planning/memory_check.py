@@ -9,7 +9,7 @@ from pathlib import Path
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig
 from train.planning.memory import USABLE_FRACTION, TrainerMemory, TrainerSettings, changes
-from train.planning.target import TargetPlan, shares_gpus
+from train.planning.target_gpus import TargetOnGpus
 from train.planning.work import WorkPlan
 
 # In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.
@@ -31,24 +31,22 @@ def memory_check(
     config: RunConfig,
     settings: TrainerSettings,
     memory_of: Callable[[TrainerSettings], TrainerMemory],
-    target: TargetPlan,
-    work: WorkPlan,
-    gpu_bytes: int | None,
-    here: bool,
+    target: TargetOnGpus,
+    gpu_bytes: int,
 ) -> list[Shortage]:
-    """Return everything that does not fit.
+    """Return what does not fit a GPU. A target in vLLM has been checked where its servers were placed.
 
     Args:
         memory_of: returns a training GPU's memory under other settings.
-        gpu_bytes: memory of one GPU; None leaves GPUs out of the check.
-        here: whether the run is for this machine, so that its disks are checked.
+        gpu_bytes: memory of one GPU.
     """
     found = []
-    if gpu_bytes is not None:
-        shared = target.bytes_per_gpu if shares_gpus(config) else 0
-        found += _trainer(settings, memory_of, int(gpu_bytes * USABLE_FRACTION) - shared)
-        found += _target(config, target, int(gpu_bytes * (1 - TARGET_ROOM)))
-    return found + (_disk(config, work) if here else [])
+    in_vllm = config.capture.source is CaptureSource.vllm
+    if not in_vllm:
+        found = _target(config, target, int(gpu_bytes * (1 - TARGET_ROOM)))
+    beside = config.capture.source is CaptureSource.hf and config.capture.mode is CaptureMode.online
+    held = target.bytes_per_gpu if beside else 0
+    return _trainer(settings, memory_of, int(gpu_bytes * USABLE_FRACTION) - held) + found
 
 
 def _trainer(
@@ -84,23 +82,24 @@ def _smallest_change(
     return f"Set {' '.join(one for one, _ in made)} ({gigabytes(memory_of(changed).total)})."
 
 
-def _target(config: RunConfig, target: TargetPlan, available: int) -> list[Shortage]:
+def _target(config: RunConfig, target: TargetOnGpus, available: int) -> list[Shortage]:
     if target.bytes_per_gpu <= available:
         return []
-    gpus = math.ceil(target.checkpoint_bytes / available)
+    gpus = math.ceil(target.bytes_per_gpu * target.gpus_per_replica / available)
     gpus = 1 << (gpus - 1).bit_length()  # heads are split evenly
-    if config.capture.source is CaptureSource.hf:
-        change = f"Set target.device_map=auto over {gpus} GPUs, or capture=vllm with as many."
-    elif config.capture.source is CaptureSource.vllm:
-        change = f"Set vllm.engine_args.tensor_parallel_size={gpus}"
-        if gpus > 8:
-            change += " over several nodes; vLLM cannot capture with pipeline parallelism."
+    if config.capture.source is CaptureSource.torchspec:
+        change = f"Give TorchSpec capture.torchspec.overrides=[inference.inference_num_gpus={gpus}]."
     else:
-        change = f"Set plan.target_gpus={gpus}, and give TorchSpec as many."
+        engine = f"capture={'vllm' if config.capture.mode is CaptureMode.offline else 'vllm_online'}"
+        change = (
+            f"Set target.device_map=auto over {gpus} GPUs, or {engine} "
+            f"vllm.engine_args.tensor_parallel_size={gpus}."
+        )
     return [Shortage("the target", target.bytes_per_gpu, available, change)]
 
 
-def _disk(config: RunConfig, work: WorkPlan) -> list[Shortage]:
+def disk_check(config: RunConfig, work: WorkPlan) -> list[Shortage]:
+    """Return what does not fit this machine's disk or the memory in which the spool is."""
     if work.store_bytes is None:
         return []
     capture = config.capture

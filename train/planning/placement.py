@@ -12,13 +12,14 @@ from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.config.vllm import Placement
 from train.planning.memory import USABLE_FRACTION
-from train.planning.remedies import assignments, repaired
+from train.planning.remedies import Change, assignments, repaired
 from train.planning.server_memory import CAPTURED_SEQUENCES, Parallelism, ServerMemory
 
 # Fraction of a GPU for a server that shares it with no training.
 _ALONE_FRACTION = 0.9
 # A training process that waits for the server: its CUDA context and the target's embedding or head.
 _WAITING_BYTES = 2_000_000_000
+_MARGIN = 0.1  # of training's memory
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
@@ -84,14 +85,22 @@ def place_servers(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> S
         sizes: None leaves memory unchecked.
 
     Raises:
-        UserError: the servers cannot run there. The remedy is a change with which they can.
+        CannotPlace: the servers cannot run there. The remedy is a change with which they can.
     """
     try:
         return _placed(config, cluster, sizes)
     except _Refused as refused:
         change = repaired(config, lambda changed: _works(changed, cluster, sizes), cluster.gpus_per_node)
+        raise CannotPlace(refused, change) from None
+
+
+class CannotPlace(UserError):
+    """The servers of a run cannot run where its configuration places them."""
+
+    def __init__(self, refused: "_Refused", change: Change) -> None:
         remedy = f"{refused.reason} Set {assignments(change)}."
-        raise UserError(refused.field, refused.value, remedy) from None
+        super().__init__(refused.field, refused.value, remedy)
+        self.change = change  # after which they can
 
 
 class _Refused(Exception):
@@ -154,7 +163,7 @@ def _apart(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerPl
     parallel = Parallelism.of(vllm.engine_args)
     if cluster.gpus_per_node == 0:
         return ServerPlacement(Placement.apart, cluster.capture_nodes)
-    _check_gpus(config, parallel, cluster.gpus_per_node, "a node")
+    _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     _check_alone(config, cluster, sizes, parallel, _ALONE_FRACTION)
     servers = cluster.gpus_per_node // parallel.gpus
     return ServerPlacement(Placement.apart, cluster.capture_nodes * servers, parallel.gpus)
@@ -181,7 +190,7 @@ def _split(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerPl
         reason = f"Each of the {cluster.gpus_per_node} GPUs of a node has a training process."
         raise _Refused("vllm.placement", config.vllm.placement.value, reason)
     parallel = _filled(config, free)
-    _check_gpus(config, parallel, free, f"a node that has no training process ({first} of them do)")
+    _check_gpus(config, parallel, free, "on a node where nothing trains")
     fraction = config.vllm.gpu_memory_fraction or _given_utilization(config) or _ALONE_FRACTION
     _check_alone(config, cluster, sizes, parallel, fraction)
     devices = tuple(range(first, first + parallel.gpus))
@@ -190,7 +199,7 @@ def _split(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerPl
 
 def _shared(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerPlacement:
     parallel = _filled(config, cluster.gpus_per_node)
-    _check_gpus(config, parallel, cluster.gpus_per_node, "a node")
+    _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     given = config.vllm.gpu_memory_fraction or _given_utilization(config)
     if sizes is None or cluster.gpu_bytes is None:
         fraction = given or (_ALONE_FRACTION / 2 if serves_training(config) else _ALONE_FRACTION - 0.1)
@@ -200,7 +209,9 @@ def _shared(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerP
         trainer = sizes.trainer(config) if online else _WAITING_BYTES
         room = int(gpu * (USABLE_FRACTION if online else _ALONE_FRACTION)) - trainer
         smallest = server.total(CAPTURED_SEQUENCES)
-        useful = min(server.total(num_sequences(config)), room) if online else room
+        # Training's memory is an estimate: vLLM leaves it more where it needs less.
+        useful = min(server.total(num_sequences(config)), int(room - _MARGIN * trainer)) if online else room
+        useful = max(useful, min(smallest, room))
         fraction = given or math.floor(useful / gpu * 1000) / 1000
         if smallest > min(room, fraction * gpu) or fraction * gpu > room:
             raise _too_large(config, server, trainer, gpu, given, online)
@@ -248,7 +259,7 @@ def _check_alone(
 def _check_gpus(config: RunConfig, parallel: Parallelism, gpus: int, of_what: str) -> None:
     if parallel.gpus > gpus:
         name = "tensor_parallel_size" if parallel.tensor > gpus else "data_parallel_size"
-        reason = f"A server of {parallel.gpus} GPUs needs more than the {gpus} of {of_what}."
+        reason = f"A server takes {parallel.gpus} GPUs, and there are {gpus} {of_what}."
         raise _Refused(f"vllm.engine_args.{name}", config.vllm.engine_args.get(name), reason)
 
 
@@ -258,7 +269,7 @@ def _check_evaluation(config: RunConfig, cluster: Cluster) -> None:
         return
     parallel = Parallelism.of(config.vllm.engine_args)
     if cluster.gpus_per_node:
-        _check_gpus(config, parallel, cluster.gpus_per_node, "a node, which evaluates too")
+        _check_gpus(config, parallel, cluster.gpus_per_node, "on a node that trains and evaluates")
 
 
 def _filled(config: RunConfig, gpus: int) -> Parallelism:

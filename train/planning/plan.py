@@ -1,4 +1,4 @@
-"""The plan of a run: the drafter's shape, memory, the amount of work, and what does not fit."""
+"""The plan of a run: the drafter's shape, the amount of work, and ways to use nodes and GPUs for it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,18 +7,23 @@ from typing import Any
 import torch
 
 from data.target.architecture import active_intermediate_size, expert_intermediate_size
-from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
-from eagle31.export.layouts import check_layout
 from eagle31.model.config import DrafterConfig
-from eagle31.model.drafter import Drafter
-from train.config.run import RunConfig
-from train.config.training import Precision
+from train.config.launcher import LauncherKind
+from train.config.run import RunConfig, Stage
 from train.distributed import World
-from train.drafter.shape import complete_shape
-from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
-from train.planning.memory_check import Shortage, memory_check
-from train.planning.target import TargetPlan, planned_config, target_plan
+from train.planning.at_hand import cluster_at_hand
+from train.planning.commands import Command, commands
+from train.planning.layout import Layout, layout, layouts
+from train.planning.memory_check import Shortage, disk_check
+from train.planning.placement import Cluster, uses_vllm
+from train.planning.remedies import assignments
+from train.planning.server_memory import Parallelism
+from train.planning.sizes import RunSizes
+from train.planning.target import TargetSize
 from train.planning.work import WorkPlan, work_plan
+
+_GPUS_PER_NODE = 8
+_NODES = (1, 2, 4)  # for a target that needs several GPUs
 
 
 @dataclass(frozen=True)
@@ -30,21 +35,22 @@ class Plan:
     drafter: DrafterConfig
     tensors: dict[str, list[int]]  # shapes of the trained tensors by name
     num_parameters: int
-    settings: TrainerSettings
-    memory: TrainerMemory
-    target: TargetPlan
+    target: TargetSize
     work: WorkPlan
     gpu_bytes: int | None
-    shortages: list[Shortage]
+    layout: Layout  # of this run, or the first that works
+    others: list[tuple[Layout, list[Command]]]  # further ways, with their commands, for stages=[plan]
+    commands: list[Command]  # of the layout, for stages=[plan]
+    disk: list[Shortage]
     notes: list[str]
+
+    @property
+    def shortages(self) -> list[Shortage]:
+        return [*self.layout.shortages, *self.disk]
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
-        values["memory"]["total"] = self.memory.total
-        values["target"] |= {
-            "bytes_per_gpu": self.target.bytes_per_gpu,
-            "num_replicas": self.target.num_replicas,
-        }
+        values["layout"]["memory"]["total"] = self.layout.memory.total
         return values
 
 
@@ -57,72 +63,70 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
     Raises:
         UserError: the recipe contradicts the target's config, or no drafter can be made from them.
     """
-    target_config = planned_config(config.target)
-    text = target_config.get_text_config()
-    ids = config.drafter.aux_layer_ids
-    if ids is None:
-        aux_layer_ids = default_aux_layer_ids(text.num_hidden_layers)
-    else:
-        aux_layer_ids = check_aux_layer_ids(ids, text.num_hidden_layers)
-    drafter = complete_shape(
-        config.drafter,
-        target_config,
-        aux_layer_ids,
-        text.vocab_size,
-        config.drafter.draft_vocab_size or text.vocab_size,
-    )
-    check_layout(drafter, config.export.layout)
-    with torch.device("meta"):
-        parameters = dict(Drafter(drafter, with_head=config.drafter.train_lm_head).named_parameters())
-    num_parameters = sum(parameter.numel() for parameter in parameters.values())
-    num_gpus = config.plan.num_gpus or world.size
-    settings = trainer_settings(config, num_gpus)
+    sizes = RunSizes(config)
+    work = work_plan(config, sizes.drafter, sizes.target.parameters, data_summary)
     gpu_bytes = available_gpu_bytes(config)
-    device = "cuda" if gpu_bytes is not None else world.device.type
-
-    def memory_of(settings: TrainerSettings) -> TrainerMemory:
-        counts = worst_counts(settings.row_tokens, config.train.ttt_steps)
-        return trainer_memory(drafter, num_parameters, settings, counts, device)
-
-    target = target_plan(config, target_config, num_gpus)
-    work = work_plan(config, drafter, target, num_gpus, data_summary)
+    found = _layouts(config, world, sizes, work, gpu_bytes)
+    first = next((one for one in found if one.works), found[0])
+    shows_commands = config.stages == [Stage.plan]
+    rest = [one for one in found if one is not first] if shows_commands else []
     return Plan(
         recipe=config.recipe_name,
         target_model=config.target.model,
-        drafter=drafter,
-        tensors={name: list(parameter.shape) for name, parameter in parameters.items()},
-        num_parameters=num_parameters,
-        settings=settings,
-        memory=memory_of(settings),
-        target=target,
+        drafter=sizes.drafter,
+        tensors=sizes.tensors,
+        num_parameters=sizes.num_parameters,
+        target=sizes.target,
         work=work,
         gpu_bytes=gpu_bytes,
-        shortages=memory_check(
-            config, settings, memory_of, target, work, gpu_bytes, for_this_machine(config)
-        ),
-        notes=notes(config, drafter, target_config),
+        layout=first,
+        others=[(one, commands(config, one) if one.works else []) for one in rest],
+        commands=commands(config, first) if shows_commands and first.works else [],
+        disk=disk_check(config, work) if for_this_machine(config) else [],
+        notes=[*_needs(first), *notes(config, sizes.drafter, sizes.target_config)],
     )
 
 
-def trainer_settings(config: RunConfig, num_gpus: int) -> TrainerSettings:
-    return TrainerSettings(
-        zero_stage=config.deepspeed.zero_stage,
-        bf16=config.deepspeed.precision is Precision.bf16,
-        offload_optimizer=config.deepspeed.offload_optimizer,
-        offload_parameters=config.deepspeed.offload_parameters,
-        train_lm_head=config.drafter.train_lm_head,
-        activation_checkpointing=config.train.activation_checkpointing,
-        row_tokens=config.train.row_tokens,
-        rows_per_step=config.train.rows_per_step,
-        world_size=num_gpus,
-    )
+def _needs(found: Layout) -> list[str]:
+    changes = assignments(found.overrides)
+    return [f"on these GPUs the run needs {changes}"] if changes and found.works else []
+
+
+def _layouts(
+    config: RunConfig, world: World, sizes: RunSizes, work: WorkPlan, gpu_bytes: int | None
+) -> list[Layout]:
+    """Return the layout of this run; where only the plan is made, or there is no GPU, ways to run it."""
+    at_hand = cluster_at_hand(world)
+    planned = config.plan.gpus_per_node or config.plan.gpu_memory_gb
+    if at_hand.gpus_per_node == 0 and planned is None:
+        return [layout(config, sizes, work, at_hand)]
+    if at_hand.gpus_per_node and config.stages != [Stage.plan]:
+        return [layout(config, sizes, work, at_hand)]
+    in_job = config.launcher.gpus_per_node if config.launcher.kind is LauncherKind.slurm else None
+    gpus = in_job or at_hand.gpus_per_node or config.plan.gpus_per_node or _GPUS_PER_NODE
+    return [
+        one
+        for nodes in _node_counts(config, at_hand)
+        for one in layouts(config, sizes, work, nodes, gpus, gpu_bytes)
+    ]
+
+
+def _node_counts(config: RunConfig, at_hand: Cluster) -> tuple[int, ...]:
+    if config.plan.num_nodes is not None:
+        return (config.plan.num_nodes,)
+    if config.launcher.kind is LauncherKind.slurm:
+        return (config.launcher.nodes,)
+    if at_hand.num_nodes > 1:
+        return (at_hand.num_nodes,)
+    several = uses_vllm(config) and Parallelism.of(config.vllm.engine_args).gpus > 1
+    return _NODES if several and not config.vllm.servers else (1,)
 
 
 def available_gpu_bytes(config: RunConfig) -> int | None:
-    """Return the recipe's plan.gpu_memory_gb, else the memory of this machine's GPU; None without either."""
-    if config.plan.gpu_memory_gb is not None:
-        return int(config.plan.gpu_memory_gb * 1e9)
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    """Return the memory of this machine's GPU, else the recipe's plan.gpu_memory_gb; None without either."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return None if config.plan.gpu_memory_gb is None else int(config.plan.gpu_memory_gb * 1e9)
 
 
 def for_this_machine(config: RunConfig) -> bool:

@@ -61,7 +61,7 @@ def _shown(value: Any) -> str:
 
 def _candidates(config: RunConfig, gpus_per_node: int) -> Iterator[Change]:
     """Yield changes to try, the smallest first."""
-    steps = [*_of_placement(config), *_of_training(config), *_of_parallelism(config, gpus_per_node)]
+    steps = [*_of_placement(config), *smaller_training(config), *_of_parallelism(config, gpus_per_node)]
     yield from steps
     placement: Change = {"vllm.placement": Placement.auto}
     for step in steps:
@@ -94,8 +94,8 @@ def _of_placement(config: RunConfig) -> Iterator[Change]:
         yield {"vllm.gpu_memory_fraction": None, "vllm.placement": Placement.auto}
 
 
-def _of_training(config: RunConfig) -> Iterator[Change]:
-    """Yield less memory for training, each change with the ones before it."""
+def smaller_training(config: RunConfig) -> Iterator[Change]:
+    """Yield changes with which training needs less memory, each with the ones before it."""
     change: Change = {}
     for stage in (1, 2):
         if config.deepspeed.zero_stage < stage:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from data.store.codec import Encoding, Rows, encoded_bytes
+from data.target.architecture import ParameterCounts
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.json_files import read_json
 from eagle31.model.config import DrafterConfig
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig
-from train.planning.target import TargetPlan
 
 _HOUR = 3600
 
@@ -33,6 +33,16 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Regeneration:
+    """The completions that replace the data's answers, before training."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_flops: int
+    flops: int  # prefill included
+
+
+@dataclass(frozen=True)
 class WorkPlan:
     """The work of the full run; None is unknown."""
 
@@ -42,10 +52,30 @@ class WorkPlan:
     step_flops: StepFlops  # of one row
     train_flops: int | None
     capture_flops: int | None  # the target's forward passes
+    regeneration: Regeneration | None  # None without it, and where the number of tokens is unknown
     store_bytes: int | None  # on disk; for online capture the limit of the spool
-    train_hours: float | None
-    capture_hours: float | None
-    rate: str | None  # in words, the speed that the hours are computed with
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a run."""
+
+    train: int
+    target: int
+    # Whether the target and the drafter compute at the same time, on different GPUs.
+    at_once: bool
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Hours of the stages that take long; None is unknown."""
+
+    regenerate: float | None  # 0 without regeneration
+    is_bound: bool  # regenerate is only a lower bound
+    capture: float | None
+    train: float | None
+    total: float | None
+    how: str | None  # in words, the speed that they are computed with
 
 
 def newest_data_summary(output_dir: Path) -> dict[str, Any]:
@@ -64,16 +94,12 @@ def measured_rate(output_dir: Path) -> float | None:
 
 
 def work_plan(
-    config: RunConfig,
-    drafter: DrafterConfig,
-    target: TargetPlan,
-    num_gpus: int,
-    data_summary: Mapping[str, Any],
+    config: RunConfig, drafter: DrafterConfig, parameters: ParameterCounts, data_summary: Mapping[str, Any]
 ) -> WorkPlan:
     """Return the work of the full run.
 
     Args:
-        num_gpus: number of GPUs that train.
+        parameters: the target's.
         data_summary: what the data stage recorded; empty before it has run.
     """
     plan, train = config.plan, config.train
@@ -97,20 +123,57 @@ def work_plan(
     train_flops = None if steps is None else flops.total * steps * train.rows_per_step
     captured = trained if config.capture.mode is CaptureMode.online else tokens.count
     # A forward pass multiplies and adds once with every active parameter.
-    capture_flops = None if captured is None else 2 * target.parameters.active * captured
-    train_hours, capture_hours, rate = _hours(config, trained, train_flops, capture_flops, target, num_gpus)
+    token_flops = 2 * parameters.active
     return WorkPlan(
         tokens=tokens,
         trained_tokens=trained,
         steps=steps,
         step_flops=flops,
         train_flops=train_flops,
-        capture_flops=capture_flops,
+        capture_flops=None if captured is None else token_flops * captured,
+        regeneration=_regeneration(config, tokens.count, token_flops),
         store_bytes=_store_bytes(config, drafter, tokens.count),
-        train_hours=train_hours,
-        capture_hours=capture_hours,
-        rate=rate,
     )
+
+
+def _regeneration(config: RunConfig, num_tokens: int | None, token_flops: int) -> Regeneration | None:
+    """Return the work of writing every answer again, as long as the data's."""
+    if num_tokens is None or not config.data.regenerate.enabled:
+        return None
+    generated = round(num_tokens * config.plan.assistant_fraction)
+    prompts = num_tokens - generated
+    return Regeneration(prompts, generated, token_flops * prompts, token_flops * num_tokens)
+
+
+def hours(config: RunConfig, work: WorkPlan, gpus: Gpus) -> Hours:
+    """Return the hours of a run on these GPUs.
+
+    Each prompt token of regeneration is prefilled once, because earlier turns of a conversation are in the
+    prefix cache, at `plan.tflops_per_gpu`. The rest is generated at
+    `plan.decode_tokens_per_second_per_gpu`; without it the hours are those of the FLOPs, a lower bound.
+    """
+    plan = config.plan
+    rate = None if plan.tflops_per_gpu is None else plan.tflops_per_gpu * 1e12 * _HOUR
+    capture = _at(work.capture_flops, rate, gpus.target)
+    train = _at(work.train_flops, rate, gpus.train)
+    how = None if rate is None else f"{plan.tflops_per_gpu:g} TFLOP/s per GPU"
+    measured = measured_rate(Path(config.output_dir))
+    if measured is not None and work.trained_tokens is not None:
+        train, how = work.trained_tokens / measured / _HOUR, f"measured: {measured:,.0f} tokens/s"
+    regenerate: float | None = 0.0
+    is_bound = False
+    if work.regeneration is not None:
+        regenerate = _at(work.regeneration.flops, rate, gpus.target)
+        decode = plan.decode_tokens_per_second_per_gpu
+        is_bound = decode is None
+        if decode is not None:
+            prefill = _at(work.regeneration.prefill_flops, rate, gpus.target)
+            speed = decode * gpus.target * _HOUR
+            regenerate = None if prefill is None else prefill + work.regeneration.generated_tokens / speed
+    total = None
+    if regenerate is not None and capture is not None and train is not None:
+        total = regenerate + (max(capture, train) if gpus.at_once else capture + train)
+    return Hours(regenerate, is_bound, capture, train, total, how)
 
 
 def data_tokens(config: RunConfig, data_summary: Mapping[str, Any]) -> Tokens:
@@ -148,22 +211,5 @@ def _store_bytes(config: RunConfig, drafter: DrafterConfig, num_tokens: int | No
     )
 
 
-def _hours(
-    config: RunConfig,
-    trained: int | None,
-    train_flops: int | None,
-    capture_flops: int | None,
-    target: TargetPlan,
-    num_gpus: int,
-) -> tuple[float | None, float | None, str | None]:
-    """Return the hours of training and of capture, and in words the speed that they are computed with."""
-    tflops = config.plan.tflops_per_gpu
-    capture = None
-    if tflops is not None and capture_flops is not None:
-        capture = capture_flops / (tflops * 1e12 * target.num_gpus) / _HOUR
-    measured = measured_rate(Path(config.output_dir))
-    if measured is not None and trained is not None:
-        return trained / measured / _HOUR, capture, f"measured: {measured:,.0f} tokens/s"
-    if tflops is None or train_flops is None:
-        return None, capture, None
-    return train_flops / (tflops * 1e12 * num_gpus) / _HOUR, capture, f"{tflops:g} TFLOP/s per GPU"
+def _at(flops: int | None, rate: float | None, gpus: int) -> float | None:
+    return None if flops is None or rate is None else flops / (rate * gpus)

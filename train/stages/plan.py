@@ -4,7 +4,7 @@ from eagle31.json_files import write_json
 from train.config.run import Stage
 from train.context import RunContext
 from train.planning.plan import Plan, make_plan
-from train.planning.table import format_plan, work_lines
+from train.planning.table import format_plan, hours_lines, work_lines
 from train.planning.work import newest_data_summary
 
 PLAN = "plan.json"
@@ -17,7 +17,8 @@ def announce_plan(context: RunContext) -> None:
 
 def announce_work(context: RunContext) -> None:
     """Update the plan with the number of tokens, which is known once the data is tokenized, and print it."""
-    lines = work_lines(_write_plan(context).work)
+    plan = _write_plan(context)
+    lines = [*work_lines(plan.work), *hours_lines(plan.layout.hours)]
     print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
+from eagle31.json_files import write_json
 from tests.train.torchrun import ROOT, composed, run_here
 from train.config.run import check
 from train.config.vllm import Placement
@@ -19,6 +20,7 @@ from train.distributed import World
 from train.planning.memory import USABLE_FRACTION, worst_counts
 from train.planning.placement import Cluster, place_servers, serves_training, uses_vllm
 from train.planning.plan import Plan, make_plan
+from train.planning.remedies import assignments
 from train.planning.sizes import RunSizes
 from train.planning.table import format_plan
 from train.planning.target import planned_config
@@ -67,12 +69,12 @@ def plain(recipe: str) -> Plan:
 
 
 @pytest.mark.parametrize("recipe", NAMED)
-def test_a_recipe_can_be_planned_and_fits(recipe: str) -> None:
+def test_a_recipe_can_be_planned_and_fits(recipe: str, tmp_path: Path) -> None:
     plan = plain(recipe)
     assert not plan.shortages
     assert plan.work.steps
     assert plan.num_parameters == sum(_count(shape) for shape in plan.tensors.values())
-    json.dumps(plan.to_json())
+    write_json(tmp_path / "plan.json", plan.to_json())
     table = format_plan(plan)
     assert recipe in table
     assert "unknown" not in table or recipe == "quickstart"
@@ -143,7 +145,8 @@ def test_kimis_drafter_has_the_shape_of_published_ones() -> None:
     assert plan.tensors["layers.0.self_attn.kv_a_proj_with_mqa.weight"] == [512 + 64, 2 * 7168]
     assert plan.tensors["layers.0.self_attn.kv_b_proj.weight"] == [64 * 256, 512]
     assert plan.tensors["layers.0.mlp.up_proj.weight"] == [18432, 7168]
-    assert plan.target.gpus_per_replica == 8
+    assert plan.layout.target is not None
+    assert plan.layout.target.gpus_per_replica == 8
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "gpt_oss_120b", "minimax_m2_5", "kimi_k2_6"])
@@ -156,11 +159,23 @@ def test_a_drafter_is_as_wide_as_the_experts_that_a_token_passes_through(recipe:
     assert any("narrower" in note and str(width) in note for note in narrow.notes)
 
 
-@pytest.mark.parametrize("gpu_memory", [34, 24])
-def test_the_suggested_change_makes_training_fit(gpu_memory: int, tmp_path: Path) -> None:
-    arguments = [f"output_dir={tmp_path}", f"plan.gpu_memory_gb={gpu_memory}"]
+APART = "vllm.servers=[http://node9:8000]"  # the target has GPUs that the plan does not know
+
+
+def test_a_layout_has_the_changes_with_which_training_fits(tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path}", APART, "plan.gpu_memory_gb=34"]
+    plan = planned("kimi_k2_6", *arguments)
+    assert plan.layout.works
+    assert plan.layout.overrides["deepspeed.zero_stage"] == 2
+    changes = assignments(plan.layout.overrides)
+    assert f"the run needs {changes}" in format_plan(plan)
+    assert planned("kimi_k2_6", *arguments, *changes.split()).layout.overrides == {}
+
+
+def test_the_suggested_change_makes_training_fit(tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path}", APART, "plan.gpu_memory_gb=24"]
     (shortage,) = [one for one in planned("kimi_k2_6", *arguments).shortages if one.what == "training"]
-    assert shortage.needed_bytes > shortage.available_bytes == int(gpu_memory * 1e9 * USABLE_FRACTION)
+    assert shortage.needed_bytes > shortage.available_bytes == int(24e9 * USABLE_FRACTION)
     changes = [word for word in shortage.change.split() if "=" in word]
     assert changes
     after = planned("kimi_k2_6", *arguments, *changes, "data.max_tokens=512").shortages
@@ -168,12 +183,14 @@ def test_the_suggested_change_makes_training_fit(gpu_memory: int, tmp_path: Path
 
 
 def test_the_suggested_change_makes_the_target_fit(tmp_path: Path) -> None:
-    arguments = [f"output_dir={tmp_path}", "plan.gpu_memory_gb=80", "plan.target_gpus=16"]
+    arguments = [f"output_dir={tmp_path}", "capture=hf", "target.engine=hf"]
     (shortage,) = [one for one in planned("kimi_k2_6", *arguments).shortages if one.what == "the target"]
-    changes = [word for word in shortage.change.split() if "=" in word]
+    changes = [word.strip(".") for word in shortage.change.split() if "vllm" in word]
+    assert changes == ["capture=vllm", "vllm.engine_args.tensor_parallel_size=8"]
     after = planned("kimi_k2_6", *arguments, *changes)
-    assert after.target.gpus_per_replica == 16
-    assert not [one for one in after.shortages if one.what == "the target"]
+    assert after.layout.works
+    assert after.layout.target is not None
+    assert after.layout.target.gpus_per_replica == 8
 
 
 def test_the_plan_stage_alone_writes_only_the_plan(
@@ -211,9 +228,10 @@ def test_hours_come_from_a_measured_speed_if_there_is_one(tmp_path: Path) -> Non
     (run / "metrics.jsonl").write_text(
         '{"kind": "train", "tokens_per_second": 10000}\n{"kind": "validation"}\n'
     )
-    work = planned("kimi_k2_6", f"output_dir={tmp_path}", "train.max_steps=1000").work
-    assert work.train_hours == pytest.approx(1000 * 16 * 8192 / 10000 / 3600)
-    assert "measured" in (work.rate or "")
+    found = planned("kimi_k2_6", f"output_dir={tmp_path}", "train.max_steps=1000").layout.hours
+    assert found is not None
+    assert found.train == pytest.approx(1000 * 16 * 8192 / 10000 / 3600)
+    assert "measured" in (found.how or "")
 
 
 def test_the_worst_row_is_supervised_everywhere() -> None:
