@@ -204,7 +204,10 @@ class RunContext:
         """Open the engine that writes the target's completions; what it holds is free at the end."""
         config = self.config
         if config.target.engine is TargetEngine.hf:
-            return transformers_generator(self.spec, self.world.device, config.data.regenerate.batch_size)
+            settings = config.data.regenerate
+            return transformers_generator(
+                self.spec, self.world.device, settings.batch_size, settings.processes
+            )
         return vllm_generator(self.servers.endpoints(everywhere=True), self.captured_target.expected_states())
 
     def completion_inputs(self) -> dict[str, Any]:

@@ -1,21 +1,16 @@
 """Processes that run the target next to a trainer, and are started again when they die."""
 
 import os
-import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from data.capture.worker import request_to_json
 from data.processes.child import Message
-from data.processes.parent import ChildProcess, without_launcher
+from data.processes.parent import ChildProcess, module_command, without_launcher
 from data.transport.protocol import StateRequest, Transport
 from eagle31.errors import UserError
 
-_ROOT = Path(__file__).resolve().parents[2]
-# `python -m` would look in the working directory first, which may hold a module that is called `data`, too.
-_RUN = "import runpy, sys; sys.path[0] = sys.argv[1]; runpy.run_module(sys.argv[2], run_name='__main__')"
 _MAX_IDLE_DEATHS = 3  # consecutive deaths without a sample between them
 _CLOSE_SECONDS = 10.0
 
@@ -94,7 +89,7 @@ class _Worker:
         self._refused: dict[str, str] = {}
         self._lock = threading.Lock()
         self.process = ChildProcess(
-            [sys.executable, "-c", _RUN, str(_ROOT), module],
+            module_command(module),
             settings,
             environment=without_launcher(os.environ),
             answered=self._note_answer,

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from data.sampling import Prompts, Sampling
+from eagle31.errors import UserError
 
 
 class TransformersGenerator:
@@ -31,34 +32,46 @@ class TransformersGenerator:
         on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
         """Answer the prompts with the given indices; see `AnswerGenerator.generate`."""
-        config, unfinished = _generation_config(sampling), set(indices)
-        for batch in _batches_by_length(prompts, self._batch_size):
+        config, unfinished = generation_config(sampling), set(indices)
+        for batch in batches_by_length(prompts, self._batch_size):
             if unfinished.isdisjoint(batch):
                 continue
             # Finished prompts of the batch are generated again, because the others' answers depend on them.
             seed = (sampling.seed, batch[0])
-            answers = _generate_batch(self._model, [prompts[i] for i in batch], config, seed)
+            answers = generate_batch(self._model, [prompts[i] for i in batch], config, seed)
             on_answers({i: ids for i, ids in zip(batch, answers, strict=True) if i in unfinished})
         return {}
 
 
-def _generate_batch(
+def generate_batch(
     model: PreTrainedModel, prompts: Prompts, config: GenerationConfig, seed: Sequence[int]
 ) -> list[list[int]]:
+    """Return the answers to one batch.
+
+    Raises:
+        UserError: the batch exceeds the device's memory.
+    """
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generate: Any = model.generate  # its declared type is that of any module attribute, a tensor
-    with _generation_defaults(model, config), _seeded(seed, model.device):
-        output = generate(
-            input_ids.to(model.device),
-            attention_mask=attention_mask.to(model.device),
-            generation_config=config,
+    try:
+        with _generation_defaults(model, config), _seeded(seed, model.device):
+            output = generate(
+                input_ids.to(model.device),
+                attention_mask=attention_mask.to(model.device),
+                generation_config=config,
+            )
+    except torch.OutOfMemoryError as error:
+        remedy = (
+            f"A batch of prompts of up to {width:,} tokens exceeds the memory of {model.device}; lower it."
         )
+        raise UserError("data.regenerate.batch_size", len(prompts), remedy) from error
     return [_cut(row[width:].tolist(), config.eos_token_id or []) for row in output]
 
 
-def _generation_config(sampling: Sampling) -> GenerationConfig:
+def generation_config(sampling: Sampling) -> GenerationConfig:
+    """Return the sampling settings as transformers takes them."""
     # The default of transformers is top_k=50.
     sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
     stop_token_ids = list(sampling.stop_token_ids)
@@ -95,7 +108,7 @@ def _seeded(seed: Sequence[int], device: torch.device) -> Iterator[None]:
         yield
 
 
-def _batches_by_length(prompts: Prompts, batch_size: int) -> Iterator[list[int]]:
+def batches_by_length(prompts: Prompts, batch_size: int) -> Iterator[list[int]]:
     """Yield batches of indices, longest prompts first: a batch that does not fit in memory fails early."""
     by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     for start in range(0, len(by_length), batch_size):

@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,9 @@ from typing import Any
 from data.processes.child import Message
 
 _LOG_LINES = 15
+_ROOT = Path(__file__).resolve().parents[2]
+# `python -m` would look in the working directory first, which may hold a module that is called `data`, too.
+_RUN = "import runpy, sys; sys.path[0] = sys.argv[1]; runpy.run_module(sys.argv[2], run_name='__main__')"
 _JOIN_SECONDS = 10.0
 # A child is no rank of the run, whatever a library makes of these variables.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -22,6 +26,11 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that a launcher such as torchrun sets for a rank."""
     return {name: value for name, value in environment.items() if name not in _LAUNCHER_VARIABLES}
+
+
+def module_command(module: str) -> list[str]:
+    """Return the command that runs a module of this project in another process of this Python."""
+    return [sys.executable, "-c", _RUN, str(_ROOT), module]
 
 
 class ChildProcess:

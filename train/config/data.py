@@ -17,6 +17,8 @@ class RegenerateConfig:
     max_new_tokens: int = 512  # Length limit of a turn, in tokens.
     temperature: float = 0.0  # Sampling temperature; 0 is greedy.
     batch_size: int = 16  # Prompts of one forward pass with target.engine=hf; vLLM batches by itself.
+    # Processes that run the target with target.engine=hf. null: one for each GPU of the node, and 1 on a CPU.
+    processes: int | None = None
 
 
 @dataclass
@@ -54,6 +56,7 @@ def check_data(data: DataConfig) -> None:
             "data.num_test": data.num_test,
             "data.regenerate.max_new_tokens": regenerate.max_new_tokens,
             "data.regenerate.batch_size": regenerate.batch_size,
+            "data.regenerate.processes": regenerate.processes,
         }
     )
     if not 0 <= data.max_malformed_fraction <= 1:

@@ -66,6 +66,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     }
     if data.regenerate.enabled:
         inputs["regenerate"] = asdict(data.regenerate) | context.completion_inputs()
+        del inputs["regenerate"]["processes"]  # the answers do not depend on it
         if context.config.target.engine is TargetEngine.vllm:
             del inputs["regenerate"]["batch_size"]
     return inputs

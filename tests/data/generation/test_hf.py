@@ -1,4 +1,10 @@
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +13,10 @@ from transformers import PreTrainedModel
 
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
-from data.sampling import Sampling
+from data.generation.hf_processes import ProcessGenerator
+from data.sampling import Prompts, Sampling
 from data.target.loading import load_target
+from eagle31.errors import UserError
 from tests.data.target.tiny_target import VOCAB_SIZE, save_target
 
 MAX_NEW_TOKENS = 12
@@ -128,3 +136,70 @@ def test_seeds_differ_by_batch_and_by_seed(
     first = _answers(model, same, tmp_path / "0.jsonl", temperature=2.0, batch_size=1)
     assert first[0] != first[1]
     assert _answers(model, same, tmp_path / "1.jsonl", temperature=2.0, batch_size=1, seed=1) != first
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGenerator]:
+    spec = save_target(tmp_path_factory.mktemp("processes"))
+    with closing(ProcessGenerator(spec, [torch.device("cpu")] * 2, batch_size=3)) as generator:
+        yield generator
+
+
+def _by_processes(
+    generator: ProcessGenerator, prompts: list[list[int]], output: Path, temperature: float
+) -> list[list[int]]:
+    sampling = Sampling(MAX_NEW_TOKENS, (2, 3), temperature, seed=0)
+    return answer_prompts(generator, prompts, sampling, output=output, model_fingerprint="f")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_processes_give_the_answers_of_one(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    processes: ProcessGenerator,
+    tmp_path: Path,
+    temperature: float,
+) -> None:
+    expected = _answers(model, prompts, tmp_path / "one.jsonl", temperature=temperature)
+    assert _by_processes(processes, prompts, tmp_path / "two.jsonl", temperature) == expected
+    assert len(set(processes.process_ids)) == 2
+    # One process resumes what two began.
+    lines = (tmp_path / "two.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "two.jsonl").write_bytes(b"".join(lines[:3]))
+    assert _answers(model, prompts, tmp_path / "two.jsonl", temperature=temperature) == expected
+
+
+def test_the_batch_of_a_killed_process_is_answered_by_another(
+    model: PreTrainedModel, prompts: list[list[int]], processes: ProcessGenerator, tmp_path: Path
+) -> None:
+    many = prompts * 4
+    expected = _answers(model, many, tmp_path / "one.jsonl")
+    before = processes.process_ids
+    killed = []
+
+    def generate(prompts: Prompts, indices: Sequence[int], sampling: Sampling, on_answers: Any) -> Any:
+        def kill_after_the_first(answers: Mapping[int, list[int]]) -> None:
+            if not killed:
+                killed.append(processes.process_ids[0])
+                os.kill(killed[0], signal.SIGKILL)
+            on_answers(answers)
+
+        return ProcessGenerator.generate(processes, prompts, indices, sampling, kill_after_the_first)
+
+    _by_processes(processes, prompts, tmp_path / "first.jsonl", 0.0)  # both have answered
+    interposed = SimpleNamespace(engine="hf", generate=generate)
+    assert _by_processes(interposed, many, tmp_path / "two.jsonl", 0.0) == expected  # type: ignore[arg-type]
+    assert killed[0] not in processes.process_ids
+    assert len(before) == len(processes.process_ids) == 2
+
+
+def test_processes_that_cannot_work_end_with_their_last_output(
+    prompts: list[list[int]], tmp_path: Path
+) -> None:
+    spec = replace(save_target(tmp_path / "target"), attn_implementation="no_such_attention")
+    devices = [torch.device("cpu")]
+    with (
+        closing(ProcessGenerator(spec, devices, batch_size=3)) as generator,
+        pytest.raises(UserError, match="no_such_attention"),
+    ):
+        _by_processes(generator, prompts, tmp_path / "a.jsonl", 0.0)
