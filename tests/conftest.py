@@ -12,6 +12,7 @@ gc.disable()  # what the tests import lives as long as the session, so no collec
 from data.vllm.environment import ROOT, find_python
 from tests.eagle31.export.reload import reload_in_this_process
 from tests.order import arrange, extend_time_limits
+from tests.preloaded.start import begin_session, end_session
 from train.drafter import export_checks
 
 MAKE_SECONDS = 1100
@@ -19,6 +20,16 @@ MAKE_SECONDS = 1100
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the long matrices, whose tables are committed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # one of xdist's workers has it
+        begin_session()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        end_session()
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,7 @@ from eagle31.export.layouts import Layout
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
 from tests.data.text import chat_templates as templates
 from tests.train.drafter.tiny_export import write_tiny_export
+from tests.train.torchrun import preloaded_python
 from train.evaluation import checkpoint as evaluation
 from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint
 from train.reporting.results import format_evaluation
@@ -108,7 +109,7 @@ def test_script(asked: CheckpointEvaluation) -> None:
     arguments += ["--prompt-column", "q", "--response-column", "a"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run: dict[str, Any] = {"env": environment, "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], **run)
+    done = subprocess.run([preloaded_python(), str(SCRIPT), *arguments], **run)
     assert done.returncode == 0, done.stderr
     assert "acceptance length" in done.stdout
     assert "Loading" not in done.stderr

@@ -9,6 +9,7 @@ import pytest
 
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer
+from tests.train.torchrun import preloaded_python
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_data"
 
@@ -22,7 +23,7 @@ def target(tmp_path):
 
 def inspect(directory: Path, *arguments: object) -> subprocess.CompletedProcess:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    command = [preloaded_python(), str(SCRIPT), *map(str, arguments)]
     return subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240
     )

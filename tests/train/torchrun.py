@@ -7,12 +7,27 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from tests.preloaded.start import interpreter
 from train.compose import compose_config
 from train.config.run import RunConfig
 from train.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 280
+# What torchrun, runs and other commands import.
+MODULES = (
+    "torch.distributed.run",
+    "train.main",
+    "train.pipeline",
+    "train.reporting.report",
+    "train.evaluation.checkpoint",
+    "train.launch.slurm",
+    "train.parity.inputs",
+    "train.parity.speed",
+    "data.text.inspection",
+    "transformers.models.qwen3.modeling_qwen3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which DeepSpeed imports for any optimizer
+)
 
 
 def torchrun_command(script: str, *arguments: str, num_processes: int = 1) -> list[str]:
@@ -26,15 +41,24 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | own
 
 
+def preloaded_python() -> str:
+    """Return an interpreter that has imported what a run needs. See `tests.preloaded.start`."""
+    return str(interpreter("ours", sys.executable, MODULES, environment()))
+
+
 def torchrun(
     script: str, *arguments: str, num_processes: int = 1, check: bool = True, seconds: float = RUN_SECONDS
 ) -> str:
-    """Run a script to its end, and return its stdout and stderr together."""
+    """Run a script to its end, and return its stdout and stderr together.
+
+    torchrun and its ranks are forks of a process that has imported what a run needs.
+    """
+    python = preloaded_python()
     command = torchrun_command(script, *arguments, num_processes=num_processes)
     done = subprocess.run(
-        command,
+        [python, *command[1:]],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | {"PYTHON_EXEC": python},  # torchrun starts the ranks with it
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,6 @@
 """The checks of a recipe: types by Hydra, values by `check`."""
 
 import subprocess
-import sys
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from omegaconf import MissingMandatoryValue
 
 from data.text.choices import Overlong
 from eagle31.errors import UserError
-from tests.train.torchrun import ROOT, composed, environment
+from tests.train.torchrun import ROOT, composed, environment, preloaded_python
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, check
 from train.config.training import Schedule
@@ -113,7 +112,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_key(argument: str) -> Non
 
 
 def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
-    command = [sys.executable, "train/main.py", "recipe=any_target", f"output_dir={tmp_path / 'run'}"]
+    command = [preloaded_python(), "train/main.py", "recipe=any_target", f"output_dir={tmp_path / 'run'}"]
     done = subprocess.run(
         [*command, *NEEDED, "train.max_steps=many"],
         cwd=ROOT,

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.data.target.tiny_target import VOCAB_SIZE, save_target
 from tests.data.text.chat_templates import sentencepiece_tokenizer
 from tests.eagle31.tiny import MLA, WIDE_MLA
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
+from tests.train.torchrun import preloaded_python
 from train.drafter.export_checks import require_valid, validate_export
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "validate_export"
@@ -283,7 +283,7 @@ def test_speculators_flags_at_the_top_level_are_read(
 
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    command = [preloaded_python(), str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from eagle31.errors import UserError
 from tests.train.launch.slurm_cluster import debian_packages
-from tests.train.torchrun import environment, torchrun_command
+from tests.train.torchrun import environment, preloaded_python, torchrun_command
 from train.compose import CHECKOUT, composed
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
 from train.launch.slurm import Submission, check_rows, mooncake_port, render
@@ -102,7 +101,14 @@ def test_script_passes_shellcheck_and_forwards_the_arguments(
 
 def test_tokens_stay_in_the_environment(tmp_path: Path) -> None:
     tokens = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
-    command = [sys.executable, "scripts/submit", "--dry-run", "recipe=any_target", "launcher=slurm", *NEEDED]
+    command = [
+        preloaded_python(),
+        "scripts/submit",
+        "--dry-run",
+        "recipe=any_target",
+        "launcher=slurm",
+        *NEEDED,
+    ]
     done = subprocess.run(
         [*command, f"output_dir={tmp_path}/run"],
         cwd=CHECKOUT,

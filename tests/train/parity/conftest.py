@@ -1,7 +1,6 @@
 """The exports that the parity tests compare, made once in a session."""
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.shared import make_once
 from tests.train.parity.parity_cases import CASES, CORE
-from tests.train.torchrun import ROOT, environment
+from tests.train.torchrun import ROOT, environment, preloaded_python
 
 FULL_SECONDS = 7200
 
@@ -36,7 +35,7 @@ def trained(case_names: Sequence[str], full: bool, tmp_path_factory: pytest.Temp
         rows_per_step, ttt_steps = ("4", "4") if full else ("2", "3")
         script = Path(__file__).with_name("parity_cases.py")
         done = subprocess.run(
-            [sys.executable, script, directory, rows_per_step, ttt_steps, *case_names],
+            [preloaded_python(), script, directory, rows_per_step, ttt_steps, *case_names],
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,

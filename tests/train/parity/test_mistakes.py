@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from data.target.spec import TargetSpec
 from tests.train.parity.engines import EngineResults, K, decode_job, run_together, write_section
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import require_export, target_path
-from tests.train.torchrun import ROOT
+from tests.train.torchrun import ROOT, preloaded_python
 from train.drafter.export_checks import validate_export
 from train.parity.compare import Comparison, check_case
 
@@ -122,7 +121,7 @@ def test_a_bfloat16_engine_accepts_as_much(
 def check_serving(
     export: Path, target: Path, python: Path, out: Path, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/check_serving", str(export), "--target", str(target)]
+    command = [preloaded_python(), "scripts/check_serving", str(export), "--target", str(target)]
     return subprocess.run(
         [*command, "--json", str(out), *arguments],
         cwd=ROOT,
