@@ -1,4 +1,4 @@
-"""Generating answers with vLLM: on any number of servers, or in a local engine."""
+"""Generating answers with vLLM, on any number of servers."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ class VllmGenerator:
             task.cancel()  # after an interrupt, the task must not restart an engine that `close` stops
 
     def close(self) -> None:
-        """Stop a local engine and release the endpoints."""
+        """Close the endpoints."""
         for endpoint in self._endpoints:
             self._loop.run_until_complete(endpoint.close())
         self._loop.close()

@@ -108,6 +108,10 @@ class CaptureEngine:
         """Return the arguments of a server that only writes completions."""
         return _command_line(self.answer_arguments())
 
+    def plain_command_line(self) -> list[str]:
+        """Return the arguments of a server with the same engine, without hidden states."""
+        return _command_line(self.plain_arguments())
+
     @property
     def layer_ids(self) -> list[int]:
         """The layer ids that vLLM keeps: the aux layers' inputs and the last layer's output, ascending."""

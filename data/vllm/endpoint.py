@@ -1,4 +1,4 @@
-"""The interface of what prompts are sent to: a vLLM server or a local engine."""
+"""The interface of what prompts are sent to: a vLLM server."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""The producer of online training that uses vLLM servers or a local engine."""
+"""The producer of online training that uses vLLM servers."""
 
 import asyncio
 import contextlib

@@ -72,14 +72,14 @@ class Supervisor:
     def _end(self, seconds: float) -> None:
         """End all processes of the server, by force after `seconds`."""
         deadline = time.monotonic() + seconds
-        sent = {self.server} if self.status is None else set(descendants())
+        sent = {self.server} if self.status is None else set(descendants(os.getpid()))
         signal_all(sent, signal.SIGTERM)  # vLLM's API process ends the others
         while self._reap():
-            if self.status is not None and (orphans := set(descendants()) - sent):
+            if self.status is not None and (orphans := set(descendants(os.getpid())) - sent):
                 sent |= orphans
                 signal_all(orphans, signal.SIGTERM)
             if time.monotonic() > deadline:
-                signal_all(set(descendants()), signal.SIGKILL)
+                signal_all(set(descendants(os.getpid())), signal.SIGKILL)
             time.sleep(_POLL_SECONDS / 5)
 
     def _reap(self) -> bool:
@@ -93,8 +93,8 @@ class Supervisor:
         return True
 
 
-def descendants() -> Iterator[int]:
-    """Yield the processes below this one."""
+def descendants(process: int) -> Iterator[int]:
+    """Yield the processes below one."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -103,7 +103,7 @@ def descendants() -> Iterator[int]:
                     parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):
                 continue  # It has ended meanwhile.
-    below = {os.getpid()}
+    below = {process}
     while found := {child for child, parent in parents.items() if parent in below} - below:
         yield from found
         below |= found

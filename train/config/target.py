@@ -15,7 +15,7 @@ class TargetEngine(Enum):
     """The engine that writes the target's completions; capture.source chooses the one that captures."""
 
     hf = "hf"  # transformers, on the devices of rank 0
-    vllm = "vllm"  # vLLM, for targets that transformers cannot hold: a local engine, or vllm.servers
+    vllm = "vllm"  # vLLM, for targets that transformers cannot hold
 
 
 @dataclass

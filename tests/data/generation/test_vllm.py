@@ -1,4 +1,4 @@
-"""Answers from a local vLLM engine."""
+"""Answers from a vLLM server that only writes completions."""
 
 import json
 import os
@@ -13,9 +13,12 @@ from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.spec import TargetSpec
-from data.vllm.engine import LocalEngine
+from data.vllm.server import VllmServer
+from data.vllm.server_process import ServerProcess
+from tests.data.vllm.client_process import KEY
 from tests.data.vllm.targets import (
     ANSWER_TOKENS,
+    START_SECONDS,
     STOP_TOKEN_IDS,
     VOCAB_SIZE,
     capture_engine,
@@ -45,15 +48,28 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
 
 
 @pytest.fixture(scope="module")
-def engine(spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
-    root = tmp_path_factory.mktemp("engine")
-    arguments = capture_engine(spec, (1, 2, 3), root, max_num_seqs=8).answer_arguments()
-    return LocalEngine(arguments, root / "engine.log", concurrency=16)
+def server(
+    vllm_python: Path, spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("server")
+    server = ServerProcess(
+        capture_engine(spec, (1, 2, 3), root, max_num_seqs=8).answer_command_line(),
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=root / "server.log",
+        limit_seconds=START_SECONDS,
+    )
+    server.wait_until_ready(progress=False)
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")
-def generator(vllm_python: Path, spec: TargetSpec, engine: LocalEngine) -> Iterator[VllmGenerator]:
-    generator = VllmGenerator([engine], expected_states(spec, (1, 2, 3)))
+def generator(spec: TargetSpec, server: ServerProcess) -> Iterator[VllmGenerator]:
+    endpoint = VllmServer(server.url, 16, KEY, server.check)
+    generator = VllmGenerator([endpoint], expected_states(spec, (1, 2, 3)))
     yield generator
     generator.close()
 
@@ -105,16 +121,16 @@ def test_a_sampled_answer_depends_only_on_seed_and_index(
     assert len({tuple(answer) for answer in same}) > 1  # the model's top_k is 1
 
 
-def test_prompts_of_a_killed_engine_are_answered_once(
+def test_prompts_of_a_killed_server_are_answered_once(
     generator: VllmGenerator,
-    engine: LocalEngine,
+    server: ServerProcess,
     prompts: list[list[int]],
     greedy: list[list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_before: list[int] = []
-    generate, num_starts = generator.generate, engine.num_starts
+    generate, num_starts = generator.generate, server.num_starts
 
     def generate_and_kill(
         prompts: list[list[int]],
@@ -126,7 +142,7 @@ def test_prompts_of_a_killed_engine_are_answered_once(
             on_answers(answers)
             if not num_before:
                 num_before.append(len(answers))
-                os.kill(engine.process_id, signal.SIGKILL)  # type: ignore[arg-type]
+                os.kill(server.process_id, signal.SIGKILL)  # type: ignore[arg-type]
 
         return generate(prompts, indices, sampling, on_answers_and_kill)
 
@@ -134,7 +150,7 @@ def test_prompts_of_a_killed_engine_are_answered_once(
     repeated = 20
     found = generate_answers(generator, prompts * repeated, GREEDY, tmp_path / "a.jsonl")
     assert 0 < num_before[0] < len(found)
-    assert engine.num_starts == num_starts + 1
+    assert server.num_starts == num_starts + 1
     assert found == greedy * repeated
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()[1:]]
     assert sorted(line["index"] for line in lines) == list(range(len(found)))

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 import httpx
+import psutil
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -300,7 +301,7 @@ def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetS
     assert captured_ids(store.directory) == {0, 1, 2}
 
 
-def test_nothing_is_lost_when_client_and_server_are_killed(
+def test_nothing_is_lost_when_the_client_is_killed(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
     """Every layer's states equal those of transformers, whoever died on the way."""
@@ -315,15 +316,7 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
     assert client.wait(timeout=60) == -signal.SIGKILL
     before = captured_ids(store)
     assert 0 < len(before) < NUM_SAMPLES
-
-    def kill_server_midway() -> None:
-        wait_for(lambda: len(captured_ids(store)) > (len(before) + NUM_SAMPLES) / 2)
-        kill(server)
-
-    killer = Thread(target=kill_server_midway)
-    killer.start()
     capture(server, dataset, store, expected_states(spec, IDS))
-    killer.join()
     finished = HiddenStateStore(store)
     assert len(finished) == NUM_SAMPLES
     assert refused(store) == {}
@@ -333,3 +326,46 @@ def test_nothing_is_lost_when_client_and_server_are_killed(
     server.close()
     capture(server, dataset, store, expected_states(spec, IDS))
     assert {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")} == shards
+
+
+def test_the_engines_of_one_server_share_a_capture(
+    vllm_python: Path, spec: TargetSpec, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Two data-parallel engines; one of them is killed on the way."""
+    if not request.config.getoption("--full"):
+        pytest.skip("--full runs it: it starts two engines, twice")
+    two: dict[str, object] = {"data_parallel_size": 2, "distributed_executor_backend": "uni"}
+    process = ServerProcess(
+        capture_engine(spec, IDS, tmp_path, **two).command_line(),
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=tmp_path / "server.log",
+        limit_seconds=2 * START_SECONDS,
+    )
+    dataset, store = make_samples(NUM_SAMPLES), tmp_path / "store"
+
+    def writers() -> set[str]:
+        return {path.name for path in tmp_path.glob(".vllm-*_dp?.json")}
+
+    def kill_an_engine_midway() -> None:
+        wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
+        children = psutil.Process().children(recursive=True)
+        [engine] = [child for child in children if "EngineCore_DP1" in " ".join(child.cmdline())]
+        engine.kill()
+
+    with contextlib.closing(process):
+        process.wait_until_ready(progress=False)
+        assert {name[-9:] for name in writers()} == {"_dp0.json", "_dp1.json"}
+        killer = Thread(target=kill_an_engine_midway)
+        killer.start()
+        capture(process, dataset, store, expected_states(spec, IDS))
+        killer.join()
+        assert process.num_starts == 2
+    finished = HiddenStateStore(store)
+    assert len(finished) == NUM_SAMPLES
+    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
+    # Each engine has written a part.
+    shards = [path.name for path in store.glob("shard-*")]
+    assert all(any(f"_dp{rank}" in name for name in shards) for rank in (0, 1))

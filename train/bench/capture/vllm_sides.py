@@ -1,7 +1,9 @@
-"""The sides that run the target with vLLM, in two engines, one with hidden states and one without."""
+"""The sides that run the target with vLLM, in two servers, one with hidden states and one without."""
 
 import asyncio
+import math
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -16,18 +18,21 @@ from data.store.shards import FinishedShards, ShardRecord
 from data.target.parts import load_target_parts
 from data.vllm.arguments import CaptureEngine
 from data.vllm.capture_request import CaptureRequest, store_destination
-from data.vllm.engine import LocalEngine
 from data.vllm.plugin.sink import IDLE_SECONDS
+from data.vllm.server import VllmServer
+from data.vllm.server_process import ServerProcess
+from data.vllm.supervisor import descendants
 from train.bench.capture.timing import PREFILL, RunSide, Task, Timing
 
 _POLL_SECONDS = 0.05
+_CONCURRENCY = 256  # vLLM's scheduler chooses among so many prompts
 
 Pass = Callable[[], Coroutine[None, None, Timing]]
 
 
 @contextmanager
 def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
-    """Yield the sides; prefill uses an engine without hidden states, and no engine caches prefixes."""
+    """Yield the sides; prefill uses a server without hidden states, and no server caches prefixes."""
     parts, scratch = load_target_parts(task.spec), task.scratch
     engine = CaptureEngine(
         target=task.spec.checkpoint.path,
@@ -40,8 +45,8 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
         mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
         extra={"enable_prefix_caching": False},  # because every round has the same prompts
     )
-    plain = LocalEngine(engine.plain_arguments(), scratch / "plain.log")
-    capturing = LocalEngine(engine.arguments(), scratch / "capture.log")
+    plain = _Server(engine.plain_command_line(), scratch / "plain.log")
+    capturing = _Server(engine.command_line(), scratch / "capture.log")
     loop, numbers = asyncio.new_event_loop(), count()
 
     def side(run_pass: Pass) -> RunSide:
@@ -62,8 +67,48 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
         loop.close()
 
 
+class _Server:
+    """A server that starts with its first pass."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self._arguments, self._log = arguments, log
+        self._process: ServerProcess | None = None
+        self._endpoint: VllmServer | None = None
+
+    async def started(self, input_ids: list[int]) -> VllmServer:
+        """Return the server, which has computed a prompt."""
+        if self._endpoint is None:
+            key = secrets.token_urlsafe(32)
+            self._process = ServerProcess(
+                self._arguments,
+                host="127.0.0.1",
+                port=None,
+                key=key,
+                devices=None,
+                log=self._log,
+                limit_seconds=math.inf,
+            )
+            self._process.wait_until_ready(progress=True)
+            self._endpoint = VllmServer(self._process.url, _CONCURRENCY, key, self._process.check)
+            await self._endpoint.send(input_ids, {})
+        return self._endpoint
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of all processes of the server."""
+        assert self._process is not None
+        assert self._process.process_id is not None
+        server = self._process.process_id
+        return sum(_cpu_seconds(process) for process in (server, *descendants(server)))
+
+    async def close(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+        if self._process is not None:
+            self._process.close()
+
+
 async def _pass(
-    engine: LocalEngine, task: Task, store: Path | None = None, encoding: Encoding | None = None
+    server: _Server, task: Task, store: Path | None = None, encoding: Encoding | None = None
 ) -> Timing:
     """Send all samples once; with a store, until the last state is on disk."""
     samples = [(ids.tolist(), mask) for ids, mask in TokenRows(task.dataset).read(range(len(task.dataset)))]
@@ -74,16 +119,15 @@ async def _pass(
             CaptureRequest.of(destination, str(i), ids, mask).to_params()
             for i, (ids, mask) in enumerate(samples)
         ]
-    if engine.process_id is None:
-        await engine.send(samples[0][0], {})
-    cpu_before, started, begun = _cpu_seconds(engine), time.perf_counter(), time.time()
+    endpoint = await server.started(samples[0][0])
+    cpu_before, started, begun = server.cpu_seconds(), time.perf_counter(), time.time()
     await asyncio.gather(
-        *(engine.send(ids, request) for (ids, _), request in zip(samples, requests, strict=True))
+        *(endpoint.send(ids, request) for (ids, _), request in zip(samples, requests, strict=True))
     )
     seconds = time.perf_counter() - started
     if store is not None:
         seconds = max(seconds, await _written(store, len(samples)) - begun)
-    return Timing(seconds, _cpu_seconds(engine) - cpu_before)
+    return Timing(seconds, server.cpu_seconds() - cpu_before)
 
 
 async def _written(store: Path, num_samples: int) -> float:
@@ -97,6 +141,6 @@ async def _written(store: Path, num_samples: int) -> float:
     return max(times) - IDLE_SECONDS
 
 
-def _cpu_seconds(engine: LocalEngine) -> float:
-    fields = Path(f"/proc/{engine.process_id}/stat").read_text().rpartition(")")[2].split()
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,8 @@
 """The one module of ours on the path of vLLM's processes. It finds the other modules by their location.
 
 vLLM imports it by name, for the connector in every process of an engine, and for the gate in the HTTP server.
-`data.vllm.engine` runs it as a program. Nothing else in the checkout is on the path, and it does not matter
-whether a user has a module that is called `data`, too.
+Nothing else in the checkout is on the path, and it does not matter whether a user has a module that is called
+`data`, too.
 """
 
 import sys
@@ -31,7 +31,7 @@ def load_packages() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: the worker sets environment variables before it imports vLLM.
+    # Imported on demand: the HTTP server needs no connector.
     if name == "HiddenStatesConnector":
         from data.vllm.plugin.connector import HiddenStatesConnector
 
@@ -44,8 +44,3 @@ def __getattr__(name: str) -> Any:
 
 
 load_packages()
-
-if __name__ == "__main__":
-    from data.vllm.plugin.worker import main
-
-    main()
