@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _ALIGNMENT = 64
 _POLL_SECONDS = 0.005
 _FULL_POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 5.0
+_ELSEWHERE = ("192.0.2.1", 9)  # an address of no machine (RFC 5737)
 _NO_SPACE, _NO_MASTER = -200, -900  # NO_AVAILABLE_HANDLE and RPC_FAIL in Mooncake's ErrorCode
 # Each one needs those before it.
 _LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
@@ -318,13 +320,26 @@ def reach(master: str) -> str:
     host, port = address(master)
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as probe:
-            return probe.getsockname()[0]
+            own, masters = probe.getsockname()[0], probe.getpeername()[0]
     except OSError as error:
         remedy = (
             f"No master answers at this address ({error.strerror or error}). Start one: "
             f"mooncake_master --rpc_address={host} --rpc_port={port}"
         )
         raise UserError("capture.mooncake.master", master, remedy) from error
+    # Many systems give a machine's name a loopback address, at which other machines do not reach it.
+    named = ip_address(masters).is_loopback and host != "localhost" and host != masters
+    return (outward_address() or own) if named else own
+
+
+def outward_address() -> str | None:
+    """Return the address from which this machine reaches others; None if it reaches none. It sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+        except OSError:
+            return None
+        return probe.getsockname()[0]
 
 
 def address(master: str) -> tuple[str, int]:

@@ -1,3 +1,4 @@
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.transport.mooncake import MooncakeSettings, MooncakeTransport, load_mooncake, state_bytes
+from data.transport.mooncake import (
+    MooncakeSettings,
+    MooncakeTransport,
+    load_mooncake,
+    outward_address,
+    reach,
+    state_bytes,
+)
 from eagle31.errors import UserError
 from tests.data.transport.mooncake_master import (
     Master,
@@ -207,3 +215,20 @@ def test_what_is_missing_is_named_at_the_start(master: Master, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(UserError, match="pip install"):
         load_mooncake()
+
+
+def test_a_machine_whose_name_is_a_loopback_address_gives_others_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more: look_up("127.0.0.1" if host == "node7" else host, *more),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        port = master.getsockname()[1]
+        assert reach(f"127.0.0.1:{port}") == reach(f"localhost:{port}") == "127.0.0.1"
+        if outward_address() is None:
+            pytest.skip("this machine has no network")
+        assert reach(f"node7:{port}") == outward_address() != "127.0.0.1"
