@@ -333,7 +333,7 @@ def reach(master: str) -> str:
 
 
 def outward_address() -> str | None:
-    """Return the address from which this machine reaches others; None if it reaches none. It sends nothing."""
+    """Return the address from which this machine reaches others, or None. It sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(_ELSEWHERE)
