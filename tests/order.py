@@ -10,6 +10,7 @@ SLOW = (
     "tests/train/launch/test_nodes.py",
     "tests/train/test_ranks.py",
     "tests/recipes/test_stand_ins.py",
+    "tests/train/launch/test_apart.py",
     "tests/train/parity/test_vllm_parity.py",
     "tests/train/test_combinations.py",
     "tests/train/test_pipeline.py",

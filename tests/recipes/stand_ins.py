@@ -78,10 +78,14 @@ class StandIn:
         ]
 
 
-def save_stand_in(recipe: str, directory: Path, seed: int = 0) -> StandIn:
-    """Save a random target with the layers of the recipe's target, its tokenizer, and conversations."""
+def save_stand_in(recipe: str, directory: Path, seed: int = 0, **other_sizes: Any) -> StandIn:
+    """Save a random target with the layers of the recipe's target, its tokenizer, and conversations.
+
+    Args:
+        other_sizes: further keys of `target.architecture` that differ from the recipe's.
+    """
     architecture = composed(recipe, "target.model=x", "data.train=x").target.architecture
-    sizes = SMALL[architecture["model_type"]]
+    sizes = SMALL[architecture["model_type"]] | other_sizes
     examples = conversations(NUM_CONVERSATIONS, seed)
     tokenizer = train_tokenizer(examples, VOCAB_SIZE, architecture["max_position_embeddings"])
     end, pad = (tokenizer.convert_tokens_to_ids(token) for token in (END_TOKEN, PAD_TOKEN))

@@ -1,0 +1,121 @@
+"""A large recipe on nodes that share neither loopback nor /dev/shm nor /tmp, on stand-ins. Needs root.
+
+A run takes about 100 CPU seconds, 25 of them for vLLM's start.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data.vllm.environment import KEY_VARIABLE, check_mooncake
+from tests.recipes.stand_ins import StandIn, save_stand_in, small_run
+from tests.train.launch.machines import Machine
+from tests.train.launch.slurm_cluster import Cluster, running_apart_cluster, wait_for
+from tests.train.small_run import metrics_of
+from tests.train.torchrun import ROOT
+
+RECIPE = "kimi_k2_6"
+STEPS = 3
+NUM_LAYERS, AUX_LAYER_IDS = 4, [1, 2, 3]
+UP_TO_TRAINING = "stages=[data,vocab,answers,capture,train]"
+RUN_SECONDS = 500
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="module")
+def stand_in(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+    # All layers take minutes to load and to run on a CPU.
+    return save_stand_in(RECIPE, tmp_path_factory.mktemp("stand_in"), num_hidden_layers=NUM_LAYERS)
+
+
+@contextmanager
+def nodes(stand_in: StandIn, output_dir: Path, shared: bool) -> Iterator[tuple[Cluster, Machine, Machine]]:
+    """Start two nodes that see the stand-in, each with its own output directory unless that is shared."""
+    output_dir.mkdir()
+    seen = [stand_in.train.parent, *([output_dir] if shared else [])]
+    # Also where the test's directory is not in /tmp.
+    own = [] if shared else [output_dir]
+    with running_apart_cluster(seen, own) as cluster:
+        assert cluster.machines is not None
+        first, second = cluster.machines.members
+        yield cluster, first, second
+
+
+def submit(cluster: Cluster, stand_in: StandIn, output_dir: Path, *more: str) -> str:
+    """Submit a run on both nodes; return the job's number."""
+    launcher = ["launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=0", "launcher.cpus_per_task=1"]
+    run = [*small_run(RECIPE, stand_in, output_dir), f"train.max_steps={STEPS}"]
+    run += [f"drafter.aux_layer_ids={AUX_LAYER_IDS}", *more]
+    printed = cluster.call(sys.executable, "scripts/submit", f"recipe={RECIPE}", *launcher, *run)
+    return printed.split()[1].rstrip(",")
+
+
+def wait_for_success(cluster: Cluster, job: str, output_dir: Path) -> None:
+    """Wait for the job's end; `output_dir` is the path under which this process finds the log."""
+    under_way = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    wait_for(lambda: cluster.job_fields(job)["JobState"] not in under_way, RUN_SECONDS)
+    log = output_dir / f"slurm-{job}.out"
+    assert cluster.job_fields(job)["JobState"] == "COMPLETED", log.read_text()[-10000:]
+
+
+def assert_trained(output_dir: Path) -> None:
+    losses = [record["loss"] for record in metrics_of(output_dir) if record["kind"] == "train"]
+    assert len(losses) == STEPS
+
+
+def key_of_servers(output_dir: Path) -> str | None:
+    """Return the key in the environment of the run's scripts/serve_target; None: it has not started yet."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if f"output_dir={output_dir}" in command and str(ROOT / "scripts" / "serve_target") in command[:2]:
+            return process.environ().get(KEY_VARIABLE)
+    return None
+
+
+def test_a_server_on_another_node_with_a_shared_output_directory(
+    stand_in: StandIn, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    output_dir = tmp_path / "run"
+    more = [] if request.config.getoption("--full") else [UP_TO_TRAINING]
+    with nodes(stand_in, output_dir, shared=True) as (cluster, _, second):
+        job = submit(cluster, stand_in, output_dir, "launcher.capture_nodes=1", *more)
+        wait_for(lambda: key_of_servers(output_dir) is not None)
+        key = key_of_servers(output_dir)
+        wait_for_success(cluster, job, output_dir)
+    assert_trained(output_dir)
+    assert (output_dir / f"server-{second.name}-8000.log").exists()
+    assert f"http://{second.address}:8000" in (output_dir / "config.yaml").read_text()
+    assert key
+    for path in output_dir.rglob("*"):
+        assert not path.is_file() or key.encode() not in path.read_bytes(), path
+
+
+def test_a_server_on_another_node_with_nothing_shared_but_mooncake(
+    stand_in: StandIn, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--full"):
+        pytest.skip("--full runs it: another run on two nodes")
+    check_mooncake(vllm_python)
+    output_dir = tmp_path / "run"
+    through = ["capture.transport=mooncake", "capture.mooncake.segment_gb=0.05"]
+    with nodes(stand_in, output_dir, shared=False) as (cluster, first, second):
+        job = submit(cluster, stand_in, output_dir, "launcher.capture_nodes=1", *through)
+        wait_for_success(cluster, job, first.path(output_dir))
+        assert_trained(first.path(output_dir))
+        assert not list(second.path(output_dir).rglob("*.safetensors"))
+
+
+def test_two_nodes_that_train_have_a_server_each(
+    stand_in: StandIn, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--full"):
+        pytest.skip("--full runs it: two servers")
+    output_dir = tmp_path / "run"
+    with nodes(stand_in, output_dir, shared=True) as (cluster, _, _):
+        job = submit(cluster, stand_in, output_dir, UP_TO_TRAINING)
+        wait_for_success(cluster, job, output_dir)
+    assert_trained(output_dir)
