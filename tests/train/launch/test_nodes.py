@@ -20,6 +20,8 @@ from train.config.launcher import LauncherConfig
 from train.launch.slurm import Submission, render
 
 STEPS = 40
+# A job starts six processes; on a busy machine each needs minutes.
+pytestmark = pytest.mark.timeout(900)
 
 
 def arguments(target: EmbeddedTarget, directory: Path) -> list[str]:
