@@ -39,7 +39,11 @@ class Tracker:
     def close(self) -> None:
         """Waits until W&B has everything. Metrics logged later go to metrics.jsonl only."""
         if self._run is not None:
+            import wandb
+
             self._run.finish()
+            # finish() returns before W&B's own process has written the end of an offline run.
+            wandb.teardown()
             self._run = None
 
 
