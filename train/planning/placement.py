@@ -213,7 +213,8 @@ def _shared(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerP
         useful = min(server.total(num_sequences(config)), int(room - _MARGIN * trainer)) if online else room
         useful = max(useful, min(smallest, room))
         fraction = given or math.floor(useful / gpu * 1000) / 1000
-        if smallest > min(room, fraction * gpu) or fraction * gpu > room:
+        # The chosen fraction is rounded down.
+        if smallest > (room if given is None else fraction * gpu) or fraction * gpu > room:
             raise _too_large(config, server, trainer, gpu, given, online)
     return _placement(config, cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
 
