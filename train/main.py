@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from eagle31.imports import collection_paused
 from eagle31.malloc import keep_freed_memory
 from train.compose import compose_config, composed, parse_arguments
+from train.config.launcher import sets_launcher
 from train.config.run import RunConfig
 from train.distributed import World, leave_process_group
 
@@ -24,11 +25,14 @@ def main() -> None:
     if arguments.cfg:
         print(OmegaConf.to_yaml(compose_config(arguments.overrides)), end="")
     else:
-        run(composed(arguments.overrides))
+        config, world = composed(arguments.overrides), World.from_environment()
+        if world.is_main and any(map(sets_launcher, arguments.overrides)):
+            print("note: launcher has no effect here; it is for scripts/submit", flush=True)
+        run(config, world)
 
 
 @record  # hands an unexpected exception's traceback to torchrun
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, world: World) -> None:
     """Run the stages of a sound configuration; every rank calls."""
     # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
     with collection_paused():
@@ -36,7 +40,7 @@ def run(config: RunConfig) -> None:
 
     keep_freed_memory()
     try:
-        run_pipeline(config, World.from_environment())
+        run_pipeline(config, world)
     finally:
         leave_process_group()
 

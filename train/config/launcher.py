@@ -18,10 +18,12 @@ class LauncherKind(Enum):
 
 @dataclass
 class LauncherConfig:
-    """Where scripts/submit starts a run's processes; the run ignores it. null is the cluster's default."""
+    """Where scripts/submit starts a run's processes; elsewhere it has no effect."""
 
     kind: LauncherKind = LauncherKind.local  # How processes are started.
-    gpus_per_node: int = 0  # GPUs of a node, with a process each. 0: one process per node, on its CPU.
+    # GPUs of a node, with a process each. 0: one process per node, on its CPU. null: all GPUs of this
+    # machine, with kind=local.
+    gpus_per_node: int | None = None
     nodes: int = 1  # Number of nodes, with kind=slurm as all further keys.
     # How many of the nodes, the last ones, run vLLM servers for capture.source=vllm; the others train.
     capture_nodes: int = 0
@@ -61,12 +63,14 @@ def check_launcher(launcher: LauncherConfig) -> None:
     for option in launcher.sbatch:
         if not option.startswith("-") or "\n" in option:
             raise UserError("launcher.sbatch", option, "Give options of sbatch, such as --reservation=NAME.")
+    if launcher.kind is LauncherKind.slurm and launcher.gpus_per_node is None:
+        raise UserError("launcher.gpus_per_node", None, "Give the GPUs of a node, or 0 for a CPU run.")
 
 
 def _check_counts(launcher: LauncherConfig) -> None:
     if launcher.nodes < 1:
         raise UserError("launcher.nodes", launcher.nodes, "It must be greater than 0.")
-    if launcher.gpus_per_node < 0:
+    if launcher.gpus_per_node is not None and launcher.gpus_per_node < 0:
         raise UserError("launcher.gpus_per_node", launcher.gpus_per_node, "Give 0 for a CPU run, or more.")
     if not 0 <= launcher.capture_nodes < launcher.nodes:
         remedy = f"It must be less than launcher.nodes ({launcher.nodes}): a node must be left to train on."
@@ -84,6 +88,11 @@ def _check_counts(launcher: LauncherConfig) -> None:
     if not 0 < launcher.signal_seconds <= _MAX_SIGNAL_SECONDS:
         remedy = f"It must be in [1, {_MAX_SIGNAL_SECONDS}]."
         raise UserError("launcher.signal_seconds", launcher.signal_seconds, remedy)
+
+
+def sets_launcher(argument: str) -> bool:
+    """Return whether an argument of the command line chooses or changes the launcher."""
+    return argument.lstrip("+~").startswith(("launcher=", "launcher."))
 
 
 def time_seconds(text: str) -> int:

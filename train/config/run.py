@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, check_capture
+from train.config.capture import CaptureConfig, CaptureSource, check_capture
 from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
 from train.config.evaluate import EvaluateConfig, check_evaluate
@@ -100,6 +100,11 @@ def check(config: RunConfig) -> None:
                 "data.regenerate.temperature": config.data.regenerate.temperature,
             }
         )
+
+
+def uses_vllm(config: RunConfig) -> bool:
+    """Return whether the target of this run captures or writes in vLLM."""
+    return config.capture.source is CaptureSource.vllm or config.target.engine is TargetEngine.vllm
 
 
 def check_lengths(config: RunConfig) -> None:

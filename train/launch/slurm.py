@@ -11,7 +11,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from data.transport.mooncake import address
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
-from train.config.launcher import LauncherConfig
+from train.config.launcher import LauncherConfig, LauncherKind, sets_launcher
+from train.config.run import RunConfig, uses_vllm
+from train.config.vllm import Placement
 
 TEMPLATE = "slurm.sh.jinja"
 # Each node would take these for itself.
@@ -52,13 +54,13 @@ def render(submission: Submission, launcher: LauncherConfig) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["quoted"] = shlex.quote
-    first = f"recipe={submission.recipe}"
+    first, own = f"recipe={submission.recipe}", run_arguments(submission.arguments)
     return environment.get_template(TEMPLATE).render(
         options=sbatch_options(submission, launcher),
         setup=launcher.setup,
         python=submission.python,
         checkout=str(submission.checkout),
-        arguments=[first, *(one for one in submission.arguments if not one.startswith("recipe="))],
+        arguments=[first, *(one for one in own if not one.startswith("recipe="))],
         recipe=submission.recipe,
         num_servers=launcher.capture_nodes,
         servers_per_node=launcher.servers_per_node,
@@ -72,6 +74,11 @@ def render(submission: Submission, launcher: LauncherConfig) -> str:
     )
 
 
+def run_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without those of the launcher, which have no effect in `train/main.py`."""
+    return [one for one in arguments if not sets_launcher(one)]
+
+
 def num_trainers(launcher: LauncherConfig) -> int:
     """Return the number of nodes that train."""
     return launcher.nodes - launcher.capture_nodes
@@ -79,7 +86,7 @@ def num_trainers(launcher: LauncherConfig) -> int:
 
 def num_processes(launcher: LauncherConfig) -> int:
     """Return the number of processes on each node that trains."""
-    return max(launcher.gpus_per_node, 1)
+    return max(launcher.gpus_per_node or 0, 1)
 
 
 def mooncake_port(capture: CaptureConfig) -> int | None:
@@ -104,6 +111,31 @@ def check_rows(rows_per_step: int, launcher: LauncherConfig) -> None:
     size = num_trainers(launcher) * num_processes(launcher)
     if rows_per_step % size:
         raise UserError("train.rows_per_step", rows_per_step, f"Must be a multiple of the {size} processes.")
+
+
+def check_capture_nodes(config: RunConfig) -> None:
+    """Refuse nodes for servers that the run would not use.
+
+    Raises:
+        UserError: nothing uses vLLM, or the servers are placed elsewhere.
+    """
+    vllm, nodes = config.vllm, config.launcher.capture_nodes
+    if not nodes:
+        return
+    if config.launcher.kind is not LauncherKind.slurm:
+        remedy = "Only jobs of Slurm start servers on other nodes: set launcher=slurm, or 0."
+        raise UserError("launcher.capture_nodes", nodes, remedy)
+    if not uses_vllm(config):
+        remedy = "Nothing in this run uses vLLM: set capture=vllm, capture=vllm_online, or 0."
+        raise UserError("launcher.capture_nodes", nodes, remedy)
+    if vllm.servers:
+        raise UserError("launcher.capture_nodes", nodes, "vllm.servers names servers already; set it to 0.")
+    if vllm.placement in (Placement.shared, Placement.split):
+        remedy = "With launcher.capture_nodes, servers are on nodes of their own: set auto or apart."
+        raise UserError("vllm.placement", vllm.placement.value, remedy)
+    if vllm.gpu_memory_fraction is not None:
+        remedy = "Servers on other nodes take vllm.engine_args.gpu_memory_utilization; set it to null."
+        raise UserError("vllm.gpu_memory_fraction", vllm.gpu_memory_fraction, remedy)
 
 
 def sbatch_options(submission: Submission, launcher: LauncherConfig) -> list[str]:

@@ -3,9 +3,9 @@
 import torch
 
 from eagle31.errors import UserError
-from train.config.run import RunConfig
+from train.config.run import RunConfig, uses_vllm
 from train.distributed import World
-from train.planning.placement import Cluster, ServerPlacement, place_servers, uses_vllm
+from train.planning.placement import Cluster, ServerPlacement, place_servers
 from train.planning.sizes import RunSizes
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from train.config.run import RunConfig
+from train.config.run import RunConfig, uses_vllm
 from train.config.vllm import Placement
 from train.planning.memory import TrainerMemory, TrainerSettings
 from train.planning.memory_check import Shortage, memory_check
@@ -14,7 +14,6 @@ from train.planning.placement import (
     ServerPlacement,
     place_servers,
     serves_training,
-    uses_vllm,
     with_placement,
 )
 from train.planning.remedies import Change, applied, smaller_training

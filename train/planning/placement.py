@@ -61,11 +61,6 @@ class ServerPlacement:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
 
-def uses_vllm(config: RunConfig) -> bool:
-    """Return whether the target of this run captures or writes in vLLM."""
-    return config.capture.source is CaptureSource.vllm or config.target.engine is TargetEngine.vllm
-
-
 def serves_training(config: RunConfig) -> bool:
     """Return whether vLLM runs the target while the drafter is trained."""
     return config.capture.source is CaptureSource.vllm and config.capture.mode is CaptureMode.online

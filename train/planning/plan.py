@@ -9,13 +9,13 @@ import torch
 from data.target.architecture import active_intermediate_size, expert_intermediate_size
 from eagle31.model.config import DrafterConfig
 from train.config.launcher import LauncherKind
-from train.config.run import RunConfig, Stage
+from train.config.run import RunConfig, Stage, uses_vllm
 from train.distributed import World
 from train.planning.at_hand import cluster_at_hand
 from train.planning.commands import Command, commands
 from train.planning.layout import Layout, layout, layouts
 from train.planning.memory_check import Shortage, disk_check
-from train.planning.placement import Cluster, uses_vllm
+from train.planning.placement import Cluster
 from train.planning.remedies import assignments
 from train.planning.server_memory import Parallelism
 from train.planning.sizes import RunSizes

@@ -13,7 +13,14 @@ from tests.train.launch.slurm_cluster import debian_packages
 from tests.train.torchrun import environment, preloaded_python, torchrun_command
 from train.compose import CHECKOUT, composed
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
-from train.launch.slurm import Submission, check_rows, mooncake_port, render
+from train.launch.slurm import (
+    Submission,
+    check_capture_nodes,
+    check_rows,
+    mooncake_port,
+    render,
+    run_arguments,
+)
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 
@@ -304,3 +311,49 @@ def test_torchrun_kills_after_the_timeout_that_the_script_sets(tmp_path: Path) -
     os.kill(process.pid, signal.SIGTERM)
     process.wait(timeout=60)
     assert not (tmp_path / "saved").exists()
+
+
+def test_the_launchers_keys_are_not_forwarded_to_the_run() -> None:
+    arguments = [
+        "recipe=any_target",
+        "launcher=slurm",
+        "launcher.nodes=2",
+        "train.max_steps=1",
+        "+launcher.qos=q",
+    ]
+    assert run_arguments(arguments) == ["recipe=any_target", "train.max_steps=1"]
+
+
+def test_a_run_says_that_the_launcher_has_no_effect(tmp_path: Path) -> None:
+    arguments = ["recipe=qwen3_0_6b", "stages=[plan]", "launcher=slurm", f"output_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "train/main.py", *arguments],
+        cwd=CHECKOUT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("note: launcher has no effect here; it is for scripts/submit")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (("launcher.kind=local",), "launcher.capture_nodes"),
+        (("capture=hf", "target.engine=hf"), "launcher.capture_nodes"),
+        (("vllm.servers=[http://a:1]",), "launcher.capture_nodes"),
+        (("vllm.placement=shared",), "vllm.placement"),
+        (("vllm.placement=split",), "vllm.placement"),
+        (("vllm.gpu_memory_fraction=0.5",), "vllm.gpu_memory_fraction"),
+        (("launcher.gpus_per_node=null",), "launcher.gpus_per_node"),
+    ],
+)
+def test_nodes_for_servers_that_the_run_would_not_use_are_refused(
+    settings: tuple[str, ...], field: str
+) -> None:
+    arguments = ["recipe=kimi_k2_6", "launcher=slurm", "launcher.nodes=2", "launcher.capture_nodes=1"]
+    check_capture_nodes(composed(arguments))
+    with pytest.raises(UserError) as caught:
+        check_capture_nodes(composed([*arguments, *settings]))
+    assert caught.value.field == field

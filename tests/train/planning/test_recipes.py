@@ -14,11 +14,11 @@ from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from tests.train.torchrun import ROOT, composed, run_here
-from train.config.run import check
+from train.config.run import check, uses_vllm
 from train.config.vllm import Placement
 from train.distributed import World
 from train.planning.memory import USABLE_FRACTION, worst_counts
-from train.planning.placement import Cluster, place_servers, serves_training, uses_vllm
+from train.planning.placement import Cluster, place_servers, serves_training
 from train.planning.plan import Plan, make_plan
 from train.planning.remedies import assignments
 from train.planning.sizes import RunSizes
