@@ -19,7 +19,7 @@ from tests.train.torchrun import ROOT, environment, torchrun
 from train.config.launcher import LauncherConfig
 from train.launch.slurm import Submission, render
 
-STEPS = 40
+STEPS = 20
 # A job starts six processes; on a busy machine each needs minutes.
 pytestmark = pytest.mark.timeout(900)
 
