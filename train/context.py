@@ -208,7 +208,8 @@ class RunContext:
             return transformers_generator(
                 self.spec, self.world.device, settings.batch_size, settings.processes
             )
-        return vllm_generator(self.servers.endpoints(everywhere=True), self.captured_target.expected_states())
+        servers, expected = self.servers, self.captured_target.expected_states()
+        return vllm_generator(servers.endpoints(everywhere=True), expected, servers.patience_seconds)
 
     def completion_inputs(self) -> dict[str, Any]:
         """Return what the target's completions depend on apart from the prompts and the sampling settings."""

@@ -36,9 +36,11 @@ def transformers_generator(
 
 
 @contextmanager
-def vllm_generator(endpoints: Sequence[Endpoint], expected: ExpectedTarget) -> Iterator[AnswerGenerator]:
+def vllm_generator(
+    endpoints: Sequence[Endpoint], expected: ExpectedTarget, patience_seconds: float
+) -> Iterator[AnswerGenerator]:
     """Write with vLLM; an engine that it started is stopped at the end."""
-    generator = VllmGenerator(endpoints, expected)
+    generator = VllmGenerator(endpoints, expected, patience_seconds)
     try:
         yield generator
     finally:

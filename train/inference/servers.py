@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.vllm.arguments import CaptureEngine
+from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.server import VllmServer
 from data.vllm.server_process import ServerProcess
 from train.config.vllm import VllmConfig
@@ -58,6 +59,11 @@ class RunServers:
     def named(self) -> bool:
         """Whether the recipe names the servers."""
         return bool(self._vllm.servers)
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long all servers may be away at once. Those that the run starts again load the target again."""
+        return PATIENCE_SECONDS if self.named else max(PATIENCE_SECONDS, self._settings().limit_seconds)
 
     def start(self, captures: bool) -> None:
         """Start the servers, unless suitable ones run already. This does not wait until they are ready.

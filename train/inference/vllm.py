@@ -7,7 +7,6 @@ from typing import Any
 from data.transport.protocol import Transport
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import check_server
-from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.endpoint import Endpoint
 from data.vllm.producer import VllmProducer
 from train.config.capture import CaptureConfig, TransportKind
@@ -48,12 +47,17 @@ def capture_engine(
 
 
 def vllm_producer(
-    endpoints: Sequence[Endpoint], transport: Transport, target: CapturedTarget, max_tokens: int
+    endpoints: Sequence[Endpoint],
+    transport: Transport,
+    target: CapturedTarget,
+    max_tokens: int,
+    patience_seconds: float,
 ) -> VllmProducer:
     """Return a producer that has vLLM put the target's states into the transport.
 
     Args:
         max_tokens: length of the longest sample.
+        patience_seconds: how long all servers may be away at once.
     """
     expected = target.expected_states()
     spool = transport.to_json().get("spool")
@@ -62,5 +66,5 @@ def vllm_producer(
         endpoints,
         transport,
         check=lambda endpoint, info: check_server(endpoint, info, expected, directory, max_tokens),
-        patience_seconds=PATIENCE_SECONDS,
+        patience_seconds=patience_seconds,
     )

@@ -1,6 +1,7 @@
 """The plots of a run: panels that draw on one pair of axes each, and their output as PNG and SVG."""
 
 import io
+import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -158,8 +159,8 @@ def _draw_depths(axes: Axes, train: Sequence[dict[str, Any]], key: str) -> None:
     if key == "loss":
         axes.set_ylabel("nats per token")
     else:
-        highest = max((y for _, _, y, _ in labels if np.isfinite(y)), default=1.0)
-        _percent_axis(axes, "of draft tokens", top=min(1.0, 0.1 * np.ceil(10 * highest + 0.5)))
+        highest = max((y for _, _, y, _ in labels if math.isfinite(y)), default=1.0)
+        _percent_axis(axes, "of draft tokens", top=min(1.0, 0.1 * math.ceil(10 * highest + 0.5)))
     _step_axis(axes)
     _label_ends(axes, labels)
 
@@ -230,7 +231,7 @@ def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
 
 def _label_ends(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
     """Label each (text, x, y, color) curve to the right of its end; move labels apart that would overlap."""
-    shown = sorted((label for label in labels if np.isfinite(label[2])), key=lambda label: label[2])
+    shown = sorted((label for label in labels if math.isfinite(label[2])), key=lambda label: label[2])
     bottom, top = axes.get_ylim()
     gap = 0.062 * (top - bottom)
     heights: list[float] = []

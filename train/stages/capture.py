@@ -138,6 +138,7 @@ def capture_by_vllm(
         manifest_fields=manifest_fields,
         rank=world.rank,
         progress=world.is_main,
+        patience_seconds=context.servers.patience_seconds,
     )
 
 
@@ -247,7 +248,11 @@ def vllm_states(context: RunContext, dataset: Dataset, encoding: Encoding) -> It
     endpoints = context.servers.endpoints(everywhere=False)
     with opened_transport(context, encoding) as (transport, state_format):
         producer = vllm_producer(
-            endpoints, transport, context.captured_target, context.config.data.max_tokens
+            endpoints,
+            transport,
+            context.captured_target,
+            context.config.data.max_tokens,
+            context.servers.patience_seconds,
         )
         with closing(producer):
             yield source_of(context, dataset, producer, transport, state_format)

@@ -65,7 +65,7 @@ def synthetic_documents(vocab_size: int, seed: int = 0) -> list[Document]:
     logs = generator.multivariate_normal(
         (q_mean, a_mean), [[q_std**2, covariance], [covariance, a_std**2]], NUM_CONVERSATIONS
     )
-    lengths = np.exp(logs).round().astype(int).clip(4, 600)
+    lengths = np.clip(np.exp(logs).round().astype(int), 4, 600)
     ids = torch.Generator().manual_seed(seed)
     return [_chat(*(torch.randint(vocab_size, (int(n),), generator=ids) for n in pair)) for pair in lengths]
 
