@@ -9,10 +9,10 @@ import pytest
 
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
-from data.vllm.environment import ROOT, find_python
+from data.vllm.environment import ROOT, environment, find_python
 from tests.eagle31.export.reload import reload_in_this_process
 from tests.order import arrange, extend_time_limits
-from tests.preloaded.start import begin_session, end_session
+from tests.preloaded.start import begin_session, end_session, interpreter
 from train.drafter import export_checks
 
 MAKE_SECONDS = 1100
@@ -55,6 +55,13 @@ def vllm_python() -> Path:
         if setup.returncode:
             pytest.skip(f"vLLM's environment is missing: {(setup.stderr.strip() or 'no message')[-500:]}")
     return find_python()
+
+
+@pytest.fixture(scope="session")
+def preloaded_vllm(vllm_python: Path) -> Path:
+    """An interpreter that has imported vLLM. See `tests.preloaded.start`."""
+    modules = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama_eagle3")
+    return interpreter("vllm", str(vllm_python), modules, environment(vllm_python))
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def interpreter(name: str, python: str, modules: Sequence[str], environment: dic
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _start(directory, python, modules, environment)
+            (directory / "lib").symlink_to(Path(python).parent.parent / "lib")  # where programs look for it
             path.parent.mkdir()
             path.write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{(_HERE / 'client.py').read_text()}")
             path.chmod(0o755)

@@ -25,7 +25,7 @@ def export(trained: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(
-    trained: Path, export: Path, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+    trained: Path, export: Path, preloaded_vllm: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> EngineResults:
     """An engine for each mistake; a mistake's failure is its own."""
     scratch = tmp_path_factory.mktemp("mistakes")
@@ -33,7 +33,7 @@ def engines(
     for name, (mutation, _) in MUTATIONS.items():
         mutated = mutate(export, scratch / name.replace(" ", "_"), mutation)
         jobs.append(decode_job(name, CASE, mutated, trained))
-    return EngineResults(trained, run_together(jobs, vllm_python, scratch / "vllm.log"))
+    return EngineResults(trained, run_together(jobs, preloaded_vllm, scratch / "vllm.log"))
 
 
 @pytest.fixture(scope="module")
@@ -85,36 +85,36 @@ def test_a_classic_mistake_shows_in_vllm(name: str, found: dict[str, Comparison 
 
 
 def test_check_serving_passes_a_good_export(
-    trained: Path, export: Path, vllm_python: Path, tmp_path: Path
+    trained: Path, export: Path, preloaded_vllm: Path, tmp_path: Path
 ) -> None:
     few = ("--num-prompts", "6", "--max-new-tokens", "48")
-    done = check_serving(export, target_path(CASE, trained), vllm_python, tmp_path / "out.json", *few)
+    done = check_serving(export, target_path(CASE, trained), preloaded_vllm, tmp_path / "out.json", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: vLLM serves what was trained" in done.stdout
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_check_serving_names_the_mistake_and_starts_nothing(
-    name: str, trained: Path, export: Path, vllm_python: Path, tmp_path: Path, full: bool
+    name: str, trained: Path, export: Path, preloaded_vllm: Path, tmp_path: Path, full: bool
 ) -> None:
     if name != "pre-norm state fed back" and not full:
         pytest.skip("part of scripts/test --full")
     mutation, word = MUTATIONS[name]
     mutated = mutate(export, tmp_path / "export", mutation)
-    done = check_serving(mutated, target_path(CASE, trained), vllm_python, tmp_path / "out.json")
+    done = check_serving(mutated, target_path(CASE, trained), preloaded_vllm, tmp_path / "out.json")
     assert done.returncode == 1
     assert word in done.stdout
     assert "vLLM was not started" in done.stdout
 
 
 def test_a_bfloat16_engine_accepts_as_much(
-    trained: Path, vllm_python: Path, tmp_path: Path, full: bool
+    trained: Path, preloaded_vllm: Path, tmp_path: Path, full: bool
 ) -> None:
     if not full:
         pytest.skip("part of scripts/test --full")
     name = "eagle3_norm_before_full_vocab_two_aux_bf16"
     export, target = require_export(name, trained), target_path(name, trained)
-    done = check_serving(export, target, vllm_python, tmp_path / "out.json", "--dtype", "bfloat16")
+    done = check_serving(export, target, preloaded_vllm, tmp_path / "out.json", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -24,7 +24,7 @@ from train.distributed import World
 from train.evaluation import vllm as vllm_evaluation
 from train.parity.compare import check_case
 from train.parity.reference import decode_reference, reference_drafter
-from train.pipeline import run_stage, run_stages
+from train.pipeline import run_stage, run_stages, unfinished_stages
 from train.serving.drafts import common_length
 from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
 from train.stages.report import run_report
@@ -51,7 +51,7 @@ def evaluations(directory: Path) -> list[dict[str, Any]]:
 def in_vllm(
     small_target: EmbeddedTarget,
     finished: tuple[Path, str],
-    vllm_python: Path,
+    preloaded_vllm: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> VllmRun:
     """A finished run evaluated in vLLM, with an extra sampling job whose completions are not greedy."""
@@ -65,6 +65,7 @@ def in_vllm(
         return found.results[: len(jobs)]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
         patch.setattr(vllm_evaluation, "run_jobs", kept)
         patch.setattr(RunContext, "load_target", lambda self: pytest.fail("transformers loaded the target"))
         evaluate_in_vllm(small_target, found.directory)
@@ -76,7 +77,7 @@ def evaluate_in_vllm(target: EmbeddedTarget, directory: Path) -> None:
     context = RunContext(composed(RECIPE, *arguments(target, directory)), World(rank=0, local_rank=0, size=1))
     run_stages(context)
     context.config.target.engine = TargetEngine.vllm
-    run_stage(context, Stage.evaluate, selected=True)
+    run_stage(context, Stage.evaluate, unfinished_stages(context, [Stage.evaluate]))
     run_report(context)
 
 
