@@ -119,3 +119,4 @@ def test_two_nodes_that_train_have_a_server_each(
         job = submit(cluster, stand_in, output_dir, UP_TO_TRAINING)
         wait_for_success(cluster, job, output_dir)
     assert_trained(output_dir)
+    assert all((output_dir / f"vllm-{number}.log").exists() for number in range(2))
