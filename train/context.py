@@ -167,19 +167,21 @@ class RunContext:
         return run_placement(self.config, self.world)
 
     def _server_settings(self) -> ServerSettings:
-        placement, vllm = self.placement, self.config.vllm
+        placement = self.placement
         assert placement is not None
-        minutes = vllm.start_minutes
         return ServerSettings(
             engine=self.capture_engine(placement.engine_args),
             devices=placement.devices,
-            limit_seconds=start_limit(self.target_bytes) if minutes is None else 60 * minutes,
+            limit_seconds=self.start_seconds,
         )
 
-    @cached_property
-    def target_bytes(self) -> int:
-        """The size of the target's weights."""
-        return target_size(self.config.target, self.parts.config).checkpoint_bytes
+    @property
+    def start_seconds(self) -> float:
+        """How long a vLLM server of the target may take to start."""
+        minutes = self.config.vllm.start_minutes
+        if minutes is not None:
+            return 60 * minutes
+        return start_limit(target_size(self.config.target, self.parts.config).checkpoint_bytes)
 
     def capture_engine(self, further_args: Mapping[str, Any] = MappingProxyType({})) -> CaptureEngine:
         """Return the vLLM engine that captures and writes everything that this run needs.

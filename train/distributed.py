@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from data.addresses import is_loopback
 from eagle31.errors import UserError
 
 POLL_SECONDS = 0.5
@@ -92,7 +92,7 @@ def node_address() -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         found = probe.getsockname()[0]
-    if ip_address(found).is_loopback:
+    if is_loopback(found):
         remedy = "Other nodes do not reach it; give torchrun --local-addr=ADDRESS_OF_THIS_NODE on each node."
         raise UserError("MASTER_ADDR", f"{first} ({found})", remedy)
     return found

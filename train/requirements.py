@@ -1,20 +1,37 @@
 """External requirements of the stages: vLLM's environment, and a Mooncake store."""
 
 from collections.abc import Set
+from urllib.parse import urlsplit
 
+from data.addresses import is_loopback
 from data.transport.mooncake import load_mooncake, reach
 from data.vllm.environment import check_mooncake, find_python
-from train.config.capture import CaptureMode, CaptureSource, TransportKind
+from eagle31.errors import UserError
+from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
+from train.config.vllm import VllmConfig
 
 
 def check_environment(config: RunConfig) -> None:
-    """Raise UserError if a selected stage starts vLLM and vLLM's environment is missing."""
+    """Raise UserError if a selected stage starts vLLM and vLLM's environment is missing.
+
+    A Mooncake master that the named servers cannot reach is refused, too.
+    """
+    check_master(config.capture, config.vllm)
     if starts_vllm(config):
         python = find_python()
         if config.capture.transport is TransportKind.mooncake and joins_mooncake(config, set(config.stages)):
             check_mooncake(python)
+
+
+def check_master(capture: CaptureConfig, vllm: VllmConfig) -> None:
+    """Raise UserError if servers on other nodes are given a Mooncake master under a loopback address."""
+    host = capture.mooncake.master.rpartition(":")[0].strip("[]")
+    remote = [url for url in vllm.servers if not is_loopback(urlsplit(url).hostname)]
+    if capture.transport is TransportKind.mooncake and remote and is_loopback(host):
+        remedy = f"{remote[0]} is another machine, where this address is its own; give the master's address."
+        raise UserError("capture.mooncake.master", capture.mooncake.master, remedy)
 
 
 def check_store(config: RunConfig, stage: Stage) -> None:

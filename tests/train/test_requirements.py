@@ -10,7 +10,7 @@ from train.config.run import check
 from train.context import RunContext
 from train.distributed import World
 from train.pipeline import run_stages
-from train.requirements import starts_vllm
+from train.requirements import check_environment, starts_vllm
 
 NEEDED = ("target.model=nowhere", "data.train=nowhere.jsonl", "output_dir=nowhere")
 ANSWERED, CAPTURED = "target.engine=vllm", "capture.source=vllm"
@@ -46,6 +46,14 @@ def test_a_missing_vllm_environment_is_reported_before_the_target_is_loaded(
     config = composed("any_target", *NEEDED, ANSWERED)
     with pytest.raises(UserError, match="vLLM's environment does not exist"):
         run_stages(RunContext(config, World(rank=0, local_rank=0, size=1)))
+
+
+def test_a_mooncake_master_that_other_machines_cannot_reach_is_refused() -> None:
+    through = ("capture=vllm_online", "capture.transport=mooncake", "stages=[data]")
+    config = composed("any_target", *NEEDED, *through, "vllm.servers=[http://node1:8000]")
+    with pytest.raises(UserError, match=r"capture\.mooncake\.master=127\.0\.0\.1:50051: http://node1:8000"):
+        check_environment(config)
+    check_environment(composed("any_target", *NEEDED, *through, "vllm.servers=[http://localhost:8000]"))
 
 
 @pytest.mark.parametrize(

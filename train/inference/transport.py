@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from data.addresses import is_loopback
 from data.transport.spool import MEMORY
 from train.config.capture import CaptureConfig, TransportKind
 from train.config.vllm import VllmConfig
-
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ def chosen_transport(capture: CaptureConfig, vllm: VllmConfig, output_dir: Path)
     spool_dir = capture.spool_dir
     if spool_dir is not None:
         directory = Path(spool_dir)
-    elif all(urlsplit(url).hostname in _LOOPBACK for url in vllm.servers):
+    elif all(is_loopback(urlsplit(url).hostname) for url in vllm.servers):
         directory = MEMORY
     else:
         directory = output_dir / "spool"

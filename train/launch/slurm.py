@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from data.addresses import is_loopback
 from data.transport.mooncake import address
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
@@ -17,7 +18,6 @@ from train.config.vllm import Placement
 
 TEMPLATE = "slurm.sh.jinja"
 # Each node would take these for itself.
-_LOOPBACK = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def mooncake_port(capture: CaptureConfig) -> int | None:
     if not online and capture.source is not CaptureSource.torchspec:
         return None
     host, port = address(capture.mooncake.master)
-    return port if host in _LOOPBACK else None
+    return port if is_loopback(host) else None
 
 
 def check_rows(rows_per_step: int, launcher: LauncherConfig) -> None:

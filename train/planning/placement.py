@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from data.addresses import is_loopback
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
@@ -20,7 +21,6 @@ _ALONE_FRACTION = 0.9
 # A training process that waits for the server: its CUDA context and the target's embedding or head.
 _WAITING_BYTES = 2_000_000_000
 _MARGIN = 0.1  # of training's memory
-_LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _apart(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerPl
         raise _Refused("vllm.gpu_memory_fraction", vllm.gpu_memory_fraction, reason)
     if vllm.servers:
         for url in vllm.servers:
-            if cluster.num_nodes + cluster.capture_nodes > 1 and is_loopback(url):
+            if cluster.num_nodes + cluster.capture_nodes > 1 and is_loopback(urlsplit(url).hostname):
                 reason = "Other nodes of this run cannot reach a loopback address; give the node's."
                 raise _Refused("vllm.servers", url, reason)
         return ServerPlacement(Placement.apart, len(vllm.servers))
@@ -160,14 +160,10 @@ def _apart(config: RunConfig, cluster: Cluster, sizes: Sizes | None) -> ServerPl
         return ServerPlacement(Placement.apart, cluster.capture_nodes)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     _check_alone(config, cluster, sizes, parallel, _ALONE_FRACTION)
-    servers = cluster.gpus_per_node // parallel.gpus
-    return ServerPlacement(Placement.apart, cluster.capture_nodes * servers, parallel.gpus)
-
-
-def is_loopback(url: str) -> bool:
-    """Return whether a URL names the machine that reads it."""
-    host = urlsplit(url).hostname or ""
-    return host.startswith(_LOOPBACK)
+    # A job starts the servers that the launcher states. Without a launcher, the plan fills the nodes.
+    stated = config.launcher.servers_per_node if config.launcher.capture_nodes else None
+    per_node = stated or cluster.gpus_per_node // parallel.gpus
+    return ServerPlacement(Placement.apart, cluster.capture_nodes * per_node, parallel.gpus)
 
 
 def _on_cpu(config: RunConfig, cluster: Cluster) -> ServerPlacement:

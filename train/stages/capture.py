@@ -296,9 +296,10 @@ def source_of(
     )
 
 
-def server_engine(config: RunConfig) -> CaptureEngine:
-    """Return the engine that a vLLM server for this run needs."""
-    return RunContext(config, World(rank=0, local_rank=0, size=1)).capture_engine()
+def server_engine(config: RunConfig) -> tuple[CaptureEngine, float]:
+    """Return the engine that a vLLM server for this run needs, and how many seconds it may take to start."""
+    context = RunContext(config, World(rank=0, local_rank=0, size=1))
+    return context.capture_engine(), context.start_seconds
 
 
 @contextmanager

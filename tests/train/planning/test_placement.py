@@ -13,7 +13,7 @@ from tests.train.torchrun import composed
 from train.config.run import RunConfig, check
 from train.config.vllm import Placement
 from train.planning.memory import USABLE_FRACTION
-from train.planning.placement import Cluster, ServerPlacement, is_loopback, place_servers, serves_training
+from train.planning.placement import Cluster, ServerPlacement, place_servers, serves_training
 from train.planning.server_memory import CAPTURED_SEQUENCES, Parallelism
 from train.planning.sizes import RunSizes
 
@@ -219,19 +219,3 @@ def test_the_refusal_names_field_and_change(
     assert caught.value.field == field
     assert remedy in caught.value.remedy
     placed("kimi_k2_6", cluster, configured("kimi_k2_6", *settings, *changes_in(caught.value)))
-
-
-@pytest.mark.parametrize(
-    ("url", "loopback"),
-    [
-        ("http://127.0.0.1:8000", True),
-        ("http://127.1.2.3", True),
-        ("http://localhost:8000", True),
-        ("http://[::1]:8000", True),
-        ("http://0.0.0.0:8000", True),
-        ("http://node1:8000", False),
-        ("http://10.127.0.1:8000", False),
-    ],
-)
-def test_which_addresses_are_loopback(url: str, loopback: bool) -> None:
-    assert is_loopback(url) is loopback

@@ -65,9 +65,9 @@ def synthetic_documents(vocab_size: int, seed: int = 0) -> list[Document]:
     logs = generator.multivariate_normal(
         (q_mean, a_mean), [[q_std**2, covariance], [covariance, a_std**2]], NUM_CONVERSATIONS
     )
-    lengths = np.clip(np.exp(logs).round().astype(int), 4, 600)
+    lengths = torch.from_numpy(np.exp(logs)).round().long().clamp(4, 600).tolist()
     ids = torch.Generator().manual_seed(seed)
-    return [_chat(*(torch.randint(vocab_size, (int(n),), generator=ids) for n in pair)) for pair in lengths]
+    return [_chat(*(torch.randint(vocab_size, (n,), generator=ids) for n in pair)) for pair in lengths]
 
 
 def packed_rows(
