@@ -86,9 +86,11 @@ def test_the_fingerprint_covers_the_content(tmp_path):
     same = write_jsonl(tmp_path / "b.jsonl", [pair("a")])
     other = write_jsonl(tmp_path / "c.jsonl", [pair("b")])
     assert source_fingerprint(first) == source_fingerprint(same) != source_fingerprint(other)
-    datasets.Dataset.from_list([pair()]).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_list([pair("zebra")]).save_to_disk(str(tmp_path / "saved"))
     saved = source_fingerprint(str(tmp_path / "saved"))
     assert saved == source_fingerprint(str(tmp_path / "saved"))
     [arrow] = (tmp_path / "saved").glob("*.arrow")
-    arrow.write_bytes(arrow.read_bytes().replace(b"messages", b"messagez"))
+    before = arrow.read_bytes()
+    assert b"zebra" in before
+    arrow.write_bytes(before.replace(b"zebra", b"cobra"))
     assert source_fingerprint(str(tmp_path / "saved")) != saved
