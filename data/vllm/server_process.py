@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import math
 import os
 import signal
 import socket
@@ -44,7 +43,7 @@ class ServerProcess:
         key: what requests must send as a bearer token; None lets everybody in who reaches the server.
         devices: which of the visible GPUs it runs on; None stands for all.
         log: the file that everything vLLM prints is appended to.
-        limit_seconds: how long it may take to start; may be infinite.
+        limit_seconds: how long it may take to start.
 
     Raises:
         UserError: it cannot listen there, or vLLM's environment does not exist.
@@ -107,10 +106,8 @@ class ServerProcess:
                 raise self._error(f"vLLM was not ready within {limit}; vllm.start_minutes sets the limit")
             if progress and time.monotonic() > next_line:
                 next_line += LINE_SECONDS
-                limit = (
-                    f" of at most {self._limit_seconds:.0f} s" if math.isfinite(self._limit_seconds) else ""
-                )
-                print(f"vLLM: loading, {seconds:.0f} s{limit}", file=sys.stderr, flush=True)
+                limit = f"{seconds:.0f} s of at most {self._limit_seconds:.0f} s"
+                print(f"vLLM: loading, {limit}", file=sys.stderr, flush=True)
             time.sleep(_POLL_SECONDS)
         self._was_ready = True
 

@@ -41,7 +41,7 @@ class RunServers:
     key is in no file. Every rank calls `start`, `wait_until_ready` and `close`, in the same order.
 
     Args:
-        settings: called by the processes that start a server only.
+        settings: returns what a node needs to start its server; not called with `vllm.servers`.
         log: the file for the output of this node's server.
     """
 

@@ -44,8 +44,8 @@ def memory_check(
     in_vllm = config.capture.source is CaptureSource.vllm
     if not in_vllm:
         found = _target(config, target, int(gpu_bytes * (1 - TARGET_ROOM)))
-    beside = config.capture.source is CaptureSource.hf and config.capture.mode is CaptureMode.online
-    held = target.bytes_per_gpu if beside else 0
+    shares_gpus = config.capture.source is CaptureSource.hf and config.capture.mode is CaptureMode.online
+    held = target.bytes_per_gpu if shares_gpus else 0
     return _trainer(settings, memory_of, int(gpu_bytes * USABLE_FRACTION) - held) + found
 
 

@@ -1,7 +1,6 @@
 """The sides that run the target with vLLM, in two servers, one with hidden states and one without."""
 
 import asyncio
-import math
 import os
 import secrets
 import shutil
@@ -25,6 +24,7 @@ from data.vllm.supervisor import descendants
 from train.bench.capture.timing import PREFILL, RunSide, Task, Timing
 
 _POLL_SECONDS = 0.05
+_START_SECONDS = 1800.0  # time to load a target
 _CONCURRENCY = 256  # vLLM's scheduler chooses among so many prompts
 
 Pass = Callable[[], Coroutine[None, None, Timing]]
@@ -86,7 +86,7 @@ class _Server:
                 key=key,
                 devices=None,
                 log=self._log,
-                limit_seconds=math.inf,
+                limit_seconds=_START_SECONDS,
             )
             self._process.wait_until_ready(progress=True)
             self._endpoint = VllmServer(self._process.url, _CONCURRENCY, key, self._process.check)
