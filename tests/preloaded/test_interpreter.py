@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,4 +97,8 @@ def test_a_signal_reaches_the_program(python: Path, program: Path, number: int) 
         assert started.wait(timeout=30) == -number
         # The program holds the other end.
         assert started.stdout.read() == ""
+    # Its end of the pipe closes before the process is gone.
+    deadline = time.monotonic() + 30
+    while alive(process) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not alive(process)
