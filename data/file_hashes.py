@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import groupby
@@ -29,6 +29,7 @@ _BUFFER_BYTES = 1 << 22
 _MAX_THREADS = 32
 _REMEMBERED_BYTES = 1 << 28  # fewer bytes are hashed in less than a second
 _SHOWN_BYTES = 4 * 10**9
+_WRITE_SECONDS = 30.0  # between two writes of what was remembered, in case the process is killed
 _SETTLED_NANOSECONDS = 2 * 10**9  # longer than the resolution of any file system's times
 _GB = 10**9
 
@@ -51,10 +52,66 @@ def hash_files(files: Sequence[Path], *, cache_dir: Path | None = None) -> list[
     paths = [file.resolve() for file in files]
     if sum(path.stat().st_size for path in paths) < _REMEMBERED_BYTES:
         return _hash_missing(paths, {}, None)
-    name = hashlib.sha256(str(files[0].parent.resolve()).encode()).hexdigest()[:24]
-    memory = (cache_dir or cache_directory()) / "file_hashes" / f"{name}.json"
+    memory = _memory_of(paths[0].parent, "", cache_dir)
     with _locked(memory.with_suffix(".lock")) as writable:
         return _hash_missing(paths, _remembered(memory), memory if writable else None)
+
+
+def sha256_of_files(
+    files: Sequence[Path], *, num_processes: int = 1, cache_dir: Path | None = None
+) -> Generator[str, None, None]:
+    """Yield the sha256 of each file, in order, to compare with checksums that are recorded elsewhere.
+
+    Unlike with `hash_files`, several processes can read different files of one directory at the same time.
+
+    Args:
+        files: in one directory, so that they are remembered together.
+        num_processes: the number of processes on this machine that do this at the same time, and share its
+            cores.
+        cache_dir: the directory in which hashes are remembered, by default that of `cache_directory`.
+    """
+    started = time.time_ns()
+    paths = [file.resolve() for file in files]
+    states = {path: _state(path) for path in paths}
+    memory = None
+    if sum(state[0] for state in states.values()) >= _REMEMBERED_BYTES:
+        memory = _memory_of(paths[0].parent, "-sha256", cache_dir)
+    known = {} if memory is None else _remembered(memory)
+    missing = [path for path in states if known.get(str(path), (None,))[0] != states[path]]
+    new: dict[str, tuple[_State, str]] = {}
+    pool = ThreadPoolExecutor(min(max(1, _num_cores() // num_processes), _MAX_THREADS))
+    futures = {path: pool.submit(_whole_sha256, path) for path in missing}
+    next_write = time.monotonic() + _WRITE_SECONDS
+    try:
+        for path in paths:
+            if path not in futures:
+                yield known[str(path)][1]
+                continue
+            digest = futures[path].result()
+            settled = started - max(states[path][2:]) > _SETTLED_NANOSECONDS
+            if settled and _state(path) == states[path]:
+                new[str(path)] = (states[path], digest)
+            if time.monotonic() >= next_write:
+                _remember(memory, new)
+                next_write = time.monotonic() + _WRITE_SECONDS
+            yield digest
+    finally:
+        pool.shutdown(cancel_futures=True)
+        _remember(memory, new)
+
+
+def _remember(memory: Path | None, new: Mapping[str, tuple[_State, str]]) -> None:
+    """Add states and hashes to those that other processes remember at the same time."""
+    if memory is None or not new:
+        return
+    with _locked(memory.with_suffix(".lock")) as writable:
+        if writable:
+            write_json(memory, {**_remembered(memory), **new})
+
+
+def _memory_of(directory: Path, kind: str, cache_dir: Path | None) -> Path:
+    name = hashlib.sha256(str(directory).encode()).hexdigest()[:24]
+    return (cache_dir or cache_directory()) / "file_hashes" / f"{name}{kind}.json"
 
 
 def _hash_missing(
@@ -118,6 +175,15 @@ def _hash_piece(path: Path, offset: int) -> tuple[bytes, int]:
             digest.update(buffer[:count])
             size += count
     return digest.digest(), size
+
+
+def _whole_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 def _remembered(memory: Path) -> dict[str, tuple[_State, str]]:

@@ -46,6 +46,18 @@ class World:
             return torch.device("cuda", self.local_rank)
         return torch.device("cpu")
 
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, self.size // self.num_nodes)
+
+    def use_device(self) -> None:
+        """Make this rank's GPU the current one, which CUDA work that names no device uses.
+
+        Without this, every process of a node also creates a context on the first GPU.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @staticmethod
     def from_environment() -> "World":
         """Read torchrun's environment variables; without them the run is one process."""
@@ -106,6 +118,18 @@ def wait_for(path: Path) -> None:
     """
     while not path.exists():
         time.sleep(POLL_SECONDS)
+
+
+def wait_for_ranks(name: str, world: World) -> None:
+    """Block until every rank has called this with the same name, however long that takes.
+
+    For work of uneven length before there is a process group. torchrun ends all ranks when one fails.
+    """
+    values, pause = shared_values(), POLL_SECONDS / 32
+    values.add(name, 1)
+    while values.add(name, 0) < world.size:
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

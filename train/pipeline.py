@@ -68,6 +68,7 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     Raises:
         UserError: bad input, or a selected stage needs one that is neither selected nor finished.
     """
+    world.use_device()
     context = RunContext(config, world)
     quiet_libraries(world)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():

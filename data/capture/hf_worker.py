@@ -18,8 +18,10 @@ def open_capture(settings: dict[str, Any]) -> TargetCapture:
         from data.target.modules import locate
         from data.target.spec import TargetSpec
 
-    spec = TargetSpec(**settings["target"])
-    model = load_target(spec, torch.device(settings["device"]))
+    spec, device = TargetSpec(**settings["target"]), torch.device(settings["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels that name no device use the current one
+    model = load_target(spec, device)
     return HiddenStateCapture(model, locate(model, spec), settings["aux_layer_ids"])
 
 

@@ -1,6 +1,7 @@
 """The reader of a finished store, in the order of its samples."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
+from data.file_hashes import sha256_of_files
 from data.progress import tracked
 from data.samples import CapturedSample
 from data.store.codec import ROWS_OF, decode
@@ -79,11 +81,23 @@ class HiddenStateStore:
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         return [self[index] for index in indices]
 
-    def verify(self, rank: int = 0, world_size: int = 1, *, progress: bool = False) -> None:
-        """Read this rank's part of the shards and compare their checksums.
+    def verify(
+        self, rank: int = 0, world_size: int = 1, *, num_processes: int = 1, progress: bool = False
+    ) -> None:
+        """Compare the checksums of this rank's part of the shards.
+
+        A shard that has not changed since its last verification on this machine is not read again.
+
+        Args:
+            num_processes: the number of ranks on this machine, which share its cores.
 
         Raises:
             DamagedShard: a shard was altered.
         """
-        for shard in tracked(self.shards[rank::world_size], "verify", "shards", shown=progress):
-            check_content(self.directory, shard["file"], shard["sha256"])
+        shards = self.shards[rank::world_size]
+        found = sha256_of_files(
+            [self.directory / shard["file"] for shard in shards], num_processes=num_processes
+        )
+        with closing(found):
+            for shard in tracked(shards, "verify", "shards", shown=progress):
+                check_content(self.directory, shard["file"], shard["sha256"], next(found))

@@ -230,10 +230,15 @@ def check_size(directory: Path, file: str, num_bytes: int) -> None:
         raise DamagedShard(str(path), f"{found} bytes", f"The shard had {num_bytes} bytes; {_AGAIN}")
 
 
-def check_content(directory: Path, file: str, sha256: str) -> None:
-    """Raise DamagedShard where the shard was altered."""
+def check_content(directory: Path, file: str, sha256: str, found: str | None = None) -> None:
+    """Raise DamagedShard where the shard was altered.
+
+    Args:
+        sha256: the checksum that was recorded.
+        found: the file's checksum, if it is known; otherwise the file is read.
+    """
     path = directory / file
-    found = file_sha256(path)
+    found = found or file_sha256(path)
     if found != sha256:
         what = f"The shard's sha256 was {sha256}"
         raise DamagedShard(str(path), found, f"{what}; delete it and {_AGAIN}")

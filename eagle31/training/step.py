@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eagle31.kernels.elementwise import widened
 from eagle31.model.drafter import Drafter
@@ -166,17 +167,20 @@ def greedy_hits(
 ) -> tuple[Tensor, Tensor]:
     """Compare teacher-forced greedy predictions with the text, for replay.
 
+    The head's weight is read directly and its module is not called: the number of chunks differs between
+    ranks, so a weight that is partitioned over the ranks must be gathered by the caller.
+
     Returns:
         bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
         drafts.
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     schedule = schedule_batch(batch, num_steps)
-    lm_head = frozen.lm_head or drafter.lm_head
+    head = (frozen.lm_head or drafter.lm_head).weight
     hits = torch.zeros_like(supervised)
     for step, (normed, _) in enumerate(scheduled_rollout(drafter, frozen.embed_tokens, batch, schedule)):
         rows = schedule.steps[step].rows
-        greedy = torch.cat([lm_head(part).argmax(dim=-1) for part in normed.split(chunk_rows)])
+        greedy = torch.cat([F.linear(part, head).argmax(dim=-1) for part in normed.split(chunk_rows)])
         if frozen.draft_target_ids is not None:
             greedy = frozen.draft_target_ids[greedy]
         hits[rows, step] = greedy == batch.input_ids[rows + 2 + step]

@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from data import file_hashes
-from data.file_hashes import hash_files
+from data.file_hashes import hash_files, sha256_of_files
 from eagle31.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,3 +224,39 @@ print(len(count), found)
         reader.join()
     assert sorted(int(line.split()[0]) for line in outputs) == [0, 0, 50]
     assert len({line.split()[1] for line in outputs}) == 1
+
+
+@pytest.fixture
+def digested(reads: list, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that `sha256_of_files` has read."""
+    found: list[str] = []
+    digest = file_hashes._whole_sha256
+
+    def noted(path: Path) -> str:
+        found.append(path.name)
+        return digest(path)
+
+    monkeypatch.setattr(file_hashes, "_whole_sha256", noted)
+    return found
+
+
+def test_checksums_of_several_processes_are_remembered_together(
+    weights: list[Path], tmp_path: Path, digested: list[str]
+) -> None:
+    weights[1].write_bytes(b"other")
+    expected = [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights]
+    with closing(sha256_of_files(weights[:1], cache_dir=tmp_path)) as first:
+        assert next(first) == expected[0]
+        # Another process reads other files of the directory meanwhile, without waiting.
+        assert list(sha256_of_files(weights[1:], cache_dir=tmp_path, num_processes=2)) == expected[1:]
+    assert sorted(digested) == ["a.safetensors", "b.safetensors"]
+    digested.clear()
+    assert list(sha256_of_files(weights, cache_dir=tmp_path)) == expected
+    assert not digested
+    time.sleep(TICK_SECONDS)
+    _replace_in_place(weights[0])
+    changed, same = sha256_of_files(weights, cache_dir=tmp_path)
+    assert (changed, same) == (hashlib.sha256(weights[0].read_bytes()).hexdigest(), expected[1])
+    assert digested == ["a.safetensors"]
+    # Hashes in pieces are another kind, and remembered apart.
+    assert hash_files(weights[:1], cache_dir=tmp_path) != [changed]

@@ -42,6 +42,8 @@ class DeepSpeedConfig:
     precision: Precision = Precision.bf16  # Precision of the training step.
     offload_optimizer: bool = False  # Whether optimizer states are in CPU memory. Needs zero_stage 1, 2 or 3.
     offload_parameters: bool = False  # Whether parameters are in CPU memory. Needs zero_stage 3.
+    # Minutes that a rank waits for the others in a collective operation before the run ends with an error.
+    timeout_minutes: float = 30.0
 
 
 @dataclass
@@ -91,6 +93,7 @@ def check_deepspeed(deepspeed: DeepSpeedConfig) -> None:
         raise UserError("deepspeed.offload_optimizer", True, "It needs deepspeed.zero_stage of 1, 2 or 3.")
     if deepspeed.offload_parameters and deepspeed.zero_stage != 3:
         raise UserError("deepspeed.offload_parameters", True, "It needs deepspeed.zero_stage=3.")
+    require_positive({"deepspeed.timeout_minutes": deepspeed.timeout_minutes})
 
 
 def check_train(train: TrainConfig, *, pruned: bool) -> None:

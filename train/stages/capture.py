@@ -202,10 +202,19 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
 
 
 def open_source(context: RunContext) -> HiddenStateStore:
-    """Return the store that training reads, verified by rank 0."""
-    store = HiddenStateStore(context.artifacts[Stage.capture].directory / "train")
-    if context.world.is_main:
-        store.verify(progress=True)
+    """Return the store that training reads, of which this rank has verified its part."""
+    return open_store(context, "train")
+
+
+def open_store(context: RunContext, name: str) -> HiddenStateStore:
+    """Return one of the captured stores; every rank verifies a part of it.
+
+    Raises:
+        DamagedShard: a shard of this rank's part was altered.
+    """
+    world = context.world
+    store = HiddenStateStore(context.artifacts[Stage.capture].directory / name)
+    store.verify(world.rank, world.size, num_processes=world.ranks_per_node, progress=world.is_main)
     return store
 
 

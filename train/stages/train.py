@@ -20,8 +20,9 @@ from eagle31.model.vocab import DraftVocab
 from eagle31.training.objectives import Objective
 from train.config.run import Stage
 from train.context import RunContext
+from train.distributed import wait_for_ranks
 from train.drafter.build import build_drafter
-from train.stages.capture import opened_source, training_samples
+from train.stages.capture import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
 from train.trainer.loop import LoopSettings, train
@@ -35,6 +36,8 @@ from train.trainer.model_engine import (
 from train.trainer.tracking import open_tracker
 from train.trainer.validation import ReplayValidation
 
+_OPENED = "stages/train/opened"
+
 
 def train_inputs(context: RunContext) -> dict[str, Any]:
     config = context.config
@@ -42,6 +45,8 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
     # These change no weights. validate_every stays in: it affects which step is chosen as the best.
     for name in ("log_every", "save_every", "keep_checkpoints"):
         training.pop(name)
+    deepspeed = asdict(config.deepspeed)
+    deepspeed.pop("timeout_minutes")
     vocab = context.artifacts[Stage.vocab]
     drafter = asdict(config.drafter)
     drafter.pop("init_revision")
@@ -53,7 +58,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "vocab": vocab.key,
         "drafter": _plain(drafter),
         "optim": _plain(asdict(config.optim)),
-        "deepspeed": _plain(asdict(config.deepspeed)),
+        "deepspeed": _plain(deepspeed),
         "train": _plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
         "seed": config.seed,
@@ -66,14 +71,18 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
     """Train, into `checkpoints/` (the newest states, and `best/`) and `metrics.jsonl`."""
+    held_out = open_store(context, "validation")
     with opened_source(context) as source:
-        return train_on(source, context, directory)
+        wait_for_ranks(_OPENED, context.world)
+        return train_on(source, held_out, context, directory)
 
 
-def train_on(source: HiddenStateSource, context: RunContext, directory: Path) -> dict[str, Any]:
+def train_on(
+    source: HiddenStateSource, held_out: HiddenStateStore, context: RunContext, directory: Path
+) -> dict[str, Any]:
     """Build what training needs, and train."""
     config, world = context.config, context.world
-    ensure_process_group()
+    ensure_process_group(config.deepspeed.timeout_minutes)
     vocab = load_vocab(context.artifacts[Stage.vocab])
     drafter, frozen = new_drafter(context, vocab)
     num_parameters = sum(p.numel() for p in drafter.parameters())
@@ -115,8 +124,6 @@ def train_on(source: HiddenStateSource, context: RunContext, directory: Path) ->
     state = checkpoints.resume(engine)
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
-    held_out = HiddenStateStore(context.artifacts[Stage.capture].directory / "validation")
-    held_out.verify(progress=world.is_main)
     validation = ReplayValidation(
         held_out.get_many(range(len(held_out))), config.train.row_tokens, config.evaluate.draft_tokens, world
     )

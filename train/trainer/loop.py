@@ -254,7 +254,7 @@ def validate(
     )
     if state.best_step is None or chosen.acceptance_length > state.best_acceptance_length:
         state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
-        weights = full_state(model_engine)
+        weights = full_state(model_engine, keep=world.is_main)
         if world.is_main:
             checkpoints.save_best(weights, state)
 

@@ -1,6 +1,8 @@
 """The model engine: DeepSpeed around the drafter."""
 
 import os
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -54,8 +56,13 @@ class TrainedModule(nn.Module):
         )
 
     def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
-        """Return which greedy drafts are right, for replay; see `greedy_hits`."""
+        """Return which greedy drafts are right, for replay; see `greedy_hits`. Needs `gathered_head`."""
         return greedy_hits(self.drafter, self.frozen, batch, num_steps)
+
+    def gathered_head(self) -> AbstractContextManager[None]:
+        """Keep the draft head's whole weight on every rank, which ZeRO 3 partitions. Every rank enters."""
+        trained = [] if self.frozen.lm_head is not None else [self.drafter.lm_head.weight]
+        return deepspeed.zero.GatheredParameters(trained)
 
 
 def deepspeed_config(
@@ -106,17 +113,22 @@ def partitioned(model_engine: deepspeed.DeepSpeedEngine) -> bool:
     return model_engine.zero_optimization() or model_engine.bfloat16_enabled()
 
 
-def full_state(model_engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    """Return the drafter's weights by name, float32 on the CPU, on every rank. Every rank calls.
+def full_state(model_engine: deepspeed.DeepSpeedEngine, *, keep: bool) -> dict[str, Tensor]:
+    """Return the drafter's weights by name, float32 on the CPU. Every rank calls.
 
     They are the master weights, except at ZeRO 0 in bf16: DeepSpeed does not expose them there, so the bf16
     weights of the forward pass are returned.
+
+    Args:
+        keep: False on the ranks that only take part in gathering the weights, which is done one by one;
+            they return nothing.
     """
     state = {}
     for name, parameter in model_engine.module.drafter.named_parameters():
         value = safe_get_full_fp32_param(parameter) if model_engine.zero_optimization() else parameter.data
         assert value is not None, name
-        state[name] = value.detach().float().cpu().clone()
+        if keep:
+            state[name] = value.detach().to("cpu", torch.float32, copy=True)
     return state
 
 
@@ -133,8 +145,13 @@ def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def ensure_process_group() -> None:
-    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun."""
+def ensure_process_group(timeout_minutes: float = 30.0) -> None:
+    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun.
+
+    Args:
+        timeout_minutes: a collective operation for which a rank waits longer ends the run.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
     if not torch.cuda.is_available():
         # DeepSpeed uses it for inference only and would compile it for over a minute at its first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -142,5 +159,5 @@ def ensure_process_group() -> None:
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)

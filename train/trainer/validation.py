@@ -42,14 +42,15 @@ class ReplayValidation:
         num = self.max_draft_tokens
         totals = torch.zeros(num, 1 + num, dtype=torch.float64, device=device)
         rows = list(zip(self.batches, self.is_first_copy, strict=True))
-        for batch, is_first_copy in tracked(rows, "validation", "rows", shown=self.shows_progress):
-            hits, supervised = module.hits(batch.to(device, dtype), num)
-            if not is_first_copy:
-                continue
-            for k in range(1, num + 1):
-                stats = replay(hits, supervised, k)
-                totals[k - 1, 0] += stats.num_drafts
-                totals[k - 1, 1 : 1 + k] += torch.tensor(stats.accepted_per_position, device=device)
+        with module.gathered_head():
+            for batch, is_first_copy in tracked(rows, "validation", "rows", shown=self.shows_progress):
+                hits, supervised = module.hits(batch.to(device, dtype), num)
+                if not is_first_copy:
+                    continue
+                for k in range(1, num + 1):
+                    stats = replay(hits, supervised, k)
+                    totals[k - 1, 0] += stats.num_drafts
+                    totals[k - 1, 1 : 1 + k] += torch.tensor(stats.accepted_per_position, device=device)
         counts = sum_over_ranks(totals).long().tolist()
         return {
             k: AcceptanceStats(k, counts[k - 1][0], tuple(counts[k - 1][1 : 1 + k]))

@@ -2,17 +2,23 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
+from eagle31.training.step import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
-from train.distributed import World, leave_process_group
+from train.distributed import World, leave_process_group, wait_for_ranks
+from train.trainer import model_engine as engine_module
 from train.trainer.loop import WindowSums, optimizer_step
 from train.trainer.model_engine import (
     TrainedModule,
@@ -21,6 +27,7 @@ from train.trainer.model_engine import (
     full_state,
     initialize_model_engine,
 )
+from train.trainer.validation import ReplayValidation
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
 
@@ -51,6 +58,18 @@ class MemorySource:
         return [self.samples[i] for i in indices]
 
 
+def validation_samples() -> list[CapturedSample]:
+    """Two samples that fill a row each, with three and with 36 supervised positions."""
+    found = []
+    for seed, stop in enumerate((12, 45)):
+        batch = random_batch((ROW_TOKENS,), tiny_config(), seed=seed, dtype=torch.float32)
+        mask = torch.zeros(ROW_TOKENS, dtype=torch.bool)
+        mask[8:stop] = True
+        states = batch.aux_hidden_states, batch.final_hidden_states
+        found.append(CapturedSample(batch.input_ids % 5, mask, *states))
+    return found
+
+
 def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
     drafter = drafter.float()
@@ -63,17 +82,20 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         world_size=world.size,
         seed=0,
     )
+    config = deepspeed_config(
+        zero_stage=zero_stage,
+        bf16=bf16,
+        micro_batches=ROWS_PER_STEP // world.size,
+        world_size=world.size,
+        max_grad_norm=0.5,
+        offload_optimizer=False,
+        offload_parameters=False,
+    )
+    # By default DeepSpeed partitions no parameter that is as small as those here.
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model_engine = initialize_model_engine(
         module,
-        deepspeed_config(
-            zero_stage=zero_stage,
-            bf16=bf16,
-            micro_batches=ROWS_PER_STEP // world.size,
-            world_size=world.size,
-            max_grad_norm=0.5,
-            offload_optimizer=False,
-            offload_parameters=False,
-        ),
+        config,
         lr=1e-2,
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -89,8 +111,12 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         losses.append(window.metrics(world, 0.8)["loss"])
         norms.append(float(norm))
     loader.close()
-    weights = full_state(model_engine)
+    weights = full_state(model_engine, keep=world.is_main)
+    assert bool(weights) == world.is_main
+    validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
+    stats = validation.run(model_engine.module, world.device, dtype)
     return {
+        "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
         "losses": losses,
         "grad_norms": norms,
         "weights": {name: value.double().sum().item() for name, value in weights.items()},
@@ -99,7 +125,16 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
 
 def main() -> None:
     world = World.from_environment()
-    ensure_process_group()
+    time.sleep(0.2 * world.rank)
+    Path(f"{sys.argv[1]}.{world.rank}").touch()
+    wait_for_ranks("test", world)
+    assert all(Path(f"{sys.argv[1]}.{rank}").exists() for rank in range(world.size))
+    ensure_process_group(timeout_minutes=2.0)
+    group = dist.group.WORLD
+    assert group is not None
+    assert group._get_backend(world.device).options._timeout == timedelta(minutes=2.0)
+    # The rows of validation have 1 and 12 chunks.
+    engine_module.greedy_hits = partial(greedy_hits, chunk_rows=3)
     results = {f"zero{stage}": losses_at(stage, False, world) for stage in range(4)}
     results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in (0, 2)}
     if world.is_main:

@@ -23,10 +23,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -> None:
     reference = results[1]["zero0"]
     assert reference["losses"][-1] < reference["losses"][0]
+    assert sum(reference["replay"]["3"][1:]) > 0
     for num_processes in (1, 2):
         run = results[num_processes][f"zero{stage}"]
         assert run["losses"] == pytest.approx(reference["losses"], rel=1e-5)
         assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-4)
+        # Replay's rows differ in their number of chunks, each of which reads the head.
+        assert run["replay"] == reference["replay"]
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
 
 
