@@ -1,0 +1,100 @@
+"""Backward passes without autograd's engine, which starts no thread for a device that is not there.
+
+The nodes are autograd's, so a backward pass dispatches what the engine would dispatch.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+_task_ids = count(1)
+
+
+def backward(output: Tensor, gradient: Tensor | None = None) -> None:
+    """Add the gradients of `output` to the `grad` of the leaves, as `output.backward(gradient)` does."""
+    assert output.grad_fn is not None
+    if gradient is None:
+        gradient = torch.ones_like(output)
+    received: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+    received[output.grad_fn][output.output_nr] = gradient
+    with torch.no_grad(), _graph_task():
+        for node in _in_order(output.grad_fn):
+            gradients = received.pop(node, None)
+            if gradients is None:
+                continue
+            targets = [target for target in node.next_functions if target[0] is not None]
+            for (target, number), gradient in zip(targets, _call(node, gradients), strict=True):
+                if gradient is None:
+                    continue
+                gradient = _checked(gradient, target._input_metadata[number])
+                before = received[target].get(number)
+                received[target][number] = gradient if before is None else before + gradient
+
+
+def _in_order(root: Any) -> Iterator[Any]:
+    """Yield each node after all nodes that give it a gradient."""
+    waiting: dict[Any, int] = defaultdict(int)
+    found, stack = {root}, [root]
+    while stack:
+        for target, _ in stack.pop().next_functions:
+            if target is not None:
+                waiting[target] += 1
+                if target not in found:
+                    found.add(target)
+                    stack.append(target)
+    ready = [root]
+    while ready:
+        node = ready.pop()
+        yield node
+        for target, _ in node.next_functions:
+            if target is not None:
+                waiting[target] -= 1
+                if not waiting[target]:
+                    ready.append(target)
+
+
+def _call(node: Any, gradients: dict[int, Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of the inputs that need one; a leaf's gradient is added to it."""
+    if hasattr(node, "variable"):
+        leaf, gradient = node.variable, gradients[0]
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        return ()
+    wanted = range(len(node._input_metadata))
+    if isinstance(node, BackwardCFunction):
+        # The engine gives zeros for outputs that have no gradient.
+        result = node.apply(*(gradients[i] if i in gradients else _zeros(node, i) for i in wanted))
+        results = result if isinstance(result, tuple) else (result,)
+        return [x for x, needed in zip(results, node.needs_input_grad, strict=True) if needed]
+    result = node(*(gradients.get(i) for i in wanted))
+    results = result if isinstance(result, tuple) else (result,)
+    return [x for x, target in zip(results, node.next_functions, strict=True) if target[0] is not None]
+
+
+def _zeros(node: Any, number: int) -> Tensor:
+    metadata = node._input_metadata[number]
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def _checked(gradient: Tensor, metadata: Any) -> Tensor:
+    """Return the gradient in the shape and dtype of what it is the gradient of."""
+    assert gradient.device == metadata.device, f"a gradient on {gradient.device}, not {metadata.device}"
+    if gradient.shape != metadata.shape:
+        gradient = gradient.sum_to_size(metadata.shape)
+    return gradient.to(metadata.dtype)
+
+
+@contextmanager
+def _graph_task() -> Iterator[None]:
+    """Give the backward pass an id, by which checkpointing knows what it has recomputed already."""
+    before, task_id = torch._C._current_graph_task_id, next(_task_ids)
+    torch._C._current_graph_task_id = lambda: task_id
+    try:
+        yield
+    finally:
+        torch._C._current_graph_task_id = before
