@@ -44,6 +44,7 @@ class RowLoader:
     Args:
         row_tokens: the maximum number of tokens in a row.
         rows_per_step: the number of rows over all ranks and micro-batches.
+        pin_memory: whether rows are in pinned memory, from which a GPU copies while it computes.
         pad_multiple: rows are padded to a multiple of this, but not beyond `row_tokens`.
         steps_ahead: how many steps are read into memory in advance.
         steps_announced: how many steps are announced to an `OrderedSource`, at most one epoch.
@@ -62,6 +63,7 @@ class RowLoader:
         rank: int = 0,
         world_size: int = 1,
         seed: int,
+        pin_memory: bool = False,
         pad_multiple: int = 64,
         steps_ahead: int = 3,
         steps_announced: int = 64,
@@ -72,6 +74,7 @@ class RowLoader:
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
+        self.pin_memory = pin_memory
         self.pad_multiple = pad_multiple
         self.steps_ahead = steps_ahead
         self._packed = {0: pack_epoch(source.lengths, row_tokens, seed, epoch=0)}
@@ -137,7 +140,7 @@ class RowLoader:
     def _pack(self, samples: list[CapturedSample]) -> PackedBatch:
         num_tokens = sum(len(sample.input_ids) for sample in samples)
         padded = max(-(-num_tokens // self.pad_multiple), 1) * self.pad_multiple
-        return pack_row(samples, min(padded, self.row_tokens))
+        return pack_row(samples, min(padded, self.row_tokens), pin_memory=self.pin_memory)
 
     def _announce(self, source: OrderedSource, step: int) -> None:
         """Announce the samples of `step` and the following steps to the source."""
@@ -173,8 +176,8 @@ def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:
         raise UserError("train.rows_per_step", rows_per_step, remedy)
 
 
-def pack_row(samples: Sequence[CapturedSample], num_tokens: int) -> PackedBatch:
-    """Concatenate the samples and pad them to `num_tokens`, in pinned memory if there is a GPU.
+def pack_row(samples: Sequence[CapturedSample], num_tokens: int, *, pin_memory: bool = False) -> PackedBatch:
+    """Concatenate the samples and pad them to `num_tokens`.
 
     Samples without tokens, which replace samples that could not be captured, leave no trace in the row.
     """
@@ -185,7 +188,7 @@ def pack_row(samples: Sequence[CapturedSample], num_tokens: int) -> PackedBatch:
 
     def concatenate(parts: Sequence[Tensor], padding: int = 0) -> Tensor:
         shape = (num_tokens, *parts[0].shape[1:])
-        row = torch.empty(shape, dtype=parts[0].dtype, pin_memory=torch.cuda.is_available())
+        row = torch.empty(shape, dtype=parts[0].dtype, pin_memory=pin_memory)
         torch.cat(list(parts), out=row[: sum(lengths)])
         row[sum(lengths) :] = padding
         return row

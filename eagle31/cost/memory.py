@@ -17,7 +17,7 @@ _WIDE = 4  # float32
 class StepMemory:
     """Bytes by part, each at the part's peak."""
 
-    batch: int  # the packed row's hidden states
+    batch: int  # the packed row's hidden states; on a GPU those of the next row too, copied meanwhile
     activations: int  # the rollout's, kept for the backward pass
     state_gradients: int  # gradients of the head's inputs, made by the loss
     head_gradient: int  # accumulated in float32, if the head is trained
@@ -53,6 +53,7 @@ def step_memory(
     hidden, num_aux = config.hidden_size, len(config.aux_layer_ids)
     head = config.draft_vocab_size * hidden
     narrow = itemsize < _WIDE
+    num_rows = 2 if device == "cuda" else 1
     step = _Step(config, itemsize)
     first, rolled_out = counts.rows[0], counts.rolled_out
     later = rolled_out - first
@@ -69,7 +70,7 @@ def step_memory(
         kept += (layers - 1) * step.rows(counts.keys + later)
         recomputed = 0
     return StepMemory(
-        batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize,
+        batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize * num_rows,
         activations=kept,
         state_gradients=rolled_out * hidden * itemsize,
         head_gradient=head * (_WIDE + (itemsize if narrow else 0)) if head_trained else 0,

@@ -156,6 +156,11 @@ class PretendedGpu(TorchDispatchMode):
         event = mock.MagicMock(name="event", return_value=mock.MagicMock())
         event.return_value.synchronize.side_effect = synchronize
         event.return_value.elapsed_time.return_value = 1.0
+
+        def record_stream(tensor: Tensor, _: Any) -> None:
+            assert isinstance(tensor, FakeTensor), "not a tensor of the GPU"
+            self.operations.append(aten.record_stream.default)
+
         replaced = {
             "get_device_properties": lambda *_: self.properties,
             "get_device_capability": lambda *_: (self.properties.major, self.properties.minor),
@@ -170,6 +175,7 @@ class PretendedGpu(TorchDispatchMode):
         }
         return [
             mock.patch.object(torch, "Generator", _AnyGenerator),
+            mock.patch.object(torch.Tensor, "record_stream", record_stream),
             *(mock.patch.object(torch.cuda, key, value) for key, value in replaced.items()),
         ]
 
@@ -191,8 +197,6 @@ class PretendedGpu(TorchDispatchMode):
                 return answer.item()
         if func in _INDEXED:
             self._check_indices(func, args)
-        if func is aten.record_stream.default:
-            return None
         try:
             return func(*self._pretended(args), **self._pretended(kwargs))
         except DynamicOutputShapeException:

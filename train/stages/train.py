@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader, check_enough
 from data.batches.packing import pack_epoch
 from data.capture.tokens import dataset_lengths
@@ -101,6 +102,7 @@ def train_on(
         rank=world.rank,
         world_size=world.size,
         seed=config.seed,
+        pin_memory=world.device.type == "cuda",
     )
     settings = loop_settings(context, loader.steps_per_epoch)
     engine = initialize_model_engine(
@@ -137,11 +139,22 @@ def train_on(
         resume_step=state.step,
         is_main=world.is_main,
     )
+    rows = DeviceRows(
+        loader,
+        num_rows=config.train.rows_per_step // world.size,
+        num_steps=config.train.ttt_steps,
+        device=world.device,
+        dtype=context.dtype,
+        stop_step=settings.max_steps,
+    )
     try:
-        state = train(engine, loader, validation, checkpoints, tracker, settings, state, world, context.dtype)
+        state = train(
+            engine, loader, rows, validation, checkpoints, tracker, settings, state, world, context.dtype
+        )
     finally:
         tracker.close()
         loader.close()
+        rows.close()
     release_memory(engine)
     return {
         "steps": state.step,

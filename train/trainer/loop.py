@@ -11,13 +11,13 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader, SourceStats
 from data.progress import Progress
-from eagle31.training.batch import PackedBatch
-from eagle31.training.step import DepthSums, schedule_batch
-from eagle31.training.supervision import supervised_drafts
+from eagle31.training.step import DepthSums
 from train.distributed import World, sum_over_ranks
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.host_copy import HostCopy, sent
 from train.trainer.learning_rate import learning_rate
 from train.trainer.model_engine import full_state, partitioned
 from train.trainer.tracking import Tracker
@@ -73,10 +73,9 @@ class WindowSums:
         self.waited_seconds = 0.0
         self.step_seconds = 0.0  # includes the waiting, but neither validation nor checkpoints
 
-    def add(self, sums: DepthSums, with_metrics: bool, num_tokens: int) -> None:
+    def add(self, sums: DepthSums, with_metrics: bool) -> None:
         """Adds one micro-batch; `with_metrics` says whether its sums include `LOGGED_METRICS`."""
         self.sums += sums.stacked()
-        self.num_tokens += num_tokens
         if with_metrics:
             self.metric_rows += sums.num_rows
 
@@ -130,6 +129,7 @@ def source_metrics(stats: SourceStats, world: World) -> dict[str, float]:
 def train(
     model_engine: deepspeed.DeepSpeedEngine,
     loader: RowLoader,
+    rows: DeviceRows,
     validation: ReplayValidation,
     checkpoints: CheckpointDirectory,
     tracker: Tracker,
@@ -151,9 +151,8 @@ def train(
         if state.step == 0:
             validate(model_engine, validation, checkpoints, tracker, settings, state, world, dtype)
         while state.step < settings.max_steps:
-            waiting = time.perf_counter()
-            batches = loader.batches(state.step)
-            window.waited_seconds += time.perf_counter() - waiting
+            started, waited_before = time.perf_counter(), rows.waited_seconds
+            step_rows = rows.of_step(state.step)
             lr = learning_rate(
                 state.step,
                 peak=settings.peak_lr,
@@ -164,10 +163,12 @@ def train(
             )
             state.step += 1
             logs = state.step % settings.log_every == 0 or state.step == settings.max_steps
-            num_supervised, grad_norm = optimizer_step(
-                model_engine, batches, lr, window, world, dtype, with_metrics=logs
+            counts, grad_norm = optimizer_step(
+                model_engine, step_rows, lr, window, world, with_metrics=logs, stop=preempted[0]
             )
-            window.step_seconds += time.perf_counter() - waiting
+            num_supervised, num_stopping = counts.read()
+            window.step_seconds += time.perf_counter() - started
+            window.waited_seconds += rows.waited_seconds - waited_before
             state.supervised_positions += num_supervised
             bar.update()
             if logs:
@@ -182,7 +183,7 @@ def train(
                 window = WindowSums(settings.num_depths, device)
             if state.step % settings.validate_every == 0 or state.step == settings.max_steps:
                 validate(model_engine, validation, checkpoints, tracker, settings, state, world, dtype)
-            stop = any_rank(preempted[0], device)
+            stop = num_stopping > 0
             if stop or state.step % settings.save_every == 0 or state.step == settings.max_steps:
                 checkpoints.save(model_engine, state)
             if stop and state.step < settings.max_steps:
@@ -194,40 +195,44 @@ def train(
 
 def optimizer_step(
     model_engine: deepspeed.DeepSpeedEngine,
-    batches: list[PackedBatch],
+    step_rows: StepRows,
     lr: float,
     window: WindowSums,
     world: World,
-    dtype: torch.dtype,
     *,
     with_metrics: bool,
-) -> tuple[int, Tensor | float]:
+    stop: bool = False,
+) -> tuple[HostCopy, Tensor | float]:
     """Runs forward, backward and update over this rank's micro-batches.
+
+    The host does not wait for the device. One collective operation has all that the ranks need to know of
+    each other.
 
     Args:
         with_metrics: also computes `LOGGED_METRICS`, which need the target's full vocabulary.
+        stop: whether this rank was told to stop.
 
     Returns:
-        The number of supervised positions over all ranks, and the gradient's norm before clipping.
+        Over all ranks the number of supervised positions and the number of ranks that were told to stop; and
+        the gradient's norm before clipping.
     """
-    device, num_steps = world.device, model_engine.module.num_steps
-    local = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
-    num_supervised = int(sum_over_ranks(torch.tensor(local, device=device)))
+    counts = sum_over_ranks(sent([step_rows.counts.num_supervised, stop], world.device))
     # DeepSpeed averages over micro-batches and ranks, but the loss is a sum over all of them, divided once.
-    scale = len(batches) * world.size / max(num_supervised, 1)
+    scale = step_rows.num_rows * world.size / counts[0].clamp(min=1).double()
+    on_host = HostCopy(counts)
     for group in model_engine.optimizer.param_groups:
         group["lr"] = lr
     grad_norm: Tensor | float = 0.0
-    for batch in batches:
-        schedule = schedule_batch(batch, num_steps, device)
-        loss, sums = model_engine(batch.to(device, dtype), schedule, with_metrics)
-        model_engine.backward(loss * scale)
+    window.num_tokens += step_rows.counts.num_tokens
+    for row in step_rows.rows:
+        loss, sums = model_engine(row.batch, row.schedule, with_metrics)
+        model_engine.backward(loss * scale.to(loss.dtype))
         if model_engine.is_gradient_accumulation_boundary() and not partitioned(model_engine):
             # Without ZeRO and bf16, DeepSpeed clips the gradient and does not report its norm.
             grad_norm = nn.utils.get_total_norm([p.grad for p in model_engine.module.parameters()])
         model_engine.step()
-        window.add(sums, with_metrics, batch.input_ids.shape[0])
-    return num_supervised, model_engine.get_global_grad_norm() if partitioned(model_engine) else grad_norm
+        window.add(sums, with_metrics)
+    return on_host, model_engine.get_global_grad_norm() if partitioned(model_engine) else grad_norm
 
 
 def validate(
@@ -257,9 +262,3 @@ def validate(
         weights = full_state(model_engine, keep=world.is_main)
         if world.is_main:
             checkpoints.save_best(weights, state)
-
-
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Return True on every rank if `flag` is true on any of them. Every rank calls."""
-    raised: Tensor = sum_over_ranks(torch.tensor(int(flag), device=device))
-    return bool(raised)

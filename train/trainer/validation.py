@@ -30,8 +30,10 @@ class ReplayValidation:
         indices = range(world.rank, num_steps * world.size, world.size)
         self.is_first_copy = [index < len(rows) for index in indices]
         local_rows = [rows[index % len(rows)] for index in indices]
+        pin_memory = world.device.type == "cuda"
         self.batches: list[PackedBatch] = [
-            pack_row([samples[i] for i in row], sum(lengths[i] for i in row)) for row in local_rows
+            pack_row([samples[i] for i in row], sum(lengths[i] for i in row), pin_memory=pin_memory)
+            for row in local_rows
         ]
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
 from eagle31.training.step import greedy_hits
@@ -102,15 +103,35 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         weight_decay=0.0,
     )
     dtype = torch.bfloat16 if bf16 else torch.float32
-    losses, norms = [], []
+    rows = DeviceRows(
+        loader,
+        num_rows=ROWS_PER_STEP // world.size,
+        num_steps=3,
+        device=world.device,
+        dtype=dtype,
+        stop_step=NUM_STEPS,
+    )
+    losses, norms, stops = [], [], []
     for step in range(NUM_STEPS):
         window = WindowSums(3, world.device)
-        _, norm = optimizer_step(
-            model_engine, loader.batches(step), 1e-2, window, world, dtype, with_metrics=step % 2 == 0
+        # The last rank is told to stop at step 2.
+        counts, norm = optimizer_step(
+            model_engine,
+            rows.of_step(step),
+            1e-2,
+            window,
+            world,
+            with_metrics=step % 2 == 0,
+            stop=step == 2 and world.rank == world.size - 1,
         )
-        losses.append(window.metrics(world, 0.8)["loss"])
+        num_supervised, num_stopping = counts.read()
+        stops.append(num_stopping)
+        metrics = window.metrics(world, 0.8)
+        assert num_supervised == metrics["supervised_positions"]
+        losses.append(metrics["loss"])
         norms.append(float(norm))
     loader.close()
+    assert stops == [0, 0, 1, 0]
     weights = full_state(model_engine, keep=world.is_main)
     assert bool(weights) == world.is_main
     validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader
 from data.capture.online import OnlineStates, StateShape
 from data.capture.processes import ProcessProducer
@@ -132,21 +133,33 @@ def train_round(
 ) -> Round:
     """Run `num_steps` steps with the metrics that the training loop logs."""
     world = World(rank=0, local_rank=0, size=1)
-    loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=ROWS_PER_STEP, seed=seed)
+    loader = RowLoader(
+        source,
+        row_tokens=ROW_TOKENS,
+        rows_per_step=ROWS_PER_STEP,
+        seed=seed,
+        pin_memory=world.device.type == "cuda",
+    )
+    rows = DeviceRows(
+        loader,
+        num_rows=ROWS_PER_STEP,
+        num_steps=TTT_STEPS,
+        device=world.device,
+        dtype=torch.float32,
+        stop_step=num_steps + 1,
+    )
     window = WindowSums(TTT_STEPS, world.device)
-    with closing(loader):
-        optimizer_step(model_engine, loader.batches(0), 1e-3, window, world, torch.float32, with_metrics=True)
+    with closing(rows), closing(loader):
+        optimizer_step(model_engine, rows.of_step(0), 1e-3, window, world, with_metrics=True)
         loader.collect_stats()
-        started, cpu_started, waited = time.perf_counter(), time.process_time(), 0.0
+        started, cpu_started, waited_before = time.perf_counter(), time.process_time(), rows.waited_seconds
         for step in range(1, num_steps + 1):
-            waiting = time.perf_counter()
-            batches = loader.batches(step)
-            waited += time.perf_counter() - waiting
             logs = step % LOG_EVERY == 0
-            optimizer_step(model_engine, batches, 1e-3, window, world, torch.float32, with_metrics=logs)
+            optimizer_step(model_engine, rows.of_step(step), 1e-3, window, world, with_metrics=logs)
             if logs:
                 window.metrics(world, STEP_DECAY)
                 window = WindowSums(TTT_STEPS, world.device)
+        waited = rows.waited_seconds - waited_before
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
         stats = loader.collect_stats()
     return Round(

@@ -1,0 +1,182 @@
+"""The rows of each optimizer step on the device, copied one row ahead of the one in use."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.batches.loader import RowLoader
+from eagle31.training.batch import PackedBatch
+from eagle31.training.schedule import RolloutSchedule
+from eagle31.training.step import schedule_batch
+from eagle31.training.supervision import supervised_drafts
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """What this rank's rows of a step have in all."""
+
+    num_supervised: int  # supervised positions
+    num_tokens: int  # without padding
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """A packed row and its schedule on the device."""
+
+    batch: PackedBatch
+    schedule: RolloutSchedule
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """This rank's rows of one step. Iterate once: each row is freed when the next one is taken."""
+
+    counts: RowCounts
+    num_rows: int
+    rows: Iterator[DeviceRow]
+
+
+@dataclass(frozen=True)
+class _Copied:
+    row: DeviceRow
+    counts: RowCounts
+    ready: torch.cuda.Event | None
+
+
+class DeviceRows:
+    """This rank's rows of one step after another.
+
+    On a GPU a background thread waits for the loader, schedules a row and copies it on a second stream, while
+    the row before it is in use. It starts on a row only when the device has finished with the last but one,
+    so that two rows are on the device at most, however far the host is ahead.
+
+    On the CPU a row is scheduled when it is taken, in the caller's thread.
+
+    Args:
+        num_rows: this rank's rows of a step.
+        num_steps: speculation steps of the schedule.
+        stop_step: the first step that is not needed; no row is read ahead beyond it.
+        executor: runs what is done in the background; by default one thread.
+    """
+
+    def __init__(
+        self,
+        loader: RowLoader,
+        *,
+        num_rows: int,
+        num_steps: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        stop_step: int,
+        executor: Executor | None = None,
+    ) -> None:
+        self.loader = loader
+        self.waited_seconds = 0.0  # for data, or for a copy to the device
+        self._num_rows, self._num_steps, self._stop_step = num_rows, num_steps, stop_step
+        self._device, self._dtype = device, dtype
+        self._batches: list[PackedBatch] = []
+        self._counts = RowCounts(0, 0)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._executor = executor
+        if self._stream is not None and executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device-rows")
+        self._ahead: tuple[int, Future[_Copied]] | None = None
+
+    def of_step(self, step: int) -> StepRows:
+        """Return the rows of a step; waits for the loader."""
+        first = self._take(step * self._num_rows)
+        return StepRows(first.counts, self._num_rows, self._rows(step, first.row))
+
+    def close(self) -> None:
+        """End the background thread. Close the loader first, which ends a wait for data."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _rows(self, step: int, first: DeviceRow) -> Iterator[DeviceRow]:
+        yield first
+        del first
+        for index in range(1, self._num_rows):
+            yield self._take(step * self._num_rows + index).row
+
+    def _take(self, number: int) -> _Copied:
+        """Return a row by its number, counted over all steps, and start on the next one."""
+        started = time.perf_counter()
+        if self._executor is None:
+            batch = self._read(number)
+            self.waited_seconds += time.perf_counter() - started
+            return self._scheduled(batch)
+        used = self._end_of_queued_work()
+        if self._ahead is None or self._ahead[0] != number:
+            self._ahead = number, self._executor.submit(self._copy, number, None)
+        copied = self._ahead[1].result()
+        self._ahead = None
+        if number + 1 < self._stop_step * self._num_rows:
+            self._ahead = number + 1, self._executor.submit(self._copy, number + 1, used)
+        self.waited_seconds += time.perf_counter() - started
+        self._hand_over(copied)
+        return copied
+
+    def _read(self, number: int) -> PackedBatch:
+        """Return a row on the CPU. Rows are read in their order."""
+        step, index = divmod(number, self._num_rows)
+        if index == 0 or not self._batches:
+            self._batches = self.loader.batches(step)
+            assert len(self._batches) == self._num_rows
+            self._counts = count_rows(self._batches)
+        return self._batches[index]
+
+    def _scheduled(self, batch: PackedBatch) -> _Copied:
+        schedule = schedule_batch(batch, self._num_steps, self._device)
+        return _Copied(DeviceRow(batch.to(self._device, self._dtype), schedule), self._counts, None)
+
+    def _copy(self, number: int, used: torch.cuda.Event | None) -> _Copied:
+        """Copy a row on the second stream.
+
+        Args:
+            used: the end of all that the device does with the last row but one.
+        """
+        batch = self._read(number)
+        if used is not None and not used.query():
+            used.synchronize()
+        with torch.cuda.stream(self._stream):
+            copied = self._scheduled(batch)
+            ready = torch.cuda.Event()
+            ready.record(self._stream)
+        return _Copied(copied.row, copied.counts, ready)
+
+    def _end_of_queued_work(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _hand_over(self, copied: _Copied) -> None:
+        """Have the current stream wait for the copy, and keep the memory until it has used it."""
+        current = torch.cuda.current_stream(self._device)
+        assert copied.ready is not None
+        current.wait_event(copied.ready)
+        for tensor in tensors_in(copied.row):
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+
+
+def count_rows(batches: list[PackedBatch]) -> RowCounts:
+    """Count what rows on the CPU have."""
+    supervised = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
+    return RowCounts(supervised, sum(int((b.document_ids >= 0).sum()) for b in batches))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested dataclasses and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from tensors_in(getattr(value, one.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,126 @@
+"""The rows of each step on the device: the loader's, in its order, one row ahead, without waiting."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from data.batches.device_rows import DeviceRows, tensors_in
+from data.batches.loader import RowLoader
+from data.samples import CapturedSample
+from eagle31.training.batch import PackedBatch
+from eagle31.training.step import schedule_batch
+from eagle31.training.supervision import supervised_drafts
+from tests.eagle31.tiny import random_batch, tiny_config
+from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu, pinned
+
+ROW_TOKENS, NUM_STEPS, NUM_ROWS = 32, 3, 2
+
+
+class Samples:
+    """Random samples."""
+
+    def __init__(self) -> None:
+        batches = [random_batch((9 + seed,), tiny_config(), seed=seed) for seed in range(20)]
+        self.samples = [
+            CapturedSample(b.input_ids, b.loss_mask, b.aux_hidden_states, b.final_hidden_states)
+            for b in batches
+        ]
+        self.lengths = [len(sample.input_ids) for sample in self.samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> CapturedSample:
+        return self.samples[index]
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        return [self.samples[index] for index in indices]
+
+
+class Now(Executor):
+    """Runs a task at once, in the caller's thread: the pretended GPU is there alone."""
+
+    def __init__(self) -> None:
+        self.num_tasks = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.num_tasks += 1
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+class ReadRows:
+    """A loader whose rows are read already, because its thread is not on the pretended GPU."""
+
+    def __init__(self) -> None:
+        with closing(loader_of()) as loader:
+            self.rows = [loader.batches(step) for step in range(4)]
+
+    def batches(self, step: int) -> list[PackedBatch]:
+        return self.rows[step]
+
+
+def loader_of() -> RowLoader:
+    return RowLoader(Samples(), row_tokens=ROW_TOKENS, rows_per_step=NUM_ROWS, seed=0, pad_multiple=8)
+
+
+def rows_of(loader: Any, device: torch.device, **changes: Any) -> DeviceRows:
+    settings: dict[str, Any] = {"dtype": torch.float32, "stop_step": 4} | changes
+    return DeviceRows(loader, num_rows=NUM_ROWS, num_steps=NUM_STEPS, device=device, **settings)
+
+
+def test_rows_and_counts_are_those_of_the_loader() -> None:
+    with closing(loader_of()) as loader, closing(loader_of()) as same:
+        rows = rows_of(loader, torch.device("cpu"))
+        for step in (0, 1, 2, 3):
+            expected = same.batches(step)
+            step_rows = rows.of_step(step)
+            supervised = [supervised_drafts(b.loss_mask, b.document_ids, 1).sum() for b in expected]
+            assert step_rows.counts.num_supervised == sum(supervised) > 0
+            assert step_rows.counts.num_tokens == sum(int((b.document_ids != -1).sum()) for b in expected)
+            for row, batch in zip(step_rows.rows, expected, strict=True):
+                assert torch.equal(row.batch.input_ids, batch.input_ids)
+                assert row.batch.aux_hidden_states.dtype == torch.float32
+                scheduled = tensors_in(schedule_batch(batch, NUM_STEPS))
+                for ours, theirs in zip(tensors_in(row.schedule), scheduled, strict=True):
+                    assert torch.equal(ours, theirs)
+
+
+def test_a_gpu_gets_rows_from_pinned_memory_without_waiting() -> None:
+    loader, now = ReadRows(), Now()
+    with PretendedGpu() as gpu:
+        loader.rows = [[pinned(batch) for batch in batches] for batches in loader.rows]
+        rows = rows_of(loader, CUDA, executor=now)
+        found = []
+        for step in range(4):
+            for row in rows.of_step(step).rows:
+                found.append(row)
+                # The next row is copied already, but none after the last step.
+                assert now.num_tasks == min(len(found) + 1, 4 * NUM_ROWS)
+        assert len(found) == 4 * NUM_ROWS
+        assert {tensor.device for tensor in vars(found[0].batch).values()} == {CUDA}
+        assert not gpu.synchronisations
+        assert not [wait for wait in gpu.pageable if "schedule.py" not in wait.place]
+        # The memory of a row, which belongs to the second stream, is kept until the first has used it.
+        recorded = gpu.operations.count(torch.ops.aten.record_stream.default)
+        assert recorded == sum(tensor.is_cuda for row in found for tensor in tensors_in(row))
+
+
+def test_pageable_rows_are_noticed() -> None:
+    loader = ReadRows()
+    with PretendedGpu() as gpu:
+        next(rows_of(loader, CUDA, executor=Now()).of_step(0).rows)
+        assert [wait for wait in gpu.waits if "batch.py" in wait.place]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before

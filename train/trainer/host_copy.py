@@ -1,0 +1,34 @@
+"""Values that the host reads of the device without making the device wait for the next operation."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sent(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return the values as int64 [n] on the device; the host does not wait for the copy."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a small device tensor on the host, started now and read later.
+
+    The host waits for what was queued before the copy, not for what was queued after it. Read once the rest
+    of a step is queued, the copy leaves the device enough to do.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._event = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Return the values; waits where the copy has not arrived yet."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._values.tolist()
