@@ -1,7 +1,7 @@
 """The rows of each optimizer step on the device, copied one row ahead of the one in use."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -22,6 +22,7 @@ class RowCounts:
 
     num_supervised: int  # supervised positions
     num_tokens: int  # without padding
+    flops: int = 0  # of forward and backward; 0 where they are not counted
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class DeviceRows:
         num_rows: this rank's rows of a step.
         num_steps: speculation steps of the schedule.
         stop_step: the first step that is not needed; no row is read ahead beyond it.
+        flops_of: returns the FLOPs of a row on the CPU; by default they are not counted.
         executor: runs what is done in the background; by default one thread.
     """
 
@@ -73,12 +75,13 @@ class DeviceRows:
         device: torch.device,
         dtype: torch.dtype,
         stop_step: int,
+        flops_of: Callable[[PackedBatch], int] | None = None,
         executor: Executor | None = None,
     ) -> None:
         self.loader = loader
         self.waited_seconds = 0.0  # for data, or for a copy to the device
         self._num_rows, self._num_steps, self._stop_step = num_rows, num_steps, stop_step
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._flops_of = device, dtype, flops_of
         self._batches: list[PackedBatch] = []
         self._counts = RowCounts(0, 0)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -127,7 +130,7 @@ class DeviceRows:
         if index == 0 or not self._batches:
             self._batches = self.loader.batches(step)
             assert len(self._batches) == self._num_rows
-            self._counts = count_rows(self._batches)
+            self._counts = count_rows(self._batches, self._flops_of)
         return self._batches[index]
 
     def _scheduled(self, batch: PackedBatch) -> _Copied:
@@ -164,10 +167,11 @@ class DeviceRows:
                 tensor.record_stream(current)
 
 
-def count_rows(batches: list[PackedBatch]) -> RowCounts:
+def count_rows(batches: list[PackedBatch], flops_of: Callable[[PackedBatch], int] | None = None) -> RowCounts:
     """Count what rows on the CPU have."""
     supervised = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
-    return RowCounts(supervised, sum(int((b.document_ids >= 0).sum()) for b in batches))
+    num_tokens = sum(int((b.document_ids >= 0).sum()) for b in batches)
+    return RowCounts(supervised, num_tokens, sum(map(flops_of, batches)) if flops_of else 0)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

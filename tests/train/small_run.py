@@ -83,8 +83,11 @@ def end_with(process: subprocess.Popen, number: int) -> None:
 def metrics_of(directory: Path) -> list[dict]:
     """Return the records of metrics.jsonl without the fields that depend on time."""
     [path] = (directory / "artifacts").glob("train-*/metrics.jsonl")
-    timed = ("seconds", "tokens_per_second", "data_wait_seconds", "data_wait_fraction")
-    return [{k: v for k, v in record.items() if k not in timed} for record in read_jsonl(path)]
+    return [{k: v for k, v in record.items() if not depends_on_time(k)} for record in read_jsonl(path)]
+
+
+def depends_on_time(name: str) -> bool:
+    return "seconds" in name or name.endswith("_per_second") or name == "data_wait_fraction"
 
 
 def saved_steps(directory: Path) -> list[str]:

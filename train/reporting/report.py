@@ -19,6 +19,7 @@ from train.reporting.model_card import (
 )
 from train.reporting.plots import COLORS, Panel, build_panels, save_png, to_svg
 from train.reporting.results import decoding_runs, identical_completions, read_serving
+from train.reporting.speed import training_speed
 from train.tables import aligned
 
 # The PNG files and their panels; panels without data are left out.
@@ -55,7 +56,7 @@ def write_report(
     _save(directory / "summary.png", summary, _headline(evaluation), panel_inches=3.5)
 
     path = directory / "index.html"
-    write_text(path, _page(panels, evaluation, run_info, read_serving(Path(output_dir))))
+    write_text(path, _page(panels, metrics, evaluation, run_info, read_serving(Path(output_dir))))
     return path
 
 
@@ -72,7 +73,8 @@ def refresh_page(output_dir: Path) -> Path:
     evaluation, run_info = known["evaluation"], known["run"]
     panels = build_panels(known["metrics"], evaluation, run_info["best_step"])
     path = directory / "index.html"
-    write_text(path, _page(panels, evaluation, run_info, read_serving(Path(output_dir))))
+    serving = read_serving(Path(output_dir))
+    write_text(path, _page(panels, known["metrics"], evaluation, run_info, serving))
     return path
 
 
@@ -134,6 +136,7 @@ def _headline(evaluation: dict[str, Any]) -> str:
 
 def _page(
     panels: dict[str, Panel],
+    metrics: Sequence[dict[str, Any]],
     evaluation: dict[str, Any],
     run_info: dict[str, Any],
     serving: dict[str, Any] | None,
@@ -156,7 +159,7 @@ def _page(
         run_info=run_info,
         serving=serving,
         title=target_name(run_info),
-        configuration=_configuration(run_info),
+        configuration=_configuration(run_info) + training_speed(metrics),
         total_seconds=sum(stage["seconds"] for stage in run_info["stages"] if not stage["reused"]),
         serve=serve_command(
             str(run_info["target"]),

@@ -1,6 +1,7 @@
 """The train stage: builds the drafter, the model engine and the loader, and runs the loop on every rank."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,21 @@ from data.batches.packing import pack_epoch
 from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
+from eagle31.cost.devices import peak_bf16_flops
+from eagle31.cost.flops import count_step, step_flops
 from eagle31.errors import UserError
+from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
+from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import wait_for_ranks
 from train.drafter.build import build_drafter
+from train.planning.memory import trainer_memory, worst_counts
+from train.planning.sizes import trainer_settings
 from train.stages.capture import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
@@ -36,6 +43,7 @@ from train.trainer.model_engine import (
 )
 from train.trainer.tracking import open_tracker
 from train.trainer.validation import ReplayValidation
+from train.trainer.window import Speed
 
 _OPENED = "stages/train/opened"
 
@@ -104,7 +112,8 @@ def train_on(
         seed=config.seed,
         pin_memory=world.device.type == "cuda",
     )
-    settings = loop_settings(context, loader.steps_per_epoch)
+    speed = expected_speed(context, drafter.config, num_parameters)
+    settings = loop_settings(context, loader.steps_per_epoch, speed)
     engine = initialize_model_engine(
         module,
         deepspeed_config(
@@ -146,6 +155,7 @@ def train_on(
         device=world.device,
         dtype=context.dtype,
         stop_step=settings.max_steps,
+        flops_of=row_flops(context, drafter.config) if speed.peak_flops is not None else None,
     )
     try:
         state = train(
@@ -180,7 +190,28 @@ def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Frozen
     )
 
 
-def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:
+def expected_speed(context: RunContext, drafter: DrafterConfig, num_parameters: int) -> Speed:
+    """Return what logged speed and memory are compared with on this rank's device."""
+    config, world = context.config, context.world
+    if world.device.type != "cuda":
+        return Speed()
+    memory = trainer_memory(
+        drafter,
+        num_parameters,
+        trainer_settings(config, world.size),
+        worst_counts(config.train.row_tokens, config.train.ttt_steps),
+        "cuda",
+    )
+    return Speed(peak_bf16_flops(torch.cuda.get_device_name(world.device)), memory.total)
+
+
+def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch], int]:
+    """Return a function from a packed row to the FLOPs of its forward and backward pass."""
+    num_steps, head_trained = context.config.train.ttt_steps, context.config.drafter.train_lm_head
+    return lambda batch: step_flops(drafter, count_step(batch, num_steps), head_trained).total
+
+
+def loop_settings(context: RunContext, steps_per_epoch: float, speed: Speed) -> LoopSettings:
     """Return the loop's settings, with the recipe's epochs and fractions in steps."""
     config = context.config
     max_steps = config.train.max_steps or max(1, math.floor(steps_per_epoch * config.train.num_epochs))
@@ -195,6 +226,7 @@ def loop_settings(context: RunContext, steps_per_epoch: float) -> LoopSettings:
         validate_every=config.train.validate_every,
         save_every=config.train.save_every,
         draft_tokens=config.evaluate.draft_tokens,
+        speed=speed,
     )
 
 

@@ -247,3 +247,28 @@ def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
         page = Page(refresh_page(tmp_path).read_text(encoding="utf-8"))
         assert ("per second per user" in page.text) == shown
         assert ("41.5" in page.text) == shown
+
+
+def test_speed_and_memory_of_a_gpu_are_on_the_page(tmp_path: Path) -> None:
+    known = {
+        "supervised_positions_per_second": 1020.0,
+        "step_seconds_p50": 1.25,
+        "step_seconds_p95": 2.5,
+        "model_flops_utilization": 0.41,
+        "peak_memory_gb": 61.2,
+        "planned_memory_gb": 64.0,
+        "checkpoint_seconds": 2.0,
+    }
+    metrics = [
+        record | (known if record["kind"] == "train" else {"seconds": 3.0}) for record in finished_metrics()
+    ]
+    text = report(tmp_path, metrics, evaluation()).text.replace("\xa0", " ")
+    for shown in (
+        "5,210 tokens and 1,020 supervised positions per second",
+        "1.25 s",
+        "41%",
+        "61.2 GB",
+        "64.0 GB",
+    ):
+        assert shown in text
+    assert "validation 33.0 s, checkpoints 400.0 s" in text

@@ -20,7 +20,7 @@ from eagle31.training.step import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group, wait_for_ranks
 from train.trainer import model_engine as engine_module
-from train.trainer.loop import WindowSums, optimizer_step
+from train.trainer.loop import optimizer_step
 from train.trainer.model_engine import (
     TrainedModule,
     deepspeed_config,
@@ -29,6 +29,7 @@ from train.trainer.model_engine import (
     initialize_model_engine,
 )
 from train.trainer.validation import ReplayValidation
+from train.trainer.window import WindowSums
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
 

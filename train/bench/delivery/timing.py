@@ -27,13 +27,14 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.distributed import World
-from train.trainer.loop import WindowSums, optimizer_step
+from train.trainer.loop import optimizer_step
 from train.trainer.model_engine import (
     TrainedModule,
     deepspeed_config,
     ensure_process_group,
     initialize_model_engine,
 )
+from train.trainer.window import WindowSums
 
 SHAPE = StateShape(num_aux_layers=3, hidden_size=128, dtype=torch.float32)
 CONFIG = DrafterConfig(

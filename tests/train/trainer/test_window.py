@@ -1,0 +1,51 @@
+"""What is logged of the steps between two records."""
+
+import time
+
+import pytest
+import torch
+
+from data.batches.device_rows import RowCounts
+from eagle31.training.step import DepthSums
+from train.distributed import World
+from train.trainer.window import Speed, WindowSums, percentile
+
+WORLD = World(rank=0, local_rank=0, size=1)
+
+
+def window_of(num_steps: int) -> WindowSums:
+    """A window of steps of 0.1 s, each with 5 supervised positions and 8 tokens; the last takes 0.4 s."""
+    window = WindowSums(2, torch.device("cpu"))
+    for step in range(num_steps):
+        window.add(DepthSums(*(torch.tensor([5.0, 3.0]) for _ in range(5))), with_metrics=True)
+        window.count(RowCounts(num_supervised=5, num_tokens=8, flops=1000))
+        window.step_seconds.append(0.4 if step == num_steps - 1 else 0.1)
+    return window
+
+
+def test_rates_count_no_padding_and_have_validation_in_their_time() -> None:
+    window = window_of(10)
+    with window.timed("validation"):
+        time.sleep(0.05)
+    metrics = window.metrics(WORLD, step_decay=0.8)
+    assert metrics["seconds"] >= metrics["validation_seconds"] >= 0.05
+    assert metrics["checkpoint_seconds"] == 0
+    assert metrics["tokens_per_second"] == pytest.approx(80 / metrics["seconds"])
+    assert metrics["supervised_positions_per_second"] == pytest.approx(50 / metrics["seconds"])
+    assert (metrics["step_seconds_p50"], metrics["step_seconds_p95"]) == (0.1, 0.4)
+
+
+def test_utilization_and_memory_are_there_on_a_known_gpu_only() -> None:
+    unknown = window_of(10).metrics(WORLD, step_decay=0.8)
+    assert not {"model_flops_utilization", "peak_memory_gb", "planned_memory_gb"} & unknown.keys()
+    known = window_of(10).metrics(WORLD, 0.8, Speed(peak_flops=1e5, planned_bytes=3 * 10**9))
+    # 10,000 FLOPs in 1.3 seconds.
+    assert known["model_flops_utilization"] == pytest.approx(10_000 / 1.3 / 1e5)
+    assert known["planned_memory_gb"] == 3
+
+
+def test_percentiles_are_values() -> None:
+    assert percentile([], 0.5) == 0
+    assert percentile([3.0], 0.95) == 3
+    assert percentile([4.0, 1.0, 2.0, 3.0], 0.5) == 2
+    assert percentile([float(value) for value in range(1, 21)], 0.95) == 19

@@ -1,0 +1,149 @@
+"""What a run logs of the steps between two records: sums over supervised rows, times and memory."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.batches.device_rows import RowCounts
+from data.batches.loader import SourceStats
+from eagle31.training.step import DepthSums
+from train.distributed import World, sum_over_ranks
+
+LOGGED_METRICS = ("agreement", "expected_acceptance")  # computed at logging steps only
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the speed of a step and its memory are compared with; None where it is not known."""
+
+    peak_flops: float | None = None  # of one device, FLOP/s
+    planned_bytes: int | None = None  # the plan's figure for one device; None on the CPU
+
+
+class WindowSums:
+    """Sums since the last logged step; they are divided once, after the all-reduce."""
+
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self.sums = torch.zeros(len(fields(DepthSums)), num_depths, dtype=torch.float64, device=device)
+        self.metric_rows = self.sums.new_zeros(num_depths)
+        self.started = time.perf_counter()
+        self.num_tokens = 0  # without padding
+        self.flops = 0
+        self.waited_seconds = 0.0
+        self.step_seconds: list[float] = []  # of each step: includes the waiting
+        self.seconds_of = {"validation": 0.0, "checkpoint": 0.0}
+
+    def add(self, sums: DepthSums, with_metrics: bool) -> None:
+        """Adds one micro-batch; `with_metrics` says whether its sums include `LOGGED_METRICS`."""
+        self.sums += sums.stacked()
+        if with_metrics:
+            self.metric_rows += sums.num_rows
+
+    def count(self, counts: RowCounts) -> None:
+        """Adds what a step's rows have."""
+        self.num_tokens += counts.num_tokens
+        self.flops += counts.flops
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the seconds that the "validation" or "checkpoint" in the context takes."""
+        started = time.perf_counter()
+        yield
+        self.seconds_of[what] += time.perf_counter() - started
+
+    def metrics(self, world: World, step_decay: float, speed: Speed = Speed()) -> dict[str, Any]:
+        """Return the metrics of the window over all ranks. Every rank calls."""
+        num_rows, *totals = sum_over_ranks(self.sums.clone())
+        metric_rows = sum_over_ranks(self.metric_rows.clone())
+        names = [f.name for f in fields(DepthSums)][1:]
+        counts = [metric_rows if name in LOGGED_METRICS else num_rows for name in names]
+        means = [(total / rows.clamp(min=1)).tolist() for total, rows in zip(totals, counts, strict=True)]
+        depth = [
+            dict(zip(names, values, strict=True)) | {"num_rows": int(rows)}
+            for rows, *values in zip(num_rows.tolist(), *means, strict=True)
+        ]
+        weighted = sum(step_decay**k * float(total) for k, total in enumerate(totals[0]))
+        supervised = int(num_rows[0])
+        return {
+            "loss": weighted / max(float(num_rows[0]), 1.0),
+            "depth": depth,
+            "supervised_positions": supervised,
+            **self._speed(world, supervised, speed),
+        }
+
+    def _speed(self, world: World, supervised: int, speed: Speed) -> dict[str, float]:
+        """Return rates over the window's whole time, and times and memory of the slowest or largest rank.
+
+        What has no meaning on this device is absent.
+        """
+        in_steps = sum(self.step_seconds)
+        local = {
+            "num_tokens": self.num_tokens,
+            "flops": self.flops,
+            "waited": self.waited_seconds,
+            "in_steps": in_steps,
+            "step_seconds_p50": percentile(self.step_seconds, 0.5),
+            "step_seconds_p95": percentile(self.step_seconds, 0.95),
+            **{f"{what}_seconds": seconds for what, seconds in self.seconds_of.items()},
+            "peak_bytes": peak_bytes(world.device),
+        }
+        table = gather(list(local.values()), world)
+        of_ranks = dict(zip(local, table.unbind(1), strict=True))
+        slowest = int(of_ranks["waited"].argmax())
+        seconds = time.perf_counter() - self.started
+        found = {
+            # Without padding; validation and checkpoints are in the time.
+            "tokens_per_second": float(of_ranks["num_tokens"].sum()) / seconds,
+            "supervised_positions_per_second": supervised / seconds,
+            "seconds": seconds,
+            # From the rank that waited longest, because the others wait for it.
+            "data_wait_seconds": float(of_ranks["waited"][slowest]),
+            "data_wait_fraction": float(
+                of_ranks["waited"][slowest] / of_ranks["in_steps"][slowest].clamp(min=1e-9)
+            ),
+        }
+        names = ("step_seconds_p50", "step_seconds_p95", "validation_seconds", "checkpoint_seconds")
+        found |= {name: float(of_ranks[name].max()) for name in names}
+        if speed.peak_flops is not None and self.step_seconds:
+            available = speed.peak_flops * world.size * float(of_ranks["in_steps"].max())
+            found["model_flops_utilization"] = float(of_ranks["flops"].sum()) / available
+        if speed.planned_bytes is not None:
+            found["peak_memory_gb"] = float(of_ranks["peak_bytes"].max()) / 1e9
+            found["planned_memory_gb"] = speed.planned_bytes / 1e9
+        return found
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Return the smallest value that at least this fraction of the values does not exceed; 0 for none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(fraction * len(ordered)) - 1, 0)] if ordered else 0.0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes of tensors that the device held at once so far; 0 on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def gather(values: Sequence[float], world: World) -> Tensor:
+    """Return every rank's values. float64 [num_ranks, num_values]. Every rank calls."""
+    table = torch.zeros(world.size, len(values), dtype=torch.float64, device=world.device)
+    table[world.rank] = torch.tensor(values, dtype=torch.float64)
+    return sum_over_ranks(table)
+
+
+def source_metrics(stats: SourceStats, world: World) -> dict[str, float]:
+    """Return how the states of online capture arrived, over all ranks. Every rank calls."""
+    local = [stats.waiting_bytes, stats.starved_seconds, stats.full_seconds, stats.num_restarts]
+    waiting, starved, full, restarts = gather(local, world).unbind(1)
+    return {
+        "spool_gb": float(waiting.sum()) / 1e9,
+        "starved_seconds": float(starved.max()),
+        "spool_full_seconds": float(full.max()),
+        "producer_restarts": int(restarts.sum()),
+    }
