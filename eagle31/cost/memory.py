@@ -4,10 +4,11 @@ The formula counts tensors, as PyTorch's allocator does. It leaves out the works
 fragmentation.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from eagle31.cost.flops import StepCounts
 from eagle31.model.config import DrafterConfig
+from eagle31.training.fused_loss import PRODUCT_ELEMENTS
 from eagle31.training.step import chunk_positions
 
 _WIDE = 4  # float32
@@ -21,15 +22,23 @@ class StepMemory:
     activations: int  # the rollout's, kept for the backward pass
     state_gradients: int  # gradients of the head's inputs, made by the loss
     head_gradient: int  # accumulated in float32, if the head is trained
-    loss_chunk: int  # logits, distributions
+    cast_gradient: int  # the same in the training dtype, which backward passes on; 0 if that is float32
+    loss_chunk: int  # logits, distributions, a part of the head's gradient
     backward: int  # the largest module's gradients, and those of the state between modules
 
     @property
     def total(self) -> int:
-        """Return the peak of the step; the chunk is released when the backward pass starts."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        largest = max(parts.pop("loss_chunk"), parts.pop("backward"))
-        return sum(parts.values()) + largest
+        """Return the peak of the step.
+
+        The chunk is released when the backward pass starts, and the sums in float32 once they are cast.
+        """
+        passed_on = self.cast_gradient or self.head_gradient
+        largest = max(
+            self.head_gradient + self.loss_chunk,
+            self.head_gradient + self.cast_gradient,
+            passed_on + self.backward,
+        )
+        return self.batch + self.activations + self.state_gradients + largest
 
 
 def step_memory(
@@ -54,6 +63,7 @@ def step_memory(
     head = config.draft_vocab_size * hidden
     narrow = itemsize < _WIDE
     num_rows = 2 if device == "cuda" else 1
+    product = min(head, PRODUCT_ELEMENTS) * itemsize if head_trained and narrow else 0
     step = _Step(config, itemsize)
     first, rolled_out = counts.rows[0], counts.rolled_out
     later = rolled_out - first
@@ -73,8 +83,9 @@ def step_memory(
         batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize * num_rows,
         activations=kept,
         state_gradients=rolled_out * hidden * itemsize,
-        head_gradient=head * (_WIDE + (itemsize if narrow else 0)) if head_trained else 0,
-        loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics),
+        head_gradient=head * _WIDE if head_trained else 0,
+        cast_gradient=head * itemsize if head_trained and narrow else 0,
+        loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics) + product,
         backward=recomputed + step.backward(counts),
     )
 
@@ -153,6 +164,7 @@ def _loss_chunk(
     wide = 0 if itemsize == _WIDE else positions * teacher_width * _WIDE
     # Logits, a copy in float32, and the log-sum-exp's temporary.
     teacher = positions * teacher_width * itemsize + wide + positions * teacher_width * _WIDE
-    elementwise = (rows * draft + 2 * positions * draft) * _WIDE if device == "cuda" else 0
+    # One step's logits in float32, the teacher's distribution at its rows, and the softmax.
+    elementwise = 3 * positions * draft * _WIDE if device == "cuda" else 0
     buffers = rows * (draft + config.hidden_size) * itemsize
     return buffers + probs + max(teacher, elementwise)

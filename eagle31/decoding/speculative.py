@@ -68,7 +68,7 @@ def verify_sampled(
     """
     for position, token in enumerate(drafts):
         p, q = target_probs[position, token], draft_probs[position, token]
-        if torch.rand((), generator=generator) * q < p:
+        if torch.rand((), generator=generator, device=generator.device) * q < p:
             continue
         rest = (target_probs[position] - draft_probs[position]).clamp(min=0)
         return position, draw(rest / rest.sum(), generator)

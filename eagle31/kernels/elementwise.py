@@ -50,7 +50,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
+        if x.device.type == "cuda":
             return super().forward(x)
         assert self.eps is not None
         return _RMSNorm.apply(x, self.weight, self.eps)

@@ -1,29 +1,49 @@
-"""Attention to the step-0 keys by the flash kernel for CUDA: one call for all runs."""
+"""Attention to the step-0 keys by the flash kernel for CUDA."""
 
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle31.kernels.elementwise import widened
+from eagle31.kernels.flash_support import padded_head_dim
 from eagle31.kernels.query_run import QueryRun
+from eagle31.kernels.transfer import to_device
 
 kernels = torch.ops.aten
 
 
-def can_pack(like: Tensor, head_dim: int) -> bool:
-    """Return whether the kernel supports this device, dtype and head size."""
-    narrow = like.dtype in (torch.bfloat16, torch.float16)
-    return like.is_cuda and narrow and head_dim % 8 == 0 and head_dim <= 256
+# Where two runs of a document are at most this many rows apart, the rows between them are computed too, with
+# zeros as queries. That costs less than another call of the kernel.
+LARGEST_GAP = 64
+
+
+class _Call(NamedTuple):
+    """A call of the kernel: documents whose queries and keys follow one another without gaps."""
+
+    queries: slice
+    keys: slice
+    query_offsets: Tensor  # int32, cumulative numbers of queries
+    key_offsets: Tensor  # int32, cumulative numbers of keys
+    longest: tuple[int, int]  # the largest number of queries and of keys
 
 
 class PackedBlock:
-    """A causal block that is one call of the kernel for sequences of different lengths.
+    """A causal block that is a few calls of the kernel for sequences of different lengths.
 
     Where a run has more keys than queries, the kernel aligns the causal mask to the last query and the last
-    key. That is what a run is: its queries are the last rows of its keys. The kernel has one width for
-    queries, keys and values, so narrower values are padded with zeros and their output is cut.
+    key. That is what a run is: its queries are the last rows of its keys. One call takes the keys of many
+    documents as they are in memory. A document's next run reads the same keys again, so it starts another
+    call, and no key is copied.
+
+    The kernel has one width for queries, keys and values, which is a multiple of 8. Narrower ones are padded
+    with zeros and the results are cut.
+
+    The sums over the calls have a fixed order. The kernel itself sums the gradients of queries in the order
+    in which its blocks finish, unless `torch.use_deterministic_algorithms` is set.
 
     Args:
         runs: those of step 0; every step keeps their lengths.
@@ -32,14 +52,13 @@ class PackedBlock:
 
     def __init__(self, runs: Sequence[QueryRun], device: torch.device, scale: float) -> None:
         self.scale = scale
+        spans = _spans(runs)
+        self.num_rows = spans[-1].query_stop if spans else 0
+        self.calls = _calls(spans, device)
+        # int64 [R], the queries' rows among those that the kernel computes; None when they are the same.
         self.row_index: Tensor | None = None
-        self.num_rows = runs[-1].query_stop if runs else 0
-        query_lengths = [run.num_queries for run in runs]
-        key_lengths = [run.num_keys for run in runs]
-        self.query_offsets = _offsets(query_lengths, device)
-        self.key_offsets = _offsets(key_lengths, device)
-        self.longest = max(query_lengths, default=0), max(key_lengths, default=0)
-        self.gather = _gather(runs, device)
+        if runs and self.num_rows != runs[-1].query_stop:
+            (self.row_index,) = to_device([_rows_within(runs, spans)], device)
 
     def for_rows(self, row_index: Tensor | None) -> "PackedBlock":
         """Return the block of a later step, which leaves out some rows of step 0.
@@ -48,27 +67,35 @@ class PackedBlock:
             row_index: int64 [R], the step's rows within those of step 0; None when they are the same.
         """
         block = copy(self)
-        block.row_index = row_index
+        if row_index is not None:
+            block.row_index = row_index if self.row_index is None else self.row_index[row_index]
         return block
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        width = values.shape[-1]
         if not self.num_rows:
-            empty = query.new_empty(*query.shape[:2], width)
+            empty = query.new_empty(*query.shape[:2], values.shape[-1])
             return empty, query.new_empty(query.shape[:2], dtype=torch.float32)
-        output, lse, *_ = kernels._flash_attention_forward(
-            self._spread(query),
-            self._packed(keys),
-            _widen(self._packed(values), query),
-            self.query_offsets,
-            self.key_offsets,
-            *self.longest,
-            0.0,  # dropout
-            True,  # causal
-            False,  # debug mask
-            scale=self.scale,
-        )
-        output, lse = output[..., :width], lse.t()  # the kernel's [Hq, R]
+        width = padded_head_dim(query.shape[-1])
+        spread = _widen(self._spread(query), width)
+        wide_keys, wide_values = _widen(keys.contiguous(), width), _widen(values.contiguous(), width)
+        outputs, sums = [], []
+        for call in self.calls:
+            output, lse, *_ = kernels._flash_attention_forward(
+                spread[call.queries],
+                wide_keys[call.keys],
+                wide_values[call.keys],
+                call.query_offsets,
+                call.key_offsets,
+                *call.longest,
+                0.0,  # dropout
+                True,  # causal
+                False,  # debug mask
+                scale=self.scale,
+            )
+            outputs.append(output)
+            sums.append(lse)
+        output = _joined(outputs)[..., : values.shape[-1]]
+        lse = _joined(sums, dim=1).t()  # the kernel's [Hq, R]
         return (output, lse) if self.row_index is None else (output[self.row_index], lse[self.row_index])
 
     def backward(
@@ -76,31 +103,39 @@ class PackedBlock:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self.num_rows:
             return torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+        width = padded_head_dim(query.shape[-1])
+        spread, grad, output = (_widen(self._spread(x), width) for x in (query, grad, output))
+        wide_keys, wide_values = _widen(keys.contiguous(), width), _widen(values.contiguous(), width)
+        lse = self._spread(lse)
         # Only dropout would read the kernel's random state.
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        grad_query, grad_keys, grad_values = kernels._flash_attention_backward(
-            _widen(self._spread(grad), query),
-            self._spread(query),
-            self._packed(keys),
-            _widen(self._packed(values), query),
-            _widen(self._spread(output), query),
-            self._spread(lse).t().contiguous(),
-            self.query_offsets,
-            self.key_offsets,
-            *self.longest,
-            0.0,
-            True,
-            random_state,
-            torch.zeros((), dtype=torch.uint64, device=query.device),
-            scale=self.scale,
-        )
-        grad_values = grad_values[..., : values.shape[-1]]
+        unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+        parts = [
+            kernels._flash_attention_backward(
+                grad[call.queries],
+                spread[call.queries],
+                wide_keys[call.keys],
+                wide_values[call.keys],
+                output[call.queries],
+                lse[call.queries].t().contiguous(),
+                call.query_offsets,
+                call.key_offsets,
+                *call.longest,
+                0.0,
+                True,
+                random_state,
+                unused,
+                scale=self.scale,
+            )
+            for call in self.calls
+        ]
+        grad_query = _joined([part[0] for part in parts])[..., : query.shape[-1]]
         if self.row_index is not None:
             grad_query = grad_query[self.row_index]
-        return grad_query, self._unpacked(grad_keys, keys), self._unpacked(grad_values, values)
+        return grad_query, self._sum(parts, 1, keys), self._sum(parts, 2, values)
 
     def _spread(self, x: Tensor) -> Tensor:
-        """Place this step's rows among those of step 0, with zeros elsewhere.
+        """Place this step's rows among those that the kernel computes, with zeros elsewhere.
 
         A row of zeros with a zero gradient adds nothing to the gradient of any key or value.
         """
@@ -108,28 +143,78 @@ class PackedBlock:
             return x.contiguous()
         return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy_(0, self.row_index, x)
 
-    def _packed(self, x: Tensor) -> Tensor:
-        return x.contiguous() if self.gather is None else x[self.gather]
+    def _sum(self, parts: Sequence[tuple[Tensor, ...]], which: int, like: Tensor) -> Tensor:
+        """Add up the calls' gradients of keys or values, in float32 where there are several."""
+        width = like.shape[-1]
+        if len(parts) == 1:
+            return parts[0][which][..., :width]
+        total = torch.zeros_like(like, dtype=widened(like.dtype))
+        for call, part in zip(self.calls, parts, strict=True):
+            total[call.keys] += part[which][..., :width]
+        return total.to(like.dtype)
 
-    def _unpacked(self, grad: Tensor, like: Tensor) -> Tensor:
-        return grad if self.gather is None else torch.zeros_like(like).index_add_(0, self.gather, grad)
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _widen(x: Tensor, like: Tensor) -> Tensor:
-    """Pad `x` with zeros to the last dimension of `like`."""
-    missing = like.shape[-1] - x.shape[-1]
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Pad the last dimension of `x` with zeros."""
+    missing = width - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 
 
-def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+def _spans(runs: Sequence[QueryRun]) -> list[QueryRun]:
+    """Join runs of one document across small gaps; the result's queries include the rows in the gaps."""
+    spans: list[QueryRun] = []
+    added = 0  # rows in gaps so far
+    for run in runs:
+        if spans and spans[-1].key_start == run.key_start:
+            before = spans[-1]
+            gap = run.key_stop - run.num_queries - before.key_stop
+            if gap <= LARGEST_GAP:
+                added += gap
+                spans[-1] = before._replace(query_stop=run.query_stop + added, key_stop=run.key_stop)
+                continue
+        spans.append(run._replace(query_start=run.query_start + added, query_stop=run.query_stop + added))
+    return spans
+
+
+def _rows_within(runs: Sequence[QueryRun], spans: Sequence[QueryRun]) -> Tensor:
+    """Return the row of each run's queries among those of the spans, int64 [R]."""
+    remaining = iter(spans)
+    span, parts = next(remaining), []
+    for run in runs:
+        while run.key_start != span.key_start or run.key_stop > span.key_stop:
+            span = next(remaining)
+        stop = span.query_stop - (span.key_stop - run.key_stop)
+        parts.append(torch.arange(stop - run.num_queries, stop))
+    return torch.cat(parts)
+
+
+def _calls(spans: Sequence[QueryRun], device: torch.device) -> list[_Call]:
+    """Group spans into calls; one whose keys do not follow those of the span before starts the next call."""
+    groups: list[list[QueryRun]] = []
+    for span in spans:
+        if groups and span.key_start == groups[-1][-1].key_stop:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    lengths = [([x.num_queries for x in group], [x.num_keys for x in group]) for group in groups]
+    offsets = to_device([_offsets(x) for pair in lengths for x in pair], device)
+    return [
+        _Call(
+            slice(group[0].query_start, group[-1].query_stop),
+            slice(group[0].key_start, group[-1].key_stop),
+            *pair,
+            longest=(max(num_queries), max(num_keys)),
+        )
+        for group, pair, (num_queries, num_keys) in zip(
+            groups, zip(offsets[::2], offsets[1::2], strict=True), lengths, strict=True
+        )
+    ]
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
     """Return the cumulative lengths, int32 [len(lengths) + 1]."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
-
-
-def _gather(runs: Sequence[QueryRun], device: torch.device) -> Tensor | None:
-    """Return the indices of the keys run by run; None when the runs' keys follow one another without gaps."""
-    starts, stops = [run.key_start for run in runs], [run.key_stop for run in runs]
-    if starts == [0, *stops[:-1]]:
-        return None
-    parts = [torch.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
-    return torch.cat(parts).to(device, non_blocking=True) if parts else None
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

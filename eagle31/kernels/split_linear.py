@@ -17,7 +17,7 @@ class TokenProjection(NamedTuple):
     """Products of token embeddings with the first half of a weight, and the one that each row adds."""
 
     products: Tensor  # [U, out]
-    indices: Tensor  # int64 [N], into the products
+    indices: Tensor  # int64 [N], into the products; no two rows of a step read the same token
 
 
 class _AddedProduct(torch.autograd.Function):
@@ -35,7 +35,8 @@ class _AddedProduct(torch.autograd.Function):
         width = weight.shape[1] - x.shape[1]
         grad_weight = torch.zeros_like(weight)
         torch.mm(grad.t(), x, out=grad_weight[:, width:])
-        grad_products = grad.new_zeros(ctx.num_products, grad.shape[1]).index_add_(0, index, grad)
+        # A sum would need atomic additions on a GPU, whose order changes from run to run.
+        grad_products = grad.new_zeros(ctx.num_products, grad.shape[1]).index_copy_(0, index, grad)
         return grad @ weight[:, width:], grad_weight, grad_products, None
 
 

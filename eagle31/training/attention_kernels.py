@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from eagle31.kernels.flash_support import flash_obstacle, warn_once
 from eagle31.kernels.merged_attention import CausalBlock
-from eagle31.kernels.packed_attention import PackedBlock, can_pack
+from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
 from eagle31.model.config import DrafterConfig
 from eagle31.training.schedule import RolloutSchedule
@@ -18,15 +19,19 @@ def causal_blocks(
         like: a tensor of the queries' dtype and device.
     """
     scale = config.attention_scale
-    if can_pack(like, config.head_dim):
+    on_gpu = like.device.type == "cuda"
+    obstacle = flash_obstacle(like.device, like.dtype, config.head_dim) if on_gpu else None
+    if on_gpu and obstacle is None:
         first = PackedBlock(schedule.steps[0].runs, like.device, scale)
         every = PackedBlock(schedule.document_runs, like.device, scale)
         return every, [first.for_rows(step.first_index) for step in schedule.steps]
+    if obstacle is not None:
+        warn_once(like.device, obstacle)
     longest = max((run.num_keys for run in schedule.document_runs), default=0)
     masks = TileMasks.for_keys(longest, like)
     # The CPU's flash kernel has one width for keys and values, and is the slower one with padded values.
     narrow = config.value_width < config.head_dim
-    kernel: Kernel = PlainKernel(scale) if like.is_cuda or narrow else FlashKernel(scale)
+    kernel: Kernel = PlainKernel(scale) if on_gpu or narrow else FlashKernel(scale)
     return TiledBlock(schedule.document_runs, masks, kernel), [
         TiledBlock(step.runs, masks, kernel) for step in schedule.steps
     ]

@@ -21,6 +21,8 @@ from eagle31.training.schedule import RolloutSchedule
 
 # Rows of logits that the elementwise part handles at once on the CPU, so that they stay in its caches.
 BLOCK_ROWS = 32
+# Elements of the head's gradient that are computed at once where they are narrower than their sum.
+PRODUCT_ELEMENTS = 2**25
 
 
 class _OnePass(torch.autograd.Function):
@@ -137,7 +139,8 @@ class _ChunkedLoss:
         num_positions = len(teacher.probs)
         needs_entropy = self.objective.loss in (Loss.full_kl, Loss.lk_lambda)
         entropy = teacher.entropy() if needs_entropy else None
-        block_rows = len(logits) if logits.is_cuda else BLOCK_ROWS
+        # A block has rows of one step, so it has at most one row for each position.
+        block_rows = num_positions if logits.device.type == "cuda" else BLOCK_ROWS
         scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
         done = 0
         for step, piece in enumerate(pieces):
@@ -177,8 +180,14 @@ class _ChunkedLoss:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which is float32 where the factors are narrower."""
+    """Add left @ right to `total`, which is float32 where the factors are narrower.
+
+    Then the product has the factors' dtype before it is added. It is computed for some of its rows at a time,
+    because all of it would be half as large as `total`.
+    """
     if total.dtype == right.dtype:
         total.addmm_(left, right)
-    else:
-        total += left @ right
+        return
+    num_rows = max(1, PRODUCT_ELEMENTS // total.shape[1])
+    for part, factor in zip(total.split(num_rows), left.split(num_rows), strict=True):
+        part += factor @ right

@@ -55,7 +55,9 @@ def scheduled_rollout(
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
     document_block, blocks = causal_blocks(schedule, drafter.config, embed_tokens)
-    run = partial(checkpoint, use_reentrant=False) if activation_checkpointing else _call
+    # Nothing is random, so no state of a generator is kept.
+    checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    run = checkpointed if activation_checkpointing else _call
     products = _token_products(drafter, embed_tokens, batch, schedule)
     output, keys = run(
         _first_step,

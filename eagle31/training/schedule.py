@@ -3,12 +3,14 @@
 Lengths and bounds are host integers, so that the step never waits for the device to read them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle31.kernels.query_run import QueryRun, document_starts, query_runs
+from eagle31.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,21 @@ class RolloutSchedule:
     steps: tuple[StepSchedule, ...]  # K
     document_runs: tuple[QueryRun, ...]  # every key row as a query
 
+    def to(self, device: torch.device) -> "RolloutSchedule":
+        """Copy a schedule that is on the CPU to `device`, in one transfer."""
+        parts = [(self, _TENSORS), *((step, _STEP_TENSORS) for step in self.steps)]
+        given = [[name for name in names if getattr(part, name) is not None] for part, names in parts]
+        host = [getattr(part, name) for (part, _), names in zip(parts, given, strict=True) for name in names]
+        moved = iter(to_device(host, device))
+        changes: list[dict[str, Any]] = [{name: next(moved) for name in names} for names in given]
+        steps = [replace(step, **change) for step, change in zip(self.steps, changes[1:], strict=True)]
+        return replace(self, **changes[0], steps=tuple(steps))
+
+
+# What a device reads, of a schedule and of each of its steps.
+_TENSORS = ("key_rows", "query_index", "tokens", "key_token_index", "teacher_rows", "teacher_token_index")
+_STEP_TENSORS = ("rows", "previous_index", "first_index", "token_index", "teacher_index")
+
 
 def schedule_rollout(
     supervised: Tensor, document_ids: Tensor, device: torch.device | None = None
@@ -50,7 +67,6 @@ def schedule_rollout(
         document_ids: int64 [T] on the CPU, grouped by document.
         device: where the schedule's tensors go; the CPU by default.
     """
-    device = device or supervised.device
     rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
     key_rows = _key_rows(rows[0], document_ids)
     starts = document_starts(document_ids[key_rows])
@@ -68,33 +84,34 @@ def schedule_rollout(
         teacher_index = torch.searchsorted(teacher_rows, step_rows + 1 + step)
         steps.append(
             StepSchedule(
-                rows=step_rows.to(device, non_blocking=True),
-                previous_index=_index_within(step_rows, rows[max(step - 1, 0)], device),
-                first_index=_index_within(step_rows, rows[0], device),
+                rows=step_rows,
+                previous_index=_index_within(step_rows, rows[max(step - 1, 0)]),
+                first_index=_index_within(step_rows, rows[0]),
                 runs=query_runs(torch.searchsorted(key_rows, step_rows), starts),
-                token_index=teacher_token_index[teacher_index].to(device, non_blocking=True),
-                teacher_index=teacher_index.to(device, non_blocking=True),
+                token_index=teacher_token_index[teacher_index],
+                teacher_index=teacher_index,
                 teacher_index_host=teacher_index,
             )
         )
     query_index = torch.searchsorted(key_rows, rows[0])
-    return RolloutSchedule(
-        key_rows=key_rows.to(device, non_blocking=True),
-        query_index=query_index.to(device, non_blocking=True),
-        tokens=tokens.to(device, non_blocking=True),
-        key_token_index=torch.searchsorted(tokens, key_tokens).to(device, non_blocking=True),
-        teacher_rows=teacher_rows.to(device, non_blocking=True),
-        teacher_token_index=teacher_token_index.to(device, non_blocking=True),
+    schedule = RolloutSchedule(
+        key_rows=key_rows,
+        query_index=query_index,
+        tokens=tokens,
+        key_token_index=torch.searchsorted(tokens, key_tokens),
+        teacher_rows=teacher_rows,
+        teacher_token_index=teacher_token_index,
         steps=tuple(steps),
         document_runs=query_runs(torch.arange(len(key_rows)), starts),
     )
+    return schedule if device is None else schedule.to(device)
 
 
-def _index_within(rows: Tensor, superset: Tensor, device: torch.device) -> Tensor | None:
+def _index_within(rows: Tensor, superset: Tensor) -> Tensor | None:
     """Return the indices of `rows` within the ascending `superset`; None when they are all of it."""
     if len(rows) == len(superset):
         return None
-    return torch.searchsorted(superset, rows).to(device, non_blocking=True)
+    return torch.searchsorted(superset, rows)
 
 
 def _key_rows(rows: Tensor, document_ids: Tensor) -> Tensor:

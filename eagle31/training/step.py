@@ -172,16 +172,17 @@ def greedy_hits(
 
     Returns:
         bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
-        drafts.
+        drafts. Both are on the CPU.
     """
-    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    schedule = schedule_batch(batch, num_steps)
+    loss_mask, document_ids = batch.loss_mask.cpu(), batch.document_ids.cpu()
+    supervised = supervised_drafts(loss_mask, document_ids, num_steps)
+    schedule = schedule_rollout(supervised, document_ids, batch.input_ids.device)
     head = (frozen.lm_head or drafter.lm_head).weight
-    hits = torch.zeros_like(supervised)
+    hits = torch.zeros_like(supervised, device=batch.input_ids.device)
     for step, (normed, _) in enumerate(scheduled_rollout(drafter, frozen.embed_tokens, batch, schedule)):
         rows = schedule.steps[step].rows
         greedy = torch.cat([F.linear(part, head).argmax(dim=-1) for part in normed.split(chunk_rows)])
         if frozen.draft_target_ids is not None:
             greedy = frozen.draft_target_ids[greedy]
         hits[rows, step] = greedy == batch.input_ids[rows + 2 + step]
-    return hits, supervised
+    return hits.cpu(), supervised

@@ -22,9 +22,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     unset_fake_temporarily,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from eagle31.training.batch import PackedBatch
 from tests.pretended_gpu.device_guard import cuda_device_guard
@@ -52,6 +53,26 @@ class Wait:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.operation} at {self.place}"
+
+
+class Memory:
+    """The memory that tensors on the GPU take, as PyTorch's allocator counts it but without rounding."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0  # of what was allocated since
+        self.largest_bytes = 0  # the largest tensor
+
+    def add(self, result: Any) -> None:
+        """Count the storages that an operation has made."""
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        for x in tree_leaves(result):
+            if isinstance(x, FakeTensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in self.live:
+                    self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                    self.largest_bytes = max(self.largest_bytes, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self.live.values()))
 
 
 class PretendedGenerator(torch.Generator):
@@ -107,6 +128,7 @@ class PretendedGpu(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.num_transfers = 0  # copies from the host
         self.operations: list[Any] = []  # of the device, in order
+        self.memory: Memory | None = None
         self.fake = FakeTensorMode()
         self.values = torch.Generator().manual_seed(seed)
         self._pinned: dict[int, torch.UntypedStorage] = {}
@@ -131,6 +153,15 @@ class PretendedGpu(TorchDispatchMode):
         synchronisations = [wait for wait in found if wait.kind != "pageable"]
         assert len(synchronisations) <= allowed, "\n".join(map(str, found))
         assert len(synchronisations) == len(found), "\n".join(map(str, found))
+
+    @contextmanager
+    def counted_memory(self) -> Iterator[Memory]:
+        """Count the memory of what is computed inside; a tensor from before counts if it is written."""
+        self.memory = Memory()
+        try:
+            yield self.memory
+        finally:
+            self.memory = None
 
     def __enter__(self) -> "PretendedGpu":
         with ExitStack() as stack:
@@ -176,6 +207,7 @@ class PretendedGpu(TorchDispatchMode):
         return [
             mock.patch.object(torch, "Generator", _AnyGenerator),
             mock.patch.object(torch.Tensor, "record_stream", record_stream),
+            mock.patch.object(torch.backends.cuda, "is_flash_attention_available", return_value=True),
             *(mock.patch.object(torch.cuda, key, value) for key, value in replaced.items()),
         ]
 
@@ -198,7 +230,10 @@ class PretendedGpu(TorchDispatchMode):
         if func in _INDEXED:
             self._check_indices(func, args)
         try:
-            return func(*self._pretended(args), **self._pretended(kwargs))
+            result = func(*self._pretended(args), **self._pretended(kwargs))
+            if self.memory is not None:
+                self.memory.add(result)
+            return result
         except DynamicOutputShapeException:
             self._wait("shape", func)
             raise
@@ -234,7 +269,10 @@ class PretendedGpu(TorchDispatchMode):
         if to_gpu:
             if not isinstance(source, FakeTensor) and source.numel():
                 self._from_host(func, source, dtype, non_blocking)
-            return func(*self._pretended(args), **self._pretended(kwargs))
+            result = func(*self._pretended(args), **self._pretended(kwargs))
+            if self.memory is not None:
+                self.memory.add(result)
+            return result
         # Without a target, a non-blocking copy is to new pinned memory.
         waits = not non_blocking or (target is not None and not self._is_pinned(target))
         if waits and source.numel():

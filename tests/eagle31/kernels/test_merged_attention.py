@@ -46,7 +46,7 @@ def row_index(schedule: RolloutSchedule, step: int, earlier: int) -> Tensor:
 
 
 def block_of(name: str, schedule: RolloutSchedule, step: int, dtype: torch.dtype) -> CausalBlock:
-    if name == "packed":
+    if name.startswith("packed"):
         return PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE).for_rows(
             schedule.steps[step].first_index
         )
@@ -97,7 +97,7 @@ class CudaKernel:
         probs = probs * (step_lse - lse.t()).exp().unsqueeze(-1)  # the kernel uses the lse that it is given
         slope = torch.einsum("qhd,khd->qhk", grad, wide_v) - (grad * out).sum(-1, keepdim=True)
         slope = slope * probs * SCALE
-        shape = (len(k), k.shape[1], group, DIM)
+        shape = (len(k), k.shape[1], group, k.shape[2])
         grad_k = torch.einsum("qhk,qhd->khd", slope, q).view(shape).sum(2)
         grad_v = torch.einsum("qhk,qhd->khd", probs, grad).view(shape).sum(2)
         return torch.einsum("qhk,khd->qhd", slope, wide_k), grad_k, grad_v
@@ -105,7 +105,15 @@ class CudaKernel:
 
 @pytest.mark.parametrize(
     ("name", "value_width"),
-    [("flash", DIM), ("plain", DIM), ("packed", DIM), ("plain", 5), ("packed", 5)],
+    [
+        ("flash", DIM),
+        ("plain", DIM),
+        ("packed", DIM),
+        ("packed in calls", DIM),
+        ("plain", 5),
+        ("packed", 5),
+        ("packed in calls", 5),
+    ],
 )
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("lengths", [(40, 9, 33), (2 * TILE + 75,)])
@@ -117,6 +125,7 @@ def test_values_and_gradients_equal_the_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packed_block, "kernels", CudaKernel())
+    monkeypatch.setattr(packed_block, "LARGEST_GAP", 0 if name == "packed in calls" else 8)
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     schedule = schedule_rollout(random_supervised(sum(lengths), document_ids, seed=heads[0]), document_ids)
     for step in range(STEPS):
@@ -184,3 +193,52 @@ def test_no_queries_give_no_gradient(name: str) -> None:
     assert found.shape == (0, 4, DIM)
     grads = torch.autograd.grad(found, tensors, torch.zeros_like(found))
     assert all(not grad.any() for grad in grads)
+
+
+def test_runs_of_a_document_share_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 turns read the keys of their document in place: what is passed to the kernel is a part of them."""
+    passed: list[tuple[Tensor, Tensor]] = []
+
+    class Recorder(CudaKernel):
+        def _flash_attention_forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: object, scale: float):
+            passed.append((q, k))
+            return super()._flash_attention_forward(q, k, v, *rest, scale=scale)
+
+    monkeypatch.setattr(packed_block, "kernels", Recorder())
+    document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate((30, 2000, 30))])
+    supervised = torch.zeros(len(document_ids), 1, dtype=torch.bool)
+    supervised[10:28] = supervised[2040:2058] = True
+    for turn in range(10):  # two turns at a time are closer than the largest gap
+        supervised[100 + 180 * turn : 110 + 180 * turn] = True
+        supervised[130 + 180 * turn : 140 + 180 * turn] = True
+    schedule = schedule_rollout(supervised, document_ids)
+    assert len(schedule.steps[0].runs) == 22
+    query, keys, values, *_ = random_tensors(schedule, 0, (4, 2), torch.float64)
+    block = PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE)
+    block.forward(query.detach(), keys.detach(), values.detach())
+    assert len(passed) == 10  # the last call has the third document too
+    assert all(k.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr() for _, k in passed)
+    assert sum(len(q) for q, _ in passed) == 18 + 18 + 10 * (10 + 20 + 10)
+
+
+def test_heads_of_another_width_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checked(CudaKernel):
+        def _flash_attention_forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: object, scale: float):
+            assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 16
+            return super()._flash_attention_forward(q, k, v, *rest, scale=scale)
+
+    monkeypatch.setattr(packed_block, "kernels", Checked())
+    runs = (
+        schedule_rollout(torch.ones(9, 1, dtype=torch.bool), torch.zeros(9, dtype=torch.long)).steps[0].runs
+    )
+    packed = PackedBlock(runs, torch.device("cpu"), SCALE)
+    plain = TiledBlock(runs, TileMasks.for_keys(9, torch.zeros(0, dtype=torch.float64)), PlainKernel(SCALE))
+    tensors = [torch.randn(9, heads, 10, dtype=torch.float64) for heads in (4, 2, 2)]
+    output, lse = packed.forward(*tensors)
+    expected, expected_lse = plain.forward(*tensors)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    grad = torch.randn_like(output)
+    found = packed.backward(grad, *tensors, output, lse)
+    for one, other in zip(found, plain.backward(grad, *tensors, output, lse), strict=True):
+        torch.testing.assert_close(one, other)

@@ -22,9 +22,9 @@ def test_the_halves_add_up() -> None:
 
 def test_gradients() -> None:
     projection = linear(3, 2)
-    first = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    first = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     second = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    index = torch.tensor([1, 0, 1, 1])
+    index = torch.tensor([3, 0, 4, 1])  # the rows of a step read different tokens
 
     def run(first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(

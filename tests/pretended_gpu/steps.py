@@ -1,0 +1,56 @@
+"""Training steps of small drafters on the pretended GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch
+from eagle31.training.step import DepthSums, rollout_loss, schedule_batch
+from tests.eagle31.tiny import MLA, VOCAB, random_batch, tiny_config, tiny_drafter
+from tests.pretended_gpu.backward import backward
+from tests.pretended_gpu.pretended_gpu import CUDA, pinned, to_gpu
+
+NUM_STEPS = 3
+LENGTHS = (40, 25, 90)
+GQA: dict[str, Any] = {"head_dim": 8}
+ATTENTION: dict[str, dict[str, Any]] = {"gqa": GQA, "mla": MLA}
+
+
+def drafter_on_gpu(config: DrafterConfig, dtype: torch.dtype) -> tuple[Drafter, FrozenParts]:
+    """Return a drafter and its frozen parts on the GPU."""
+    drafter, frozen = tiny_drafter(config, dtype)
+    assert isinstance(frozen.target_head, nn.Module)
+    to_gpu(drafter)
+    to_gpu(frozen.target_head)
+    ids = frozen.draft_target_ids
+    return drafter, replace(
+        frozen,
+        embed_tokens=frozen.embed_tokens.to(CUDA),
+        draft_target_ids=None if ids is None else ids.to(CUDA),
+    )
+
+
+def configuration(attention: str, *, pruned: bool = True, num_layers: int = 1) -> DrafterConfig:
+    size = 29 if pruned else VOCAB
+    return tiny_config(**ATTENTION[attention], draft_vocab_size=size, num_hidden_layers=num_layers)
+
+
+def host_batch(config: DrafterConfig, dtype: torch.dtype, seed: int = 0) -> PackedBatch:
+    """Return a row of several documents with several turns each, in pinned memory."""
+    return pinned(random_batch(LENGTHS, config, seed=seed, padding=9, dtype=dtype))
+
+
+def step(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, **changes: Any) -> DepthSums:
+    """Run forward and backward of one micro-batch that is still on the host."""
+    schedule = schedule_batch(batch, NUM_STEPS, CUDA)
+    on_gpu = batch.to(CUDA, frozen.embed_tokens.dtype)
+    options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_decay": 0.8, "schedule": schedule} | changes
+    loss, sums = rollout_loss(drafter, frozen, on_gpu, **options)
+    assert loss.device == CUDA
+    backward(loss)
+    return sums

@@ -1,0 +1,163 @@
+"""The training step on a GPU: it runs, its gradients have their shapes, and the host waits for nothing."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from eagle31.kernels import flash_support
+from eagle31.training import fused_loss
+from eagle31.training.objectives import Loss, Objective
+from eagle31.training.step import greedy_hits
+from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
+from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch, step
+
+aten = torch.ops.aten
+BF16, FP32 = torch.bfloat16, torch.float32
+# Each pair of values occurs. attention, dtype, pruned, layers, metrics, checkpointing
+CASES = [
+    ("gqa", BF16, True, 1, False, False),
+    ("gqa", FP32, False, 2, True, True),
+    ("mla", BF16, False, 2, False, True),
+    ("mla", FP32, True, 1, True, False),
+    ("mla", BF16, True, 2, True, False),
+    ("gqa", BF16, False, 1, True, True),
+    ("gqa", FP32, True, 2, False, False),
+]
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings() -> None:
+    flash_support.warn_once.cache_clear()
+
+
+@pytest.mark.parametrize(("attention", "dtype", "pruned", "num_layers", "metrics", "checkpointed"), CASES)
+@pytest.mark.filterwarnings("ignore:.*matrix products")
+def test_a_step_never_waits(
+    attention: str, dtype: torch.dtype, pruned: bool, num_layers: int, metrics: bool, checkpointed: bool
+) -> None:
+    config = configuration(attention, pruned=pruned, num_layers=num_layers)
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, dtype)
+        batch = host_batch(config, dtype)
+        options: dict[str, Any] = {"with_metrics": metrics, "activation_checkpointing": checkpointed}
+        step(drafter, frozen, batch, **options)  # RoPE's tables appear at the first use
+        gpu.operations.clear()
+        with gpu.no_waiting():
+            sums = step(drafter, frozen, batch, **options)
+        assert sums.stacked().shape == (5, NUM_STEPS)
+        for name, parameter in drafter.named_parameters():
+            assert parameter.grad is not None, name
+            assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, dtype), name
+        flash = [op for op in gpu.operations if "_flash_attention" in str(op)]
+        assert bool(flash) == (dtype is BF16)
+        # Atomic additions, whose order changes from run to run.
+        assert not {aten.index_add_.default, aten.scatter_add_.default} & set(gpu.operations)
+
+
+@pytest.mark.parametrize("loss", [Loss.full_kl, Loss.tv, Loss.lk_alpha, Loss.lk_lambda])
+def test_no_loss_waits(loss: Loss) -> None:
+    config = configuration("gqa", pruned=loss is not Loss.full_kl)
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        batch = host_batch(config, BF16)
+        with gpu.no_waiting():
+            objective = Objective(loss, count_outside_vocab=loss is Loss.full_kl)
+            step(drafter, frozen, batch, objective=objective)
+
+
+def test_the_schedule_is_one_transfer() -> None:
+    config = configuration("gqa")
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        batch = host_batch(config, BF16)
+        before = gpu.num_transfers
+        step(drafter, frozen, batch)
+        # Six tensors of the batch, the schedule, and the kernel's lengths and rows.
+        assert gpu.num_transfers - before <= 6 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "head_dim", "reason"),
+    [
+        ("NVIDIA H100", (9, 0), BF16, 128, None),
+        ("NVIDIA A100", (8, 0), torch.float16, 6, None),  # padded
+        ("NVIDIA H100", (9, 0), BF16, 256, None),
+        ("NVIDIA B200", (10, 0), BF16, 192, None),
+        ("NVIDIA L40", (8, 9), BF16, 256, None),
+        ("Tesla T4", (7, 5), torch.float16, 128, "compute capability 8.0, and the card has 7.5"),
+        ("Tesla V100", (7, 0), BF16, 128, "compute capability 8.0, and the card has 7.0"),
+        ("NVIDIA H100", (9, 0), FP32, 128, "not in float32"),
+        ("NVIDIA H100", (9, 0), BF16, 288, "heads of at most 256, not 288"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), BF16, 224, "cannot train heads of 224"),
+        ("NVIDIA GeForce RTX 5090", (12, 0), BF16, 200, "cannot train heads of 200"),
+    ],
+)
+def test_the_kernel_is_taken_where_the_card_has_it(
+    name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, reason: str | None
+) -> None:
+    with PretendedGpu(capability, name):
+        found = flash_support.flash_obstacle(CUDA, dtype, head_dim)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [(FP32, (9, 0)), (BF16, (7, 5))])
+def test_a_notice_names_the_card_once(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    config = configuration("gqa")
+    with PretendedGpu(capability, "a card") as gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drafter, frozen = drafter_on_gpu(config, dtype)
+        for _ in range(2):
+            step(drafter, frozen, host_batch(config, dtype))
+        assert not [op for op in gpu.operations if "_flash_attention" in str(op)]
+    notices = [str(one.message) for one in caught if "matrix products" in str(one.message)]
+    assert len(notices) == 1
+    assert notices[0].startswith("a card: ")
+
+
+def test_the_flash_operators_have_the_signature_that_is_called() -> None:
+    """The operators are private, so a release of PyTorch can change them."""
+    config = configuration("mla")
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        step(drafter, frozen, host_batch(config, BF16))
+        called = set(gpu.operations)
+    assert {aten._flash_attention_forward.default, aten._flash_attention_backward.default} <= called
+    forward, backward = (
+        [argument.name for argument in op.default._schema.arguments]
+        for op in (aten._flash_attention_forward, aten._flash_attention_backward)
+    )
+    assert forward[:10] == [
+        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+        "return_debug_mask",
+    ]  # fmt: skip
+    assert backward[:14] == [
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+        "dropout_p", "is_causal", "rng_state", "unused",
+    ]  # fmt: skip
+    assert "scale" in forward
+    assert "scale" in backward
+
+
+def test_replay_waits_for_the_row_alone() -> None:
+    config = configuration("gqa")
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        on_gpu = host_batch(config, BF16).to(CUDA, BF16)
+        with gpu.no_waiting(allowed=3):  # the mask, the documents, the result
+            hits, supervised = greedy_hits(drafter, frozen, on_gpu, NUM_STEPS)
+    assert hits.shape == supervised.shape == (len(on_gpu.input_ids), NUM_STEPS)
+    assert hits.device.type == supervised.device.type == "cpu"
+
+
+def test_no_temporary_of_the_loss_is_as_large_as_the_head() -> None:
+    """A vocabulary of 163,840 and a width of 7168: the head's gradient has 4.7 GB in float32."""
+    with PretendedGpu() as gpu:
+        total = torch.zeros(163_840, 7168, device=CUDA)
+        logits = torch.zeros(300, 163_840, dtype=BF16, device=CUDA)
+        rows = torch.zeros(300, 7168, dtype=BF16, device=CUDA)
+        with gpu.no_waiting(), gpu.counted_memory() as memory:
+            fused_loss._add_product(total, logits.t(), rows)
+    products = memory.peak_bytes - total.nbytes - logits.nbytes - rows.nbytes
+    assert products <= 2 * fused_loss.PRODUCT_ELEMENTS * BF16.itemsize
