@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from data.batches.balance import balanced
 from data.batches.packing import pack_epoch
 from data.samples import CapturedSample, HiddenStateSource
 from eagle31.errors import UserError
@@ -38,12 +39,14 @@ class RowLoader:
     """A loader of this rank's packed rows of any optimizer step.
 
     The rows of all epochs form one endless sequence. Step s uses the `rows_per_step` rows that start at
-    s * rows_per_step, and rank r every world_size-th of them. The step number is therefore the only state,
-    and a step has the same rows on any number of ranks.
+    s * rows_per_step. They are distributed by `balanced` if costs are given; otherwise rank r has every
+    world_size-th of them. The step number is therefore the only state, and a step has the same rows on any
+    number of ranks.
 
     Args:
         row_tokens: the maximum number of tokens in a row.
         rows_per_step: the number of rows over all ranks and micro-batches.
+        costs: what each sample costs in training, in any unit; None if it is not known.
         pin_memory: whether rows are in pinned memory, from which a GPU copies while it computes.
         pad_multiple: rows are padded to a multiple of this, but not beyond `row_tokens`.
         steps_ahead: how many steps are read into memory in advance.
@@ -63,6 +66,7 @@ class RowLoader:
         rank: int = 0,
         world_size: int = 1,
         seed: int,
+        costs: Sequence[float] | None = None,
         pin_memory: bool = False,
         pad_multiple: int = 64,
         steps_ahead: int = 3,
@@ -74,6 +78,7 @@ class RowLoader:
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
+        self.costs = costs
         self.pin_memory = pin_memory
         self.pad_multiple = pad_multiple
         self.steps_ahead = steps_ahead
@@ -95,7 +100,11 @@ class RowLoader:
     def rows(self, step: int) -> list[list[int]]:
         """Return the sample indices of each of this rank's rows of a step."""
         start = step * self.rows_per_step
-        return [self._row(i) for i in range(start + self.rank, start + self.rows_per_step, self.world_size)]
+        rows = [self._row(index) for index in range(start, start + self.rows_per_step)]
+        if self.costs is None or self.world_size == 1:
+            return rows[self.rank :: self.world_size]
+        costs = [sum(self.costs[sample] for sample in row) for row in rows]
+        return [rows[index] for index in balanced(costs, self.world_size)[self.rank]]
 
     def read_ahead(self, step: int) -> None:
         """Start to read this step and the following ones, `steps_ahead` in all, in the background.

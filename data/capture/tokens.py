@@ -39,6 +39,17 @@ def dataset_rows(dataset: Dataset, encoding: Encoding) -> NDArray:
     return np.concatenate([*parts, np.empty((0, 3), np.int64)])
 
 
+def dataset_supervision(dataset: Dataset) -> NDArray:
+    """Return what training computes of every sample.
+
+    Returns:
+        int64 [N, 3]: the keys that its supervised positions read, the supervised positions, and the pairs of
+        a supervised position and a key that it reads.
+    """
+    parts = [_supervision(lengths, mask) for lengths, _, mask in _batches(dataset)]
+    return np.concatenate([*parts, np.empty((0, 3), np.int64)])
+
+
 class TokenRows:
     """Reads samples by index, several at a time: one access to a dataset costs as much as many rows."""
 
@@ -73,13 +84,20 @@ def _arrays(table: pa.Table) -> tuple[NDArray, NDArray, NDArray]:
 def _kept_rows(lengths: NDArray, mask: NDArray, encoding: Encoding) -> NDArray:
     if encoding.final_states == "all":
         return np.stack([lengths] * 3, axis=1)
+    keys, positions, _ = _supervision(lengths, mask).T
+    return np.stack([lengths, keys, positions], axis=1)
+
+
+def _supervision(lengths: NDArray, mask: NDArray) -> NDArray:
     starts = lengths.cumsum() - lengths
     sample = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(mask)) - starts[sample]
+    # The token after a supervised position, at which the target's first distribution is.
     supervised = mask.copy()
     supervised[:-1] &= mask[1:] & (sample[1:] == sample[:-1])
     supervised &= (positions > 0) & (positions < lengths[sample] - 1)
-    aux = np.zeros_like(lengths)
-    np.maximum.at(aux, sample[supervised], positions[supervised])
-    final = np.bincount(sample[supervised], minlength=len(lengths))
-    return np.stack([lengths, aux, final], axis=1)
+    of, read = sample[supervised], positions[supervised]  # a position reads as many keys
+    keys = np.zeros_like(lengths)
+    np.maximum.at(keys, of, read)
+    pairs = np.bincount(of, weights=read, minlength=len(lengths)).astype(np.int64)
+    return np.stack([keys, np.bincount(of, minlength=len(lengths)), pairs], axis=1)

@@ -5,9 +5,11 @@ computed, and attention's scores and sums over visible pairs. It leaves out reco
 elementwise operations, so a utilisation computed from it leaves them out too.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eagle31.model.config import DrafterConfig
 from eagle31.training.batch import PackedBatch
@@ -139,6 +141,27 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
         head=(6 if head_trained else 4) * rolled_out * hidden * config.draft_vocab_size,
         teacher=2 * counts.teachers * target * config.draft_vocab_size,
     )
+
+
+def sample_flops(config: DrafterConfig, num_steps: int, supervision: NDArray, head_trained: bool) -> NDArray:
+    """Estimate the FLOPs of each sample, to compare samples with each other.
+
+    Every supervised position counts as rolled out over all steps.
+
+    Args:
+        supervision: int64 [N, 3]: keys, supervised positions, and pairs of both.
+
+    Returns:
+        float64 [N].
+    """
+    none = StepCounts(keys=0, rows=(0,) * num_steps, tokens=0, causal_pairs=0, teachers=0)
+    # FLOPs are linear in the counts.
+    of_each = (
+        replace(none, keys=1, tokens=1),
+        replace(none, rows=(1,) * num_steps, teachers=1),
+        replace(none, causal_pairs=num_steps),
+    )
+    return supervision @ np.array([step_flops(config, one, head_trained).total for one in of_each], float)
 
 
 def _projections(

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader, check_enough
 from data.batches.packing import pack_epoch
-from data.capture.tokens import dataset_lengths
+from data.capture.tokens import dataset_lengths, dataset_supervision
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.cost.devices import peak_bf16_flops
-from eagle31.cost.flops import count_step, step_flops
+from eagle31.cost.flops import count_step, sample_flops, step_flops
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -110,6 +110,7 @@ def train_on(
         rank=world.rank,
         world_size=world.size,
         seed=config.seed,
+        costs=sample_costs(context, source, drafter.config),
         pin_memory=world.device.type == "cuda",
     )
     speed = expected_speed(context, drafter.config, num_parameters)
@@ -188,6 +189,19 @@ def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Frozen
         device=context.world.device,
         dtype=context.dtype,
     )
+
+
+def sample_costs(
+    context: RunContext, source: HiddenStateSource, drafter: DrafterConfig
+) -> list[float] | None:
+    """Return the FLOPs of each of the source's samples; None where the ranks have no choice of rows."""
+    train, world = context.config.train, context.world
+    if world.size == 1 or train.rows_per_step == world.size:
+        return None
+    supervision = dataset_supervision(training_samples(context))
+    if isinstance(source, HiddenStateStore):
+        supervision = supervision[source.sample_ids]
+    return sample_flops(drafter, train.ttt_steps, supervision, context.config.drafter.train_lm_head).tolist()
 
 
 def expected_speed(context: RunContext, drafter: DrafterConfig, num_parameters: int) -> Speed:

@@ -65,6 +65,24 @@ def test_a_row_concatenates_its_samples_and_is_padded() -> None:
     assert not batch.final_hidden_states[used:].any()
 
 
+def test_costs_move_rows_between_ranks_only() -> None:
+    costs = [float(index % 7) ** 3 for index in range(NUM_SAMPLES)]
+    alone, without = _loader(costs=costs), _loader()
+    ranks = [_loader(rank, 2, costs=costs) for rank in range(2)]
+    moved = False
+    for step in range(3):
+        assert alone.rows(step) == without.rows(step)
+        rows = [loader.rows(step) for loader in ranks]
+        assert [len(of_rank) for of_rank in rows] == [2, 2]
+        assert sorted(rows[0] + rows[1]) == sorted(alone.rows(step))
+        totals = sorted(sum(costs[sample] for row in of_rank for sample in row) for of_rank in rows)
+        strided = [alone.rows(step)[rank::2] for rank in range(2)]
+        before = sorted(sum(costs[sample] for row in of_rank for sample in row) for of_rank in strided)
+        assert totals[1] <= before[1]
+        moved |= totals != before
+    assert moved
+
+
 def test_rows_are_padded_to_a_multiple_within_row_tokens() -> None:
     lengths = [len(batch.input_ids) for step in range(4) for batch in _loader(pad_multiple=24).batches(step)]
     assert set(lengths) <= {24, 48, 64}

@@ -5,8 +5,16 @@ import pytest
 import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
 
-from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
+from data.capture.tokens import (
+    TokenRows,
+    dataset_lengths,
+    dataset_rows,
+    dataset_supervision,
+    tokens_fingerprint,
+)
 from data.store.codec import FINAL_STATES, Encoding, kept_rows
+from eagle31.cost.flops import count_step
+from eagle31.training.batch import PackedBatch
 from tests.data.target.tiny_target import make_dataset
 
 
@@ -25,6 +33,15 @@ def test_rows_of_a_dataset_are_those_of_its_samples(final_states: str) -> None:
     for row, mask in zip(found.tolist(), dataset["loss_mask"], strict=True):
         expected = kept_rows(encoding, torch.tensor(mask))
         assert row == [expected.tokens, expected.aux, expected.final]
+
+
+def test_supervision_is_what_a_step_computes() -> None:
+    dataset = random_masks(300)
+    for row, mask in zip(dataset_supervision(dataset).tolist(), dataset["loss_mask"], strict=True):
+        ids, states = torch.arange(len(mask)), torch.zeros(len(mask), 1, 1)
+        batch = PackedBatch(ids, torch.tensor(mask), torch.zeros_like(ids), ids, states, states[:, 0])
+        counts = count_step(batch, num_steps=1)
+        assert row == [counts.keys, counts.rows[0], counts.causal_pairs]
 
 
 def test_token_rows_come_in_the_requested_order() -> None:

@@ -1,11 +1,19 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from eagle31.cost.flops import StepCounts, count_step, gemm_sizes, step_flops, typical_counts
+from eagle31.cost.flops import (
+    StepCounts,
+    count_step,
+    gemm_sizes,
+    sample_flops,
+    step_flops,
+    typical_counts,
+)
 from eagle31.training.step import rollout_loss
 from tests.eagle31.naive import is_supervised, naive_loss
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
@@ -122,3 +130,20 @@ def test_gemm_sizes_are_those_of_the_step() -> None:
     for m, k, n in gemm_sizes(config, counts):
         assert m in (counts.keys, counts.rows[0])
         assert (n, k) in weights
+
+
+@pytest.mark.parametrize("changes", [{}, MLA])
+def test_flops_of_samples_follow_those_of_their_steps(changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
+    batches = [random_batch((40 + 8 * seed,), config, seed=seed) for seed in range(6)]
+    for batch in batches:
+        batch.loss_mask[: len(batch.input_ids) // 2] = False
+        batch.loss_mask[len(batch.input_ids) // 2 :] = True
+    one_step = [count_step(batch, 1) for batch in batches]
+    supervision = np.array([[c.keys, c.rows[0], c.causal_pairs] for c in one_step])
+    found = sample_flops(config, 3, supervision, head_trained=True)
+    expected = [step_flops(config, count_step(batch, 3), head_trained=True).total for batch in batches]
+    assert found.tolist() == pytest.approx(expected, rel=0.15)
+    alone = sample_flops(config, 1, supervision, head_trained=True)
+    exactly = [step_flops(config, replace(c, tokens=c.keys), True).total for c in one_step]
+    assert alone.tolist() == pytest.approx(exactly)

@@ -76,8 +76,10 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
     drafter = drafter.float()
     module = TrainedModule(drafter, frozen, num_steps=3, step_decay=0.8)
+    source = MemorySource()
     loader = RowLoader(
-        MemorySource(),
+        source,
+        costs=[float(sample.loss_mask.sum()) for sample in source.samples],
         row_tokens=ROW_TOKENS,
         rows_per_step=ROWS_PER_STEP,
         rank=world.rank,
