@@ -106,6 +106,17 @@ class RowLoader:
         costs = [sum(self.costs[sample] for sample in row) for row in rows]
         return [rows[index] for index in balanced(costs, self.world_size)[self.rank]]
 
+    def step_samples(self, step: int) -> list[int]:
+        """Return the sample indices of a step on all ranks, ascending."""
+        epochs = dict(self._packed)  # the background thread replaces it
+        found: list[int] = []
+        for index in range(step * self.rows_per_step, (step + 1) * self.rows_per_step):
+            epoch, row_index = divmod(index, self.rows_per_epoch)
+            if epoch not in epochs:
+                epochs[epoch] = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)
+            found += epochs[epoch][row_index]
+        return sorted(found)
+
     def read_ahead(self, step: int) -> None:
         """Start to read this step and the following ones, `steps_ahead` in all, in the background.
 

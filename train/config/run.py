@@ -1,7 +1,10 @@
 """The recipe's schema. Hydra checks every key and type against it; `check` checks the values."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from math import isfinite
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -79,6 +82,7 @@ def check(config: RunConfig) -> None:
     Raises:
         UserError: names the key, the value and the remedy.
     """
+    check_finite(config)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
     check_target(config.target)
@@ -100,6 +104,19 @@ def check(config: RunConfig) -> None:
                 "data.regenerate.temperature": config.data.regenerate.temperature,
             }
         )
+
+
+def check_finite(settings: Any, prefix: str = "") -> None:
+    """Raise UserError for the first number of the recipe that is infinite or NaN."""
+    for name, value in vars(settings).items():
+        if is_dataclass(value):
+            check_finite(value, f"{prefix}{name}.")
+        elif any(isinstance(one, float) and not isfinite(one) for one in (value, *_items(value))):
+            raise UserError(f"{prefix}{name}", value, "Give a finite number.")
+
+
+def _items(value: object) -> Iterable[object]:
+    return value if isinstance(value, list) else ()
 
 
 def uses_vllm(config: RunConfig) -> bool:

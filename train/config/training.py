@@ -6,6 +6,9 @@ from enum import Enum
 from eagle31.errors import UserError, require_positive
 from eagle31.training.objectives import Loss, Objective
 
+# Weights start near 0.02 and those of norms at 1: one step of this size leaves nothing of them.
+MAX_LR = 1.0
+
 
 class Schedule(Enum):
     cosine = "cosine"  # falls along half a cosine
@@ -30,6 +33,12 @@ class OptimConfig:
     warmup_fraction: float = 0.015  # Fraction of the steps with a linear warm-up, in [0, 1).
     min_lr_fraction: float = 0.0  # Final learning rate as a fraction of the peak, in [0, 1].
     max_grad_norm: float = 0.5  # Norm to which gradients are clipped.
+    # A step whose gradient norm is more than this many times the average of the steps before is skipped.
+    # null: only steps whose loss or gradient is not finite are. The default is meant to tell a diverged
+    # run from a hard batch, which clipping takes care of; no ablation supports the exact value.
+    max_norm_jump: float | None = 100.0
+    # The run ends with an error after this many skipped steps in a row. No ablation supports the default.
+    max_skipped_steps: int = 10
 
 
 @dataclass
@@ -72,9 +81,11 @@ class TrainConfig:
 
 def check_optim(optim: OptimConfig) -> None:
     """Raise UserError for values that the optimizer could not use."""
-    require_positive(
-        {"optim.lr": optim.lr, "optim.max_grad_norm": optim.max_grad_norm, "optim.eps": optim.eps}
-    )
+    positive = ("lr", "eps", "max_grad_norm", "max_norm_jump", "max_skipped_steps")
+    require_positive({f"optim.{name}": getattr(optim, name) for name in positive})
+    if optim.lr >= MAX_LR:
+        remedy = f"AdamW moves every weight by about lr in each step; give less than {MAX_LR:g}."
+        raise UserError("optim.lr", optim.lr, remedy)
     if not optim.weight_decay >= 0:
         raise UserError("optim.weight_decay", optim.weight_decay, "It must not be negative.")
     if not 0 <= optim.min_lr_fraction <= 1:

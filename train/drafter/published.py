@@ -55,7 +55,7 @@ def open_published(
         field: the setting that `directory` is from, for errors.
 
     Raises:
-        UserError: the checkpoint cannot be read, or is for another target.
+        UserError: the checkpoint cannot be read, is for another target, or has weights that are not finite.
     """
     raw = read_raw_config(directory)
     read = read_config(raw, num_target_layers=parts.num_layers, aux_layer_ids=aux_layer_ids)
@@ -64,7 +64,21 @@ def open_published(
         raise UserError(field, directory, " ".join(map(str, findings)))
     defaults = TargetDefaults(parts.num_layers, parts.embed_tokens, parts.head.weight)
     cpu = torch.device("cpu")
-    return load_export(directory, cpu, torch.float32, target=defaults, aux_layer_ids=aux_layer_ids)
+    loaded = load_export(directory, cpu, torch.float32, target=defaults, aux_layer_ids=aux_layer_ids)
+    check_finite(loaded.drafter, directory, field)
+    return loaded
+
+
+def check_finite(drafter: Drafter, directory: Path, field: str) -> None:
+    """Raise UserError if a weight is infinite or NaN: nothing can be drafted with it, or trained from it."""
+    for name, weight in drafter.state_dict().items():
+        num_damaged = weight.numel() - int(weight.isfinite().sum())
+        if num_damaged:
+            remedy = (
+                f"{num_damaged:,} of the {weight.numel():,} values of its {name} are not finite, so the "
+                "checkpoint is damaged or its training diverged; choose another."
+            )
+            raise UserError(field, directory, remedy)
 
 
 def starting_ids(directory: Path, recipe: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ from eagle31.model.config import DrafterConfig
 # DeepSpeed's defaults: elements of the buffer in which gradients are reduced, and of the parameters that
 # ZeRO 3 keeps gathered.
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000
+_WIDE = 4  # float32
 # The driver, NCCL, kernels and the allocator's fragments take the rest.
 USABLE_FRACTION = 0.92
 
@@ -31,6 +32,11 @@ class TrainerSettings:
     def itemsize(self) -> int:
         return 2 if self.bf16 else 4
 
+    @property
+    def accumulates_alone(self) -> bool:
+        """Whether DeepSpeed's bf16 optimizer holds all gradients in one float32 tensor, without buckets."""
+        return self.bf16 and self.zero_stage == 1 and not self.offload_optimizer
+
     def __post_init__(self) -> None:
         assert self.world_size >= 1
 
@@ -40,8 +46,8 @@ class TrainerMemory:
     """Bytes on one GPU."""
 
     weights: int
-    gradients: int
-    optimizer: int  # float32 weights and Adam's moments
+    gradients: int  # float32
+    optimizer: int  # Adam's moments, and the float32 weights with ZeRO
     buffers: int  # for DeepSpeed's reductions and gathers
     frozen: int  # embedding, the target's head, and the draft head if it is not trained
     update: int  # temporary tensors of the optimizer's step, when there are no activations
@@ -74,21 +80,17 @@ def trainer_memory(
     size, stage = settings.itemsize, settings.zero_stage
     split = [settings.world_size if stage >= needed else 1 for needed in (1, 2, 3)]
     local_optimizer, local_gradients, local_weights = (num_parameters / n for n in split)
-    weights = 0 if settings.offload_parameters else local_weights * size
-    # Plain float32 has no master weights in addition to the weights.
-    moments = 12 if settings.bf16 or stage else 8
-    # The float32 gradient of what a rank updates, and on CUDA also the root of the second moment.
-    update = local_optimizer * (4 * (moments == 12) + 4 * (device == "cuda"))
-    # A CPU's memory is allocated only as pages are written.
-    bucket = _BUCKET if device == "cuda" else min(num_parameters, _BUCKET)
-    gathered = min(num_parameters, _LIVE) * size if stage == 3 else 0
+    # At ZeRO 0 in bf16 the float32 weights are the model's, and a step computes with rounded ones.
+    weight_bytes = size if stage or not settings.bf16 else _WIDE + size
+    weights = 0 if settings.offload_parameters else local_weights * weight_bytes
     return TrainerMemory(
         weights=round(weights),
-        gradients=round(local_gradients * size),
-        optimizer=0 if settings.offload_optimizer else round(local_optimizer * moments),
-        buffers=round(gathered + (bucket * size if stage else 0)),
+        gradients=round(local_gradients * _WIDE),
+        # Adam's two moments, and with ZeRO the float32 weights.
+        optimizer=0 if settings.offload_optimizer else round(local_optimizer * (3 if stage else 2) * _WIDE),
+        buffers=reduction_buffers(num_parameters, settings, device),
         frozen=frozen_bytes(config, settings),
-        update=0 if settings.offload_optimizer else round(update),
+        update=0 if settings.offload_optimizer else round(update_bytes(num_parameters, settings)),
         step=step_memory(
             config,
             counts,
@@ -99,6 +101,28 @@ def trainer_memory(
             device=device,
         ),
     )
+
+
+def reduction_buffers(num_parameters: int, settings: TrainerSettings, device: str) -> int:
+    """Return the bytes of DeepSpeed's gradient buckets, and of the weights that ZeRO 3 keeps gathered."""
+    if settings.zero_stage == 0 or settings.accumulates_alone:
+        return 0
+    # A CPU's memory is allocated only as pages are written.
+    bucket = _BUCKET if device == "cuda" else min(num_parameters, _BUCKET)
+    gathered = min(num_parameters, _LIVE) * settings.itemsize if settings.zero_stage == 3 else 0
+    return gathered + bucket * (settings.itemsize if settings.zero_stage == 2 else _WIDE)
+
+
+def update_bytes(num_parameters: int, settings: TrainerSettings) -> float:
+    """Return the bytes of temporary tensors in the last reduction and in the optimizer's step."""
+    reduced = min(num_parameters, _BUCKET)
+    if settings.zero_stage == 0:
+        return reduced * _WIDE  # gradients, flattened
+    if settings.accumulates_alone:
+        return 0
+    if settings.bf16 and settings.zero_stage == 2:
+        return reduced * (settings.itemsize + _WIDE)  # gradients, flattened, and copied to float32
+    return num_parameters / settings.world_size * _WIDE
 
 
 def frozen_bytes(config: DrafterConfig, settings: TrainerSettings) -> int:

@@ -1,8 +1,9 @@
 """The train stage: builds the drafter, the model engine and the loader, and runs the loop on every rank."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from train.planning.sizes import trainer_settings
 from train.stages.capture import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
+from train.trainer.guard import StepGuard
 from train.trainer.loop import LoopSettings, train
 from train.trainer.model_engine import (
     TrainedModule,
@@ -54,6 +56,8 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
     # These change no weights. validate_every stays in: it affects which step is chosen as the best.
     for name in ("log_every", "save_every", "keep_checkpoints"):
         training.pop(name)
+    optim = asdict(config.optim)
+    optim.pop("max_skipped_steps")
     deepspeed = asdict(config.deepspeed)
     deepspeed.pop("timeout_minutes")
     vocab = context.artifacts[Stage.vocab]
@@ -66,7 +70,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "max_samples": config.capture.max_samples,
         "vocab": vocab.key,
         "drafter": _plain(drafter),
-        "optim": _plain(asdict(config.optim)),
+        "optim": _plain(optim),
         "deepspeed": _plain(deepspeed),
         "train": _plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
@@ -122,7 +126,6 @@ def train_on(
             bf16=context.dtype is torch.bfloat16,
             micro_batches=config.train.rows_per_step // world.size,
             world_size=world.size,
-            max_grad_norm=config.optim.max_grad_norm,
             offload_optimizer=config.deepspeed.offload_optimizer,
             offload_parameters=config.deepspeed.offload_parameters,
         ),
@@ -130,6 +133,10 @@ def train_on(
         betas=(config.optim.betas[0], config.optim.betas[1]),
         eps=config.optim.eps,
         weight_decay=config.optim.weight_decay,
+        max_grad_norm=config.optim.max_grad_norm,
+        guard=StepGuard(
+            config.optim.max_norm_jump, config.optim.max_skipped_steps, partial(sample_names, source, context)
+        ),
     )
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
     check_world_size(checkpoints, world.size)
@@ -172,9 +179,17 @@ def train_on(
         "best_step": state.best_step,
         "best_validation_acceptance_length": state.best_acceptance_length,
         "supervised_positions": state.supervised_positions,
+        "skipped_steps": state.skipped_steps,
         "drafter_parameters": num_parameters,
         "world_size": dist.get_world_size(),
     }
+
+
+def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequence[int]) -> list[str]:
+    """Return the ids in the tokenized data of samples that training reads."""
+    if isinstance(source, HiddenStateStore):
+        indices = [source.sample_ids[index] for index in indices]
+    return [str(name) for name in training_samples(context).select(indices)["id"]]
 
 
 def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:

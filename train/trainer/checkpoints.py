@@ -25,6 +25,8 @@ class TrainState:
     best_step: int | None = None
     best_acceptance_length: float = 0.0
     supervised_positions: int = 0  # trained on so far, over all ranks
+    skipped_steps: int = 0
+    grad_norm_reference: float | None = None  # see StepGuard.reference
 
 
 class CheckpointDirectory:
@@ -72,6 +74,11 @@ class CheckpointDirectory:
         loaded, _ = model_engine.load_checkpoint(str(path), tag=ENGINE_TAG)
         assert loaded is not None, path
         return TrainState(**saved)
+
+    def newest(self) -> str:
+        """Return where the newest checkpoint is, for a message."""
+        steps = self.steps()
+        return f"the newest checkpoint is {self._path(steps[-1])}" if steps else "there is no checkpoint yet"
 
     def saved_world_size(self) -> int | None:
         """Return the number of ranks that wrote the newest checkpoint."""

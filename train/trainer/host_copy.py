@@ -1,6 +1,7 @@
 """Values that the host reads of the device without making the device wait for the next operation."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> list[int]:
+    def read(self) -> list[Any]:
         """Return the values; waits where the copy has not arrived yet."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()

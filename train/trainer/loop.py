@@ -1,5 +1,6 @@
 """The training loop."""
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -8,16 +9,18 @@ from dataclasses import dataclass, field
 
 import deepspeed
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.progress import Progress
 from train.distributed import World, sum_over_ranks
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.guard import StepGuard, report_skipped, spoiled_unless_finite
 from train.trainer.host_copy import HostCopy, sent
 from train.trainer.learning_rate import learning_rate
-from train.trainer.model_engine import full_state, partitioned
+from train.trainer.model_engine import full_state
+from train.trainer.optimizer import GuardedAdamW, divisor_correction
 from train.trainer.tracking import Tracker
 from train.trainer.validation import ReplayValidation
 from train.trainer.window import Speed, WindowSums, source_metrics
@@ -75,8 +78,11 @@ def train(
 
     Raises:
         Preempted: SIGTERM arrived and a checkpoint is saved.
+        UserError: too many steps in a row were skipped.
     """
     module, device = model_engine.module, world.device
+    guard: StepGuard = model_engine.basic_optimizer.guard
+    guard.reference = state.grad_norm_reference
     bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
     window = WindowSums(settings.num_depths, device)
     with preemption_flag() as preempted, bar:
@@ -100,14 +106,21 @@ def train(
             counts, grad_norm = optimizer_step(
                 model_engine, step_rows, lr, window, world, with_metrics=logs, stop=preempted[0]
             )
+            guard.record(state.step)
             num_supervised, num_stopping = counts.read()
             window.step_seconds.append(time.perf_counter() - started)
             window.waited_seconds += rows.waited_seconds - waited_before
             state.supervised_positions += num_supervised
             bar.update()
+            validates = state.step % settings.validate_every == 0 or state.step == settings.max_steps
+            saves = state.step % settings.save_every == 0 or state.step == settings.max_steps
+            stop = num_stopping > 0
+            wait = logs or validates or saves or stop
+            report_skipped(guard, loader, tracker, checkpoints, state, world, wait=wait)
             if logs:
                 metrics = window.metrics(world, module.step_decay, settings.speed)
-                metrics |= {"learning_rate": lr, "grad_norm": float(grad_norm)}
+                norm = float(grad_norm)
+                metrics |= {"learning_rate": lr, "grad_norm": norm if math.isfinite(norm) else None}
                 if (stats := loader.collect_stats()) is not None:
                     metrics |= source_metrics(stats, world)
                 tracker.log({"kind": "train", "step": state.step} | metrics)
@@ -115,11 +128,23 @@ def train(
                     f"loss {metrics['loss']:.3f}, first draft right {metrics['depth'][0]['agreement']:.3f}"
                 )
                 window = WindowSums(settings.num_depths, device)
-            if state.step % settings.validate_every == 0 or state.step == settings.max_steps:
+            if validates:
                 with window.timed("validation"):
-                    validate(model_engine, validation, checkpoints, tracker, settings, state, world, dtype)
-            stop = num_stopping > 0
-            if stop or state.step % settings.save_every == 0 or state.step == settings.max_steps:
+                    choose = not guard.num_in_a_row
+                    validate(
+                        model_engine,
+                        validation,
+                        checkpoints,
+                        tracker,
+                        settings,
+                        state,
+                        world,
+                        dtype,
+                        choose=choose,
+                    )
+            # While steps are skipped the weights may be useless; they must not replace good ones.
+            if stop or (saves and not guard.num_in_a_row):
+                state.grad_norm_reference = guard.reference
                 with window.timed("checkpoint"):
                     checkpoints.save(model_engine, state)
             if stop and state.step < settings.max_steps:
@@ -138,7 +163,7 @@ def optimizer_step(
     *,
     with_metrics: bool,
     stop: bool = False,
-) -> tuple[HostCopy, Tensor | float]:
+) -> tuple[HostCopy, Tensor]:
     """Runs forward, backward and update over this rank's micro-batches.
 
     The host does not wait for the device. One collective operation has all that the ranks need to know of
@@ -158,17 +183,20 @@ def optimizer_step(
     on_host = HostCopy(counts)
     for group in model_engine.optimizer.param_groups:
         group["lr"] = lr
-    grad_norm: Tensor | float = 0.0
+    optimizer: GuardedAdamW = model_engine.basic_optimizer
+    counted: Tensor | None = None
     window.count(step_rows.counts)
     for row in step_rows.rows:
         loss, sums = model_engine(row.batch, row.schedule, with_metrics)
-        model_engine.backward(loss * scale.to(loss.dtype))
-        if model_engine.is_gradient_accumulation_boundary() and not partitioned(model_engine):
-            # Without ZeRO and bf16, DeepSpeed clips the gradient and does not report its norm.
-            grad_norm = nn.utils.get_total_norm([p.grad for p in model_engine.module.parameters()])
+        model_engine.backward(loss * scale.to(loss.dtype) * spoiled_unless_finite(loss))
+        if not model_engine.module.objective.count_outside_vocab:
+            counted = sums.num_rows[0] if counted is None else counted + sums.num_rows[0]
+        if model_engine.is_gradient_accumulation_boundary():
+            optimizer.begin_step(None if counted is None else divisor_correction(counts[0], counted))
         model_engine.step()
         window.add(sums, with_metrics)
-    return on_host, model_engine.get_global_grad_norm() if partitioned(model_engine) else grad_norm
+    optimizer.end_step()
+    return on_host, optimizer.grad_norm
 
 
 def validate(
@@ -180,8 +208,14 @@ def validate(
     state: TrainState,
     world: World,
     dtype: torch.dtype,
+    *,
+    choose: bool = True,
 ) -> None:
-    """Validates by replay and saves the weights if they are the best so far. Every rank calls."""
+    """Validates by replay and saves the weights if they are the best so far. Every rank calls.
+
+    Args:
+        choose: whether the weights may be saved.
+    """
     started = time.perf_counter()
     stats = validation.run(model_engine.module, world.device, dtype)
     chosen = stats[settings.draft_tokens]
@@ -195,7 +229,9 @@ def validate(
             "seconds": time.perf_counter() - started,
         }
     )
-    if state.best_step is None or chosen.acceptance_length > state.best_acceptance_length:
+    # On a tie the later one, which has been trained for longer, is better.
+    best = state.best_step is None or chosen.acceptance_length >= state.best_acceptance_length
+    if choose and best:
         state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
         weights = full_state(model_engine, keep=world.is_main)
         if world.is_main:

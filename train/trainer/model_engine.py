@@ -17,6 +17,9 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
+from train.trainer.guard import StepGuard
+from train.trainer.optimizer import GuardedAdamW
+from train.trainer.rounded import RoundedDrafter
 
 
 class TrainedModule(nn.Module):
@@ -38,13 +41,14 @@ class TrainedModule(nn.Module):
         self.step_decay = step_decay
         self.objective = objective or Objective()
         self.activation_checkpointing = activation_checkpointing
+        self._rounded = RoundedDrafter(drafter)
 
     def forward(
         self, batch: PackedBatch, schedule: RolloutSchedule | None = None, with_metrics: bool = True
     ) -> tuple[Tensor, DepthSums]:
         """Return the unnormalized loss of one micro-batch and the sums per depth; see `rollout_loss`."""
         return rollout_loss(
-            self.drafter,
+            self._drafter_for(batch),
             self.frozen,
             batch,
             num_steps=self.num_steps,
@@ -57,7 +61,18 @@ class TrainedModule(nn.Module):
 
     def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
         """Return which greedy drafts are right, for replay; see `greedy_hits`. Needs `gathered_head`."""
-        return greedy_hits(self.drafter, self.frozen, batch, num_steps)
+        return greedy_hits(self._drafter_for(batch), self.frozen, batch, num_steps)
+
+    def _drafter_for(self, batch: PackedBatch) -> Drafter:
+        """Return the drafter with weights of the batch's dtype."""
+        dtype = batch.aux_hidden_states.dtype
+        if self.drafter.fc.weight.dtype == dtype:
+            return self.drafter
+        return self._rounded(dtype)
+
+    def release(self) -> None:
+        """Free the weights that only the forward pass needs."""
+        self._rounded.release()
 
     def gathered_head(self) -> AbstractContextManager[None]:
         """Keep the draft head's whole weight on every rank, which ZeRO 3 partitions. Every rank enters."""
@@ -71,11 +86,13 @@ def deepspeed_config(
     bf16: bool,
     micro_batches: int,
     world_size: int,
-    max_grad_norm: float,
     offload_optimizer: bool,
     offload_parameters: bool,
 ) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize`; a micro-batch is one packed row."""
+    """Return the config for `deepspeed.initialize`; a micro-batch is one packed row.
+
+    Gradients are reduced, and accumulated over micro-batches, in float32.
+    """
     zero: dict[str, Any] = {"stage": zero_stage}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -85,10 +102,18 @@ def deepspeed_config(
         "train_batch_size": micro_batches * world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": max_grad_norm,
-        "bf16": {"enabled": bf16},
+        "gradient_clipping": 0.0,  # GuardedAdamW clips
+        # At ZeRO 0 DeepSpeed would accumulate in bf16; there `TrainedModule` rounds float32 weights.
+        "bf16": {
+            "enabled": bf16 and zero_stage > 0,
+            "immediate_grad_update": True,  # frees the bf16 gradient of a weight once it is accumulated
+            "check_grad_overflow": False,  # GuardedAdamW does, and this would wait for the device
+        },
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,  # GuardedAdamW is an AdamW under another name
         "steps_per_print": 2**31,
     }
 
@@ -101,23 +126,30 @@ def initialize_model_engine(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    max_grad_norm: float,
+    guard: StepGuard | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap the module in a DeepSpeed engine with AdamW; the process group must exist."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    optimizer = GuardedAdamW(
+        module.parameters(),
+        guard or StepGuard(),
+        max_grad_norm=max_grad_norm,
+        on_device=torch.cuda.is_available() and "offload_optimizer" not in config["zero_optimization"],
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
     model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    if model_engine.zero_optimization():
+        optimizer.reduced_norm = lambda: model_engine.optimizer._global_grad_norm
     return model_engine
-
-
-def partitioned(model_engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Return whether DeepSpeed's optimizer holds the float32 weights, as with ZeRO or in bf16."""
-    return model_engine.zero_optimization() or model_engine.bfloat16_enabled()
 
 
 def full_state(model_engine: deepspeed.DeepSpeedEngine, *, keep: bool) -> dict[str, Tensor]:
     """Return the drafter's weights by name, float32 on the CPU. Every rank calls.
 
-    They are the master weights, except at ZeRO 0 in bf16: DeepSpeed does not expose them there, so the bf16
-    weights of the forward pass are returned.
+    They are the master weights.
 
     Args:
         keep: False on the ranks that only take part in gathering the weights, which is done one by one;
@@ -135,6 +167,7 @@ def full_state(model_engine: deepspeed.DeepSpeedEngine, *, keep: bool) -> dict[s
 def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
     """Frees the tensors that training held; hooks in autograd's graph may keep the engine itself alive."""
     model_engine.destroy()
+    model_engine.module.release()
     held = [*model_engine.module.parameters()]
     held += [
         parameter for group in model_engine.basic_optimizer.param_groups for parameter in group["params"]

@@ -64,7 +64,6 @@ def build(config: DrafterConfig, num_steps: int, settings: TrainerSettings) -> A
             bf16=settings.bf16,
             micro_batches=MICRO_BATCHES,
             world_size=1,
-            max_grad_norm=0.5,
             offload_optimizer=False,
             offload_parameters=False,
         ),
@@ -72,6 +71,7 @@ def build(config: DrafterConfig, num_steps: int, settings: TrainerSettings) -> A
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.0,
+        max_grad_norm=0.5,
     )
 
 

@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "checkpointed": (GQA, {"activation_checkpointing": True}, 0),
     "frozen head, ZeRO 2": (GQA, {"train_lm_head": False, "zero_stage": 2}, 0),
     "MLA, full vocabulary, ZeRO 1": (MLA, {"zero_stage": 1}, 0),
-    "bf16": (GQA, {"bf16": True, "zero_stage": 1, "row_tokens": 128}, 0),
+    "bf16, ZeRO 1": (GQA, {"bf16": True, "zero_stage": 1, "row_tokens": 128}, 0),
 }
 
 

@@ -4,22 +4,27 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from data.batches.device_rows import DeviceRows
+from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
-from eagle31.training.step import greedy_hits
+from eagle31.training.objectives import Objective
+from eagle31.training.step import greedy_hits, rollout_loss
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group, wait_for_ranks
 from train.trainer import model_engine as engine_module
+from train.trainer.guard import StepGuard
 from train.trainer.loop import optimizer_step
 from train.trainer.model_engine import (
     TrainedModule,
@@ -72,10 +77,55 @@ def validation_samples() -> list[CapturedSample]:
     return found
 
 
-def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
+def snapshot(model_engine: Any) -> list[Tensor]:
+    """Copies of the float32 weights and of this rank's optimizer states."""
+    states = model_engine.basic_optimizer.state.values()
+    copies = [state[name].clone() for state in states for name in sorted(state)]
+    return [*full_state(model_engine, keep=True).values(), *copies]
+
+
+def refused_steps(model_engine: Any, step: StepRows, world: World) -> dict:
+    """Steps with NaN on the last rank, with a norm beyond the bound, and one that is taken."""
+    guard: StepGuard = model_engine.basic_optimizer.guard
+    rows = list(step.rows)
+    damaged = list(rows)
+    if world.rank == world.size - 1:
+        batch = rows[0].batch
+        damaged[0] = replace(
+            rows[0], batch=replace(batch, final_hidden_states=batch.final_hidden_states * torch.nan)
+        )
+    found: dict[str, Any] = {}
+    before = snapshot(model_engine)
+    for number, (some, bound) in enumerate([(damaged, None), (rows, 1e-3), (rows, 1e3)]):
+        guard.max_norm_jump = bound
+        window, one = WindowSums(3, world.device), replace(step, rows=iter(some))
+        optimizer_step(model_engine, one, 1e-2, window, world, with_metrics=False)
+        guard.record(number)
+        after = snapshot(model_engine)
+        found[f"unchanged {number}"] = all(map(torch.equal, before, after))
+    return found | {"skipped": [asdict(one) for one in guard.collect(wait=True)]}
+
+
+def reference_step(objective: Objective) -> dict[str, float]:
+    """The first step's loss and the norm of its gradient, divided by the positions that the loss counts."""
+    drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
+    loader = RowLoader(MemorySource(), row_tokens=ROW_TOKENS, rows_per_step=ROWS_PER_STEP, seed=0)
+    parts = [
+        rollout_loss(drafter, frozen, batch, num_steps=3, step_decay=0.8, objective=objective)
+        for batch in loader.batches(0)
+    ]
+    loader.close()
+    counted = torch.stack([sums.num_rows[0] for _, sums in parts]).sum()
+    loss = torch.stack([loss for loss, _ in parts]).sum() / counted
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in drafter.parameters() if p.grad is not None])
+    return {"loss": float(loss), "grad_norm": float(norm)}
+
+
+def losses_at(zero_stage: int, bf16: bool, world: World, objective: Objective | None = None) -> dict:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
     drafter = drafter.float()
-    module = TrainedModule(drafter, frozen, num_steps=3, step_decay=0.8)
+    module = TrainedModule(drafter, frozen, num_steps=3, step_decay=0.8, objective=objective)
     source = MemorySource()
     loader = RowLoader(
         source,
@@ -91,7 +141,6 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         bf16=bf16,
         micro_batches=ROWS_PER_STEP // world.size,
         world_size=world.size,
-        max_grad_norm=0.5,
         offload_optimizer=False,
         offload_parameters=False,
     )
@@ -104,6 +153,7 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.0,
+        max_grad_norm=0.5,
     )
     dtype = torch.bfloat16 if bf16 else torch.float32
     rows = DeviceRows(
@@ -112,7 +162,7 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         num_steps=3,
         device=world.device,
         dtype=dtype,
-        stop_step=NUM_STEPS,
+        stop_step=NUM_STEPS + 1,
     )
     losses, norms, stops = [], [], []
     for step in range(NUM_STEPS):
@@ -130,20 +180,25 @@ def losses_at(zero_stage: int, bf16: bool, world: World) -> dict:
         num_supervised, num_stopping = counts.read()
         stops.append(num_stopping)
         metrics = window.metrics(world, 0.8)
-        assert num_supervised == metrics["supervised_positions"]
+        # The loss may count fewer than there are.
+        assert (num_supervised == metrics["supervised_positions"]) == (objective is None)
         losses.append(metrics["loss"])
         norms.append(float(norm))
-    loader.close()
+    further = rows.of_step(NUM_STEPS)
     assert stops == [0, 0, 1, 0]
     weights = full_state(model_engine, keep=world.is_main)
     assert bool(weights) == world.is_main
     validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
     stats = validation.run(model_engine.module, world.device, dtype)
+    refused = refused_steps(model_engine, further, world)
+    loader.close()
     return {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
         "losses": losses,
         "grad_norms": norms,
         "weights": {name: value.double().sum().item() for name, value in weights.items()},
+        "rounded": all(torch.equal(value, value.bfloat16().float()) for value in weights.values()),
+        "refused": refused,
     }
 
 
@@ -159,8 +214,13 @@ def main() -> None:
     assert group._get_backend(world.device).options._timeout == timedelta(minutes=2.0)
     # The rows of validation have 1 and 12 chunks.
     engine_module.greedy_hits = partial(greedy_hits, chunk_rows=3)
-    results = {f"zero{stage}": losses_at(stage, False, world) for stage in range(4)}
-    results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in (0, 2)}
+    # One process with the stages that differ most, two with all of them.
+    stages = range(4) if world.size > 1 else (0, 3)
+    results = {f"zero{stage}": losses_at(stage, False, world) for stage in stages}
+    results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in (*stages, 1)}
+    if world.size > 1:
+        objective = Objective(count_outside_vocab=False)
+        results["inside"] = losses_at(2, False, world, objective) | {"reference": reference_step(objective)}
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))
     leave_process_group()

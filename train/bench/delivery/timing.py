@@ -98,12 +98,13 @@ def build_model_engine() -> deepspeed.DeepSpeedEngine:
         bf16=False,
         micro_batches=ROWS_PER_STEP,
         world_size=1,
-        max_grad_norm=0.5,
         offload_optimizer=False,
         offload_parameters=False,
     )
     module = TrainedModule(Drafter(CONFIG), frozen, TTT_STEPS, STEP_DECAY)
-    return initialize_model_engine(module, config, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return initialize_model_engine(
+        module, config, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=0.5
+    )
 
 
 @contextmanager
