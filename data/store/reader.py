@@ -82,7 +82,13 @@ class HiddenStateStore:
         return [self[index] for index in indices]
 
     def verify(
-        self, rank: int = 0, world_size: int = 1, *, num_processes: int = 1, progress: bool = False
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        num_processes: int = 1,
+        cache_dir: Path | None = None,
+        progress: bool = False,
     ) -> None:
         """Compare the checksums of this rank's part of the shards.
 
@@ -90,6 +96,8 @@ class HiddenStateStore:
 
         Args:
             num_processes: the number of ranks on this machine, which share its cores.
+            cache_dir: the directory in which verified shards are remembered, by default that of
+                `cache_directory`.
 
         Raises:
             DamagedShard: a shard was altered.

@@ -214,7 +214,13 @@ def open_store(context: RunContext, name: str) -> HiddenStateStore:
     """
     world = context.world
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / name)
-    store.verify(world.rank, world.size, num_processes=world.ranks_per_node, progress=world.is_main)
+    store.verify(
+        world.rank,
+        world.size,
+        num_processes=world.ranks_per_node,
+        cache_dir=context.cache_dir,
+        progress=world.is_main,
+    )
     return store
 
 

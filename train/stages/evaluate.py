@@ -47,7 +47,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
-    store.verify(progress=True)
+    store.verify(cache_dir=context.cache_dir, progress=True)
     in_vllm = context.config.target.engine is TargetEngine.vllm
     # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
     decoded = decode_in_vllm(vllm_evaluation(context), prompts) if in_vllm else None

@@ -231,7 +231,8 @@ def expected_speed(context: RunContext, drafter: DrafterConfig, num_parameters: 
         worst_counts(config.train.row_tokens, config.train.ttt_steps),
         "cuda",
     )
-    return Speed(peak_bf16_flops(torch.cuda.get_device_name(world.device)), memory.total)
+    peak_flops = peak_bf16_flops(torch.cuda.get_device_name(world.device))
+    return Speed(peak_flops, memory.total, memory.held)
 
 
 def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch], int]:

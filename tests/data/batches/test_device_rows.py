@@ -105,8 +105,7 @@ def test_a_gpu_gets_rows_from_pinned_memory_without_waiting() -> None:
                 assert now.num_tasks == min(len(found) + 1, 4 * NUM_ROWS)
         assert len(found) == 4 * NUM_ROWS
         assert {tensor.device for tensor in vars(found[0].batch).values()} == {CUDA}
-        assert not gpu.synchronisations
-        assert not [wait for wait in gpu.pageable if "schedule.py" not in wait.place]
+        assert not gpu.waits
         # The memory of a row, which belongs to the second stream, is kept until the first has used it.
         recorded = gpu.operations.count(torch.ops.aten.record_stream.default)
         assert recorded == sum(tensor.is_cuda for row in found for tensor in tensors_in(row))
