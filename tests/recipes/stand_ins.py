@@ -136,21 +136,22 @@ def as_sharegpt(example: ChatExample) -> dict[str, Any]:
     return {"id": example["id"], "conversations": turns}
 
 
-def small_run(recipe: str, stand_in: StandIn, output_dir: Path) -> list[str]:
+def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int = 2) -> list[str]:
     """Return the overrides that put the stand-in into a recipe and make its run short."""
     config = composed(recipe, "target.model=x", "data.train=x")
+    row_tokens = 160 if num_ranks <= 2 else 72  # the few samples fill a row for every rank
     arguments = [
         *stand_in.arguments(),
         f"output_dir={output_dir}",
-        "data.max_tokens=160",
+        f"data.max_tokens={row_tokens}",
         "data.num_validation=3",
         "data.num_test=3",
         "data.num_workers=1",
         "data.regenerate.max_new_tokens=12",
         "capture.max_samples=16",
         "capture.spool_gb=0.02",
-        "train.row_tokens=160",
-        "train.rows_per_step=2",
+        f"train.row_tokens={row_tokens}",
+        f"train.rows_per_step={num_ranks}",
         "train.max_steps=2",
         "train.log_every=1",
         "evaluate.max_new_tokens=12",

@@ -1,6 +1,7 @@
-"""A large recipe on nodes that share neither loopback nor /dev/shm nor /tmp, on stand-ins. Needs root.
+"""Recipes on nodes that share neither loopback nor /dev/shm nor /tmp, on stand-ins. Needs root.
 
-A run takes about 100 CPU seconds, 25 of them for vLLM's start.
+Each runs by the command for two nodes in its header. A run takes about 100 CPU seconds, 25 of them for
+vLLM's start.
 """
 
 import sys
@@ -12,13 +13,16 @@ import psutil
 import pytest
 
 from data.vllm.environment import KEY_VARIABLE, check_mooncake
+from eagle31.json_files import read_json
+from tests.recipes.headers import RECIPES, header_commands
 from tests.recipes.stand_ins import StandIn, save_stand_in, small_run
 from tests.train.launch.machines import Machine
 from tests.train.launch.slurm_cluster import Cluster, running_apart_cluster, wait_for
 from tests.train.small_run import metrics_of
 from tests.train.torchrun import ROOT
 
-RECIPE = "kimi_k2_6"
+RECIPE = "kimi_k2_6"  # runs always
+ON_TWO_NODES = [recipe for recipe in RECIPES if header_commands(recipe, "scripts/submit")]
 STEPS = 3
 NUM_LAYERS, AUX_LAYER_IDS = 4, [1, 2, 3]
 UP_TO_TRAINING = "stages=[data,vocab,answers,capture,train]"
@@ -26,10 +30,14 @@ RUN_SECONDS = 500
 pytestmark = pytest.mark.timeout(1200)
 
 
+def small_stand_in(recipe: str, directory: Path) -> StandIn:
+    # All layers take minutes to load and to run on a CPU.
+    return save_stand_in(recipe, directory, num_hidden_layers=NUM_LAYERS)
+
+
 @pytest.fixture(scope="module")
 def stand_in(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> StandIn:
-    # All layers take minutes to load and to run on a CPU.
-    return save_stand_in(RECIPE, tmp_path_factory.mktemp("stand_in"), num_hidden_layers=NUM_LAYERS)
+    return small_stand_in(RECIPE, tmp_path_factory.mktemp("stand_in"))
 
 
 @contextmanager
@@ -45,12 +53,14 @@ def nodes(stand_in: StandIn, output_dir: Path, shared: bool) -> Iterator[tuple[C
         yield cluster, first, second
 
 
-def submit(cluster: Cluster, stand_in: StandIn, output_dir: Path, *more: str) -> str:
-    """Submit a run on both nodes; return the job's number."""
-    launcher = ["launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=0", "launcher.cpus_per_task=1"]
-    run = [*small_run(RECIPE, stand_in, output_dir), f"train.max_steps={STEPS}"]
+def submit(cluster: Cluster, stand_in: StandIn, output_dir: Path, *more: str, recipe: str = RECIPE) -> str:
+    """Submit a run by the command for two nodes in the recipe's header; return the job's number."""
+    [header] = header_commands(recipe, "scripts/submit")
+    assert header.pop() == f"output_dir=/shared/{recipe}"
+    without_gpus = ["launcher.gpus_per_node=0", "launcher.cpus_per_task=1"]
+    run = [*small_run(recipe, stand_in, output_dir), f"train.max_steps={STEPS}"]
     run += [f"drafter.aux_layer_ids={AUX_LAYER_IDS}", *more]
-    printed = cluster.call(sys.executable, "scripts/submit", f"recipe={RECIPE}", *launcher, *run)
+    printed = cluster.call(sys.executable, "scripts/submit", *header, *without_gpus, *run)
     return printed.split()[1].rstrip(",")
 
 
@@ -76,17 +86,21 @@ def key_of_servers(output_dir: Path) -> str | None:
     return None
 
 
+@pytest.mark.parametrize("recipe", ON_TWO_NODES)
 def test_a_server_on_another_node_with_a_shared_output_directory(
-    stand_in: StandIn, tmp_path: Path, request: pytest.FixtureRequest
+    recipe: str, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    output_dir = tmp_path / "run"
-    more = [] if request.config.getoption("--full") else [UP_TO_TRAINING]
+    if recipe != RECIPE and not request.config.getoption("--full"):
+        pytest.skip(f"{RECIPE} runs always, the other recipes with --full")
+    stand_in, output_dir = small_stand_in(recipe, tmp_path / "stand_in"), tmp_path / "run"
     with nodes(stand_in, output_dir, shared=True) as (cluster, _, second):
-        job = submit(cluster, stand_in, output_dir, "launcher.capture_nodes=1", *more)
+        job = submit(cluster, stand_in, output_dir, recipe=recipe)
         wait_for(lambda: key_of_servers(output_dir) is not None)
         key = key_of_servers(output_dir)
         wait_for_success(cluster, job, output_dir)
     assert_trained(output_dir)
+    [evaluation] = [read_json(path) for path in output_dir.glob("artifacts/evaluate-*/evaluation.json")]
+    assert evaluation["greedy"]["num_identical"] + evaluation["greedy"]["num_near_tie"] > 0
     assert (output_dir / f"server-{second.name}-8000.log").exists()
     assert f"http://{second.address}:8000" in (output_dir / "config.yaml").read_text()
     assert key
@@ -103,7 +117,7 @@ def test_a_server_on_another_node_with_nothing_shared_but_mooncake(
     output_dir = tmp_path / "run"
     through = ["capture.transport=mooncake", "capture.mooncake.segment_gb=0.05"]
     with nodes(stand_in, output_dir, shared=False) as (cluster, first, second):
-        job = submit(cluster, stand_in, output_dir, "launcher.capture_nodes=1", *through)
+        job = submit(cluster, stand_in, output_dir, *through)
         wait_for_success(cluster, job, first.path(output_dir))
         assert_trained(first.path(output_dir))
         assert not list(second.path(output_dir).rglob("*.safetensors"))
@@ -116,7 +130,7 @@ def test_two_nodes_that_train_have_a_server_each(
         pytest.skip("--full runs it: two servers")
     output_dir = tmp_path / "run"
     with nodes(stand_in, output_dir, shared=True) as (cluster, _, _):
-        job = submit(cluster, stand_in, output_dir, UP_TO_TRAINING)
+        job = submit(cluster, stand_in, output_dir, "launcher.capture_nodes=0", UP_TO_TRAINING)
         wait_for_success(cluster, job, output_dir)
     assert_trained(output_dir)
     assert all((output_dir / f"vllm-{number}.log").exists() for number in range(2))
