@@ -32,10 +32,10 @@ def trained(case_names: Sequence[str], full: bool, tmp_path_factory: pytest.Temp
     """
 
     def make(directory: Path) -> None:
-        rows_per_step, ttt_steps = ("4", "4") if full else ("2", "3")
+        target_steps, rows_per_step, ttt_steps = ("150", "4", "4") if full else ("60", "2", "3")
         script = Path(__file__).with_name("parity_cases.py")
         done = subprocess.run(
-            [preloaded_python(), script, directory, rows_per_step, ttt_steps, *case_names],
+            [preloaded_python(), script, directory, target_steps, rows_per_step, ttt_steps, *case_names],
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,

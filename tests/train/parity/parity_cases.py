@@ -1,6 +1,6 @@
 """The drafters that are compared with vLLM: every shape an export can have, each trained by a real run.
 
-python parity_cases.py DIRECTORY ROWS_PER_STEP TTT_STEPS NAME...: trains what is missing in DIRECTORY.
+python parity_cases.py DIRECTORY TARGET_STEPS ROWS_PER_STEP TTT_STEPS NAME...: trains what DIRECTORY lacks.
 """
 
 import json
@@ -59,7 +59,7 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 @dataclass(frozen=True)
 class TargetCase:
-    """A small target, trained for half a minute on real functions."""
+    """A small target, trained for some seconds on real functions."""
 
     family: str
     tied: bool
@@ -147,17 +147,18 @@ CASES = {
 }
 # Exports that are also served as somebody else would have published them.
 PUBLISHED = ("eagle31_llama3_rope", "eagle31_full_vocab_speculators", "eagle31_mla")
+PUBLISHED_CORE = PUBLISHED[:2]  # one of each layout
 CORE = tuple(name for name, case in CASES.items() if case.core)
 
 
-def build_target(case: TargetCase, directory: Path) -> None:
+def build_target(case: TargetCase, directory: Path, steps: int) -> None:
     """Weights, tokenizer and `train.jsonl` in `directory`."""
     corpus = read_corpus(standard_library() / "email")
     model_directory = directory / "model"
     tokenizer = train_tokenizer(corpus.train, 512, MAX_POSITIONS)
     save_tokenizer(tokenizer, model_directory)
     model = make_model(case, len(tokenizer), tokenizer.eos_token_id)
-    settings = TrainingSettings(steps=150, batch_tokens=1024, max_document_tokens=256)
+    settings = TrainingSettings(steps=steps, batch_tokens=1024, max_document_tokens=256)
     documents = encode(tokenizer, corpus.train, settings.max_document_tokens)
     pretrain(model, documents, settings, directory / "checkpoint.pt", progress=False)  # type: ignore[arg-type]
     (directory / "checkpoint.pt").unlink(missing_ok=True)
@@ -249,11 +250,11 @@ def target_path(name: str, directory: Path) -> Path:
     return directory / "targets" / CASES[name].target / "model"
 
 
-def train_case(name: str, directory: Path, rows_per_step: int, ttt_steps: int) -> None:
+def train_case(name: str, directory: Path, target_steps: int, rows_per_step: int, ttt_steps: int) -> None:
     """Runs the pipeline up to the export; runs of one target share its finished stages."""
     target = directory / "targets" / CASES[name].target
     if not (target / "model" / "config.json").exists():
-        build_target(TARGETS[CASES[name].target], target)
+        build_target(TARGETS[CASES[name].target], target, target_steps)
     config = composed(recipe_arguments(name, directory, rows_per_step, ttt_steps))
     run_pipeline(config, World.from_environment())
     link = export_path(name, directory)
@@ -264,13 +265,13 @@ def train_case(name: str, directory: Path, rows_per_step: int, ttt_steps: int) -
 if __name__ == "__main__":
     keep_freed_memory()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    where, rows, steps = Path(sys.argv[1]).resolve(), int(sys.argv[2]), int(sys.argv[3])
+    where, lengths = Path(sys.argv[1]).resolve(), tuple(map(int, sys.argv[2:5]))
     # Starting a process for each reload would take as long as some of the runs.
     export_checks.reload_in_fresh_process = reload_in_this_process
-    for case_name in sys.argv[4:]:
+    for case_name in sys.argv[5:]:
         if not is_trained(case_name, where):
             try:
-                train_case(case_name, where, rows, steps)
+                train_case(case_name, where, *lengths)
             except Exception:
                 error_path(case_name, where).parent.mkdir(exist_ok=True)
                 error_path(case_name, where).write_text(traceback.format_exc())
