@@ -24,9 +24,11 @@ ensure_environment() {
         fi
         echo "Setting up $venv ..." >&2
         [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+        # Nothing is compiled at once: Python compiles what is imported, at the first import.
+        local install=("$venv/bin/python" -m pip install --quiet --no-compile "${constraint[@]}")
         # torch first and alone: with its build settled, nothing that follows brings another.
-        "$venv/bin/python" -m pip install --quiet "${constraint[@]}" torch
-        "$venv/bin/python" -m pip install --quiet "${constraint[@]}" --editable ".[$extra]"
+        "${install[@]}" torch
+        "${install[@]}" --editable ".[$extra]"
         echo "$extra $stamp" >"$venv/.eagle31-stamp"
     fi
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"

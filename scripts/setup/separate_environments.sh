@@ -18,12 +18,12 @@ find_python() {
 
 # install_wheel ENVIRONMENT REQUIREMENT LEFT_OUT [PACKAGE ...] installs a wheel and those of its requirements whose
 # names do not match LEFT_OUT, without extras, and the PACKAGEs. The first PACKAGE has to be torch with its version,
-# which decides the build that all the others get.
+# which decides the build that all the others get. Python compiles what is imported, at the first import.
 install_wheel() {
     local environment=$1 requirement=$2 left_out=$3
     shift 3
     local pip="$environment/bin/python -m pip" wheels="$environment/wheels"
-    $pip install "$1"
+    $pip install --no-compile "$1"
     $pip download --no-deps --dest "$wheels" "$requirement"
     "$environment/bin/python" - "$wheels" "$left_out" >"$environment/requirements.txt" <<'REQUIREMENTS'
 import re
@@ -40,8 +40,8 @@ for requirement in metadata.get_all("Requires-Dist"):
     if "extra ==" not in requirement and not re.match(rf"({sys.argv[2]})(?![\w-])", requirement):
         print(requirement)
 REQUIREMENTS
-    $pip install --requirement "$environment/requirements.txt" "$@"
-    $pip install --no-deps "$wheels"/*.whl
+    $pip install --no-compile --requirement "$environment/requirements.txt" "$@"
+    $pip install --no-compile --no-deps "$wheels"/*.whl
     rm -r "$wheels"
 }
 
