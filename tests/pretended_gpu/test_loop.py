@@ -1,0 +1,108 @@
+"""The training loop's step on a GPU: from the rows of the loader to the updated weights."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batches.device_rows import DeviceRows
+from eagle31.training.objectives import Objective
+from eagle31.training.step import DepthSums
+from tests.pretended_gpu.backward import backward
+from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
+from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch
+from train.distributed import World
+from train.trainer.guard import StepGuard
+from train.trainer.loop import optimizer_step
+from train.trainer.model_engine import TrainedModule
+from train.trainer.optimizer import GuardedAdamW
+from train.trainer.window import WindowSums
+
+NUM_ROWS, MAX_STEPS = 2, 2
+
+
+class Now(Executor):
+    """Runs what is done in the background at once: the pretended GPU is in this thread alone."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+class PlainEngine:
+    """What a model engine does on one rank at ZeRO 0. DeepSpeed itself needs a device that computes."""
+
+    def __init__(self, module: TrainedModule, optimizer: GuardedAdamW) -> None:
+        self.module = module
+        self.optimizer = self.basic_optimizer = optimizer
+        self._num_backward = 0
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor, DepthSums]:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        backward(loss / NUM_ROWS)
+        self._num_backward += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._num_backward % NUM_ROWS == 0
+
+    def step(self) -> None:
+        if self.is_gradient_accumulation_boundary():
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class GpuWorld(World):
+    @property
+    def device(self) -> torch.device:
+        return CUDA
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count_outside_vocab"), [(torch.bfloat16, True), (torch.float32, False)], ids=str
+)
+@pytest.mark.filterwarnings("ignore:.*matrix products")
+def test_a_step_waits_at_most_once(dtype: torch.dtype, count_outside_vocab: bool) -> None:
+    config, world = configuration("gqa"), GpuWorld(rank=0, local_rank=0, size=1)
+    with PretendedGpu() as gpu:
+        batches = [[host_batch(config, dtype, seed=seed) for seed in (step, 9)] for step in range(MAX_STEPS)]
+        drafter, frozen = drafter_on_gpu(config, dtype)
+        objective = Objective(count_outside_vocab=count_outside_vocab)
+        module = TrainedModule(drafter, frozen, NUM_STEPS, 0.8, objective)
+        guard = StepGuard()
+        optimizer = GuardedAdamW(module.parameters(), guard, max_grad_norm=0.5, on_device=True)
+        engine = PlainEngine(module, optimizer)
+        rows = DeviceRows(
+            SimpleNamespace(batches=batches.__getitem__),  # type: ignore[arg-type]
+            num_rows=NUM_ROWS,
+            num_steps=NUM_STEPS,
+            device=CUDA,
+            dtype=dtype,
+            stop_step=MAX_STEPS,
+            executor=Now(),
+        )
+        window = WindowSums(NUM_STEPS, CUDA)
+
+        def step(number: int) -> None:
+            counts, grad_norm = optimizer_step(
+                engine,  # type: ignore[arg-type]
+                rows.of_step(number),
+                1e-3,
+                window,
+                world,
+                with_metrics=False,
+            )
+            guard.record(number)
+            assert len(counts.read()) == 2
+            guard.collect(wait=False)
+            assert grad_norm.device == CUDA
+
+        step(0)  # makes optimizer states and RoPE's tables
+        with gpu.no_waiting(allowed=1):
+            step(1)
