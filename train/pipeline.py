@@ -24,6 +24,7 @@ from train.artifact import Artifact
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
+from train.planning.at_hand import check_gpu_memory, cluster_at_hand
 from train.reporting.hub import check_push
 from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
@@ -94,6 +95,7 @@ def run_stages(context: RunContext) -> None:
     if pushes(config):
         check_push(config.hub)
     unfinished = unfinished_stages(context, needed)
+    check_gpu_memory(config, cluster_at_hand(world), unfinished)
     for stage in unfinished:
         check_selected(context, stage)
     try:

@@ -7,7 +7,7 @@ from eagle31.errors import UserError, require_positive
 
 @dataclass
 class PlanConfig:
-    """Assumptions of the plan that a run prints first; nothing but the plan depends on them."""
+    """Assumptions of the plan that a run prints first; only the plan and its memory check depend on them."""
 
     # Tokens in the training data, before the data stage has counted them. null: estimated from
     # capture.max_samples, if that is set.
@@ -20,6 +20,8 @@ class PlanConfig:
     gpus_per_node: int | None = None  # GPUs of a node, on a machine without GPUs. null: 8.
     # Memory of one GPU in 10^9 bytes, on a machine without GPUs. null: unknown.
     gpu_memory_gb: float | None = None
+    # Refuse a run whose training or target needs more memory than this machine's GPUs have, by the estimate.
+    check_memory: bool = True
     # Sustained TFLOP/s of one GPU, not its peak, for the hours of capture and training. For training, the
     # speed that an earlier run in the same output_dir measured takes precedence. null: unknown.
     tflops_per_gpu: float | None = None
@@ -31,6 +33,6 @@ class PlanConfig:
 
 def check_plan(plan: PlanConfig) -> None:
     """Raise UserError for assumptions that no plan could use."""
-    require_positive({f"plan.{name}": value for name, value in vars(plan).items()})
+    require_positive({f"plan.{name}": value for name, value in vars(plan).items() if name != "check_memory"})
     if plan.assistant_fraction > 1:
         raise UserError("plan.assistant_fraction", plan.assistant_fraction, "It must be at most 1.")

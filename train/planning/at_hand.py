@@ -1,12 +1,17 @@
-"""The placement of a run's servers on the GPUs at hand."""
+"""The placement of a run's servers on the GPUs at hand, and whether their memory is enough."""
+
+from collections.abc import Collection
 
 import torch
 
 from eagle31.errors import UserError
-from train.config.run import RunConfig, uses_vllm
+from train.config.run import RunConfig, Stage, uses_vllm
 from train.distributed import World
+from train.planning.layout import layout
+from train.planning.memory_check import TRAINING
 from train.planning.placement import Cluster, ServerPlacement, place_servers
 from train.planning.sizes import RunSizes
+from train.planning.work import work_plan
 
 
 def run_placement(config: RunConfig, world: World) -> ServerPlacement | None:
@@ -36,3 +41,22 @@ def cluster_at_hand(world: World) -> Cluster:
     gpus = torch.cuda.device_count()
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if gpus else None
     return Cluster(world.num_nodes, gpus, world.size // world.num_nodes, gpu_bytes)
+
+
+def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Stage]) -> None:
+    """Check that these stages have enough memory on each GPU, by the plan's estimate.
+
+    Raises:
+        UserError: they have not. The remedy is a change with which they have.
+    """
+    if cluster.gpu_bytes is None or not config.plan.check_memory:
+        return
+    sizes = RunSizes(config)
+    work = work_plan(config, sizes.drafter, sizes.target.parameters, {})
+    for shortage in layout(config, sizes, work, cluster).shortages:
+        trains = shortage.what == TRAINING
+        if (Stage.train if trains else Stage.capture) in stages:
+            field = "train.row_tokens" if trains else "target.model"
+            value = config.train.row_tokens if trains else config.target.model
+            remedy = f"By the plan's estimate, {shortage} plan.check_memory=false runs it all the same."
+            raise UserError(field, value, remedy)

@@ -14,6 +14,7 @@ from train.planning.work import WorkPlan
 
 # In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.
 TARGET_ROOM = 0.15
+TRAINING = "training"  # the part of a run
 _SPOOL = Path("/dev/shm")
 
 
@@ -25,6 +26,10 @@ class Shortage:
     needed_bytes: int
     available_bytes: int
     change: str
+
+    def __str__(self) -> str:
+        needed, available = gigabytes(self.needed_bytes), gigabytes(self.available_bytes)
+        return f"{self.what} needs {needed}, {available} are available. {self.change}"
 
 
 def memory_check(
@@ -59,10 +64,10 @@ def _trainer(
     for index, (_, changed) in enumerate(made):
         if memory_of(changed).total <= available:
             chosen = _smallest_change(made[: index + 1], settings, memory_of, available)
-            return [Shortage("training", needed, available, chosen)]
+            return [Shortage(TRAINING, needed, available, chosen)]
     smallest = memory_of(made[-1][1]).total if made else needed
     change = f"No setting is enough, the best needs {gigabytes(smallest)}: lower drafter.draft_vocab_size."
-    return [Shortage("training", needed, available, change)]
+    return [Shortage(TRAINING, needed, available, change)]
 
 
 def _smallest_change(

@@ -6,7 +6,7 @@ import torch
 
 from train.planning.commands import Command
 from train.planning.layout import Layout
-from train.planning.memory_check import Shortage, gigabytes, rounded
+from train.planning.memory_check import gigabytes, rounded
 from train.planning.plan import Plan
 from train.planning.server_memory import CAPTURED_SEQUENCES
 from train.planning.work import Hours, WorkPlan
@@ -23,7 +23,7 @@ def format_plan(plan: Plan) -> str:
     rows += [(f"  {name}", value) for name, value in hours_lines(plan.layout.hours)]
     lines += aligned(rows, text_columns=2)
     lines += [f"  note: {note}" for note in plan.notes]
-    lines += [f"  DOES NOT FIT: {_shortage(one)}" for one in plan.shortages]
+    lines += [f"  DOES NOT FIT: {one}" for one in plan.shortages]
     if plan.layout.refusal is not None:
         lines.append(f"  CANNOT WORK: {plan.layout.refusal}")
     if plan.commands or plan.others:
@@ -42,7 +42,7 @@ def _ways(ways: list[tuple[Layout, list[Command]]]) -> list[str]:
         if one.target is not None:
             lines.append(f"    target    {one.target.where}")
         if not one.works:
-            reasons = [one.refusal] if one.refusal else [_shortage(short) for short in one.shortages]
+            reasons = [one.refusal] if one.refusal else map(str, one.shortages)
             lines += [f"    cannot:   {reason}" for reason in reasons]
             continue
         lines += [f"    memory    {_memory_of(one)}"]
@@ -95,13 +95,6 @@ def hours_lines(found: Hours | None, briefly: bool = False) -> list[_Line]:
 
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3g}"
-
-
-def _shortage(one: Shortage) -> str:
-    return (
-        f"{one.what} needs {gigabytes(one.needed_bytes)}, {gigabytes(one.available_bytes)} are available. "
-        f"{one.change}"
-    )
 
 
 def _drafter_lines(plan: Plan) -> list[_Line]:

@@ -14,9 +14,10 @@ from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from tests.train.torchrun import ROOT, composed, run_here
-from train.config.run import check, uses_vllm
+from train.config.run import Stage, check, uses_vllm
 from train.config.vllm import Placement
 from train.distributed import World
+from train.planning.at_hand import check_gpu_memory
 from train.planning.memory import USABLE_FRACTION, worst_counts
 from train.planning.placement import Cluster, place_servers, serves_training
 from train.planning.plan import Plan, make_plan
@@ -180,6 +181,28 @@ def test_the_suggested_change_makes_training_fit(tmp_path: Path) -> None:
     assert changes
     after = planned("kimi_k2_6", *arguments, *changes, "data.max_tokens=512").shortages
     assert not [one for one in after if one.what == "training"]
+
+
+def test_a_run_whose_training_does_not_fit_is_refused(tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path}", "vllm.servers=[http://node1:8000]"]
+    config, cluster = composed("kimi_k2_6", *arguments), Cluster(1, 8, 8, int(24e9))
+    with pytest.raises(UserError, match=r"train\.row_tokens=\d+: .* training needs .*Set deepspeed") as error:
+        check_gpu_memory(config, cluster, [Stage.train])
+    assert "plan.check_memory=false" in error.value.remedy
+    changes = [word.strip(".") for word in error.value.remedy.split() if "=" in word]
+    changes.remove("plan.check_memory=false")
+    check_gpu_memory(composed("kimi_k2_6", *arguments, *changes, "data.max_tokens=512"), cluster, list(Stage))
+    check_gpu_memory(config, cluster, [Stage.evaluate])
+    check_gpu_memory(config, replace(cluster, gpu_bytes=int(141e9)), list(Stage))
+    check_gpu_memory(config, replace(cluster, gpu_bytes=None), list(Stage))
+    check_gpu_memory(composed("kimi_k2_6", *arguments, "plan.check_memory=false"), cluster, list(Stage))
+
+
+def test_a_run_whose_target_does_not_fit_is_refused(tmp_path: Path) -> None:
+    config = composed("kimi_k2_6", f"output_dir={tmp_path}", "capture=hf", "target.engine=hf")
+    cluster = Cluster(1, 8, 8, int(141e9))
+    with pytest.raises(UserError, match=r"the target needs .*capture=vllm"):
+        check_gpu_memory(config, cluster, [Stage.capture, Stage.train])
 
 
 def test_the_suggested_change_makes_the_target_fit(tmp_path: Path) -> None:
