@@ -114,8 +114,8 @@ class ChainDrafter:
         """Return a target id and, when sampling, the distribution over the target's ids [V]. logits: [Vd]."""
         ids = self.frozen.draft_target_ids
         if temperature == 0.0:
-            best = int(logits.argmax())
-            return best if ids is None else int(ids[best]), None
+            best = logits.argmax(-1, keepdim=True)  # indexing with a scalar would read it
+            return int(best if ids is None else ids[best]), None
         assert generator is not None
         probs = sampling_probs(logits, temperature)
         if ids is not None:
