@@ -18,17 +18,8 @@ from matplotlib.font_manager import fontManager
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-# Each color on a light and on a dark page. Blue, orange and gray differ for every kind of color vision.
-COLORS = {
-    "ink": ("#1c2127", "#e6e9ed"),
-    "muted": ("#5c6570", "#9aa5b1"),
-    "rule": ("#dfe3e8", "#2d343d"),
-    "accent": ("#0f62a8", "#6cb4ee"),
-    "pale": ("#a9c4dd", "#3f607f"),
-    "warning": ("#b4490a", "#f0a04b"),
-    "surface": ("#ffffff", "#15191e"),
-    "sunken": ("#f5f6f8", "#1c2228"),
-}
+from train.reporting.colors import COLORS
+
 INK, MUTED, RULE, ACCENT, PALE, _, _, _ = (light for light, _ in COLORS.values())
 # The colors are ordered like the depths; the first draft token has the most contrast on either page.
 LIGHT_RAMP = LinearSegmentedColormap.from_list("light", ["#14284f", "#20739f", "#62b492"])

@@ -50,6 +50,7 @@ CONFIG = DrafterConfig(
 )
 ROW_TOKENS, ROWS_PER_STEP, TTT_STEPS, STEP_DECAY, LOG_EVERY = 1024, 2, 4, 0.8, 5
 MIN_TOKENS, MAX_TOKENS = 64, 512
+WORLD = World(rank=0, local_rank=0, size=1)
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def build_model_engine() -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
     head = nn.Linear(CONFIG.target_hidden_size, CONFIG.vocab_size, bias=False).requires_grad_(False)
     frozen = FrozenParts(
-        embed_tokens=torch.randn(CONFIG.vocab_size, CONFIG.hidden_size),
-        target_head=head,
-        draft_target_ids=torch.arange(0, CONFIG.vocab_size, 2),
+        embed_tokens=torch.randn(CONFIG.vocab_size, CONFIG.hidden_size).to(WORLD.device),
+        target_head=head.to(WORLD.device),
+        draft_target_ids=torch.arange(0, CONFIG.vocab_size, 2, device=WORLD.device),
         lm_head=None,
     )
     config = deepspeed_config(
@@ -134,33 +135,32 @@ def train_round(
     model_engine: deepspeed.DeepSpeedEngine, source: HiddenStateSource, num_steps: int, seed: int
 ) -> Round:
     """Run `num_steps` steps with the metrics that the training loop logs."""
-    world = World(rank=0, local_rank=0, size=1)
     loader = RowLoader(
         source,
         row_tokens=ROW_TOKENS,
         rows_per_step=ROWS_PER_STEP,
         seed=seed,
-        pin_memory=world.device.type == "cuda",
+        pin_memory=WORLD.device.type == "cuda",
     )
     rows = DeviceRows(
         loader,
         num_rows=ROWS_PER_STEP,
         num_steps=TTT_STEPS,
-        device=world.device,
+        device=WORLD.device,
         dtype=torch.float32,
         stop_step=num_steps + 1,
     )
-    window = WindowSums(TTT_STEPS, world.device)
+    window = WindowSums(TTT_STEPS, WORLD.device)
     with closing(rows), closing(loader):
-        optimizer_step(model_engine, rows.of_step(0), 1e-3, window, world, with_metrics=True)
+        optimizer_step(model_engine, rows.of_step(0), 1e-3, window, WORLD, with_metrics=True)
         loader.collect_stats()
         started, cpu_started, waited_before = time.perf_counter(), time.process_time(), rows.waited_seconds
         for step in range(1, num_steps + 1):
             logs = step % LOG_EVERY == 0
-            optimizer_step(model_engine, rows.of_step(step), 1e-3, window, world, with_metrics=logs)
+            optimizer_step(model_engine, rows.of_step(step), 1e-3, window, WORLD, with_metrics=logs)
             if logs:
-                window.metrics(world, STEP_DECAY)
-                window = WindowSums(TTT_STEPS, world.device)
+                window.metrics(WORLD, STEP_DECAY)
+                window = WindowSums(TTT_STEPS, WORLD.device)
         waited = rows.waited_seconds - waited_before
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
         stats = loader.collect_stats()

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,34 +117,46 @@ class Side:
         peak = torch.cuda.max_memory_allocated() if cuda else _status_bytes("VmHWM")
         return {"baseline_bytes": baseline, "peak_bytes": peak, "step_bytes": peak - baseline}
 
-    def gemm(self, sizes: list[list[int]], repeats: int = 3) -> Json:
-        """Return the FLOP rates of plain products [m, k] @ [n, k].T, in wall and in CPU time."""
-        rates: list[Json] = []
-        for m, k, n in sizes:
-            a = torch.randn(m, k, device=self.device, dtype=self.dtype)
-            b = torch.randn(n, k, device=self.device, dtype=self.dtype)
-            out = a @ b.T
-            wall_seconds, cpu_seconds = [], []
-            for _ in range(repeats):
-                self.synchronize()
-                wall, cpu = time.perf_counter(), time.process_time()
-                torch.mm(a, b.T, out=out)
-                self.synchronize()
-                wall_seconds.append(time.perf_counter() - wall)
-                cpu_seconds.append(time.process_time() - cpu)
-            flops = 2 * m * k * n
-            rates.append(
-                {
-                    "size": [m, k, n],
-                    "wall_flops": flops / statistics.median(wall_seconds),
-                    "cpu_flops": flops / statistics.median(cpu_seconds),
-                }
-            )
-        return {"gemm": rates}
+    def gemm(self, sizes: list[list[int]]) -> Json:
+        """Return the FLOP rates of plain products."""
+        return {"gemm": gemm_rates(sizes, self.device, self.dtype)}
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
+
+
+def gemm_rates(
+    sizes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype, repeats: int = 3
+) -> list[Json]:
+    """Return the FLOP rates of plain products [m, k] @ [n, k].T, in wall and in CPU time."""
+    rates: list[Json] = []
+    for m, k, n in sizes:
+        a = torch.randn(m, k, device=device, dtype=dtype)
+        b = torch.randn(n, k, device=device, dtype=dtype)
+        out = a @ b.T
+        wall_seconds, cpu_seconds = [], []
+        for _ in range(repeats):
+            synchronize(device)
+            wall, cpu = time.perf_counter(), time.process_time()
+            torch.mm(a, b.T, out=out)
+            synchronize(device)
+            wall_seconds.append(time.perf_counter() - wall)
+            cpu_seconds.append(time.process_time() - cpu)
+        flops = 2 * m * k * n
+        rates.append(
+            {
+                "size": [m, k, n],
+                "wall_flops": flops / statistics.median(wall_seconds),
+                "cpu_flops": flops / statistics.median(cpu_seconds),
+            }
+        )
+    return rates
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _status_bytes(key: str) -> int:

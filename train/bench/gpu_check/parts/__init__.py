@@ -1,0 +1,1 @@
+"""The parts of the check; each module has `run(options, record)`."""
