@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from contextlib import closing
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from data.batches.device_rows import DeviceRows, tensors_in
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
+from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import schedule_batch
 from eagle31.training.supervision import supervised_drafts
@@ -116,6 +118,65 @@ def test_pageable_rows_are_noticed() -> None:
     with PretendedGpu() as gpu:
         next(rows_of(loader, CUDA, executor=Now()).of_step(0).rows)
         assert [wait for wait in gpu.waits if "batch.py" in wait.place]
+
+
+@pytest.fixture
+def in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    """A thread for the rows of a device whose streams and events do nothing, as the CPU's would."""
+    for name in ("Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def test_a_background_thread_gives_the_same_rows_one_ahead(in_background: ThreadPoolExecutor) -> None:
+    expected = ReadRows().rows
+    loader = loader_of()
+    rows = rows_of(loader, torch.device("cpu"), executor=in_background)
+    for step in range(4):
+        for row, batch in zip(rows.of_step(step).rows, expected[step], strict=True):
+            assert torch.equal(row.batch.final_hidden_states, batch.final_hidden_states.float())
+    loader.close()
+    rows.close()
+    # The end of the work on a row is awaited before the next but one is copied.
+    assert torch.cuda.Event.return_value.query.call_count == 4 * NUM_ROWS - 1  # type: ignore[attr-defined]
+
+
+def test_an_error_in_the_background_reaches_the_loop(in_background: ThreadPoolExecutor) -> None:
+    loader = loader_of()
+    read = loader.source.get_many
+    steps = iter([read, lambda _: (_ for _ in ()).throw(UserError("store", "x", "damaged"))])
+    loader.source.get_many = lambda indices: next(steps)(indices)  # type: ignore[method-assign]
+    rows = rows_of(loader, torch.device("cpu"), executor=in_background)
+    assert len(list(rows.of_step(0).rows)) == NUM_ROWS
+    with pytest.raises(UserError, match="damaged"):
+        rows.of_step(1)
+    loader.close()
+    rows.close()
+
+
+def test_closing_ends_the_wait_of_the_background_thread(in_background: ThreadPoolExecutor) -> None:
+    """The next row is awaited in the background, although the loop ends after this one."""
+    loader, arriving, waits = loader_of(), threading.Event(), threading.Event()
+    read, first = loader.source.get_many, iter([True])
+
+    def get_many(indices: Sequence[int]) -> list[CapturedSample]:
+        if not next(first, False):
+            waits.set()
+            assert arriving.wait(30)
+        return read(indices)
+
+    loader.source.get_many = get_many  # type: ignore[method-assign]
+    rows = rows_of(loader, torch.device("cpu"), executor=in_background)
+    assert len(list(rows.of_step(0).rows)) == NUM_ROWS
+    assert waits.wait(30)
+    closing_loader = threading.Thread(target=loader.close)
+    closing_loader.start()
+    arriving.set()
+    closing_loader.join(30)
+    rows.close()
+    assert not closing_loader.is_alive()
 
 
 @pytest.fixture(autouse=True)
