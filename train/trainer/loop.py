@@ -91,7 +91,8 @@ def train(
             with window.timed("validation"):
                 validate(model_engine, validation, checkpoints, tracker, settings, state, world, dtype)
         while state.step < settings.max_steps:
-            started, waited_before = time.perf_counter(), rows.waited_seconds
+            window.steps.begin()
+            waited_before = rows.waited_seconds
             step_rows = rows.of_step(state.step)
             lr = learning_rate(
                 state.step,
@@ -106,9 +107,9 @@ def train(
             counts, grad_norm = optimizer_step(
                 model_engine, step_rows, lr, window, world, with_metrics=logs, stop=preempted[0]
             )
+            window.steps.end()
             guard.record(state.step)
             num_supervised, num_stopping = counts.read()
-            window.step_seconds.append(time.perf_counter() - started)
             window.waited_seconds += rows.waited_seconds - waited_before
             state.supervised_positions += num_supervised
             bar.update()

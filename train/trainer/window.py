@@ -27,6 +27,41 @@ class Speed:
     planned_held_bytes: int | None = None  # the part of it that is held between two steps
 
 
+class StepTimes:
+    """The seconds of each step, including its wait for data.
+
+    On a GPU the device takes the times, because the host is ahead of it by an unknown part of a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[Any, Any]] = []
+        self._begun: Any = None
+
+    def begin(self) -> None:
+        """Marks the beginning of a step, before its data is there."""
+        self._begun = self._mark()
+
+    def end(self) -> None:
+        """Marks the end of the step, once all its work is queued."""
+        self._marks.append((self._begun, self._mark()))
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each step. Waits for the last one."""
+        if not self._on_gpu:
+            return [end - begun for begun, end in self._marks]
+        if self._marks:
+            self._marks[-1][1].synchronize()
+        return [begun.elapsed_time(end) / 1000 for begun, end in self._marks]
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 class WindowSums:
     """Sums since the last logged step; they are divided once, after the all-reduce."""
 
@@ -37,7 +72,7 @@ class WindowSums:
         self.num_tokens = 0  # without padding
         self.flops = 0
         self.waited_seconds = 0.0
-        self.step_seconds: list[float] = []  # of each step: includes the waiting
+        self.steps = StepTimes(device)
         self.seconds_of = {"validation": 0.0, "checkpoint": 0.0}
 
     def add(self, sums: DepthSums, with_metrics: bool) -> None:
@@ -83,14 +118,14 @@ class WindowSums:
 
         What has no meaning on this device is absent.
         """
-        in_steps = sum(self.step_seconds)
+        step_seconds = self.steps.seconds()
         local = {
             "num_tokens": self.num_tokens,
             "flops": self.flops,
             "waited": self.waited_seconds,
-            "in_steps": in_steps,
-            "step_seconds_p50": percentile(self.step_seconds, 0.5),
-            "step_seconds_p95": percentile(self.step_seconds, 0.95),
+            "in_steps": sum(step_seconds),
+            "step_seconds_p50": percentile(step_seconds, 0.5),
+            "step_seconds_p95": percentile(step_seconds, 0.95),
             **{f"{what}_seconds": seconds for what, seconds in self.seconds_of.items()},
             "peak_bytes": peak_bytes(world.device),
             "held_bytes": held_bytes(world.device),
@@ -112,7 +147,7 @@ class WindowSums:
         }
         names = ("step_seconds_p50", "step_seconds_p95", "validation_seconds", "checkpoint_seconds")
         found |= {name: float(of_ranks[name].max()) for name in names}
-        if speed.peak_flops is not None and self.step_seconds:
+        if speed.peak_flops is not None and step_seconds:
             available = speed.peak_flops * world.size * float(of_ranks["in_steps"].max())
             found["model_flops_utilization"] = float(of_ranks["flops"].sum()) / available
         if speed.planned_bytes is not None:

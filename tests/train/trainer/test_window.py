@@ -7,8 +7,9 @@ import torch
 
 from data.batches.device_rows import RowCounts
 from eagle31.training.step import DepthSums
+from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from train.distributed import World
-from train.trainer.window import Speed, WindowSums, percentile
+from train.trainer.window import Speed, StepTimes, WindowSums, percentile
 
 WORLD = World(rank=0, local_rank=0, size=1)
 
@@ -16,10 +17,11 @@ WORLD = World(rank=0, local_rank=0, size=1)
 def window_of(num_steps: int) -> WindowSums:
     """A window of steps of 0.1 s, each with 5 supervised positions and 8 tokens; the last takes 0.4 s."""
     window = WindowSums(2, torch.device("cpu"))
-    for step in range(num_steps):
+    times = [0.1] * (num_steps - 1) + [0.4]
+    window.steps.seconds = lambda: times  # type: ignore[method-assign]
+    for _ in range(num_steps):
         window.add(DepthSums(*(torch.tensor([5.0, 3.0]) for _ in range(5))), with_metrics=True)
         window.count(RowCounts(num_supervised=5, num_tokens=8, flops=1000))
-        window.step_seconds.append(0.4 if step == num_steps - 1 else 0.1)
     return window
 
 
@@ -42,6 +44,27 @@ def test_utilization_and_memory_are_there_on_a_known_gpu_only() -> None:
     # 10,000 FLOPs in 1.3 seconds.
     assert known["model_flops_utilization"] == pytest.approx(10_000 / 1.3 / 1e5)
     assert (known["planned_memory_gb"], known["planned_held_memory_gb"]) == (3, 1)
+
+
+def test_steps_are_timed_without_what_is_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 1.5, 7.0, 7.25])
+    monkeypatch.setattr(time, "perf_counter", clock.__next__)
+    times = StepTimes(torch.device("cpu"))
+    for _ in range(2):
+        times.begin()
+        times.end()
+    assert times.seconds() == [0.5, 0.25]
+
+
+def test_the_device_times_its_steps_and_the_host_waits_once() -> None:
+    with PretendedGpu() as gpu:
+        times = StepTimes(CUDA)
+        with gpu.no_waiting():
+            for _ in range(3):
+                times.begin()
+                times.end()
+        assert times.seconds() == [0.001] * 3
+        assert len(gpu.synchronisations) == 1
 
 
 def test_percentiles_are_values() -> None:
