@@ -21,12 +21,12 @@ class TargetHead(nn.Module):
         """Map final_hidden [..., Ht], before the final norm, to logits [..., V] in the parameters' dtype."""
         return self.lm_head(self.norm(final_hidden.to(self.weight.dtype)))
 
-    def rows(self, t2d: Tensor) -> "TargetHead":
-        """Return a head with logits [..., Vd] of the draft vocabulary only; t2d is bool [V]."""
-        t2d = t2d.to(self.weight.device)
+    def rows(self, token_ids: Tensor) -> "TargetHead":
+        """Return a head with logits [..., Vd] of some tokens alone; token_ids is int64 [Vd]."""
+        ids = token_ids.to(self.weight.device)
         bias = getattr(self.lm_head, "bias", None)
-        restricted = nn.Linear(self.weight.shape[1], int(t2d.sum()), bias=bias is not None, device="meta")
-        restricted.weight = nn.Parameter(self.weight[t2d], requires_grad=False)
+        restricted = nn.Linear(self.weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        restricted.weight = nn.Parameter(self.weight[ids], requires_grad=False)
         if bias is not None:
-            restricted.bias = nn.Parameter(bias[t2d], requires_grad=False)
+            restricted.bias = nn.Parameter(bias[ids], requires_grad=False)
         return TargetHead(self.norm, restricted)

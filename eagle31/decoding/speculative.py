@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.chain import ChainDrafter, draw, sampling_probs, top_margin
+from eagle31.decoding.chain import (
+    ChainDrafter,
+    draw,
+    rounding_bound,
+    sampling_probs,
+    top_magnitude,
+    top_margin,
+)
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
@@ -39,6 +46,9 @@ class Decoded:
     drafts: list[list[int]] = field(default_factory=list)  # target ids; empty for plain decoding
     # For each drafted token, the drafter's top logit minus its second; greedy decoding only.
     draft_margins: list[list[float]] = field(default_factory=list)
+    # For each margin the value up to which rounding may decide.
+    bounds: list[float] = field(default_factory=list)
+    draft_bounds: list[list[float]] = field(default_factory=list)
 
 
 def verify_greedy(drafts: Sequence[int], logits: Tensor) -> tuple[int, int]:
@@ -99,9 +109,10 @@ def decode_speculatively(
     logits, aux = target.forward(torch.tensor(prompt, device=device))
     first = _choose(logits[-1], temperature, generator)
     completion, accepted, num_forwards = [first], [], 1
-    margins = [float(top_margin(logits[-1]))]
+    margins, bounds = _margins(logits[-1:])
     drafts: list[list[int]] = []
     draft_margins: list[list[float]] = []
+    draft_bounds: list[list[float]] = []
     following = torch.tensor([*prompt[1:], first], device=device)
     while len(completion) < max_new_tokens and completion[-1] not in eos_token_ids:
         draft = chain.draft(aux, following, draft_tokens, temperature, generator)
@@ -119,14 +130,18 @@ def decode_speculatively(
         accepted.append(min(num_accepted, len(kept)))
         drafts.append(draft.token_ids)
         draft_margins.append(draft.margins)
-        margins += top_margin(logits[: len(kept)]).tolist()
+        draft_bounds.append(draft.bounds)
+        for found, more in zip((margins, bounds), _margins(logits[: len(kept)]), strict=True):
+            found += more
         completion += kept
         # The target keeps the token before the drafts and the accepted ones.
         target.rollback(len(prompt) + len(completion) - 1)
         aux = aux[: num_accepted + 1]
         following = torch.tensor(emitted, device=device)
     seconds = time.perf_counter() - started
-    return Decoded(completion, accepted, num_forwards, seconds, margins, drafts, draft_margins)
+    return Decoded(
+        completion, accepted, num_forwards, seconds, margins, drafts, draft_margins, bounds, draft_bounds
+    )
 
 
 @torch.inference_mode()
@@ -145,18 +160,28 @@ def decode_plainly(
     target.start()
     completion: list[int] = []
     margins: list[float] = []
+    bounds: list[float] = []
     inputs = torch.tensor(prompt, device=device)
     while len(completion) < max_new_tokens and (not completion or completion[-1] not in eos_token_ids):
         logits, _ = target.forward(inputs)
-        margins.append(float(top_margin(logits[-1])))
+        for found, more in zip((margins, bounds), _margins(logits[-1:]), strict=True):
+            found += more
         completion.append(_choose(logits[-1], temperature, generator))
         inputs = torch.tensor(completion[-1:], device=device)
-    return Decoded(completion, [], len(completion), time.perf_counter() - started, margins)
+    seconds = time.perf_counter() - started
+    return Decoded(completion, [], len(completion), seconds, margins, bounds=bounds)
 
 
 def acceptance(decoded: Sequence[Decoded], draft_tokens: int) -> AcceptanceStats:
     """Return the statistics over all drafts of all prompts."""
     return AcceptanceStats.from_lengths(draft_tokens, [n for one in decoded for n in one.accepted])
+
+
+def _margins(logits: Tensor) -> tuple[list[float], list[float]]:
+    """Return each row's margin, and the margin up to which rounding may decide. logits: [n, V]."""
+    bounds = rounding_bound(top_magnitude(logits), logits.dtype)
+    margins, limits = torch.stack([top_margin(logits), bounds]).tolist()
+    return margins, limits
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class RestrictableHead(Protocol):
     """A target head that can be restricted to some of its tokens."""
 
-    def rows(self, t2d: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the head of the tokens that `t2d` keeps. t2d: bool [V]."""
+    def rows(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the head of these tokens alone. token_ids: int64 [Vd], ascending."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class FrozenParts:
             rows, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
             return lambda hidden: nn.functional.linear(hidden, rows, bias)
         if isinstance(head, RestrictableHead):
-            t2d = torch.zeros(self.embed_tokens.shape[0], dtype=torch.bool, device=ids.device)
-            t2d[ids] = True
-            return head.rows(t2d)
+            return head.rows(ids)
         return lambda hidden: head(hidden)[:, ids]
 
 

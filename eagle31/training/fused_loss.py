@@ -103,7 +103,8 @@ class _ChunkedLoss:
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else weight.new_empty(0)
         grad_states = [torch.empty_like(x) for x in states] if for_states else []
         # All chunks share one buffer: the page faults of a new one cost as much as the softmax.
-        buffer = weight.new_empty(self.chunk_size * len(states), weight.shape[0])
+        num_positions = min(self.chunk_size, len(self.schedule.teacher_rows))
+        buffer = weight.new_empty(num_positions * len(states), weight.shape[0])
         for first, pieces in self._chunks():
             rows = torch.cat([x[piece] for x, piece in zip(states, pieces, strict=True)])
             logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])

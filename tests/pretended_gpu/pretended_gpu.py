@@ -60,18 +60,18 @@ class Memory:
 
     def __init__(self) -> None:
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak_bytes = 0  # of what was allocated since
+        self.peak_bytes = 0
         self.largest_bytes = 0  # the largest tensor
 
-    def add(self, result: Any) -> None:
-        """Count the storages that an operation has made."""
+    def add(self, inputs: Any, result: Any) -> None:
+        """Count the storages that an operation has made; what it reads and was not counted is from before."""
         self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        for x in tree_leaves(result):
-            if isinstance(x, FakeTensor):
-                storage = x.untyped_storage()
-                if storage._cdata not in self.live:
-                    self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                    self.largest_bytes = max(self.largest_bytes, storage.nbytes())
+        for tree, counts in ((inputs, False), (result, True)):
+            for x in tree_leaves(tree):
+                if isinstance(x, FakeTensor) and (storage := x.untyped_storage())._cdata not in self.live:
+                    num_bytes = storage.nbytes() if counts else 0
+                    self.live[storage._cdata] = StorageWeakRef(storage), num_bytes
+                    self.largest_bytes = max(self.largest_bytes, num_bytes)
         self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self.live.values()))
 
 
@@ -156,7 +156,7 @@ class PretendedGpu(TorchDispatchMode):
 
     @contextmanager
     def counted_memory(self) -> Iterator[Memory]:
-        """Count the memory of what is computed inside; a tensor from before counts if it is written."""
+        """Count the memory of tensors that are made inside."""
         self.memory = Memory()
         try:
             yield self.memory
@@ -206,6 +206,7 @@ class PretendedGpu(TorchDispatchMode):
         }
         return [
             mock.patch.object(torch, "Generator", _AnyGenerator),
+            mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor)),
             mock.patch.object(torch.Tensor, "record_stream", record_stream),
             mock.patch.object(torch.backends.cuda, "is_flash_attention_available", return_value=True),
             *(mock.patch.object(torch.cuda, key, value) for key, value in replaced.items()),
@@ -219,6 +220,13 @@ class PretendedGpu(TorchDispatchMode):
             return func(*args, **kwargs)
         if not tree_any(_on_gpu, (args, kwargs)):
             return self._on_host(func, args, kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # Inference mode dispatches an operation before it is taken apart.
+            TorchDispatchMode.__enter__(self)
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
         self.operations.append(func)
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._copy(func, args, kwargs)
@@ -232,11 +240,18 @@ class PretendedGpu(TorchDispatchMode):
         try:
             result = func(*self._pretended(args), **self._pretended(kwargs))
             if self.memory is not None:
-                self.memory.add(result)
+                self.memory.add((args, kwargs), result)
             return result
         except DynamicOutputShapeException:
             self._wait("shape", func)
             raise
+
+    def _read(self, tensor: Tensor) -> Any:
+        """Return a tensor's values as lists; the real method reads all of them in one copy."""
+        self._wait("read", "Tensor.tolist")
+        answer = self._answer(tensor.shape, tensor.dtype)
+        with unset_fake_temporarily():
+            return answer.tolist()
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with unset_fake_temporarily():
@@ -271,7 +286,7 @@ class PretendedGpu(TorchDispatchMode):
                 self._from_host(func, source, dtype, non_blocking)
             result = func(*self._pretended(args), **self._pretended(kwargs))
             if self.memory is not None:
-                self.memory.add(result)
+                self.memory.add((args, kwargs), result)
             return result
         # Without a target, a non-blocking copy is to new pinned memory.
         waits = not non_blocking or (target is not None and not self._is_pinned(target))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.target.head import TargetHead
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -16,7 +17,7 @@ from tests.pretended_gpu.backward import backward
 from tests.pretended_gpu.pretended_gpu import CUDA, pinned, to_gpu
 
 NUM_STEPS = 3
-LENGTHS = (40, 25, 90)
+LENGTHS = (30, 20, 40)
 GQA: dict[str, Any] = {"head_dim": 8}
 ATTENTION: dict[str, dict[str, Any]] = {"gqa": GQA, "mla": MLA}
 
@@ -24,12 +25,14 @@ ATTENTION: dict[str, dict[str, Any]] = {"gqa": GQA, "mla": MLA}
 def drafter_on_gpu(config: DrafterConfig, dtype: torch.dtype) -> tuple[Drafter, FrozenParts]:
     """Return a drafter and its frozen parts on the GPU."""
     drafter, frozen = tiny_drafter(config, dtype)
-    assert isinstance(frozen.target_head, nn.Module)
+    assert isinstance(frozen.target_head, nn.Linear)
+    head = TargetHead(nn.RMSNorm(config.target_hidden_size, dtype=dtype), frozen.target_head)
     to_gpu(drafter)
-    to_gpu(frozen.target_head)
+    to_gpu(head)
     ids = frozen.draft_target_ids
     return drafter, replace(
         frozen,
+        target_head=head,
         embed_tokens=frozen.embed_tokens.to(CUDA),
         draft_target_ids=None if ids is None else ids.to(CUDA),
     )
@@ -41,8 +44,10 @@ def configuration(attention: str, *, pruned: bool = True, num_layers: int = 1) -
 
 
 def host_batch(config: DrafterConfig, dtype: torch.dtype, seed: int = 0) -> PackedBatch:
-    """Return a row of several documents with several turns each, in pinned memory."""
-    return pinned(random_batch(LENGTHS, config, seed=seed, padding=9, dtype=dtype))
+    """Return a row of three documents with two turns each, in pinned memory."""
+    batch = random_batch(LENGTHS, config, seed=seed, padding=9, dtype=dtype)
+    mask = (batch.position_ids % 15 >= 7) & (batch.document_ids >= 0)
+    return pinned(replace(batch, loss_mask=mask))
 
 
 def step(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, **changes: Any) -> DepthSums:

@@ -1,15 +1,18 @@
 """The training step on a GPU: it runs, its gradients have their shapes, and the host waits for nothing."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from eagle31.kernels import flash_support
+from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.training import fused_loss
 from eagle31.training.objectives import Loss, Objective
-from eagle31.training.step import greedy_hits
+from eagle31.training.schedule import schedule_rollout
+from eagle31.training.step import greedy_hits, schedule_batch
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch, step
 
@@ -52,8 +55,8 @@ def test_a_step_never_waits(
             assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, dtype), name
         flash = [op for op in gpu.operations if "_flash_attention" in str(op)]
         assert bool(flash) == (dtype is BF16)
-        # Atomic additions, whose order changes from run to run.
-        assert not {aten.index_add_.default, aten.scatter_add_.default} & set(gpu.operations)
+        atomic = {aten.index_add_.default, aten.scatter_add_.default} & set(gpu.operations)
+        assert not atomic, "the order of atomic additions changes from run to run"
 
 
 @pytest.mark.parametrize("loss", [Loss.full_kl, Loss.tv, Loss.lk_alpha, Loss.lk_lambda])
@@ -159,5 +162,35 @@ def test_no_temporary_of_the_loss_is_as_large_as_the_head() -> None:
         rows = torch.zeros(300, 7168, dtype=BF16, device=CUDA)
         with gpu.no_waiting(), gpu.counted_memory() as memory:
             fused_loss._add_product(total, logits.t(), rows)
-    products = memory.peak_bytes - total.nbytes - logits.nbytes - rows.nbytes
-    assert products <= 2 * fused_loss.PRODUCT_ELEMENTS * BF16.itemsize
+    assert memory.peak_bytes <= 2 * fused_loss.PRODUCT_ELEMENTS * BF16.itemsize, f"{memory.peak_bytes} bytes"
+
+
+def test_the_loss_has_a_scratch_of_one_step() -> None:
+    """The largest temporary has the float32 logits of one step, not of all of them."""
+    config = replace(configuration("gqa"), draft_vocab_size=4096, vocab_size=8192)
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        batch = host_batch(config, BF16)
+        num_positions = len(schedule_batch(batch, NUM_STEPS).teacher_rows)
+        with gpu.counted_memory() as memory:
+            step(drafter, frozen, batch, with_metrics=False)
+    sizes = [num_positions * 4096 * 4, drafter.lm_head.weight.numel() * 4]
+    sizes.append(num_positions * NUM_STEPS * 4096 * BF16.itemsize)  # the logits themselves
+    assert memory.largest_bytes <= max(sizes), f"{memory.largest_bytes} bytes, not {sizes}"
+
+
+def test_turns_of_a_document_take_no_memory_for_keys() -> None:
+    """20 turns far from each other: attention's forward pass takes the outputs' memory."""
+    num_rows, heads, width = 4000, 8, 64
+    mask = torch.zeros(num_rows, 1, dtype=torch.bool)
+    for turn in range(20):
+        mask[200 * turn + 100 : 200 * turn + 120] = True
+    with PretendedGpu() as gpu:
+        schedule = schedule_rollout(mask, torch.zeros(num_rows, dtype=torch.long), CUDA)
+        block = PackedBlock(schedule.steps[0].runs, CUDA, 0.1)
+        query = torch.zeros(20 * 20, heads, width, dtype=BF16, device=CUDA)
+        keys = torch.zeros(len(schedule.key_rows), heads, width, dtype=BF16, device=CUDA)
+        with gpu.no_waiting(), gpu.counted_memory() as memory:
+            block.forward(query, keys, keys)
+    assert gpu.operations.count(aten._flash_attention_forward.default) == 20
+    assert memory.peak_bytes < 4 * query.nbytes < keys.nbytes, f"{memory.peak_bytes} bytes"

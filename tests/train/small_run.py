@@ -87,7 +87,8 @@ def metrics_of(directory: Path) -> list[dict]:
 
 
 def depends_on_time(name: str) -> bool:
-    return "seconds" in name or name.endswith("_per_second") or name == "data_wait_fraction"
+    timed = ("seconds", "validation_seconds", "checkpoint_seconds", "data_wait_seconds", "data_wait_fraction")
+    return name in timed or name.startswith("step_seconds") or name.endswith("_per_second")
 
 
 def saved_steps(directory: Path) -> list[str]:

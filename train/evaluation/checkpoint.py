@@ -103,6 +103,8 @@ def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
         "notes": list(loaded.notes),
         "greedy": greedy_report(target, drafter, frozen, prompts, plain, **chain, label="speculative"),
     }
+    if settings.json is not None:
+        write_json(settings.json, result)  # before sampling, so that nothing is lost if it fails
     if settings.temperature > 0:
         sampling: dict[str, Any] = {
             "temperature": settings.temperature,
@@ -110,8 +112,8 @@ def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
             "device": device,
         }
         result["sampling"] = sampling_report(target, drafter, frozen, prompts, **chain, **sampling)
-    if settings.json is not None:
-        write_json(settings.json, result)
+        if settings.json is not None:
+            write_json(settings.json, result)
     return result
 
 

@@ -21,8 +21,6 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.step import greedy_hits
 
-NEAR_TIE = 1e-4  # difference of the two top logits below which rounding decides
-
 
 def decode_all(
     prompts: Sequence[Sequence[int]], decode: Callable[[Sequence[int]], Decoded], label: str
@@ -118,23 +116,25 @@ def sampling_report(
 
 
 def completion_verdict(drafted: Decoded, plain: Decoded) -> str:
-    """Return the `verdict` on a completion; the plain one holds the target's margins."""
+    """Return the `verdict` on a completion; the plain one holds the target's margins and their bounds."""
     pairs = zip(drafted.token_ids, plain.token_ids, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    return verdict(drafted.token_ids, plain.token_ids, None if first is None else plain.margins[first])
+    margin, bound = (None, 0.0) if first is None else (plain.margins[first], plain.bounds[first])
+    return verdict(drafted.token_ids, plain.token_ids, margin, bound)
 
 
-def verdict(drafted: Sequence[int], plain: Sequence[int], margin: float | None) -> str:
+def verdict(drafted: Sequence[int], plain: Sequence[int], margin: float | None, bound: float) -> str:
     """Return "identical", "near_tie" or "different" for completions with and without the drafter.
 
     At a near-tie the target's two top logits are so close that rounding decides between them.
 
     Args:
         margin: the difference of these logits at the first different token; None where one completion ends.
+        bound: the difference up to which rounding may decide, see `rounding_bound`.
     """
     if list(drafted) == list(plain):
         return "identical"
-    return "near_tie" if margin is not None and margin < NEAR_TIE else "different"
+    return "near_tie" if margin is not None and margin <= bound else "different"
 
 
 def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 from data.target.spec import TargetSpec
 from data.vllm.environment import find_python
 from eagle31.decoding.acceptance import AcceptanceStats
+from eagle31.decoding.chain import rounding_bound
 from eagle31.errors import UserError
 from train.evaluation.decoding import count_verdicts, decoding_numbers, verdict
 from train.serving.drafts import Served
@@ -46,6 +47,7 @@ class VllmEvaluation:
     on_cpu: bool
     engine_args: Mapping[str, Any]  # the recipe's vllm.engine_args
     log: Path  # the file for vLLM's output
+    passes: Path  # the directory of finished passes
 
 
 def decode_in_vllm(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def decode_in_vllm(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -
     greedy, *sampled = [
         pass_numbers(*pair, settings.draft_tokens) for pair in zip(drafted.passes, plain.passes, strict=True)
     ]
-    greedy |= count_verdicts(completion_verdicts(drafted, plain))
+    greedy |= count_verdicts(completion_verdicts(drafted, plain, engine_dtype(settings, jobs[0].engine)))
     return {
         "engine": engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
         "num_prompts": len(prompts),
@@ -104,6 +106,7 @@ def evaluation_jobs(
         print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
     elif settings.temperature is not None:
         passes.append(Sampling(settings.temperature, settings.seed))
+    kept = settings.passes.absolute()
     shared: dict[str, Any] = {
         "prompts": prompts,
         "max_new_tokens": settings.max_new_tokens,
@@ -112,8 +115,20 @@ def evaluation_jobs(
         "warm_up": True,
     }
     return (
-        DecodeJob(_DRAFTER, engine_spec(settings, prompts, drafter=True), record_drafts=True, **shared),
-        DecodeJob(_PLAIN, engine_spec(settings, prompts, drafter=False), margins_against=_DRAFTER, **shared),
+        DecodeJob(
+            _DRAFTER,
+            engine_spec(settings, prompts, drafter=True),
+            record_drafts=True,
+            **shared,
+            keep=kept / "vllm-drafter",
+        ),
+        DecodeJob(
+            _PLAIN,
+            engine_spec(settings, prompts, drafter=False),
+            margins_against=_DRAFTER,
+            **shared,
+            keep=kept / "vllm-plain",
+        ),
     )
 
 
@@ -148,6 +163,12 @@ def single_replica(engine_args: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus = engine_args.get("tensor_parallel_size", 1) * engine_args.get("data_parallel_size", 1)
         kept["tensor_parallel_size"] = num_gpus
     return kept
+
+
+def engine_dtype(settings: VllmEvaluation, engine: EngineSpec) -> torch.dtype:
+    """Return the dtype in which an engine computes; "auto" stands for the target's."""
+    named = getattr(torch, str(engine.arguments()["dtype"]), None)
+    return named if isinstance(named, torch.dtype) else settings.target_dtype
 
 
 def engine_name(engine: EngineSpec, version: str, device: str) -> str:
@@ -193,7 +214,15 @@ def num_target_forwards(served: Served) -> int:
     return total
 
 
-def completion_verdicts(drafted: JobResult, plain: JobResult) -> list[str]:
-    """Return the `verdict` on each greedy completion."""
+def completion_verdicts(drafted: JobResult, plain: JobResult, dtype: torch.dtype) -> list[str]:
+    """Return the `verdict` on each greedy completion.
+
+    Args:
+        dtype: of the engines.
+    """
     completions = [result.passes[0].served.completions for result in (drafted, plain)]
-    return [verdict(*one) for one in zip(*completions, plain.margins, strict=True)]
+    found = []
+    for ours, theirs, parted in zip(*completions, plain.margins, strict=True):
+        margin, magnitude = parted or (None, 0.0)
+        found.append(verdict(ours, theirs, margin, rounding_bound(magnitude, dtype)))
+    return found

@@ -7,7 +7,6 @@ from typing import Any
 
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import Decoded
-from train.evaluation.decoding import NEAR_TIE
 from train.serving.drafts import PlacedDraft, Served, common_length
 
 DRAFTS_PER_NEAR_TIE = 200
@@ -24,10 +23,11 @@ class Difference:
     ours: list[int]
     vllm: list[int]
     margin: float | None  # between the evaluator's two top logits there; None where it has none
+    bound: float = 0.0  # the margin up to which rounding may decide
 
     @property
     def near_tie(self) -> bool:
-        return self.margin is not None and self.margin < NEAR_TIE
+        return self.margin is not None and self.margin <= self.bound
 
     def __str__(self) -> str:
         margin = "" if self.margin is None else f", top logits {self.margin:.2g} apart"
@@ -172,7 +172,11 @@ def compare_drafts(
     Returns:
         The number of drafts compared, and the differences.
     """
-    margins = {d.position: m for d, m in zip(ours, reference.draft_margins, strict=True)}
+    margins = {
+        draft.position: list(zip(margins, bounds, strict=True))
+        for draft, margins, bounds in zip(ours, reference.draft_margins, reference.draft_bounds, strict=True)
+    }
+    target_margins = list(zip(reference.margins, reference.bounds, strict=True))
     our_drafts = {draft.position: draft for draft in ours}
     their_drafts = {draft.position: draft for draft in theirs}
     num_common = common_length(reference.token_ids, completion)
@@ -184,7 +188,7 @@ def compare_drafts(
         our_draft, their_draft = our_drafts.get(position), their_drafts.get(position)
         if our_draft and their_draft:
             num_compared += 1
-            difference = _difference(prompt, our_draft, their_draft, margins[position], reference.margins)
+            difference = _difference(prompt, our_draft, their_draft, margins[position], target_margins)
         elif found:
             continue  # the earlier difference moved the positions of the drafts
         else:
@@ -211,9 +215,9 @@ def compare_completions(
         # The evaluator's margins apply only while its completion has the same tokens.
         known = first < len(decoded.margins) and decoded.token_ids[:first] == theirs[:first]
         ended = first in (len(ours), len(theirs))
-        margin = decoded.margins[first] if known and not ended else None
+        margin = (decoded.margins[first], decoded.bounds[first]) if known and not ended else (None, 0.0)
         tokens = (ours[first : first + 1], theirs[first : first + 1])
-        found.append(Difference("completion", prompt, first, *tokens, margin))
+        found.append(Difference("completion", prompt, first, *tokens, *margin))
     return found
 
 
@@ -233,8 +237,8 @@ def _difference(
     prompt: int,
     ours: PlacedDraft,
     theirs: PlacedDraft,
-    margins: Sequence[float],
-    target_margins: Sequence[float],
+    margins: Sequence[tuple[float, float]],
+    target_margins: Sequence[tuple[float, float]],
 ) -> Difference | None:
     """Return how two drafts differ: in their tokens or in how many were accepted; near-ties come last."""
     found = []
@@ -242,20 +246,22 @@ def _difference(
     num_same = common_length(ours.token_ids, theirs.token_ids)
     if ours.token_ids != theirs.token_ids:
         margin = _margin(margins, num_same)
-        found.append(Difference("drafted tokens", prompt, position, ours.token_ids, theirs.token_ids, margin))
+        found.append(
+            Difference("drafted tokens", prompt, position, ours.token_ids, theirs.token_ids, *margin)
+        )
     decided = min(ours.num_accepted, theirs.num_accepted)
     if ours.num_accepted != theirs.num_accepted and decided < num_same:
         # Both drafted this token; one target accepted it and the other did not.
         margin = _margin(target_margins, position + decided)
         found.append(
-            Difference("accepted", prompt, position, [ours.num_accepted], [theirs.num_accepted], margin)
+            Difference("accepted", prompt, position, [ours.num_accepted], [theirs.num_accepted], *margin)
         )
     return next((one for one in found if not one.near_tie), found[0] if found else None)
 
 
-def _margin(margins: Sequence[float], index: int) -> float | None:
-    """Return None past the end, where one side stopped and the other did not."""
-    return margins[index] if index < len(margins) else None
+def _margin(margins: Sequence[tuple[float, float]], index: int) -> tuple[float | None, float]:
+    """Return a margin and its bound; None past the end, where one side stopped and the other did not."""
+    return margins[index] if index < len(margins) else (None, 0.0)
 
 
 def _stats(drafts: Sequence[Sequence[PlacedDraft]], k: int) -> AcceptanceStats:

@@ -47,6 +47,7 @@ def model_card(
         f"A draft model for speculative decoding. It proposes tokens that `{target}` verifies, so the output "
         "is what the target would write and needs fewer of its forward passes. It reads the target's hidden "
         "states and works with no other model.",
+        *([f"> **Warning.** {warning}"] if (warning := untrained_warning(run_info)) else []),
         "## Results\n\n" + "\n\n".join([_measured(evaluation), *_served(serving), *map(_picture, plots)]),
         "## Serve\n\n```shell\n"
         + serve_command(*_public_paths(run_info), evaluation.get("k", DRAFT_TOKENS), layout_of(config).value)
@@ -160,6 +161,17 @@ def describe_vocabulary(run_info: dict[str, Any]) -> str:
         return "the target's full vocabulary"
     coverage = f"{100 * run_info['vocab_coverage']:.2f} % of the training tokens"
     return f"{run_info['draft_vocab_size']:,} tokens, {coverage}"
+
+
+def untrained_warning(run_info: dict[str, Any]) -> str | None:
+    """Return a warning if the export has the weights from before the first step."""
+    if run_info["best_step"] != 0:
+        return None
+    return (
+        f"This drafter is untrained: none of the checkpoints up to step {run_info['steps']:,} has as long an "
+        "acceptance length on the held-out prompts as the weights before the first step, which are exported. "
+        "Train for longer, on more data, or with another optim.lr."
+    )
 
 
 def _training_rows(run_info: dict[str, Any]) -> list[tuple[str, str]]:

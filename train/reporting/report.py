@@ -17,6 +17,7 @@ from train.reporting.model_card import (
     describe_vocabulary,
     serve_command,
     target_name,
+    untrained_warning,
 )
 from train.reporting.plots import Panel, build_panels, save_png, to_svg
 from train.reporting.results import decoding_runs, identical_completions, read_serving
@@ -92,6 +93,8 @@ def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
         completions = identical_completions(evaluation["greedy"])
         rows = [("completions", completions), ("engine", evaluation["engine"])]
     rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
+    if warning := untrained_warning(run_info):
+        lines = [f"WARNING: {warning}", "", *lines]
     return "\n".join(lines + aligned(rows, text_columns=2))
 
 
@@ -155,6 +158,7 @@ def _page(
         figures={name: (panel, to_svg(panel)) for name, panel in panels.items()},
         evaluation=evaluation,
         headlines=_headlines(evaluation),
+        warning=untrained_warning(run_info),
         decoding_rows=_decoding_rows(evaluation),
         runs=decoding_runs(evaluation),
         run_info=run_info,

@@ -11,6 +11,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +57,71 @@ def decode(job: Json, finished: dict[str, Json]) -> Json:
 
     against = job["margins_against"]
     other = None if against is None else finished[against]["passes"][0]["completions"]
-    started = time.perf_counter()
-    llm = build(job["engine"])
-    start_seconds = time.perf_counter() - started
-    events = record_drafts(llm) if job["record_drafts"] else []
-    passes = [decode_pass(llm, job, one, events) for one in job["passes"]]
+    engine = Engine(job)
+    kept = Kept(job["keep"])
+    passes = [
+        kept.result(f"pass-{index}", partial(decode_pass, engine, job, one))
+        for index, one in enumerate(job["passes"])
+    ]
+    texts = passes[0]["completions"]
     result = {
         "passes": passes,
-        "margins": [] if other is None else margins(llm, job["prompts"], passes[0]["completions"], other),
-        "start_seconds": start_seconds,
+        "margins": []
+        if other is None
+        else kept.result("margins", lambda: margins(engine.llm, job["prompts"], texts, other)),
+        "start_seconds": engine.start_seconds,
         "vllm_version": vllm.__version__,
     }
-    shut_down(llm)
+    engine.shut_down()
     return result
 
 
-def decode_pass(llm: Any, job: Json, sampling: Json, events: list[Event]) -> Json:
+class Engine:
+    """The engine of a job, which is started when it is first used."""
+
+    def __init__(self, job: Json) -> None:
+        self.job = job
+        self.events: list[Event] = []
+        self.start_seconds = 0.0
+        self._llm: Any = None
+
+    @property
+    def llm(self) -> Any:
+        if self._llm is None:
+            started = time.perf_counter()
+            self._llm = build(self.job["engine"])
+            self.start_seconds = time.perf_counter() - started
+            if self.job["record_drafts"]:
+                self.events = record_drafts(self._llm)
+        return self._llm
+
+    def shut_down(self) -> None:
+        if self._llm is not None:
+            shut_down(self._llm)
+
+
+class Kept:
+    """The finished results of a job on disk; without a directory, none."""
+
+    def __init__(self, directory: str | None) -> None:
+        self.directory = None if directory is None else Path(directory)
+
+    def result(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the result on disk, or else the computed one, once it is on disk."""
+        if self.directory is None:
+            return compute()
+        path = self.directory / f"{name}.json"
+        if not path.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            partial = self.directory / f".{name}.partial"
+            partial.write_text(json.dumps(compute()))
+            os.replace(partial, path)
+        return json.loads(path.read_text())
+
+
+def decode_pass(engine: Engine, job: Json, sampling: Json) -> Json:
     """Decode all prompts once: completions, drafts, vLLM's counters, seconds."""
+    llm = engine.llm
     prompts, seed = job["prompts"], sampling["seed"]
     params = [
         sampling_params(job, temperature=sampling["temperature"], seed=None if seed is None else seed + index)
@@ -81,14 +131,14 @@ def decode_pass(llm: Any, job: Json, sampling: Json, events: list[Event]) -> Jso
         warm = [sampling_params(job | {"max_tokens": WARM_UP_TOKENS}, temperature=sampling["temperature"])]
         few = prompts[: job["engine"]["max_num_seqs"]]
         generate(llm, few, warm * len(few))
-    events.clear()
+    engine.events.clear()
     before = counters(llm)
     started = time.perf_counter()
     outputs = generate(llm, prompts, params)
     seconds = time.perf_counter() - started
     return {
         "completions": [list(output.outputs[0].token_ids) for output in outputs],
-        "drafts": placed_drafts(outputs, events),
+        "drafts": placed_drafts(outputs, engine.events),
         "counters": difference(counters(llm), before),
         "seconds": seconds,
     }
@@ -108,11 +158,15 @@ def placed_drafts(outputs: list[Any], events: list[Event]) -> list[list[Json]]:
 
 def margins(
     llm: Any, prompts: list[list[int]], completions: list[list[int]], others: list[list[int]]
-) -> list[float | None]:
-    """Return the gap between the top two logits where two completions diverge; None where they do not."""
+) -> list[list[float] | None]:
+    """Return the gap between the top two logits where two completions diverge; None where they do not.
+
+    The larger absolute value of the two logits comes second. The engine must return logits for log
+    probabilities.
+    """
     from vllm import SamplingParams
 
-    found: list[float | None] = [None] * len(prompts)
+    found: list[list[float] | None] = [None] * len(prompts)
     parted = {}
     for index, (completion, other) in enumerate(zip(completions, others, strict=True)):
         common = next((i for i, (a, b) in enumerate(zip(completion, other, strict=False)) if a != b), None)
@@ -122,7 +176,7 @@ def margins(
     outputs = generate(llm, list(parted.values()), [one_token] * len(parted)) if parted else []
     for index, output in zip(parted, outputs, strict=True):
         second, best = sorted(one.logprob for one in output.outputs[0].logprobs[0].values())[-2:]
-        found[index] = best - second
+        found[index] = [best - second, max(abs(best), abs(second))]
     return found
 
 

@@ -17,6 +17,7 @@ from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.evaluation.decoding import decode_without_drafter, greedy_report, replay_by_length, sampling_report
+from train.evaluation.passes import PassResults
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.stages.train import new_drafter
 from train.stages.vocab import load_vocab
@@ -42,7 +43,10 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Decode the test prompts with the export and replay their completions, into `evaluation.json`."""
+    """Decode the test prompts with the export and replay their completions, into `evaluation.json`.
+
+    Each pass is in `passes/` once it is finished, and is not repeated after an interruption.
+    """
     evaluate = context.config.evaluate
     tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
@@ -50,11 +54,12 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     store.verify(cache_dir=context.cache_dir, progress=True)
     in_vllm = context.config.target.engine is TargetEngine.vllm
     # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
-    decoded = decode_in_vllm(vllm_evaluation(context), prompts) if in_vllm else None
+    passes = directory / "passes"
+    decoded = decode_in_vllm(vllm_evaluation(context, passes), prompts) if in_vllm else None
     trained = exported_drafter(context)
     fresh = untrained_drafter(context) if evaluate.untrained else None
     if decoded is None:
-        decoded = decode_in_transformers(context, prompts, trained, fresh)
+        decoded = decode_in_transformers(context, prompts, trained, fresh, PassResults(passes))
     evaluation = {
         "k": evaluate.draft_tokens,
         "max_new_tokens": evaluate.max_new_tokens,
@@ -65,8 +70,12 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     return {"acceptance_length": evaluation["greedy"]["acceptance_length"], "k": evaluate.draft_tokens}
 
 
-def vllm_evaluation(context: RunContext) -> VllmEvaluation:
-    """Return what vLLM needs to decode with this run's export."""
+def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
+    """Return what vLLM needs to decode with this run's export.
+
+    Args:
+        passes: the directory of finished passes.
+    """
     evaluate, parts = context.config.evaluate, context.parts
     drafter = context.drafter_config(context.shape.draft_vocab_size or parts.vocab_size)
     target_positions = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
@@ -85,11 +94,16 @@ def vllm_evaluation(context: RunContext) -> VllmEvaluation:
         on_cpu=context.world.device.type == "cpu",
         engine_args=single_replica(context.config.vllm.engine_args),
         log=context.output_dir / "vllm-evaluate.log",
+        passes=passes,
     )
 
 
 def decode_in_transformers(
-    context: RunContext, prompts: Sequence[Sequence[int]], trained: Candidate, fresh: Candidate | None
+    context: RunContext,
+    prompts: Sequence[Sequence[int]],
+    trained: Candidate,
+    fresh: Candidate | None,
+    passes: PassResults,
 ) -> dict[str, Any]:
     """Return the decoding part of `evaluation.json`, from eagle31's decoder."""
     evaluate, device = context.config.evaluate, context.world.device
@@ -99,13 +113,14 @@ def decode_in_transformers(
         "max_new_tokens": evaluate.max_new_tokens,
         "eos_token_ids": context.eos_token_ids,
     }
-    plain = decode_without_drafter(target, prompts, device=device, **limits)
+    plain = passes.decoded("plain", lambda: decode_without_drafter(target, prompts, device=device, **limits))
     chain: dict[str, Any] = {"draft_tokens": evaluate.draft_tokens, **limits}
-    greedy = greedy_report(target, *trained, prompts, plain, **chain, label="speculative decoding")
-    untrained = fresh and greedy_report(target, *fresh, prompts, plain, **chain, label="untrained")
-    sampling = None
-    if evaluate.sampling:
-        sampling = sampling_report(
+
+    def decode(candidate: Candidate, label: str) -> dict[str, Any]:
+        return greedy_report(target, *candidate, prompts, plain, **chain, label=label)
+
+    def sample() -> dict[str, Any]:
+        return sampling_report(
             target,
             *trained,
             prompts,
@@ -114,6 +129,10 @@ def decode_in_transformers(
             seed=context.config.seed,
             device=device,
         )
+
+    greedy = passes.run("greedy", lambda: decode(trained, "speculative decoding"))
+    untrained = None if fresh is None else passes.run("untrained", lambda: decode(fresh, "untrained"))
+    sampling = passes.run("sampling", sample) if evaluate.sampling else None
     return {
         "engine": f"eagle31 (transformers, {str(model.dtype).removeprefix('torch.')}, {device.type})",
         "num_prompts": len(prompts),

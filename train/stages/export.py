@@ -29,7 +29,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
 from train.drafter.export_checks import require_valid
-from train.reporting.model_card import write_model_card
+from train.reporting.model_card import untrained_warning, write_model_card
 from train.stages.report import describe_run
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
@@ -87,6 +87,8 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
         **written,
     )
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
+    if warning := untrained_warning(run_info):
+        print(f"export: WARNING: {warning}", flush=True)
     exported = read_json(directory / "checkpoint" / "config.json")
     write_model_card(directory / "checkpoint", run_info, {}, exported)
     return {"step": best["step"], "validation_acceptance_length": best["acceptance_length"]}

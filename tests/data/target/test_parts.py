@@ -115,7 +115,7 @@ def test_rows_gives_the_logits_of_the_draft_vocabulary(tmp_path: Path) -> None:
     head = load_target_parts(save_target(tmp_path)).head
     t2d = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) < 0.3
     hidden = torch.randn(4, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(head.rows(t2d)(hidden), head(hidden)[:, t2d])
+    torch.testing.assert_close(head.rows(t2d.nonzero().squeeze(1))(hidden), head(hidden)[:, t2d])
 
 
 def test_the_dtype_is_the_checkpoints_or_the_requested_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle31.decoding.chain import ChainDrafter, top_margin
+from eagle31.decoding.chain import ChainDrafter, rounding_bound, top_magnitude, top_margin
 from eagle31.training.rollout import rollout
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
@@ -53,3 +53,28 @@ def test_top_margin() -> None:
     logits = torch.tensor([[1.0, 4.0, 2.5], [3.0, 3.0, 0.0]], dtype=torch.bfloat16)
     torch.testing.assert_close(top_margin(logits), torch.tensor([1.5, 0.0]))
     assert top_margin(torch.tensor([[7.0]])).item() == float("inf")
+
+
+def test_the_bound_of_a_near_tie_grows_with_the_dtype_and_the_logits() -> None:
+    logits = torch.tensor([[-9.0, 2.0, 7.5], [-0.5, -4.0, -1.0]])
+    torch.testing.assert_close(top_magnitude(logits), torch.tensor([7.5, 1.0]))
+    assert top_magnitude(torch.tensor([[7.0]])).item() == 7.0
+    # The logits 7.5 and 7.47 are neighbours in bf16, and far apart in float32.
+    assert rounding_bound(7.5, torch.bfloat16) > 0.03 > rounding_bound(7.5, torch.float32)
+    assert rounding_bound(75.0, torch.bfloat16) == 10 * rounding_bound(7.5, torch.bfloat16)
+
+
+def test_rounding_in_bf16_stays_within_the_bound() -> None:
+    """The margins of one product, computed from terms that are rounded in two orders."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(200, 512), torch.randn(64, 512) / 16
+    exact = hidden.double() @ weight.double().T
+    rounded = (hidden.bfloat16() @ weight.bfloat16().T).float()
+    order = torch.randperm(512)
+    halves = [(hidden[:, part].bfloat16() @ weight[:, part].bfloat16().T) for part in order.chunk(2)]
+    summed = (halves[0] + halves[1]).float()
+    top = exact.topk(2).indices
+    gaps = [x.gather(1, top).diff(dim=1).squeeze(1) for x in (rounded, summed)]
+    assert (gaps[0] != gaps[1]).any()
+    bound = rounding_bound(top_magnitude(rounded), torch.bfloat16)
+    assert ((gaps[0] - gaps[1]).abs() <= bound).all()

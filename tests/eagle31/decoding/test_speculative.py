@@ -135,7 +135,9 @@ def test_drafts_and_margins_are_kept() -> None:
     prompt = [1, 2, 3, 4]
     plain = decode_plainly(target, prompt, device=CPU, **limits)
     ours = decode_speculatively(target, drafter, frozen, prompt, draft_tokens=3, **limits)
-    assert len(ours.margins) == len(ours.token_ids)
+    assert len(ours.margins) == len(ours.bounds) == len(ours.token_ids)
+    torch.testing.assert_close(torch.tensor(ours.bounds), torch.tensor(plain.bounds), rtol=1e-4, atol=0)
+    assert [len(one) for one in ours.draft_bounds] == [len(one) for one in ours.draft_margins]
     torch.testing.assert_close(torch.tensor(ours.margins), torch.tensor(plain.margins), rtol=0, atol=1e-4)
     assert len(ours.drafts) == len(ours.draft_margins) == len(ours.accepted) > 2
     position = 1

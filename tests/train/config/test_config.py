@@ -133,7 +133,7 @@ POSITIVE = (
     *("train.ttt_steps", "train.row_tokens", "train.rows_per_step", "train.num_epochs"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
     *("evaluate.draft_tokens", "evaluate.max_new_tokens"),
-    *("optim.lr", "optim.max_grad_norm", "optim.eps"),
+    *("optim.lr", "optim.max_grad_norm", "optim.eps", "optim.max_norm_jump", "optim.max_skipped_steps"),
     *("data.regenerate.max_new_tokens", "data.regenerate.batch_size"),
 )
 
@@ -143,6 +143,12 @@ POSITIVE = (
     [
         *((key, value) for key in POSITIVE for value in (0, -1)),
         ("optim.lr", float("nan")),
+        ("optim.lr", float("inf")),
+        ("optim.lr", 1e10),
+        ("optim.max_grad_norm", float("inf")),
+        ("optim.betas", [0.9, float("nan")]),
+        ("capture.spool_gb", float("inf")),
+        ("evaluate.temperature", float("inf")),
         ("train.max_steps", 0),
         ("capture.max_samples", 0),
         ("capture.codec", "fp4"),
@@ -181,6 +187,7 @@ def test_a_value_out_of_range_is_refused_with_its_field(key: str, value: Any) ->
     [
         ("train.max_steps", 1),
         ("train.max_steps", None),
+        ("optim.max_norm_jump", None),
         ("capture.max_samples", 1),
         ("train.step_decay", 1.0),
         ("data.max_tokens", 2048),

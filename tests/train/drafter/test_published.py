@@ -184,6 +184,17 @@ def test_another_target_is_refused_before_any_stage(checkpoint: Path, tmp_path: 
         context(spec, checkpoint, tmp_path).check_drafter()
 
 
+def test_weights_that_are_not_finite_are_refused(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
+    def damage(tensors: dict[str, Any]) -> None:
+        tensors["fc.weight"][0, :3] = torch.tensor([float("nan"), float("inf"), 1.0])
+
+    edit_tensors(checkpoint, damage)
+    with pytest.raises(
+        UserError, match=r"init_from=.*: 2 of the [0-9,]+ values of its fc.weight are not finite"
+    ):
+        context(spec, checkpoint, tmp_path).check_drafter()
+
+
 def test_a_map_that_does_not_ascend_is_refused(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
     def swap(tensors: dict[str, Any]) -> None:
         tensors["d2t"][0], tensors["d2t"][1] = tensors["d2t"][1] + 1, tensors["d2t"][0] - 1

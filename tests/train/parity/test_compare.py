@@ -8,7 +8,7 @@ from train.serving.drafts import PlacedDraft, Served, cut_to_completion
 
 K = 3
 WIDE = 1.0
-TIE = 5e-5
+TIE, BOUND = 5e-5, 1e-4  # a margin, and the one up to which rounding may decide
 COMPLETION = list(range(10, 22))
 
 
@@ -34,6 +34,8 @@ def decoded(
         margins=[TIE if i in ties else WIDE for i in range(len(completion))],
         drafts=drafts,
         draft_margins=[[WIDE, TIE if i in draft_ties else WIDE, WIDE] for i in range(len(drafts))],
+        bounds=[BOUND] * len(completion),
+        draft_bounds=[[BOUND] * K for _ in drafts],
     )
 
 

@@ -116,6 +116,8 @@ REFERENCE = Decoded(
     margins=[1.0] * 12,
     drafts=[[0] * 3] * 4,  # at 1, 3, 7 and 10
     draft_margins=[[1.0] * 3] * 4,
+    bounds=[1e-4] * 12,
+    draft_bounds=[[1e-4] * 3] * 4,
 )
 COUNTED = ServerCounters(1, 3, (3, 2, 1))
 COMPLETION = list(range(8))

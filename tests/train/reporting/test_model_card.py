@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
+from eagle31.json_files import write_jsonl
 from tests.train.reporting.finished_run import evaluation, run_info
 from train.reporting.model_card import model_card, serve_command, write_model_card
+from train.reporting.report import format_table, write_report
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "fc_norm": True, "norm_output": True}
 
@@ -102,6 +104,17 @@ def test_card_of_a_run_without_evaluation() -> None:
     assert "# EAGLE 3 drafter" in card
     assert "the target's full vocabulary" in card
     assert "None" not in card
+
+
+def test_an_untrained_drafter_is_marked_everywhere(tmp_path: Path) -> None:
+    untrained = run_info() | {"best_step": 0}
+    for text in (model_card(untrained, evaluation(), CONFIG), format_table({}, untrained)):
+        assert "This drafter is untrained: none of the checkpoints up to step 400" in text
+    for text in (model_card(run_info(), evaluation(), CONFIG), format_table({}, run_info())):
+        assert "drafter is untrained" not in text
+    write_jsonl(tmp_path / "metrics.jsonl", [])
+    write_report(tmp_path, tmp_path / "metrics.jsonl", evaluation(), untrained)
+    assert "This drafter is untrained" in (tmp_path / "report" / "index.html").read_text()
 
 
 def test_write_model_card(tmp_path: Path) -> None:

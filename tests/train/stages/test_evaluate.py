@@ -13,6 +13,7 @@ import torch
 from data.embedded.target import EmbeddedTarget
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
+from eagle31.decoding.chain import rounding_bound
 from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json
 from tests.train.small_run import RECIPE, arguments
@@ -27,6 +28,7 @@ from train.parity.reference import decode_reference, reference_drafter
 from train.pipeline import run_stage, run_stages, unfinished_stages
 from train.serving.drafts import common_length
 from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
+from train.stages import evaluate as evaluate_stage
 from train.stages.report import run_report
 
 CPU = torch.device("cpu")
@@ -110,12 +112,18 @@ def test_vllm_gives_the_same_numbers_as_eagle31(in_vllm: VllmRun) -> None:
 
 def test_vllm_gives_the_same_margins_as_eagle31(in_vllm: VllmRun, decoded: list[Decoded]) -> None:
     parting = in_vllm.results[2]
-    expected = []
+    expected, limits = [], []
     for text, one in zip(parting.passes[0].served.completions, decoded, strict=True):
         first = common_length(text, one.token_ids)
-        expected.append(None if first in (len(text), len(one.token_ids)) else one.margins[first])
+        ended = first in (len(text), len(one.token_ids))
+        expected.append(None if ended else one.margins[first])
+        limits.append(None if ended else one.bounds[first])
     assert sum(margin is not None for margin in expected) > 2
-    assert list(parting.margins) == pytest.approx(expected, abs=1e-4)
+    margins = [None if one is None else one[0] for one in parting.margins]
+    assert margins == pytest.approx(expected, abs=1e-4)
+    # Both sides judge a near-tie by the same magnitude of the logits.
+    bounds = [None if one is None else rounding_bound(one[1], torch.float32) for one in parting.margins]
+    assert bounds == pytest.approx(limits, abs=1e-6)
     assert set(in_vllm.results[1].margins) == {None}
 
 
@@ -129,6 +137,40 @@ def test_report_and_card_name_vllm_as_the_engine(in_vllm: VllmRun) -> None:
     assert engine in card
     assert "untrained, by replay" in page
     assert "not from vLLM" not in card
+
+
+def test_every_pass_is_on_disk(in_vllm: VllmRun) -> None:
+    found = {path.parent.name for path in in_vllm.directory.glob("artifacts/evaluate-*/passes/*/pass-0.json")}
+    assert found == {"vllm-drafter", "vllm-plain"}
+
+
+def test_a_pass_that_fails_costs_no_other(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
+    settings = [*arguments(small_target, tmp_path / "run"), "evaluate.sampling=true"]
+
+    def evaluate() -> None:
+        context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
+        stages = list(Stage)[: list(Stage).index(Stage.evaluate) + 1]
+        for stage in (unfinished := unfinished_stages(context, stages)):
+            run_stage(context, stage, unfinished)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate_stage, "sampling_report", lambda *_, **__: pytest.fail("the sampling pass"))
+        with pytest.raises(pytest.fail.Exception, match="the sampling pass"):
+            evaluate()
+    [passes] = tmp_path.glob("run/artifacts/evaluate-*/passes")
+    assert {path.stem for path in passes.iterdir()} == {"plain", "greedy", "untrained"}
+    with monkeypatch.context() as patch:
+        for name in ("greedy_report", "decode_without_drafter"):
+            patch.setattr(evaluate_stage, name, lambda *_, **__: pytest.fail("decoded again"))
+        evaluate()
+    sampled, greedy = sorted(evaluations(tmp_path / "run"), key=lambda one: one["sampling"] is None)
+    assert sampled["sampling"]["num_tokens"] > 0
+    timed = ("seconds", "plain_seconds", "speedup")
+    without_times = [{k: v for k, v in one["greedy"].items() if k not in timed} for one in (sampled, greedy)]
+    assert without_times[0] == without_times[1]
 
 
 def test_an_engine_that_fails_leaves_no_result(
