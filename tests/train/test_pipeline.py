@@ -26,7 +26,9 @@ from tests.train.small_run import (
     wait_for_step,
 )
 from tests.train.torchrun import run_here, torchrun
-from train.config.run import Stage
+from train import pipeline
+from train.config.run import RunConfig, Stage
+from train.distributed import World
 from train.pipeline import STAGES, StageRun, exclusive
 from train.stages.capture import open_source
 from train.stages.train import train_inputs
@@ -250,3 +252,17 @@ def test_a_finished_run_is_pushed(
     [(_, files)] = hub.commits["someone/drafter"]
     assert files["model.safetensors"] == (directory / "export" / "model.safetensors").read_bytes()
     assert TOKEN not in (directory / "config.yaml").read_text()
+
+
+def test_a_rank_takes_its_gpu_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def reached(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(pipeline, "RunContext", reached)
+    with pytest.raises(InterruptedError):
+        pipeline.run_pipeline(RunConfig(), World(rank=5, local_rank=1, size=8))
+    assert chosen == [torch.device("cuda", 1)]
