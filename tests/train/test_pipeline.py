@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import load_from_disk
 from huggingface_hub import constants
 
