@@ -60,8 +60,11 @@ def model_card(
 
 
 def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = Layout.vllm.value) -> str:
-    """Return the serve command; an export in speculators' layout names its target itself."""
-    if layout == Layout.speculators.value:
+    """Return the serve command. An export in speculators' layout names its target itself.
+
+    vLLM 0.33 takes the target's name from there only where it is a repository of the Hub.
+    """
+    if layout == Layout.speculators.value and is_hub_id(target):
         return f"vllm serve {shlex.quote(drafter)}"
     speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"

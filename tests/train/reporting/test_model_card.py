@@ -89,9 +89,13 @@ def test_serve_command_survives_the_shell() -> None:
     }
 
 
-def test_speculators_layout_needs_no_target_in_the_serve_command() -> None:
-    assert shlex.split(serve_command("t", "/my export", 3, "speculators")) == ["vllm", "serve", "/my export"]
-    card = model_card(run_info(), evaluation(), CONFIG | {"speculators_model_type": "eagle3"})
+def test_speculators_layout_needs_no_target_of_the_hub_in_the_serve_command() -> None:
+    short = serve_command("owner/target", "/my export", 3, "speculators")
+    assert shlex.split(short) == ["vllm", "serve", "/my export"]
+    # vLLM 0.33 refuses a local target that only the export names.
+    assert shlex.split(serve_command("/t", "/my export", 3, "speculators"))[:3] == ["vllm", "serve", "/t"]
+    run = run_info() | {"target": "owner/target"}
+    card = model_card(run, evaluation(), CONFIG | {"speculators_model_type": "eagle3"})
     assert "\nvllm serve PATH_OF_THIS_DIRECTORY\n" in card
 
 
