@@ -103,7 +103,7 @@ def test_backward_gives_what_autograd_gives() -> None:
 def test_nothing_is_left_of_it() -> None:
     with PretendedGpu():
         pass
-    with pytest.raises((RuntimeError, AssertionError), match="CUDA|cuda|NVIDIA"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|cuda|NVIDIA"):
         torch.zeros(2, device="cuda")
     assert type(torch.Generator()) is torch.Generator
     weight = torch.ones(2, requires_grad=True)
