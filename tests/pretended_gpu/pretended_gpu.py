@@ -5,12 +5,13 @@ Tensors on the CPU are real and their operations are computed. Tensors on "cuda"
 host would wait for a GPU is recorded. What is copied from the device has arbitrary values.
 """
 
-import traceback
+import linecache
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -361,8 +362,11 @@ def _on_gpu(x: Any) -> bool:
 
 def _place() -> str:
     """Return the innermost line of the project outside this directory's harness."""
-    for frame in reversed(traceback.extract_stack()):
-        file = Path(frame.filename)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
         if file.is_relative_to(ROOT) and not (file.parent == HERE and not file.name.startswith("test_")):
-            return f"{file.relative_to(ROOT)}:{frame.lineno} {frame.line}"
+            line = linecache.getline(str(file), frame.f_lineno).strip()
+            return f"{file.relative_to(ROOT)}:{frame.f_lineno} {line}"
+        frame = frame.f_back
     return "?"
