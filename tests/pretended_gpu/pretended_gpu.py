@@ -7,7 +7,7 @@ host would wait for a GPU is recorded. What is copied from the device has arbitr
 
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
+from eagle31.kernels.elementwise import _RMSNorm
 from eagle31.training.batch import PackedBatch
 from tests.pretended_gpu.device_guard import cuda_device_guard
 
@@ -207,6 +208,7 @@ class PretendedGpu(TorchDispatchMode):
         }
         return [
             mock.patch.object(torch, "Generator", _AnyGenerator),
+            mock.patch.object(torch, "rms_norm", _fused_rms_norm(torch.rms_norm)),
             mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor)),
             mock.patch.object(torch.Tensor, "record_stream", record_stream),
             mock.patch.object(torch.backends.cuda, "is_flash_attention_available", return_value=True),
@@ -350,6 +352,22 @@ def to_gpu(module: nn.Module, dtype: torch.dtype | None = None) -> None:
 def pinned(batch: PackedBatch) -> PackedBatch:
     """Return the batch in pinned memory, as the loader makes it for a GPU."""
     return PackedBatch(**{f.name: getattr(batch, f.name).pin_memory() for f in fields(batch)})
+
+
+def _fused_rms_norm(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return RMSNorm as one operation, as it is on a GPU; a build without CUDA takes it apart.
+
+    The kernel of a GPU keeps its input and the inverse norms for the backward pass too.
+    """
+
+    def rms_norm(
+        x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if not isinstance(x, FakeTensor) or weight is None:
+            return real(x, shape, weight, eps)
+        return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+
+    return rms_norm
 
 
 def _on_gpu(x: Any) -> bool:
