@@ -1,7 +1,9 @@
 """Checkpoints of a training run: the newest few, and the weights with the longest acceptance length."""
 
+import io
 import os
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,7 +73,8 @@ class CheckpointDirectory:
         path = self._path(steps[-1])
         saved = read_json(path / STATE)
         saved.pop("world_size")
-        loaded, _ = model_engine.load_checkpoint(str(path), tag=ENGINE_TAG)
+        with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what it loads
+            loaded, _ = model_engine.load_checkpoint(str(path), tag=ENGINE_TAG)
         assert loaded is not None, path
         return TrainState(**saved)
 

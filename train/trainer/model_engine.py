@@ -1,13 +1,15 @@
 """The model engine: DeepSpeed around the drafter."""
 
+import io
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
@@ -113,7 +115,6 @@ def deepspeed_config(
         "communication_data_type": "fp32",
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,  # GuardedAdamW is an AdamW under another name
         "steps_per_print": 2**31,
     }
 
@@ -140,7 +141,10 @@ def initialize_model_engine(
         eps=eps,
         weight_decay=weight_decay,
     )
-    model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    if GuardedAdamW not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(GuardedAdamW)  # as AdamW is; DeepSpeed compares types
+    with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
+        model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if model_engine.zero_optimization():
         optimizer.reduced_norm = lambda: model_engine.optimizer._global_grad_norm
     return model_engine

@@ -61,7 +61,7 @@ def in_vllm(
     shutil.copytree(finished[0], found.directory, symlinks=True)
 
     def kept(jobs: Sequence[DecodeJob], python: Path, log: Path) -> list[JobResult]:
-        parting = replace(jobs[1], name="parting", passes=[Sampling(1.0, 0)], warm_up=False)
+        parting = replace(jobs[1], name="parting", passes=[Sampling(1.0, 0)], warm_up=False, keep=None)
         found.jobs.extend([*jobs, parting])
         found.results.extend(run_jobs(found.jobs, python, log))
         return found.results[: len(jobs)]
