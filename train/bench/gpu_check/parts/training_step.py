@@ -83,7 +83,9 @@ def measure(recipe: str, options: Options, record: Record, small: dict[str, int]
     reset_peak(device)
     update(engine, batch)
     peak = memory_peak(device) - before
-    counts = count_step(batch.to(torch.device("cpu")), num_steps)
+    on_host = batch.to(torch.device("cpu"))
+    synchronize(device)  # the copies do not wait
+    counts = count_step(on_host, num_steps)
     planned = trainer_memory(shape, sizes.num_parameters, settings, counts, device.type).total
     compare_memory(record, peak, planned, TOLERANCES[device.type])
     rounds = 2 if options.dry_run else ROUNDS
