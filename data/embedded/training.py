@@ -107,7 +107,7 @@ def evaluate(model: LlamaForCausalLM, documents: list[Document], rows: int = 8) 
     return total / num_answer_tokens(documents)
 
 
-def initialize(model: LlamaForCausalLM, seed: int) -> None:
+def initialize(model: torch.nn.Module, seed: int) -> None:
     """Initialize for a short run: layers start as the identity, inputs have unit scale, logits are small."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

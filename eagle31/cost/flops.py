@@ -7,9 +7,8 @@ elementwise operations, so a utilisation computed from it leaves them out too.
 
 from dataclasses import dataclass, fields, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from eagle31.model.config import DrafterConfig
 from eagle31.training.batch import PackedBatch
@@ -143,7 +142,7 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
     )
 
 
-def sample_flops(config: DrafterConfig, num_steps: int, supervision: NDArray, head_trained: bool) -> NDArray:
+def sample_flops(config: DrafterConfig, num_steps: int, supervision: Tensor, head_trained: bool) -> Tensor:
     """Estimate the FLOPs of each sample, to compare samples with each other.
 
     Every supervised position counts as rolled out over all steps.
@@ -161,7 +160,8 @@ def sample_flops(config: DrafterConfig, num_steps: int, supervision: NDArray, he
         replace(none, rows=(1,) * num_steps, teachers=1),
         replace(none, causal_pairs=num_steps),
     )
-    return supervision @ np.array([step_flops(config, one, head_trained).total for one in of_each], float)
+    flops = [step_flops(config, one, head_trained).total for one in of_each]
+    return supervision.double() @ torch.tensor(flops, dtype=torch.float64)
 
 
 def _projections(

@@ -383,7 +383,9 @@ def _place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(ROOT) and not (file.parent == HERE and not file.name.startswith("test_")):
+        of_the_harness = file.parent == HERE and not file.name.startswith("test_")
+        # The environment may be in the checkout.
+        if file.is_relative_to(ROOT) and not (of_the_harness or "site-packages" in file.parts):
             line = linecache.getline(str(file), frame.f_lineno).strip()
             return f"{file.relative_to(ROOT)}:{frame.f_lineno} {line}"
         frame = frame.f_back

@@ -213,9 +213,9 @@ def sample_costs(
     train, world = context.config.train, context.world
     if world.size == 1 or train.rows_per_step == world.size:
         return None
-    supervision = dataset_supervision(training_samples(context))
+    supervision = torch.from_numpy(dataset_supervision(training_samples(context)))
     if isinstance(source, HiddenStateStore):
-        supervision = supervision[source.sample_ids]
+        supervision = supervision[list(source.sample_ids)]
     return sample_flops(drafter, train.ttt_steps, supervision, context.config.drafter.train_lm_head).tolist()
 
 

@@ -1,7 +1,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -140,7 +139,7 @@ def test_flops_of_samples_follow_those_of_their_steps(changes: dict[str, Any]) -
         batch.loss_mask[: len(batch.input_ids) // 2] = False
         batch.loss_mask[len(batch.input_ids) // 2 :] = True
     one_step = [count_step(batch, 1) for batch in batches]
-    supervision = np.array([[c.keys, c.rows[0], c.causal_pairs] for c in one_step])
+    supervision = torch.tensor([[c.keys, c.rows[0], c.causal_pairs] for c in one_step])
     found = sample_flops(config, 3, supervision, head_trained=True)
     expected = [step_flops(config, count_step(batch, 3), head_trained=True).total for batch in batches]
     assert found.tolist() == pytest.approx(expected, rel=0.15)

@@ -188,7 +188,7 @@ def make_model(case: TargetCase, vocab_size: int, eos_token_id: int) -> PreTrain
         dtype="float32",
     )
     model = model_class(config)
-    initialize(model, seed=0)  # type: ignore[arg-type]
+    initialize(model, seed=0)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=eos_token_id)
     return model
 
