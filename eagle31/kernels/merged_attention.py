@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from eagle31.kernels.compiled import compilable
 from eagle31.kernels.elementwise import widened
 
 
@@ -48,8 +49,7 @@ class _MergedAttention(torch.autograd.Function):
         rollout = [_select(x, row_indices[i % num_steps]) for i, x in enumerate(rollout)]
         output, lse = block.forward(query, keys, values)
         if num_steps:
-            scores = _rollout_scores(query, rollout[:num_steps], block.scale)
-            output, lse = _merge(output, lse, scores, rollout[num_steps:])
+            output, lse = _merge(output, lse, query, rollout[:num_steps], rollout[num_steps:], block.scale)
         ctx.block, ctx.row_indices = block, row_indices
         ctx.save_for_backward(output, lse, *tensors)
         return output
@@ -126,10 +126,17 @@ def _rollout_scores(query: Tensor, rollout_keys: Sequence[Tensor], scale: float)
     return torch.stack(scores, dim=-1).flatten(1, 2).mul_(scale)
 
 
+@compilable
 def _merge(
-    output: Tensor, lse: Tensor, scores: Tensor, rollout_values: Sequence[Tensor]
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    rollout_keys: Sequence[Tensor],
+    rollout_values: Sequence[Tensor],
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Add the rollout terms to the block's output and log-sum-exp."""
+    scores = _rollout_scores(query, rollout_keys, scale)
     lse = lse.to(scores.dtype)
     merged_lse = torch.cat((lse.unsqueeze(-1), scores), dim=-1).logsumexp(-1)
     num_kv_heads = rollout_values[0].shape[1]
@@ -142,6 +149,7 @@ def _merge(
     return merged.flatten(1, 2).to(output.dtype), merged_lse
 
 
+@compilable
 def _rollout_backward(
     grad: Tensor,
     query: Tensor,

@@ -67,6 +67,10 @@ class TrainConfig:
     lk_eta: float = 3.0
     # Whether drafts are supervised where the target's greedy token is outside the draft vocabulary.
     count_outside_vocab: bool = True
+    # Whether torch.compile makes one kernel of each chain of memory-bound operations: rotary embedding,
+    # SwiGLU and merging attention. It needs Triton on a GPU and a C++ compiler on a CPU, and takes minutes
+    # at the start. Off, because its gain has not been measured on a GPU; scripts/gpu_check measures it.
+    compile: bool = False
     # Whether activations are recomputed in the backward pass: less memory for very long rows, about a sixth
     # more compute.
     activation_checkpointing: bool = False

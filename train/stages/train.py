@@ -19,6 +19,7 @@ from data.store import HiddenStateStore
 from eagle31.cost.devices import peak_bf16_flops
 from eagle31.cost.flops import count_step, sample_flops, step_flops
 from eagle31.errors import UserError
+from eagle31.kernels.compiled import use_compiled
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -96,6 +97,7 @@ def train_on(
     """Build what training needs, and train."""
     config, world = context.config, context.world
     ensure_process_group(config.deepspeed.timeout_minutes)
+    use_compiled("inductor" if config.train.compile else None)
     vocab = load_vocab(context.artifacts[Stage.vocab])
     drafter, frozen = new_drafter(context, vocab)
     num_parameters = sum(p.numel() for p in drafter.parameters())

@@ -42,6 +42,7 @@ PARTS = (
         240,
         environment=_MEASURED_MEMORY,
     ),
+    Part("compiled", "The step with train.compile and without", f"{_MODULES}.compiled", 300),
     Part("quickstart", "The quickstart in bf16 with ZeRO 1", f"{_MODULES}.quickstart", 420),
     Part("resume", "Training that is killed and resumed", f"{_MODULES}.resume", 240),
     Part("export", "The export, checked and evaluated", f"{_MODULES}.export", 180),

@@ -1,0 +1,73 @@
+"""Compiled memory-bound operations give the step's values and gradients."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31.kernels.compiled import use_compiled, uses_compiled
+from eagle31.training.step import rollout_loss
+from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
+
+LENGTHS = (23, 5, 41)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    use_compiled(None)
+
+
+def step(
+    shape: dict[str, Any], dtype: torch.dtype, num_steps: int, computed_in: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return the loss and all gradients of weights and states that are rounded to `dtype`, in float64."""
+    config = tiny_config(**shape)
+    drafter, frozen = tiny_drafter(config, dtype, seed=1)
+    batch = random_batch(LENGTHS, config, seed=1).to(torch.device("cpu"), dtype)
+    if computed_in is not None:
+        drafter, batch = drafter.to(computed_in), batch.to(torch.device("cpu"), computed_in)
+        embedding, head = frozen.embed_tokens.to(computed_in), copy.deepcopy(frozen.target_head)
+        frozen = replace(frozen, embed_tokens=embedding, target_head=head.to(computed_in))
+    loss, _ = rollout_loss(drafter, frozen, batch, num_steps=num_steps, step_decay=0.8)
+    grads = torch.autograd.grad(loss, list(drafter.parameters()), materialize_grads=True)
+    return [value.detach().double() for value in (loss, *grads)]
+
+
+def compiled_step(shape: dict[str, Any], dtype: torch.dtype, num_steps: int, backend: str) -> list[Tensor]:
+    use_compiled(backend)
+    assert uses_compiled()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    found = step(shape, dtype, num_steps)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    return found
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest error, relative to the largest value of the same tensor."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+def test_the_step_can_be_traced() -> None:
+    plain = step({}, torch.float64, 2)
+    assert distance(compiled_step({}, torch.float64, 2, "aot_eager"), plain) < 1e-12
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [{}, MLA, {"num_hidden_layers": 2}], ids=["gqa", "mla", "two layers"])
+def test_the_compiled_step_is_as_exact_as_the_plain_one(
+    shape: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--full"):
+        pytest.skip("--full runs it: compiling takes minutes")
+    exact = step(shape, dtype, 3, computed_in=torch.float64)
+    error = distance(step(shape, dtype, 3), exact)
+    assert distance(compiled_step(shape, dtype, 3, "inductor"), exact) <= 1.5 * error + 1e-12
