@@ -25,7 +25,8 @@ def use_compiled(backend: str | None = "inductor") -> None:
     """
     global _backend
     _backend = backend
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    if backend is not None:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
 
 
 def uses_compiled() -> bool:

@@ -42,7 +42,6 @@ PARTS = (
         240,
         environment=_MEASURED_MEMORY,
     ),
-    Part("compiled", "The step with train.compile and without", f"{_MODULES}.compiled", 300),
     Part("quickstart", "The quickstart in bf16 with ZeRO 1", f"{_MODULES}.quickstart", 420),
     Part("resume", "Training that is killed and resumed", f"{_MODULES}.resume", 240),
     Part("export", "The export, checked and evaluated", f"{_MODULES}.export", 180),
@@ -57,4 +56,6 @@ PARTS = (
         300,
         gpus=2,
     ),
+    # Last: it takes minutes to compile, and must not take them from the other parts.
+    Part("compiled", "The step with train.compile and without", f"{_MODULES}.compiled", 300),
 )
