@@ -1,7 +1,8 @@
 """The Muon optimizer for matrices, which learns more from each token than AdamW."""
 
 import torch
-from torch import Tensor
+
+from eagle31.kernels.newton_schulz import orthogonalize
 
 
 class Muon(torch.optim.Optimizer):
@@ -38,19 +39,3 @@ class Muon(torch.optim.Optimizer):
             updates = orthogonalize(torch.stack(directions))
             for parameter, update in zip(group["params"], updates, strict=True):
                 parameter.add_(update, alpha=-step_size)
-
-
-def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Bring the singular values of matrices near 1 by a quintic Newton-Schulz iteration.
-
-    Args:
-        matrices: N matrices, float [N, R, C].
-    """
-    wide = matrices.shape[1] <= matrices.shape[2]
-    x = matrices if wide else matrices.mT
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(iterations):
-        gram = x @ x.mT  # [N, r, r] with r = min(R, C)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
-    return x if wide else x.mT

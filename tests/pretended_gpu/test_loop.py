@@ -18,7 +18,8 @@ from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, 
 from train.distributed import World
 from train.trainer.guard import StepGuard
 from train.trainer.loop import optimizer_step
-from train.trainer.model_engine import TrainedModule
+from train.trainer.model_engine import TrainedModule, split_weights
+from train.trainer.muon import GuardedMuon, MuonSettings
 from train.trainer.optimizer import GuardedAdamW
 from train.trainer.window import WindowSums
 
@@ -65,10 +66,12 @@ class GpuWorld(World):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "count_outside_vocab"), [(torch.bfloat16, True), (torch.float32, False)], ids=str
+    ("dtype", "count_outside_vocab", "muon"),
+    [(torch.bfloat16, True, False), (torch.float32, False, False), (torch.bfloat16, True, True)],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*matrix products")
-def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: bool) -> None:
+def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: bool, muon: bool) -> None:
     config, world = configuration("gqa"), GpuWorld(rank=0, local_rank=0, size=1)
     with PretendedGpu() as gpu:
         batches = [[host_batch(config, dtype, seed=seed) for seed in (step, 9)] for step in range(MAX_STEPS)]
@@ -76,7 +79,14 @@ def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: 
         objective = Objective(count_outside_vocab=count_outside_vocab)
         module = TrainedModule(drafter, frozen, NUM_STEPS, 0.8, objective)
         guard = StepGuard()
-        optimizer = GuardedAdamW(module.parameters(), guard, max_grad_norm=0.5, on_device=True)
+        settings: dict[str, Any] = {"max_grad_norm": 0.5, "on_device": True, "lr": 1e-3, "weight_decay": 0.1}
+        if muon:
+            matrices, others = split_weights(drafter)
+            optimizer: GuardedAdamW = GuardedMuon(
+                matrices, others, guard, MuonSettings(matrix_lr=0.02, momentum=0.95), device=CUDA, **settings
+            )
+        else:
+            optimizer = GuardedAdamW(module.parameters(), guard, **settings)
         engine = PlainEngine(module, optimizer)
         rows = DeviceRows(
             SimpleNamespace(batches=batches.__getitem__),  # type: ignore[arg-type]
@@ -106,3 +116,8 @@ def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: 
         step(0)  # makes optimizer states and RoPE's tables
         with gpu.no_waiting():
             step(1)
+        if muon:
+            assert isinstance(optimizer, GuardedMuon)
+            assert optimizer.num_orthogonalized == 2 * len(matrices)
+            products = [op for op in gpu.operations if op is torch.ops.aten.baddbmm.default]
+            assert products

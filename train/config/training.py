@@ -16,6 +16,11 @@ class Schedule(Enum):
     constant = "constant"  # stays at optim.lr
 
 
+class Optimizer(Enum):
+    adamw = "adamw"  # for all weights
+    muon = "muon"  # for matrices; AdamW for norms and the draft head
+
+
 class Precision(Enum):
     fp32 = "fp32"  # float32 throughout
     bf16 = "bf16"  # bfloat16 weights, with float32 master weights in the optimizer
@@ -23,9 +28,12 @@ class Precision(Enum):
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
-    lr: float = 1e-4  # Peak learning rate.
+    name: Optimizer = Optimizer.adamw  # Optimizer of the drafter's matrices.
+    lr: float = 1e-4  # Peak learning rate of AdamW.
+    matrix_lr: float = 2e-2  # Peak learning rate of the matrices under Muon.
+    momentum: float = 0.95  # Decay rate of Muon's moving average of gradients, in [0, 1).
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two decay rates, in [0, 1).
     eps: float = 1e-8  # Adam's epsilon.
     weight_decay: float = 0.0  # Decoupled weight decay.
@@ -86,11 +94,16 @@ class TrainConfig:
 
 def check_optim(optim: OptimConfig) -> None:
     """Raise UserError for values that the optimizer could not use."""
-    positive = ("lr", "eps", "max_grad_norm", "max_norm_jump", "max_skipped_steps")
+    positive = ("lr", "matrix_lr", "eps", "max_grad_norm", "max_norm_jump", "max_skipped_steps")
     require_positive({f"optim.{name}": getattr(optim, name) for name in positive})
     if optim.lr >= MAX_LR:
         remedy = f"AdamW moves every weight by about lr in each step; give less than {MAX_LR:g}."
         raise UserError("optim.lr", optim.lr, remedy)
+    if optim.matrix_lr >= MAX_LR:
+        remedy = f"Muon changes a matrix by about matrix_lr in spectral norm; give less than {MAX_LR:g}."
+        raise UserError("optim.matrix_lr", optim.matrix_lr, remedy)
+    if not 0 <= optim.momentum < 1:
+        raise UserError("optim.momentum", optim.momentum, "It must be in [0, 1).")
     if not optim.weight_decay >= 0:
         raise UserError("optim.weight_decay", optim.weight_decay, "It must not be negative.")
     if not 0 <= optim.min_lr_fraction <= 1:

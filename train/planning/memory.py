@@ -1,10 +1,13 @@
 """Memory of one training GPU by part: DeepSpeed's state, frozen tensors, and the training step."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 
 from eagle31.cost.flops import StepCounts
 from eagle31.cost.memory import StepMemory, step_memory
 from eagle31.model.config import DrafterConfig
+from train.optim.cost import matrix_shapes, orthogonalization_bytes
 
 # DeepSpeed's defaults: elements of the buffer in which gradients are reduced, and of the parameters that
 # ZeRO 3 keeps gathered.
@@ -27,6 +30,7 @@ class TrainerSettings:
     row_tokens: int
     rows_per_step: int
     world_size: int
+    muon: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -47,7 +51,7 @@ class TrainerMemory:
 
     weights: int
     gradients: int  # float32
-    optimizer: int  # Adam's moments, and the float32 weights with ZeRO
+    optimizer: int  # the moments, and the float32 weights with ZeRO
     buffers: int  # for DeepSpeed's reductions and gathers
     frozen: int  # embedding, the target's head, and the draft head if it is not trained
     update: int  # temporary tensors of the optimizer's step, when there are no activations
@@ -72,29 +76,36 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    config: DrafterConfig, num_parameters: int, settings: TrainerSettings, counts: StepCounts, device: str
+    config: DrafterConfig,
+    tensors: Mapping[str, Sequence[int]],
+    settings: TrainerSettings,
+    counts: StepCounts,
+    device: str,
 ) -> TrainerMemory:
     """Return the memory of training on one rank.
 
     Args:
-        num_parameters: number of trained parameters.
+        tensors: shapes of the trained weights by name.
         counts: what the largest row has.
         device: "cuda" or "cpu".
     """
     size, stage = settings.itemsize, settings.zero_stage
+    num_parameters = sum(map(prod, tensors.values()))
+    matrices = matrix_shapes(tensors) if settings.muon else []
+    # Adam's two moments or Muon's one, and with ZeRO the float32 weights.
+    states = num_parameters * (3 if stage else 2) - sum(map(prod, matrices))
     split = [settings.world_size if stage >= needed else 1 for needed in (1, 2, 3)]
-    local_optimizer, local_gradients, local_weights = (num_parameters / n for n in split)
+    local_gradients, local_weights = (num_parameters / n for n in split[1:])
     # At ZeRO 0 in bf16 the float32 weights are the model's, and a step computes with rounded ones.
     weight_bytes = size if stage or not settings.bf16 else _WIDE + size
     weights = 0 if settings.offload_parameters else local_weights * weight_bytes
     return TrainerMemory(
         weights=round(weights),
         gradients=round(local_gradients * _WIDE),
-        # Adam's two moments, and with ZeRO the float32 weights.
-        optimizer=0 if settings.offload_optimizer else round(local_optimizer * (3 if stage else 2) * _WIDE),
+        optimizer=0 if settings.offload_optimizer else round(states / split[0] * _WIDE),
         buffers=reduction_buffers(num_parameters, settings, device),
         frozen=frozen_bytes(config, settings),
-        update=0 if settings.offload_optimizer else round(update_bytes(num_parameters, settings)),
+        update=round(update_bytes(num_parameters, matrices, settings, device)),
         step=step_memory(
             config,
             counts,
@@ -117,16 +128,31 @@ def reduction_buffers(num_parameters: int, settings: TrainerSettings, device: st
     return gathered + bucket * (settings.itemsize if settings.zero_stage == 2 else _WIDE)
 
 
-def update_bytes(num_parameters: int, settings: TrainerSettings) -> float:
-    """Return the bytes of temporary tensors in the last reduction and in the optimizer's step."""
+def update_bytes(
+    num_parameters: int, matrices: Sequence[Sequence[int]], settings: TrainerSettings, device: str
+) -> float:
+    """Return the bytes of temporary tensors in the last reduction and in the optimizer's step.
+
+    Args:
+        matrices: shapes of the weights that Muon updates.
+    """
     reduced = min(num_parameters, _BUCKET)
+    orthogonalized = 0
+    if matrices:
+        orthogonalized = orthogonalization_bytes(
+            matrices,
+            num_ranks=settings.world_size,
+            partitioned=settings.zero_stage > 0,
+            itemsize=2 if device == "cuda" else _WIDE,
+        )
     if settings.zero_stage == 0:
-        return reduced * _WIDE  # gradients, flattened
-    if settings.accumulates_alone:
-        return 0
+        return max(reduced * _WIDE, orthogonalized)  # gradients, flattened, and freed after the reduction
+    if settings.accumulates_alone or settings.offload_optimizer:
+        return orthogonalized
     if settings.bf16 and settings.zero_stage == 2:
-        return reduced * (settings.itemsize + _WIDE)  # gradients, flattened, and copied to float32
-    return num_parameters / settings.world_size * _WIDE
+        # Gradients, flattened, and copied to float32; the float32 ones stay for the optimizer.
+        return max(reduced * (settings.itemsize + _WIDE), reduced * _WIDE + orthogonalized)
+    return num_parameters / settings.world_size * _WIDE + orthogonalized
 
 
 def frozen_bytes(config: DrafterConfig, settings: TrainerSettings) -> int:

@@ -11,6 +11,7 @@ from eagle31.model.config import DrafterConfig
 from train.config.launcher import LauncherKind
 from train.config.run import RunConfig, Stage, uses_vllm
 from train.distributed import World
+from train.optim.cost import OrthogonalizationWork, orthogonalization_work
 from train.planning.at_hand import cluster_at_hand
 from train.planning.commands import Command, commands
 from train.planning.layout import Layout, layout, layouts
@@ -37,6 +38,7 @@ class Plan:
     num_parameters: int
     target: TargetSize
     work: WorkPlan
+    orthogonalization: OrthogonalizationWork | None  # None: AdamW updates all weights
     gpu_bytes: int | None
     layout: Layout  # of this run, or the first that works
     others: list[tuple[Layout, list[Command]]]  # further ways, with their commands, for stages=[plan]
@@ -70,6 +72,14 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
     first = next((one for one in found if one.works), found[0])
     shows_commands = config.stages == [Stage.plan]
     rest = [one for one in found if one is not first] if shows_commands else []
+    orthogonalization = None
+    if first.settings.muon:
+        orthogonalization = orthogonalization_work(
+            sizes.tensors,
+            num_ranks=first.settings.world_size,
+            rows_per_step=first.settings.rows_per_step,
+            row_flops=work.step_flops.total,
+        )
     return Plan(
         recipe=config.recipe_name,
         target_model=config.target.model,
@@ -78,6 +88,7 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
         num_parameters=sizes.num_parameters,
         target=sizes.target,
         work=work,
+        orthogonalization=orthogonalization,
         gpu_bytes=gpu_bytes,
         layout=first,
         others=[(one, commands(config, one) if one.works else []) for one in rest],

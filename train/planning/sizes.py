@@ -11,7 +11,7 @@ from eagle31.export.layouts import check_layout
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import RunConfig
-from train.config.training import Precision
+from train.config.training import Optimizer, Precision
 from train.drafter.shape import complete_shape
 from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
 from train.planning.placement import Sizes
@@ -69,7 +69,7 @@ class RunSizes:
     def trainer(self, settings: TrainerSettings, device: str) -> TrainerMemory:
         """Return the memory of one training process. device is "cuda" or "cpu"."""
         counts = worst_counts(settings.row_tokens, self.config.train.ttt_steps)
-        return trainer_memory(self.drafter, self.num_parameters, settings, counts, device)
+        return trainer_memory(self.drafter, self.tensors, settings, counts, device)
 
     def server(self, config: RunConfig, parallel: Parallelism) -> ServerMemory:
         """Return the memory of one GPU of a server."""
@@ -95,4 +95,5 @@ def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
         row_tokens=config.train.row_tokens,
         rows_per_step=config.train.rows_per_step,
         world_size=num_ranks,
+        muon=config.optim.name is Optimizer.muon,
     )

@@ -127,11 +127,15 @@ def _memory_lines(plan: Plan) -> list[_Line]:
     offloaded = [name for name in ("offload_optimizer", "offload_parameters") if getattr(settings, name)]
     parts = [(f"  {name.replace('_', ' ')}", gigabytes(size)) for name, size in memory.parts().items()]
     room = "" if plan.gpu_bytes is None else f" of {gigabytes(plan.gpu_bytes)}"
-    return [
+    lines = [
         ("training, per process", ", ".join([how, *offloaded])),
         *parts,
         ("  peak", f"{gigabytes(memory.total)}{room}"),
     ]
+    if (muon := plan.orthogonalization) is not None:
+        value = f"{muon.flops:.3g} per step on the busiest process, {muon.fraction:.1%} of its step"
+        lines.append(("FLOPs of Newton-Schulz", value))
+    return lines
 
 
 def _target_lines(plan: Plan) -> list[_Line]:

@@ -27,6 +27,7 @@ from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
 from train.config.run import Stage
+from train.config.training import OptimConfig, Optimizer
 from train.context import RunContext
 from train.distributed import wait_for_ranks
 from train.drafter.build import build_drafter
@@ -44,6 +45,7 @@ from train.trainer.model_engine import (
     initialize_model_engine,
     release_memory,
 )
+from train.trainer.muon import MuonSettings
 from train.trainer.tracking import open_tracker
 from train.trainer.validation import ReplayValidation
 from train.trainer.window import Speed
@@ -100,7 +102,7 @@ def train_on(
     use_compiled("inductor" if config.train.compile else None)
     vocab = load_vocab(context.artifacts[Stage.vocab])
     drafter, frozen = new_drafter(context, vocab)
-    num_parameters = sum(p.numel() for p in drafter.parameters())
+    tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}
     module = TrainedModule(
         drafter,
         frozen,
@@ -119,7 +121,7 @@ def train_on(
         costs=sample_costs(context, source, drafter.config),
         pin_memory=world.device.type == "cuda",
     )
-    speed = expected_speed(context, drafter.config, num_parameters)
+    speed = expected_speed(context, drafter.config, tensors)
     settings = loop_settings(context, loader.steps_per_epoch, speed)
     engine = initialize_model_engine(
         module,
@@ -139,6 +141,7 @@ def train_on(
         guard=StepGuard(
             config.optim.max_norm_jump, config.optim.max_skipped_steps, partial(sample_names, source, context)
         ),
+        muon=muon_settings(config.optim),
     )
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
     check_world_size(checkpoints, world.size)
@@ -182,9 +185,14 @@ def train_on(
         "best_validation_acceptance_length": state.best_acceptance_length,
         "supervised_positions": state.supervised_positions,
         "skipped_steps": state.skipped_steps,
-        "drafter_parameters": num_parameters,
+        "drafter_parameters": sum(map(math.prod, tensors.values())),
         "world_size": dist.get_world_size(),
     }
+
+
+def muon_settings(optim: OptimConfig) -> MuonSettings | None:
+    """Return the settings of Muon; None if AdamW updates all weights."""
+    return MuonSettings(optim.matrix_lr, optim.momentum) if optim.name is Optimizer.muon else None
 
 
 def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequence[int]) -> list[str]:
@@ -221,14 +229,14 @@ def sample_costs(
     return sample_flops(drafter, train.ttt_steps, supervision, context.config.drafter.train_lm_head).tolist()
 
 
-def expected_speed(context: RunContext, drafter: DrafterConfig, num_parameters: int) -> Speed:
+def expected_speed(context: RunContext, drafter: DrafterConfig, tensors: dict[str, list[int]]) -> Speed:
     """Return what logged speed and memory are compared with on this rank's device."""
     config, world = context.config, context.world
     if world.device.type != "cuda":
         return Speed()
     memory = trainer_memory(
         drafter,
-        num_parameters,
+        tensors,
         trainer_settings(config, world.size),
         worst_counts(config.train.row_tokens, config.train.ttt_steps),
         "cuda",

@@ -182,9 +182,8 @@ def optimizer_step(
     # DeepSpeed averages over micro-batches and ranks, but the loss is a sum over all of them, divided once.
     scale = step_rows.num_rows * world.size / counts[0].clamp(min=1).double()
     on_host = HostCopy(counts)
-    for group in model_engine.optimizer.param_groups:
-        group["lr"] = lr
     optimizer: GuardedAdamW = model_engine.basic_optimizer
+    optimizer.set_learning_rate(lr)
     counted: Tensor | None = None
     window.count(step_rows.counts)
     for row in step_rows.rows:

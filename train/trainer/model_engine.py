@@ -19,7 +19,9 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
+from train.optim.matrices import is_matrix
 from train.trainer.guard import StepGuard
+from train.trainer.muon import GuardedMuon, MuonSettings
 from train.trainer.optimizer import GuardedAdamW
 from train.trainer.rounded import RoundedDrafter
 
@@ -129,25 +131,47 @@ def initialize_model_engine(
     weight_decay: float,
     max_grad_norm: float,
     guard: StepGuard | None = None,
+    muon: MuonSettings | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Wrap the module in a DeepSpeed engine with AdamW; the process group must exist."""
-    optimizer = GuardedAdamW(
-        module.parameters(),
-        guard or StepGuard(),
-        max_grad_norm=max_grad_norm,
-        on_device=torch.cuda.is_available() and "offload_optimizer" not in config["zero_optimization"],
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    if GuardedAdamW not in ZERO_SUPPORTED_OPTIMIZERS:
-        ZERO_SUPPORTED_OPTIMIZERS.append(GuardedAdamW)  # as AdamW is; DeepSpeed compares types
+    """Wrap the module in a DeepSpeed engine; the process group must exist.
+
+    Args:
+        muon: settings of Muon, which then updates the matrices. None: AdamW updates all weights.
+    """
+    guard = guard or StepGuard()
+    settings: dict[str, Any] = {
+        "max_grad_norm": max_grad_norm,
+        "on_device": torch.cuda.is_available() and "offload_optimizer" not in config["zero_optimization"],
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+    }
+    optimizer: GuardedAdamW
+    matrices, others = split_weights(module.drafter)
+    if muon is None:
+        optimizer = GuardedAdamW(module.parameters(), guard, **settings)
+    else:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        optimizer = GuardedMuon(matrices, others, guard, muon, device=torch.device(device), **settings)
+    if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # as AdamW is; DeepSpeed compares types
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
         model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if model_engine.zero_optimization():
         optimizer.reduced_norm = lambda: model_engine.optimizer._global_grad_norm
+    if isinstance(optimizer, GuardedMuon):
+        optimizer.attach(model_engine, matrices)
     return model_engine
+
+
+def split_weights(drafter: Drafter) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the weights that Muon updates, and those that AdamW does."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in drafter.named_parameters():
+        (matrices if is_matrix(name, parameter.shape) else others).append(parameter)
+    return matrices, others
 
 
 def full_state(model_engine: deepspeed.DeepSpeedEngine, *, keep: bool) -> dict[str, Tensor]:
@@ -176,7 +200,7 @@ def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
     held += [
         parameter for group in model_engine.basic_optimizer.param_groups for parameter in group["params"]
     ]
-    model_engine.basic_optimizer.state.clear()
+    model_engine.basic_optimizer.release()
     for parameter in held:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)

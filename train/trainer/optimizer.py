@@ -29,7 +29,7 @@ class GuardedAdamW(torch.optim.AdamW):
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         guard: StepGuard,
         *,
         max_grad_norm: float,
@@ -72,9 +72,22 @@ class GuardedAdamW(torch.optim.AdamW):
             gradient.mul_(self._factor.to(gradient.device, non_blocking=True))
         if self.defaults["fused"]:
             self.found_inf = self._refused.float()  # the fused kernel then changes nothing
-            super().step()
+            self._update()
         elif not self._refused:
-            super().step()
+            self._update()
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the rate of the next step."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def release(self) -> None:
+        """Free the optimizer's states."""
+        self.state.clear()
+
+    def _update(self) -> None:
+        """Update the weights of `param_groups` from their clipped gradients."""
+        super().step()
 
     def _decide(self, gradients: list[Tensor]) -> None:
         """Set the norm, the factor of the gradient, and whether the step is refused."""

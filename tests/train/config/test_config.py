@@ -133,7 +133,14 @@ POSITIVE = (
     *("train.ttt_steps", "train.row_tokens", "train.rows_per_step", "train.num_epochs"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
     *("evaluate.draft_tokens", "evaluate.max_new_tokens"),
-    *("optim.lr", "optim.max_grad_norm", "optim.eps", "optim.max_norm_jump", "optim.max_skipped_steps"),
+    *(
+        "optim.lr",
+        "optim.matrix_lr",
+        "optim.max_grad_norm",
+        "optim.eps",
+        "optim.max_norm_jump",
+        "optim.max_skipped_steps",
+    ),
     *("data.regenerate.max_new_tokens", "data.regenerate.batch_size"),
 )
 
@@ -145,6 +152,9 @@ POSITIVE = (
         ("optim.lr", float("nan")),
         ("optim.lr", float("inf")),
         ("optim.lr", 1e10),
+        ("optim.matrix_lr", 1.0),
+        ("optim.momentum", 1.0),
+        ("optim.momentum", -0.1),
         ("optim.max_grad_norm", float("inf")),
         ("optim.betas", [0.9, float("nan")]),
         ("capture.spool_gb", float("inf")),

@@ -52,13 +52,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "a long prompt": (GQA, {"row_tokens": 1536}, 1280),
     "checkpointed": (GQA, {"activation_checkpointing": True}, 0),
     "frozen head, ZeRO 2": (GQA, {"train_lm_head": False, "zero_stage": 2}, 0),
-    "MLA, full vocabulary, ZeRO 1": (MLA, {"zero_stage": 1}, 0),
+    "MLA, full vocabulary, Muon, ZeRO 1": (MLA, {"muon": True, "zero_stage": 1}, 0),
+    "Muon": (GQA, {"muon": True, "row_tokens": 32}, 0),
+    "Muon, MLA, ZeRO 2": (MLA, {"muon": True, "zero_stage": 2, "row_tokens": 32}, 0),
     "bf16, ZeRO 1": (GQA, {"bf16": True, "zero_stage": 1, "row_tokens": 128}, 0),
 }
 
 
 # Measured in every run; the others with `--full`.
-CORE = ("a long prompt", "frozen head, ZeRO 2", "MLA, full vocabulary, ZeRO 1", "bf16, ZeRO 1")
+CORE = ("a long prompt", "frozen head, ZeRO 2", "MLA, full vocabulary, Muon, ZeRO 1", "bf16, ZeRO 1")
 
 
 @pytest.fixture(scope="module")

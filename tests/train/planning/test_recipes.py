@@ -261,6 +261,23 @@ def test_the_worst_row_is_supervised_everywhere() -> None:
     assert worst_counts(10, 3).rows == (8, 7, 6)
 
 
+@pytest.mark.parametrize("recipe", NAMED)
+def test_every_recipe_can_be_planned_with_muon(recipe: str) -> None:
+    adamw, muon = plain(recipe), planned(recipe, "output_dir=/nothing/has/run/here", "optim=muon")
+    assert adamw.orthogonalization is None
+    assert muon.orthogonalization is not None
+    assert 0 < muon.orthogonalization.fraction < 0.25
+    assert "FLOPs of Newton-Schulz" in format_plan(muon)
+    # One moment instead of two.
+    vectors_and_head = sum(
+        _count(shape) for name, shape in muon.tensors.items() if len(shape) == 1 or "lm_head" in name
+    )
+    settings = muon.layout.settings
+    split = settings.world_size if settings.zero_stage else 1
+    saved = adamw.layout.memory.optimizer - muon.layout.memory.optimizer
+    assert saved == pytest.approx(4 * (muon.num_parameters - vectors_and_head) / split, abs=1)
+
+
 def _count(shape: list[int]) -> int:
     total = 1
     for size in shape:

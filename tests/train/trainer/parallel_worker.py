@@ -1,6 +1,7 @@
 """Runs under torchrun: a few steps at every ZeRO stage on different rows; rank 0 writes the losses."""
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,8 +23,10 @@ from data.samples import CapturedSample
 from eagle31.training.objectives import Objective
 from eagle31.training.step import greedy_hits, rollout_loss
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
-from train.distributed import World, leave_process_group, wait_for_ranks
+from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
+from train.optim.matrices import is_matrix
 from train.trainer import model_engine as engine_module
+from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.guard import StepGuard
 from train.trainer.loop import optimizer_step
 from train.trainer.model_engine import (
@@ -33,10 +36,12 @@ from train.trainer.model_engine import (
     full_state,
     initialize_model_engine,
 )
+from train.trainer.muon import MuonSettings
 from train.trainer.validation import ReplayValidation
 from train.trainer.window import WindowSums
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
+LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
 
 
 class MemorySource:
@@ -77,6 +82,17 @@ def validation_samples() -> list[CapturedSample]:
     return found
 
 
+def singular_values(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Smallest and largest singular value of each matrix's update, by its rate and scale, by name."""
+    found = {}
+    for name, old in before.items():
+        if is_matrix(name, old.shape):
+            scale = MUON.matrix_lr * max(1, old.shape[0] / old.shape[1]) ** 0.5
+            values = torch.linalg.svdvals((old - after[name]) / scale)
+            found[name] = [float(values.min()), float(values.max())]
+    return found
+
+
 def snapshot(model_engine: Any) -> list[Tensor]:
     """Copies of the float32 weights and of this rank's optimizer states."""
     states = model_engine.basic_optimizer.state.values()
@@ -85,7 +101,10 @@ def snapshot(model_engine: Any) -> list[Tensor]:
 
 
 def refused_steps(model_engine: Any, step: StepRows, world: World) -> dict:
-    """Steps with NaN on the last rank, with a norm beyond the bound, and one that is taken."""
+    """Steps with NaN on the last rank, with a norm beyond the bound, and one that is taken.
+
+    Those that are refused must change nothing. The one that is taken must have orthogonal updates under Muon.
+    """
     guard: StepGuard = model_engine.basic_optimizer.guard
     rows = list(step.rows)
     damaged = list(rows)
@@ -98,11 +117,13 @@ def refused_steps(model_engine: Any, step: StepRows, world: World) -> dict:
     before = snapshot(model_engine)
     for number, (some, bound) in enumerate([(damaged, None), (rows, 1e-3), (rows, 1e3)]):
         guard.max_norm_jump = bound
+        weights = full_state(model_engine, keep=True)
         window, one = WindowSums(3, world.device), replace(step, rows=iter(some))
-        optimizer_step(model_engine, one, 1e-2, window, world, with_metrics=False)
+        optimizer_step(model_engine, one, LR, window, world, with_metrics=False)
         guard.record(number)
         after = snapshot(model_engine)
         found[f"unchanged {number}"] = all(map(torch.equal, before, after))
+        found["singular values"] = singular_values(weights, full_state(model_engine, keep=True))
     return found | {"skipped": [asdict(one) for one in guard.collect(wait=True)]}
 
 
@@ -122,10 +143,48 @@ def reference_step(objective: Objective) -> dict[str, float]:
     return {"loss": float(loss), "grad_norm": float(norm)}
 
 
-def losses_at(zero_stage: int, bf16: bool, world: World, objective: Objective | None = None) -> dict:
+def new_engine(
+    zero_stage: int,
+    bf16: bool,
+    world: World,
+    objective: Objective | None = None,
+    muon: MuonSettings | None = None,
+    *,
+    offload: bool = False,
+) -> Any:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
-    drafter = drafter.float()
-    module = TrainedModule(drafter, frozen, num_steps=3, step_decay=0.8, objective=objective)
+    module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8, objective=objective)
+    config = deepspeed_config(
+        zero_stage=zero_stage,
+        bf16=bf16,
+        micro_batches=ROWS_PER_STEP // world.size,
+        world_size=world.size,
+        offload_optimizer=offload,
+        offload_parameters=offload and zero_stage == 3,
+    )
+    # By default DeepSpeed partitions no parameter that is as small as those here.
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return initialize_model_engine(
+        module,
+        config,
+        lr=LR,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=0.5,
+        muon=muon,
+    )
+
+
+def losses_at(
+    zero_stage: int,
+    bf16: bool,
+    world: World,
+    objective: Objective | None = None,
+    muon: MuonSettings | None = None,
+    *,
+    offload: bool = False,
+) -> dict:
     source = MemorySource()
     loader = RowLoader(
         source,
@@ -136,25 +195,7 @@ def losses_at(zero_stage: int, bf16: bool, world: World, objective: Objective | 
         world_size=world.size,
         seed=0,
     )
-    config = deepspeed_config(
-        zero_stage=zero_stage,
-        bf16=bf16,
-        micro_batches=ROWS_PER_STEP // world.size,
-        world_size=world.size,
-        offload_optimizer=False,
-        offload_parameters=False,
-    )
-    # By default DeepSpeed partitions no parameter that is as small as those here.
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    model_engine = initialize_model_engine(
-        module,
-        config,
-        lr=1e-2,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=0.0,
-        max_grad_norm=0.5,
-    )
+    model_engine = new_engine(zero_stage, bf16, world, objective, muon, offload=offload)
     dtype = torch.bfloat16 if bf16 else torch.float32
     rows = DeviceRows(
         loader,
@@ -171,7 +212,7 @@ def losses_at(zero_stage: int, bf16: bool, world: World, objective: Objective | 
         counts, norm = optimizer_step(
             model_engine,
             rows.of_step(step),
-            1e-2,
+            LR,
             window,
             world,
             with_metrics=step % 2 == 0,
@@ -190,15 +231,45 @@ def losses_at(zero_stage: int, bf16: bool, world: World, objective: Objective | 
     assert bool(weights) == world.is_main
     validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
     stats = validation.run(model_engine.module, world.device, dtype)
-    refused = refused_steps(model_engine, further, world)
+    further_rows = list(further.rows)
+    saved = CheckpointDirectory(Path(f"{sys.argv[1]}.checkpoints"), 1, world)
+    resumes = muon is not None and not offload
+    if resumes:
+        saved.save(model_engine, TrainState(step=NUM_STEPS))
+    refused = refused_steps(model_engine, replace(further, rows=iter(further_rows)), world)
     loader.close()
-    return {
+    found: dict[str, Any] = {}
+    if muon is not None:
+        found["orthogonalized"] = int(
+            sum_over_ranks(torch.tensor(model_engine.basic_optimizer.num_orthogonalized))
+        )
+    if resumes:
+        resumed = new_engine(zero_stage, bf16, world, objective, muon)
+        assert saved.resume(resumed).step == NUM_STEPS
+        one = replace(further, rows=iter(further_rows))
+        optimizer_step(resumed, one, LR, WindowSums(3, world.device), world, with_metrics=False)
+        found["resumed"] = all(map(torch.equal, snapshot(model_engine), snapshot(resumed)))
+        on_main_first(world.is_main, lambda: shutil.rmtree(saved.root))
+    return found | {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
         "losses": losses,
         "grad_norms": norms,
         "weights": {name: value.double().sum().item() for name, value in weights.items()},
         "rounded": all(torch.equal(value, value.bfloat16().float()) for value in weights.values()),
         "refused": refused,
+    }
+
+
+def muon_runs(stages: Sequence[int], world: World, *, full: bool) -> dict[str, dict]:
+    """Muon at each ZeRO stage; in bf16 and offloaded at those that differ most, or at all of them."""
+    bf16, offloaded = ((0, 1, 2, 3), (1, 2, 3)) if full else ((1,), (3,))
+    runs = {f"muon-zero{stage}": losses_at(stage, False, world, muon=MUON) for stage in stages}
+    if world.size == 1 and not full:
+        return runs
+    runs |= {f"muon-bf16-zero{stage}": losses_at(stage, True, world, muon=MUON) for stage in bf16}
+    return runs | {
+        f"muon-bf16-offload-zero{stage}": losses_at(stage, True, world, muon=MUON, offload=True)
+        for stage in offloaded
     }
 
 
@@ -215,9 +286,10 @@ def main() -> None:
     # The rows of validation have 1 and 12 chunks.
     engine_module.greedy_hits = partial(greedy_hits, chunk_rows=3)
     # One process with the stages that differ most, two with all of them.
-    stages = range(4) if world.size > 1 else (0, 3)
+    stages = (0, 1, 2, 3) if world.size > 1 else (0, 3)
     results = {f"zero{stage}": losses_at(stage, False, world) for stage in stages}
     results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in (*stages, 1)}
+    results |= muon_runs(stages, world, full="--full" in sys.argv)
     if world.size > 1:
         objective = Objective(count_outside_vocab=False)
         results["inside"] = losses_at(2, False, world, objective) | {"reference": reference_step(objective)}

@@ -6,15 +6,18 @@ import pytest
 from tests.train.torchrun import torchrun
 
 WORKER = "tests/train/trainer/parallel_worker.py"
+NUM_STEPS = 4
+NUM_MATRICES = 8  # fc, q, k, v, o, gate, up, down
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    full = ["--full"] if request.config.getoption("--full") else []
     directory = tmp_path_factory.mktemp("parallel")
     found = {}
     for num_processes in (1, 2):
         path: Path = directory / f"{num_processes}.json"
-        torchrun(WORKER, str(path), num_processes=num_processes)
+        torchrun(WORKER, str(path), *full, num_processes=num_processes)
         found[num_processes] = json.loads(path.read_text())
     return found
 
@@ -58,7 +61,51 @@ def test_bf16_follows_float32(results: dict[int, dict]) -> None:
     assert run["grad_norms"][0] == pytest.approx(reference["grad_norms"][0], rel=2**-6)
 
 
-@pytest.mark.parametrize("name", [f"{kind}zero{stage}" for kind in ("", "bf16-") for stage in range(4)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_muon_trains_on_two_processes_as_on_one(results: dict[int, dict], stage: int) -> None:
+    reference = results[1]["muon-zero0"]
+    assert reference["losses"] != results[1]["zero0"]["losses"]
+    for run in runs(results, f"muon-zero{stage}"):
+        assert run["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+        assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-4)
+        assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-3)
+
+
+def muon_results(results: dict[int, dict]) -> list[dict]:
+    found = [run for one in results.values() for name, run in one.items() if name.startswith("muon-")]
+    assert len(found) >= 8
+    return found
+
+
+def test_muon_orthogonalizes_whole_matrices(results: dict[int, dict]) -> None:
+    for run in muon_results(results):
+        values = run["refused"]["singular values"]
+        assert len(values) == NUM_MATRICES
+        for name, (smallest, largest) in values.items():
+            assert 0.6 < smallest < largest < 1.2, name
+        # Each matrix once per step that is taken, over all ranks.
+        assert run["orthogonalized"] == NUM_MATRICES * (NUM_STEPS + 1)
+
+
+def test_muon_resumes_exactly(results: dict[int, dict]) -> None:
+    assert all(run.get("resumed", True) for run in muon_results(results))
+    assert sum("resumed" in run for run in muon_results(results)) >= 7
+
+
+def test_muon_in_bf16_follows_float32(results: dict[int, dict]) -> None:
+    reference = results[1]["muon-zero0"]
+    runs_in_bf16 = [run for name, run in results[2].items() if name.startswith("muon-bf16-")]
+    assert len(runs_in_bf16) >= 2
+    for run in runs_in_bf16:
+        assert run["losses"] == pytest.approx(reference["losses"], rel=2**-8)
+        assert run["losses"] == pytest.approx(results[2]["muon-bf16-zero1"]["losses"], rel=1e-5)
+        assert not run["rounded"]
+
+
+STAGES = [f"{kind}zero{stage}" for kind in ("", "bf16-", "muon-") for stage in range(4)]
+
+
+@pytest.mark.parametrize("name", [*STAGES, "muon-bf16-zero1", "muon-bf16-offload-zero3"])
 def test_refused_steps_change_nothing(results: dict[int, dict], name: str) -> None:
     for run in runs(results, name):
         refused = run["refused"]

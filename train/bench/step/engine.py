@@ -12,6 +12,7 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.step import schedule_batch
 from train.planning.memory import TrainerSettings
 from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.muon import MuonSettings
 
 
 def build_engine(
@@ -47,6 +48,7 @@ def build_engine(
         eps=1e-8,
         weight_decay=0.0,
         max_grad_norm=0.5,
+        muon=MuonSettings(matrix_lr=0.02, momentum=0.95) if settings.muon else None,
     )
 
 

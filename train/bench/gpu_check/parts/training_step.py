@@ -86,7 +86,7 @@ def measure(recipe: str, options: Options, record: Record, small: dict[str, int]
     on_host = batch.to(torch.device("cpu"))
     synchronize(device)  # the copies do not wait
     counts = count_step(on_host, num_steps)
-    planned = trainer_memory(shape, sizes.num_parameters, settings, counts, device.type).total
+    planned = trainer_memory(shape, sizes.tensors, settings, counts, device.type).total
     compare_memory(record, peak, planned, TOLERANCES[device.type])
     rounds = 2 if options.dry_run else ROUNDS
     seconds = [timed(lambda: update(engine, batch, with_metrics=False), device) for _ in range(rounds)]
