@@ -48,6 +48,7 @@ from train.inference.vllm import capture_engine
 from train.planning.at_hand import run_placement
 from train.planning.placement import ServerPlacement
 from train.planning.target import target_size
+from train.trainer.continuation import EarlierTraining
 
 
 @dataclass
@@ -58,6 +59,7 @@ class RunContext:
     world: World
     artifacts: dict[Stage, Artifact] = field(default_factory=dict)
     reused: set[str] = field(default_factory=set)  # names of the stages that were finished already
+    earlier: EarlierTraining | None = None  # the training that this run's can continue
 
     @property
     def output_dir(self) -> Path:

@@ -29,6 +29,7 @@ from train.reporting.hub import check_push
 from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
+from train.stages.continuing import begin_training, link_results, share_earlier
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, run_export
@@ -94,10 +95,13 @@ def run_stages(context: RunContext) -> None:
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)
+    problem = share_earlier(context) if Stage.vocab in needed else None
     unfinished = unfinished_stages(context, needed)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
     for stage in unfinished:
         check_selected(context, stage)
+    if Stage.train in unfinished and world.is_main:
+        begin_training(context, problem)
     try:
         begin_servers(context, unfinished)
         for stage in needed:
@@ -138,6 +142,7 @@ def unfinished_stages(context: RunContext, needed: Sequence[Stage]) -> list[Stag
             context.artifacts[stage] = artifact
     values = shared_values()
     if context.world.is_main:
+        link_results(context, [stage for stage in needed if stage in STAGES])
         found = [one.value for one in STAGES if one in needed and not context.artifacts[one].finished]
         values.set(_UNFINISHED, json.dumps(found))
     return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]

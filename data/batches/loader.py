@@ -35,13 +35,22 @@ class OrderedSource(HiddenStateSource, Protocol):
     def stop(self) -> None: ...
 
 
-class RowLoader:
-    """A loader of this rank's packed rows of any optimizer step.
+@dataclass(frozen=True)
+class RowPosition:
+    """The first row of a step, in the endless sequence of the rows of all epochs."""
 
-    The rows of all epochs form one endless sequence. Step s uses the `rows_per_step` rows that start at
-    s * rows_per_step. They are distributed by `balanced` if costs are given; otherwise rank r has every
-    world_size-th of them. The step number is therefore the only state, and a step has the same rows on any
-    number of ranks.
+    step: int = 0
+    epoch: int = 0
+    row: int = 0  # index in the epoch
+
+
+class RowLoader:
+    """A loader of this rank's packed rows of any optimizer step, from the one at which it begins.
+
+    The rows of all epochs form one endless sequence, and each step uses the next `rows_per_step` of them.
+    They are distributed by `balanced` if costs are given; otherwise rank r has every world_size-th of them.
+    The position in the sequence is therefore the only state, and a step has the same rows on any number of
+    ranks.
 
     Args:
         row_tokens: the maximum number of tokens in a row.
@@ -51,6 +60,7 @@ class RowLoader:
         pad_multiple: rows are padded to a multiple of this, but not beyond `row_tokens`.
         steps_ahead: how many steps are read into memory in advance.
         steps_announced: how many steps are announced to an `OrderedSource`, at most one epoch.
+        begin: where the first step begins that is loaded.
 
     Raises:
         UserError: the rows of a step cannot be divided equally among the ranks, or the data has too few rows
@@ -71,6 +81,7 @@ class RowLoader:
         pad_multiple: int = 64,
         steps_ahead: int = 3,
         steps_announced: int = 64,
+        begin: RowPosition = RowPosition(),
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
@@ -82,8 +93,9 @@ class RowLoader:
         self.pin_memory = pin_memory
         self.pad_multiple = pad_multiple
         self.steps_ahead = steps_ahead
-        self._packed = {0: pack_epoch(source.lengths, row_tokens, seed, epoch=0)}
-        self.rows_per_epoch = len(self._packed[0])
+        self.begin = begin
+        self._packed = {begin.epoch: pack_epoch(source.lengths, row_tokens, seed, begin.epoch)}
+        self.rows_per_epoch = len(self._packed[begin.epoch])
         self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
         # A single thread reads the steps in the order in which they are announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
@@ -92,26 +104,31 @@ class RowLoader:
         check_divisible(rows_per_step, world_size)
         check_enough(self.rows_per_epoch, row_tokens, rows_per_step)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """The steps of an epoch, in general a fraction: an epoch's last step can contain rows of the next."""
-        return self.rows_per_epoch / self.rows_per_step
-
     def rows(self, step: int) -> list[list[int]]:
         """Return the sample indices of each of this rank's rows of a step."""
-        start = step * self.rows_per_step
-        rows = [self._row(index) for index in range(start, start + self.rows_per_step)]
+        rows = [self._row(epoch, index) for epoch, index in self._positions(step)]
         if self.costs is None or self.world_size == 1:
             return rows[self.rank :: self.world_size]
         costs = [sum(self.costs[sample] for sample in row) for row in rows]
         return [rows[index] for index in balanced(costs, self.world_size)[self.rank]]
 
+    def position(self, step: int) -> tuple[int, int]:
+        """Return epoch and index of a step's first row."""
+        assert step >= self.begin.step
+        ahead = self.begin.row + (step - self.begin.step) * self.rows_per_step
+        epochs, row = divmod(ahead, self.rows_per_epoch)
+        return self.begin.epoch + epochs, row
+
+    def _positions(self, step: int) -> list[tuple[int, int]]:
+        epoch, row = self.position(step)
+        counted = [divmod(index, self.rows_per_epoch) for index in range(row, row + self.rows_per_step)]
+        return [(epoch + epochs, index) for epochs, index in counted]
+
     def step_samples(self, step: int) -> list[int]:
         """Return the sample indices of a step on all ranks, ascending."""
         epochs = dict(self._packed)  # the background thread replaces it
         found: list[int] = []
-        for index in range(step * self.rows_per_step, (step + 1) * self.rows_per_step):
-            epoch, row_index = divmod(index, self.rows_per_epoch)
+        for epoch, row_index in self._positions(step):
             if epoch not in epochs:
                 epochs[epoch] = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)
             found += epochs[epoch][row_index]
@@ -169,8 +186,7 @@ class RowLoader:
         for ahead in range(start, self._announced):
             source.expect([index for row in self.rows(ahead) for index in row])
 
-    def _row(self, index: int) -> list[int]:
-        epoch, row_index = divmod(index, self.rows_per_epoch)
+    def _row(self, epoch: int, row_index: int) -> list[int]:
         if epoch not in self._packed:
             # Announced rows can belong to the epoch after the one that is being read.
             packed = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)

@@ -49,6 +49,10 @@ def build_draft_vocab(
     chosen = torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[chosen] = True
+    return DraftVocab(chosen - torch.arange(size), t2d, coverage(token_counts, t2d))
+
+
+def coverage(token_counts: Tensor, t2d: Tensor) -> float:
+    """Return the fraction of the occurrences that are in the draft vocabulary. int64 [V], bool [V]."""
     total = int(token_counts.sum())
-    coverage = int(token_counts[chosen].sum()) / total if total else 1.0
-    return DraftVocab(chosen - torch.arange(size), t2d, coverage)
+    return int(token_counts[t2d].sum()) / total if total else 1.0

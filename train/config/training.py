@@ -10,10 +10,21 @@ from eagle31.training.objectives import Loss, Objective
 MAX_LR = 1.0
 
 
+# Values of train.continue_from that name no directory.
+AUTO, NONE = "auto", "none"
+
+
 class Schedule(Enum):
     cosine = "cosine"  # falls along half a cosine
     linear = "linear"  # falls linearly
     constant = "constant"  # stays at optim.lr
+    wsd = "wsd"  # warmup-stable-decay: stays at optim.lr and falls at the end, see optim.decay_fraction
+
+
+class DecayShape(Enum):
+    linear = "linear"  # falls linearly
+    cosine = "cosine"  # falls along half a cosine
+    sqrt = "sqrt"  # falls as one minus the square root of the progress: fast first, slowly towards the end
 
 
 class Optimizer(Enum):
@@ -39,6 +50,13 @@ class OptimConfig:
     weight_decay: float = 0.0  # Decoupled weight decay.
     schedule: Schedule = Schedule.cosine  # Course of the learning rate after the warm-up.
     warmup_fraction: float = 0.015  # Fraction of the steps with a linear warm-up, in [0, 1).
+    # Number of steps with a linear warm-up. null: warmup_fraction decides.
+    warmup_steps: int | None = None
+    # Fraction of the steps in which the learning rate falls, with schedule=wsd, in (0, 1]. A continued
+    # training falls from the step that it continues from at the earliest.
+    decay_fraction: float = 0.2
+    # Course of that fall. No ablation supports the default.
+    decay_shape: DecayShape = DecayShape.linear
     min_lr_fraction: float = 0.0  # Final learning rate as a fraction of the peak, in [0, 1].
     max_grad_norm: float = 0.5  # Norm to which gradients are clipped.
     # A step whose gradient norm is more than this many times the average of the steps before is skipped.
@@ -90,6 +108,10 @@ class TrainConfig:
     validate_every: int = 200  # Steps between two validations, from which the best checkpoint is chosen.
     save_every: int = 200  # Steps between two checkpoints to resume from.
     keep_checkpoints: int = 3  # Number of checkpoints that are kept.
+    # Training that this one continues, with its optimizer states. auto: that in output_dir, when its settings
+    # have changed or its steps are more. none: no other; it starts at the first step. DIRECTORY or
+    # DIRECTORY@STEP: the newest or the named checkpoint of the run with that output_dir.
+    continue_from: str = AUTO
 
 
 def check_optim(optim: OptimConfig) -> None:
@@ -108,6 +130,10 @@ def check_optim(optim: OptimConfig) -> None:
         raise UserError("optim.weight_decay", optim.weight_decay, "It must not be negative.")
     if not 0 <= optim.min_lr_fraction <= 1:
         raise UserError("optim.min_lr_fraction", optim.min_lr_fraction, "It must be in [0, 1].")
+    if not 0 < optim.decay_fraction <= 1:
+        raise UserError("optim.decay_fraction", optim.decay_fraction, "It must be in (0, 1].")
+    if optim.warmup_steps is not None and optim.warmup_steps < 0:
+        raise UserError("optim.warmup_steps", optim.warmup_steps, "It must not be negative.")
     if not 0 <= optim.warmup_fraction < 1:
         raise UserError("optim.warmup_fraction", optim.warmup_fraction, "It must be in [0, 1).")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):

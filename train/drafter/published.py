@@ -18,7 +18,7 @@ from eagle31.export.read import LoadedExport, TargetDefaults, load_export
 from eagle31.export.rules import FLAGS
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
-from eagle31.model.vocab import DraftVocab
+from eagle31.model.vocab import DraftVocab, coverage
 from train.config.drafter import Attention, DrafterShape
 from train.drafter.export_checks import target_findings
 
@@ -159,9 +159,7 @@ def starting_vocab(loaded: LoadedExport, token_counts: Tensor) -> DraftVocab:
         )
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[ids] = True
-    total = int(token_counts.sum())
-    coverage = int(token_counts[ids].sum()) / total if total else 1.0
-    return DraftVocab(ids - torch.arange(len(ids)), t2d, coverage)
+    return DraftVocab(ids - torch.arange(len(ids)), t2d, coverage(token_counts, t2d))
 
 
 def _agree(given: Any, found: Any) -> bool:

@@ -1,17 +1,20 @@
 """The train stage: builds the drafter, the model engine and the loader, and runs the loop on every rank."""
 
 import math
+import os
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from data.batches.device_rows import DeviceRows
-from data.batches.loader import RowLoader, check_enough
+from data.batches.loader import RowLoader, RowPosition, check_enough
 from data.batches.packing import pack_epoch
 from data.capture.tokens import dataset_lengths, dataset_supervision
 from data.samples import HiddenStateSource
@@ -26,16 +29,19 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
+from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
-from train.config.training import OptimConfig, Optimizer
+from train.config.training import OptimConfig, Optimizer, Schedule
 from train.context import RunContext
-from train.distributed import wait_for_ranks
+from train.distributed import World, on_main_first, wait_for_ranks
 from train.drafter.build import build_drafter
 from train.planning.memory import trainer_memory, worst_counts
 from train.planning.sizes import trainer_settings
 from train.stages.capture import open_store, opened_source, training_samples
+from train.stages.continuing import CHANGEABLE_OPTIM, fixed_inputs, plain
 from train.stages.vocab import load_vocab
-from train.trainer.checkpoints import CheckpointDirectory
+from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.continuation import VOCAB
 from train.trainer.guard import StepGuard
 from train.trainer.loop import LoopSettings, train
 from train.trainer.model_engine import (
@@ -57,32 +63,34 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
     config = context.config
     training = asdict(config.train)
     # These change no weights. validate_every stays in: it affects which step is chosen as the best.
-    for name in ("log_every", "save_every", "keep_checkpoints"):
+    for name in ("log_every", "save_every", "keep_checkpoints", "continue_from"):
         training.pop(name)
-    optim = asdict(config.optim)
+    optim = {name: value for name, value in asdict(config.optim).items() if name in CHANGEABLE_OPTIM}
     optim.pop("max_skipped_steps")
-    deepspeed = asdict(config.deepspeed)
-    deepspeed.pop("timeout_minutes")
-    vocab = context.artifacts[Stage.vocab]
-    drafter = asdict(config.drafter)
-    drafter.pop("init_revision")
-    if drafter.pop("init_from") is not None:
-        drafter["init_from"] = context.initial_fingerprint
     return {
+        "fixed": fixed_inputs(context),
         "capture": context.artifacts[Stage.capture].key,
         "max_samples": config.capture.max_samples,
-        "vocab": vocab.key,
-        "drafter": _plain(drafter),
-        "optim": _plain(optim),
-        "deepspeed": _plain(deepspeed),
-        "train": _plain(training),
+        "vocab": context.artifacts[Stage.vocab].key,
+        "optim": plain(optim),
+        "train": plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
-        "seed": config.seed,
     }
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: getattr(value, "value", value) for key, value in values.items()}
+def order_key(inputs: dict[str, Any]) -> str:
+    """Return a fingerprint of what the order of the training rows depends on, apart from the seed."""
+    return fingerprint(
+        {name: inputs[name] for name in ("capture", "max_samples")}
+        | {"row_tokens": inputs["train"]["row_tokens"]}
+    )
+
+
+def validation_key(context: RunContext) -> str:
+    """Return a fingerprint of what the acceptance length in validation depends on, apart from the drafter."""
+    # Without `max_samples`, because another number of training samples leaves the held-out prompts.
+    answers = context.artifacts[Stage.answers].key
+    return fingerprint({"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens})
 
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
@@ -96,11 +104,16 @@ def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
 def train_on(
     source: HiddenStateSource, held_out: HiddenStateStore, context: RunContext, directory: Path
 ) -> dict[str, Any]:
-    """Build what training needs, and train."""
+    """Build what training needs, and train.
+
+    Raises:
+        UserError: the training to continue has another draft vocabulary, or no step is left.
+    """
     config, world = context.config, context.world
     ensure_process_group(config.deepspeed.timeout_minutes)
     use_compiled("inductor" if config.train.compile else None)
     vocab = load_vocab(context.artifacts[Stage.vocab])
+    keep_vocab(context.artifacts[Stage.vocab], directory, world)
     drafter, frozen = new_drafter(context, vocab)
     tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}
     module = TrainedModule(
@@ -111,18 +124,7 @@ def train_on(
         Objective(config.train.loss, config.train.lk_eta, config.train.count_outside_vocab),
         config.train.activation_checkpointing,
     )
-    loader = RowLoader(
-        source,
-        row_tokens=config.train.row_tokens,
-        rows_per_step=config.train.rows_per_step,
-        rank=world.rank,
-        world_size=world.size,
-        seed=config.seed,
-        costs=sample_costs(context, source, drafter.config),
-        pin_memory=world.device.type == "cuda",
-    )
     speed = expected_speed(context, drafter.config, tensors)
-    settings = loop_settings(context, loader.steps_per_epoch, speed)
     engine = initialize_model_engine(
         module,
         deepspeed_config(
@@ -145,7 +147,20 @@ def train_on(
     )
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
     check_world_size(checkpoints, world.size)
-    state = checkpoints.resume(engine)
+    state = prepared(checkpoints.resume(engine), context)
+    loader = RowLoader(
+        source,
+        row_tokens=config.train.row_tokens,
+        rows_per_step=config.train.rows_per_step,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.seed,
+        costs=sample_costs(context, source, drafter.config),
+        pin_memory=world.device.type == "cuda",
+        begin=RowPosition(state.step, state.epoch, state.row),
+    )
+    settings = loop_settings(context, state, loader.rows_per_epoch, speed)
+    checkpoints.always_kept = settings.decay_start if settings.schedule == Schedule.wsd.value else None
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
     validation = ReplayValidation(
@@ -185,6 +200,7 @@ def train_on(
         "best_validation_acceptance_length": state.best_acceptance_length,
         "supervised_positions": state.supervised_positions,
         "skipped_steps": state.skipped_steps,
+        "continued_at": state.continued_at,
         "drafter_parameters": sum(map(math.prod, tensors.values())),
         "world_size": dist.get_world_size(),
     }
@@ -251,16 +267,74 @@ def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBa
     return lambda batch: step_flops(drafter, count_step(batch, num_steps), head_trained).total
 
 
-def loop_settings(context: RunContext, steps_per_epoch: float, speed: Speed) -> LoopSettings:
-    """Return the loop's settings, with the recipe's epochs and fractions in steps."""
-    config = context.config
-    max_steps = config.train.max_steps or max(1, math.floor(steps_per_epoch * config.train.num_epochs))
+def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
+    """Keep the draft vocabulary with the checkpoints, for trainings that continue them.
+
+    Raises:
+        UserError: the training that this one continues has another one.
+    """
+    ours, kept = artifact.directory / VOCAB, directory / VOCAB
+    if not kept.exists():
+        on_main_first(world.is_main, lambda: _copy(ours, kept))
+    elif not torch.equal(load_file(ours)["d2t"], load_file(kept)["d2t"]):
+        raise UserError(
+            "train.continue_from",
+            directory,
+            f"The training that this one continues has another draft vocabulary than {ours}, which was made "
+            "in output_dir before. Give another output_dir.",
+        )
+
+
+def _copy(source: Path, copy: Path) -> None:
+    partial = copy.with_name(f".{copy.name}.partial")
+    shutil.copyfile(source, partial)
+    os.replace(partial, copy)
+
+
+def prepared(state: TrainState, context: RunContext) -> TrainState:
+    """Return the state with which the loop begins.
+
+    With the data of before, the order of its rows continues. With other data, or rows of another length, a
+    new epoch begins. If the held-out prompts are others, the best weights are chosen again.
+    """
+    order, validated_on = order_key(context.artifacts[Stage.train].inputs), validation_key(context)
+    if state.order != order:
+        begun = state.epoch + (1 if state.row else 0)
+        state = replace(state, order=order, epoch=begun, row=0, first_epoch=begun)
+    if state.validated_on != validated_on:
+        state = replace(state, validated_on=validated_on, best_step=None, best_acceptance_length=0.0)
+    return state
+
+
+def steps_of_epochs(num_epochs: int, rows_per_step: int, rows_per_epoch: int, state: TrainState) -> int:
+    """Return the step at which so many epochs of the data are complete; an earlier order's do not count."""
+    left = (state.first_epoch + num_epochs - state.epoch) * rows_per_epoch - state.row
+    return max(1, state.step + math.floor(left / rows_per_step))
+
+
+def loop_settings(context: RunContext, state: TrainState, rows_per_epoch: int, speed: Speed) -> LoopSettings:
+    """Return the loop's settings, with the recipe's epochs and fractions in steps.
+
+    Raises:
+        UserError: no step is left for a training that has just continued another.
+    """
+    config, optim = context.config, context.config.optim
+    epochs, rows_per_step = config.train.num_epochs, config.train.rows_per_step
+    max_steps = config.train.max_steps or steps_of_epochs(epochs, rows_per_step, rows_per_epoch, state)
+    if state.step and state.step == state.continued_at and state.step >= max_steps:
+        remedy = f"These epochs end with step {max_steps}, and the training to continue is at {state.step}."
+        raise UserError("train.num_epochs", epochs, f"{remedy} Give more, or give train.max_steps.")
+    warmup_steps = optim.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = math.ceil(optim.warmup_fraction * max_steps)
     return LoopSettings(
         max_steps=max_steps,
-        warmup_steps=math.ceil(config.optim.warmup_fraction * max_steps),
-        peak_lr=config.optim.lr,
-        min_lr_fraction=config.optim.min_lr_fraction,
-        schedule=config.optim.schedule.value,
+        warmup_steps=warmup_steps,
+        peak_lr=optim.lr,
+        min_lr_fraction=optim.min_lr_fraction,
+        schedule=optim.schedule.value,
+        decay_start=max(max_steps - math.ceil(optim.decay_fraction * max_steps), state.continued_at),
+        decay_shape=optim.decay_shape.value,
         num_depths=config.train.ttt_steps,
         log_every=config.train.log_every,
         validate_every=config.train.validate_every,

@@ -9,11 +9,13 @@ from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
 from eagle31.json_files import read_json, write_json
-from eagle31.model.vocab import DraftVocab, build_draft_vocab
-from train.artifact import Artifact
+from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
+from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.published import starting_vocab
+from train.stages.continuing import kept_vocab
+from train.trainer.continuation import VOCAB
 
 
 def vocab_inputs(context: RunContext) -> dict[str, Any]:
@@ -23,13 +25,15 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
     }
     if context.initial_fingerprint is not None:
         inputs["init_from"] = context.initial_fingerprint
-    return inputs
+    kept = kept_vocab(context, f"{Stage.vocab.value}-{fingerprint(inputs)}")
+    return inputs if kept is None else inputs | {"kept": kept}
 
 
 def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     """Count the assistant's tokens and write `vocab.safetensors` with d2t and t2d.
 
-    A drafter that starts from a checkpoint keeps its vocabulary, for which the checkpoint's head was trained.
+    A drafter that starts from a checkpoint keeps its vocabulary, for which the checkpoint's head was trained,
+    and so does a training that continues on other data.
     """
     dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
     counts = np.zeros(context.parts.vocab_size, dtype=np.int64)
@@ -37,18 +41,22 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
             counts += np.bincount(ids[mask], minlength=len(counts))
     special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
-    if context.initial is not None:
+    if "kept" in context.artifacts[Stage.vocab].inputs:
+        assert context.earlier is not None
+        kept = load_file(context.earlier.directory / VOCAB)
+        vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(torch.from_numpy(counts), kept["t2d"]))
+    elif context.initial is not None:
         vocab = starting_vocab(context.initial, torch.from_numpy(counts))
     else:
         size = context.config.drafter.draft_vocab_size
         vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
-    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / "vocab.safetensors")
+    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / VOCAB)
     summary = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
     write_json(directory / "vocab.json", summary)
     return summary
 
 
 def load_vocab(artifact: Artifact) -> DraftVocab:
-    tensors = load_file(artifact.directory / "vocab.safetensors")
+    tensors = load_file(artifact.directory / VOCAB)
     coverage = read_json(artifact.directory / "vocab.json")["coverage"]
     return DraftVocab(tensors["d2t"], tensors["t2d"], coverage)

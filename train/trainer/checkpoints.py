@@ -29,6 +29,13 @@ class TrainState:
     supervised_positions: int = 0  # trained on so far, over all ranks
     skipped_steps: int = 0
     grad_norm_reference: float | None = None  # see StepGuard.reference
+    # The next row in the data's order: its epoch, and its index in the epoch. See `RowPosition`.
+    epoch: int = 0
+    row: int = 0
+    first_epoch: int = 0  # the first epoch in this order
+    order: str | None = None  # fingerprint of what the order depends on
+    validated_on: str | None = None  # fingerprint of what `best_acceptance_length` depends on
+    continued_at: int = 0  # the step after which this directory's training continues an earlier one
 
 
 class CheckpointDirectory:
@@ -38,6 +45,7 @@ class CheckpointDirectory:
         self.root = root
         self.keep = keep
         self.world = world
+        self.always_kept: int | None = None  # the step of a checkpoint that no newer one replaces
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
@@ -61,7 +69,8 @@ class CheckpointDirectory:
             write_json(partial / STATE, asdict(state) | {"world_size": self.world.size})
             os.replace(partial, final)
             for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self._path(step))
+                if step != self.always_kept:
+                    shutil.rmtree(self._path(step))
 
         on_main_first(self.world.is_main, publish)
 

@@ -40,6 +40,8 @@ class LoopSettings:
     validate_every: int
     save_every: int
     draft_tokens: int  # k of the acceptance length that chooses the checkpoint
+    decay_start: int = 0  # the first step whose rate falls, and the shape of the fall, with schedule "wsd"
+    decay_shape: str = "linear"
     speed: Speed = field(default_factory=Speed)
 
 
@@ -87,7 +89,7 @@ def train(
     window = WindowSums(settings.num_depths, device)
     with preemption_flag() as preempted, bar:
         loader.read_ahead(state.step)
-        if state.step == 0:
+        if state.best_step is None:
             with window.timed("validation"):
                 validate(model_engine, validation, checkpoints, tracker, settings, state, world, dtype)
         while state.step < settings.max_steps:
@@ -101,8 +103,11 @@ def train(
                 warmup_steps=settings.warmup_steps,
                 max_steps=settings.max_steps,
                 min_fraction=settings.min_lr_fraction,
+                decay_start=settings.decay_start,
+                decay_shape=settings.decay_shape,
             )
             state.step += 1
+            state.epoch, state.row = loader.position(state.step)
             logs = state.step % settings.log_every == 0 or state.step == settings.max_steps
             counts, grad_norm = optimizer_step(
                 model_engine, step_rows, lr, window, world, with_metrics=logs, stop=preempted[0]
@@ -115,6 +120,8 @@ def train(
             bar.update()
             validates = state.step % settings.validate_every == 0 or state.step == settings.max_steps
             saves = state.step % settings.save_every == 0 or state.step == settings.max_steps
+            # From here on the rate falls; a longer training continues from this checkpoint.
+            saves = saves or (settings.schedule == "wsd" and state.step == settings.decay_start)
             stop = num_stopping > 0
             wait = logs or validates or saves or stop
             report_skipped(guard, loader, tracker, checkpoints, state, world, wait=wait)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from data.batches.loader import RowLoader, SourceStats, pack_row
+from data.batches.loader import RowLoader, RowPosition, SourceStats, pack_row
 from data.batches.packing import pack_epoch
 from data.samples import CapturedSample
 from eagle31.errors import UserError
@@ -92,7 +92,19 @@ def test_an_epoch_has_every_sample_once() -> None:
     loader = _loader(rows_per_step=1)
     seen = [i for step in range(loader.rows_per_epoch) for row in _samples(loader.batches(step)) for i in row]
     assert sorted(seen) == list(range(NUM_SAMPLES))
-    assert loader.steps_per_epoch == loader.rows_per_epoch
+
+
+@pytest.mark.parametrize("rows_per_step", [1, 3])
+def test_a_loader_continues_in_the_order_of_another(rows_per_step: int) -> None:
+    whole = _loader(rows_per_step=1)
+    number = 5 + 2 * whole.rows_per_epoch
+    position = RowPosition(7, *whole.position(number))
+    assert (position.epoch, position.row) == (2, 5)
+    rest = _loader(rows_per_step=rows_per_step, begin=position)
+    for step in range(7, 11):
+        first = number + (step - 7) * rows_per_step
+        assert rest.rows(step) == [whole.rows(first + index)[0] for index in range(rows_per_step)]
+        assert rest.step_samples(step) == sorted(i for row in rest.rows(step) for i in row)
 
 
 def test_two_ranks_load_the_same_rows_as_one() -> None:
@@ -117,7 +129,7 @@ def test_the_rows_of_a_step_depend_only_on_its_number() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_order_depends_only_on_seed_and_epoch(world_size: int) -> None:
     ranks = [_loader(rank, world_size) for rank in range(world_size)]
-    steps = int(2.5 * ranks[0].steps_per_epoch)
+    steps = int(2.5 * ranks[0].rows_per_epoch / ranks[0].rows_per_step)
     rows = [[ranks[i % world_size].rows(step)[i // world_size] for i in range(4)] for step in range(steps)]
     assert rows == [_loader().rows(step) for step in range(steps)]
     assert rows != [_loader(seed=1).rows(step) for step in range(steps)]
@@ -177,7 +189,7 @@ def test_steps_are_announced_to_an_ordered_source(rank: int, monkeypatch: pytest
     loader = RowLoader(
         source, row_tokens=ROW_TOKENS, rows_per_step=2, rank=rank, world_size=2, seed=0, steps_announced=100
     )
-    epoch = int(loader.steps_per_epoch)
+    epoch = loader.rows_per_epoch // loader.rows_per_step
     assert loader.steps_announced == epoch
     for step in range(5, 5 + 3 * epoch):
         loader.batches(step)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from data.embedded.target import EmbeddedTarget
 from data.target.spec import TargetSpec
+from eagle31.errors import UserError
 from tests.train.small_run import RECIPE, arguments
 from tests.train.torchrun import composed, run_here
 from train.artifact import Artifact
@@ -103,7 +104,12 @@ def test_a_run_with_other_weights_makes_everything_again_that_they_affect(
             return {}
 
         monkeypatch.setitem(STAGES, stage, StageRun(STAGES[stage].inputs, noted))
-    run_here(RECIPE, *settings)
+    with pytest.raises(
+        UserError, match=r"cannot be continued with other settings of these: target\.target: "
+    ):
+        run_here(RECIPE, *settings)
+    capsys.readouterr()
+    run_here(RECIPE, *settings, "train.continue_from=none")
     printed = capsys.readouterr().out
     assert [stage for stage in STAGES if f"{stage.value}: reused, " in printed] == [Stage.data, Stage.vocab]
     for stage in FROM_ANSWERS:

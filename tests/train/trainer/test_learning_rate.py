@@ -49,6 +49,30 @@ def test_linear_cosine_and_constant_shapes() -> None:
     assert rates("constant")[WARMUP:] == [PEAK] * 101
 
 
+@pytest.mark.parametrize(
+    ("shape", "middle"), [("linear", 0.5), ("cosine", (1 + 0.5**0.5) / 2), ("sqrt", 1 - 0.5**0.5)]
+)
+def test_warmup_stable_decay_falls_at_the_end_only(shape: str, middle: float) -> None:
+    options = {
+        "peak": PEAK,
+        "schedule": "wsd",
+        "warmup_steps": WARMUP,
+        "max_steps": STEPS,
+        "min_fraction": 0.1,
+    }
+    options |= {"decay_start": 90, "decay_shape": shape}
+    found = [learning_rate(step, **options) for step in range(STEPS + 1)]
+    assert found[:WARMUP] == rates("constant")[:WARMUP]
+    assert found[WARMUP:91] == [PEAK] * 81
+    assert all(before > after for before, after in pairwise(found[90:]))
+    assert found[-1] == pytest.approx(0.1 * PEAK)
+    # Half of the fall for the linear and the sqrt shape, a quarter of it for the cosine.
+    step = 95 if shape == "cosine" else 100
+    assert found[step] == pytest.approx(PEAK * (0.1 + 0.9 * middle))
+    # A decay that would begin in the warm-up begins after it.
+    assert learning_rate(WARMUP, **options | {"decay_start": 3}) == pytest.approx(PEAK)
+
+
 def test_run_of_warm_up_steps_only_does_not_divide_by_zero() -> None:
     options = {"peak": PEAK, "schedule": "cosine", "warmup_steps": 3, "max_steps": 3, "min_fraction": 0.0}
     assert [learning_rate(step, **options) for step in (2, 3)] == pytest.approx([PEAK, PEAK])

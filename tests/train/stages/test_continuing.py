@@ -1,0 +1,176 @@
+"""Trainings that continue: more steps, another schedule, other data, and a warm-down branched off."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.embedded.target import EmbeddedTarget
+from eagle31.json_files import read_json, read_jsonl
+from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on_time
+from tests.train.torchrun import torchrun
+
+WORKER = "tests/train/stages/runs_worker.py"
+TRAIN = "stages=[data,vocab,answers,capture,train]"
+EVALUATED = "stages=[data,vocab,answers,capture,train,export,evaluate]"
+CONSTANT = ["optim.schedule=constant", "optim.warmup_steps=2"]
+WARM_DOWN = ["optim.schedule=wsd", "optim.warmup_steps=2", "optim.decay_fraction=0.25"]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The directories of the runs, and what each printed by its name."""
+
+    root: Path
+    printed: dict[str, str]
+
+    def training(self, run: str, **settings: object) -> Path:
+        """Return the directory of the run's training with these inputs."""
+        [found] = [
+            path.parent
+            for path in (self.root / run).glob("artifacts/train-*/begun.json")
+            if _matches(read_json(path)["inputs"], settings)
+        ]
+        return found
+
+    def metrics(self, run: str, **settings: object) -> list[dict]:
+        records = read_jsonl(self.training(run, **settings) / "metrics.jsonl")
+        return [{k: v for k, v in one.items() if not depends_on_time(k)} for one in records]
+
+
+def _matches(inputs: dict, settings: dict[str, object]) -> bool:
+    return all((inputs["train"] | inputs).get(name) == value for name, value in settings.items())
+
+
+@pytest.fixture(scope="module")
+def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    root = tmp_path_factory.mktemp("continuing")
+    for name in ("extended", "whole"):
+        shutil.copytree(captured, root / name)
+
+    def run(name: str, *settings: str) -> list[str]:
+        every = ["train.validate_every=4", "train.save_every=4", "evaluate.untrained=false"]
+        return [f"recipe={RECIPE}", *arguments(small_target, root / name), *every, *settings]
+
+    branch = f"train.continue_from={root / 'whole'}@8"
+    steps = {
+        "first": run("extended", TRAIN, *CONSTANT, "train.max_steps=8"),
+        "second": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=16"),
+        "whole": run("whole", TRAIN, *WARM_DOWN, "train.max_steps=16"),
+        # The branch needs a directory alone: it finds the results of all earlier stages.
+        "branch": run("branch", EVALUATED, branch, *WARM_DOWN, "train.max_steps=12"),
+        "branch again": run("branch", EVALUATED, branch, *WARM_DOWN, "train.max_steps=12"),
+        "other data": run(
+            "extended", TRAIN, *CONSTANT, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
+        ),
+        "as many steps": run("extended", TRAIN, *CONSTANT, "train.max_steps=16"),
+        "another drafter": run("extended", TRAIN, "drafter.num_hidden_layers=2", "train.max_steps=40"),
+        "from the first step": run(
+            "extended", TRAIN, "drafter.num_hidden_layers=2", "train.max_steps=1", "train.continue_from=none"
+        ),
+        "no such step": run("third", TRAIN, f"train.continue_from={root / 'whole'}@7", *WARM_DOWN),
+        "no training": run("third", TRAIN, f"train.continue_from={root / 'nothing'}"),
+    }
+    (root / "runs.json").write_text(json.dumps(steps))
+    output = torchrun(WORKER, str(root / "runs.json"))
+    parts = re.split(r"^=== (.+)\n", output, flags=re.MULTILINE)
+    return Runs(root, dict(zip(parts[1::2], parts[2::2], strict=True)))
+
+
+def _saved(training: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint: weights and optimizer states."""
+    paths = sorted(training.glob(f"checkpoints/step-{step:08d}/engine/*.pt"))
+    return dict(_tensors([torch.load(path, weights_only=False) for path in paths]))
+
+
+def _tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _tensors(one, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from _tensors(one, f"{name}.{index}")
+
+
+def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Runs) -> None:
+    first = runs.training("extended", max_steps=8)
+    assert f"train: continues {first} after step 8" in runs.printed["second"]
+    ours = runs.metrics("extended", max_steps=16)
+    assert ours == runs.metrics("whole", max_steps=16)
+    rates = [record["learning_rate"] for record in ours if record["kind"] == "train"]
+    assert rates == pytest.approx([1.5e-3, *[3e-3] * 12, 2.25e-3, 1.5e-3, 0.75e-3])
+    extended, whole = (_saved(runs.training(name, max_steps=16), 16) for name in ("extended", "whole"))
+    assert extended.keys() == whole.keys()
+    assert any("exp_avg" in name for name in extended)
+    for name, value in extended.items():
+        assert torch.equal(value, whole[name]), name
+    # The first training's result is as it was.
+    assert read_json(first / "stage.json")["facts"]["steps"] == 8
+    assert read_json(first / "checkpoints" / "step-00000008" / "state.json")["continued_at"] == 0
+
+
+def test_the_checkpoint_before_the_decay_is_kept(runs: Runs) -> None:
+    steps = sorted(path.name for path in runs.training("whole").glob("checkpoints/step-*"))
+    assert steps == ["step-00000008", "step-00000012", "step-00000016"]
+
+
+def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
+    for stage in ("data", "vocab", "answers", "capture"):
+        assert f"{stage}: reused" in runs.printed["branch"], stage
+    trained, whole = runs.training("branch"), runs.training("whole")
+    assert f"train: continues {whole} after step 8" in runs.printed["branch"]
+    ours, theirs = (
+        [one for one in runs.metrics(name) if one["kind"] == "train"] for name in ("branch", "whole")
+    )
+    assert ours[:9] == theirs[:9]
+    rates = [record["learning_rate"] for record in ours]
+    # A quarter of twelve steps.
+    assert rates[8:] == pytest.approx([3e-3, 3e-3, 2e-3, 1e-3])
+    assert read_json(trained / "stage.json")["facts"]["continued_at"] == 8
+    assert_faithful(runs.root / "branch")
+    assert (runs.root / "branch" / "export" / "model.safetensors").is_file()
+    assert "train: reused" in runs.printed["branch again"]
+    assert "evaluate: reused" in runs.printed["branch again"]
+
+
+def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
+    trained = runs.training("extended", max_steps=20)
+    before = runs.training("extended", max_steps=16)
+    assert f"train: continues {before} after step 16" in runs.printed["other data"]
+    records = runs.metrics("extended", max_steps=20)
+    steps = [record["step"] for record in records if record["kind"] == "train"]
+    assert steps == list(range(1, 21))
+    # Optimizer states and weights continue: the loss does not jump back to that of the first steps.
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    assert losses[16] < 0.9 * losses[0]
+    # The draft head keeps the tokens that it was trained for.
+    kept = [load_file(path / "vocab.safetensors")["d2t"] for path in (trained, before)]
+    assert torch.equal(*kept)
+    assert (
+        read_json(trained / "begun.json")["inputs"]["vocab"]
+        != read_json(before / "begun.json")["inputs"]["vocab"]
+    )
+    state = read_json(trained / "checkpoints" / "step-00000020" / "state.json")
+    assert state["first_epoch"] == 1
+    assert (state["epoch"], state["row"]) > (1, 0)
+
+
+def test_what_must_not_change_is_refused(runs: Runs) -> None:
+    refused = runs.printed["another drafter"]
+    assert "refused: train.continue_from=auto: " in refused
+    assert "drafter.num_hidden_layers: 1 -> 2" in refused
+    assert "train.continue_from=none" in refused
+    assert "train: done" in runs.printed["from the first step"]
+    refused = runs.printed["as many steps"]
+    assert "refused: train.max_steps=16: " in refused
+    assert "optim.lr: 0.001 -> 0.003" in refused
+    assert "checkpoints there are of steps [8, 12, 16]" in runs.printed["no such step"]
+    assert "No training there has a checkpoint" in runs.printed["no training"]

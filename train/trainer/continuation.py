@@ -1,0 +1,216 @@
+"""Continuing an earlier training: finding its checkpoints, and taking one over into a new directory."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle31.errors import UserError
+from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
+from train.trainer.checkpoints import STATE
+
+BEGUN = "begun.json"
+METRICS = "metrics.jsonl"
+VOCAB = "vocab.safetensors"
+KEY = "train.continue_from"
+_SHOWN = 6  # settings that a message names
+
+
+@dataclass(frozen=True)
+class EarlierTraining:
+    """A checkpoint of an earlier training, from which another one continues."""
+
+    directory: Path  # that of the train stage
+    step: int
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the training depended on."""
+        return read_json(self.directory / BEGUN)["inputs"]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "checkpoints" / f"step-{self.step:08d}"
+
+    @property
+    def artifacts(self) -> Path:
+        """The directory with the results of all stages of its run."""
+        return self.directory.parent
+
+    def to_json(self) -> dict[str, Any]:
+        return {"directory": str(self.directory), "step": self.step}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "EarlierTraining":
+        return EarlierTraining(Path(values["directory"]), values["step"])
+
+
+def parse_origin(value: str) -> tuple[Path, int | None]:
+    """Return directory and step of `DIRECTORY` or `DIRECTORY@STEP`; None stands for the newest checkpoint."""
+    directory, separator, step = value.rpartition("@")
+    return (Path(directory), int(step)) if separator and step.isdigit() else (Path(value), None)
+
+
+def find_earlier(
+    output_dir: Path, step: int | None, fixed: dict[str, Any], *, named: bool
+) -> EarlierTraining | None:
+    """Return the newest training in an output directory that has the same fixed settings.
+
+    Args:
+        step: of the checkpoint; None for the newest.
+        fixed: the settings that must not change when a training is continued.
+        named: whether the user named the directory.
+
+    Raises:
+        UserError: all trainings there have other fixed settings; or the directory that the user named has
+            no such checkpoint.
+    """
+    trainings = sorted(_trainings(output_dir), key=lambda one: _newest_time(one), reverse=True)
+    if not trainings:
+        if named:
+            raise UserError(KEY, output_dir, "No training there has a checkpoint yet; give an output_dir.")
+        return None
+    same = [one for one in trainings if _inputs(one)["fixed"] == fixed]
+    if not same:
+        shown = differences(_inputs(trainings[0])["fixed"], fixed)
+        raise UserError(
+            KEY,
+            output_dir if named else "auto",
+            f"The training in {trainings[0]} cannot be continued with other settings of these: {shown}. "
+            + ("Use its settings." if named else _elsewhere()),
+        )
+    for one in same:
+        steps = saved_steps(one)
+        if step is None or step in steps:
+            return EarlierTraining(one, steps[-1] if step is None else step)
+    raise UserError(
+        KEY, f"{output_dir}@{step}", f"The checkpoints there are of steps {saved_steps(same[0])}."
+    )
+
+
+def check_steps(earlier: EarlierTraining, max_steps: int | None, inputs: dict[str, Any]) -> None:
+    """Raise UserError if no step is left to train."""
+    if max_steps is not None and earlier.step >= max_steps:
+        changed = differences(earlier.inputs, inputs)
+        raise UserError(
+            "train.max_steps",
+            max_steps,
+            f"The training in {earlier.directory} is at step {earlier.step} already, with other settings "
+            f"({changed}). Give more steps to continue it, or {KEY}=DIRECTORY@STEP for an earlier "
+            f"checkpoint of it. {_elsewhere()}",
+        )
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return the settings that differ, for a message."""
+    ours, theirs = dict(_leaves(after)), dict(_leaves(before))
+    missing = object()
+    found = [
+        f"{key.removeprefix('fixed.')}: {theirs.get(key)} -> {ours.get(key)}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key, missing) != theirs.get(key, missing)
+    ]
+    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
+def begin(directory: Path, inputs: dict[str, Any], earlier: EarlierTraining | None) -> bool:
+    """Prepare the directory of a training, and return whether it now continues an earlier one.
+
+    A directory that has a checkpoint stays as it is. The files of the earlier training's checkpoint are
+    linked, because no file of a checkpoint is ever changed; the earlier training may be running.
+
+    Raises:
+        UserError: the earlier training deleted the checkpoint in the meantime.
+    """
+    if saved_steps(directory):
+        return False
+    description: dict[str, Any] = {"inputs": inputs, "continued_from": None}
+    if earlier is None:
+        write_json(directory / BEGUN, description)
+        return False
+    write_json(directory / BEGUN, description | {"continued_from": earlier.to_json()})
+    try:
+        _take_over(earlier, directory)
+    except FileNotFoundError as error:
+        remedy = f"That training has just deleted {error.filename}; give the command again."
+        raise UserError(KEY, f"{earlier.directory}@{earlier.step}", remedy) from None
+    return True
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Return the steps of the finished checkpoints of a training, ascending."""
+    found = directory.glob(f"checkpoints/step-*/{STATE}")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+
+def _take_over(earlier: EarlierTraining, directory: Path) -> None:
+    checkpoints = directory / "checkpoints"
+    partial = checkpoints / ".taken_over.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    state = read_json(earlier.checkpoint / STATE)
+    shutil.copytree(earlier.checkpoint, partial, copy_function=_link)
+    shutil.rmtree(checkpoints / "best", ignore_errors=True)
+    if not _take_over_best(earlier, state["best_step"], checkpoints / "best"):
+        state["best_step"] = None  # the first validation chooses one
+    (partial / STATE).unlink()  # the link, not the earlier training's file
+    write_json(partial / STATE, state | {"continued_at": earlier.step})
+    shutil.copyfile(earlier.directory / VOCAB, directory / VOCAB)
+    lines = read_jsonl(earlier.directory / METRICS)
+    write_jsonl(directory / METRICS, [line for line in lines if line["step"] <= earlier.step])
+    os.replace(partial, checkpoints / earlier.checkpoint.name)
+
+
+def _take_over_best(earlier: EarlierTraining, best_step: int | None, best: Path) -> bool:
+    """Link the best weights up to the checkpoint; return False if a later step has replaced them."""
+    theirs = earlier.directory / "checkpoints" / "best"
+    try:
+        description = read_json(theirs / "best.json")
+        if description["step"] != best_step:
+            return False
+        best.mkdir(parents=True)
+        _link(str(theirs / description["file"]), str(best / description["file"]))
+    except FileNotFoundError:
+        return False
+    write_json(best / "best.json", description)
+    return True
+
+
+def _link(source: str, copy: str) -> str:
+    """Link a file; copy it where the two are not on the same file system."""
+    try:
+        os.link(source, copy)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, copy)
+    return copy
+
+
+def _trainings(output_dir: Path) -> Iterator[Path]:
+    """Yield the directories of trainings with a checkpoint: those of a run, or the one that is named."""
+    for directory in (output_dir, *output_dir.glob("artifacts/train-*")):
+        if (directory / BEGUN).exists() and saved_steps(directory):
+            yield directory
+
+
+def _inputs(directory: Path) -> dict[str, Any]:
+    return read_json(directory / BEGUN)["inputs"]
+
+
+def _newest_time(directory: Path) -> float:
+    return max(path.stat().st_mtime for path in directory.glob(f"checkpoints/step-*/{STATE}"))
+
+
+def _elsewhere() -> str:
+    return f"To train from the first step, give another output_dir, or {KEY}=none."
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
