@@ -32,9 +32,10 @@ class DepthSums:
     agreement: Tensor  # [K], rows whose greedy draft is the target's greedy token
     expected_acceptance: Tensor  # [K], sum of min(p, q)
     state_norm: Tensor  # [K], L2 norm of the state fed back
+    weighted_loss: Tensor  # [K], as it enters the total
 
     def stacked(self) -> Tensor:
-        """Return all sums as float64 [5, K], for one all-reduce."""
+        """Return all sums as float64 [6, K], for one all-reduce."""
         return torch.stack([getattr(self, f.name).double() for f in fields(self)])
 
 
@@ -58,12 +59,13 @@ def rollout_loss(
     activation_checkpointing: bool = False,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, DepthSums]:
-    """Return the unnormalised loss of one micro-batch: sum over steps k of decay^k times the rows' losses.
+    """Return the unnormalised loss of one micro-batch: sum over steps k of the rows' weighted losses.
 
     Row t's teacher at step k is the target's distribution at index t+1+k. Divide by the number of supervised
     rows of the optimizer step, over all ranks and micro-batches.
 
     Args:
+        step_decay: decay^k is the weight of step k with `StepWeights.decay`.
         objective: by default cross entropy over the draft vocabulary.
         with_metrics: also sum agreement and expected acceptance, which need the target's distribution over
             its full vocabulary; they are zero otherwise.
@@ -91,7 +93,7 @@ def rollout_loss(
         norms.append(state.detach().norm(dim=-1, dtype=widened(state.dtype)).sum())
     weights = [step_decay**step for step in range(num_steps)]
     full_vocabulary = with_metrics or objective.needs_full_vocabulary
-    total, (num_rows, loss, agreement, expected) = one_pass_loss(
+    total, (num_rows, loss, agreement, expected, weighted) = one_pass_loss(
         states,
         lm_head.weight,
         teacher_of(frozen, batch, full_vocabulary),
@@ -100,7 +102,7 @@ def rollout_loss(
         weights,
         chunk_rows or _chunk_rows(frozen, lm_head.weight.shape[0], num_steps, full_vocabulary),
     )
-    return total, DepthSums(num_rows, loss, agreement, expected, torch.stack(norms))
+    return total, DepthSums(num_rows, loss, agreement, expected, torch.stack(norms), weighted)
 
 
 def _chunk_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, full_vocabulary: bool) -> int:

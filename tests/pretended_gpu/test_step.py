@@ -10,7 +10,7 @@ import torch
 from eagle31.kernels import flash_support
 from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.training import fused_loss
-from eagle31.training.objectives import Loss, Objective
+from eagle31.training.objectives import Loss, Objective, StepWeights
 from eagle31.training.schedule import schedule_rollout
 from eagle31.training.step import greedy_hits, schedule_batch
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
@@ -47,7 +47,7 @@ def test_a_step_never_waits(
         options: dict[str, Any] = {"with_metrics": metrics, "activation_checkpointing": checkpointed}
         with gpu.no_waiting():
             sums = step(drafter, frozen, batch, **options)
-        assert sums.stacked().shape == (5, NUM_STEPS)
+        assert sums.stacked().shape == (6, NUM_STEPS)
         for name, parameter in drafter.named_parameters():
             assert parameter.grad is not None, name
             assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, dtype), name
@@ -57,14 +57,21 @@ def test_a_step_never_waits(
         assert not atomic, "the order of atomic additions changes from run to run"
 
 
-@pytest.mark.parametrize("loss", [Loss.full_kl, Loss.tv, Loss.lk_alpha, Loss.lk_lambda])
-def test_no_loss_waits(loss: Loss) -> None:
-    config = configuration("gqa", pruned=loss is not Loss.full_kl)
+OBJECTIVES = [
+    *(Objective(loss, count_outside_vocab=False) for loss in (Loss.tv, Loss.lk_alpha, Loss.lk_lambda)),
+    Objective(Loss.full_kl),
+    Objective(Loss.acceptance_length),
+    Objective(Loss.kl, count_outside_vocab=False, step_weights=StepWeights.reach),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_no_loss_waits(objective: Objective) -> None:
+    config = configuration("gqa", pruned=objective.loss is not Loss.full_kl)
     with PretendedGpu() as gpu:
         drafter, frozen = drafter_on_gpu(config, BF16)
         batch = host_batch(config, BF16)
         with gpu.no_waiting():
-            objective = Objective(loss, count_outside_vocab=loss is Loss.full_kl)
             step(drafter, frozen, batch, objective=objective)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from eagle31.errors import UserError, require_positive
-from eagle31.training.objectives import Loss, Objective
+from eagle31.training.objectives import Loss, Objective, StepWeights
 
 # Weights start near 0.02 and those of norms at 1: one step of this size leaves nothing of them.
 MAX_LR = 1.0
@@ -88,8 +88,19 @@ class TrainConfig:
 
     ttt_steps: int = 7  # Speculation steps that are rolled out in training (training-time test).
     step_decay: float = 0.8  # Factor of the loss from one speculation step to the next, in (0, 1].
-    loss: Loss = Loss.kl  # Loss of a draft against the target's distribution.
-    # How early loss=lk_lambda turns from KL to the acceptance rate; larger is earlier.
+    # Weight of a speculation step in the loss. decay: step_decay^k. reach: the probability that serving
+    # reaches the draft, which is the product of the acceptance rates of the drafts before it, as they are
+    # now. No ablation supports reach yet.
+    step_weights: StepWeights = StepWeights.decay
+    # With step_weights=reach an acceptance rate a counts as (1 - s) a + s, so that later drafts are trained
+    # before the ones before them are accepted; s in [0, 1], and 1 weighs all drafts alike. No ablation
+    # supports the default.
+    reach_smoothing: float = 0.0
+    # Loss of a draft against the target's distribution. acceptance_length minimizes what the expected number
+    # of accepted drafts lacks of all; no ablation supports it yet.
+    loss: Loss = Loss.kl
+    # How early loss=lk_lambda and loss=acceptance_length turn from KL to the acceptance rate, as that of each
+    # draft grows; larger is earlier. 0 stays KL; 1e9 is without KL from the start, where it learns little.
     lk_eta: float = 3.0
     # Whether drafts are supervised where the target's greedy token is outside the draft vocabulary.
     count_outside_vocab: bool = True
@@ -166,4 +177,13 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
         raise UserError("train.max_steps", train.max_steps, "Give at least 1, or null for num_epochs.")
     if not 0 < train.step_decay <= 1:
         raise UserError("train.step_decay", train.step_decay, "It must be in (0, 1].")
-    Objective(train.loss).check(pruned=pruned)
+    if not 0 <= train.reach_smoothing <= 1:
+        raise UserError("train.reach_smoothing", train.reach_smoothing, "It must be in [0, 1].")
+    objective_of(train).check(pruned=pruned)
+
+
+def objective_of(train: TrainConfig) -> Objective:
+    """Return the loss that the recipe chooses."""
+    return Objective(
+        train.loss, train.lk_eta, train.count_outside_vocab, train.step_weights, train.reach_smoothing
+    )

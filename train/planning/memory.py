@@ -31,6 +31,7 @@ class TrainerSettings:
     rows_per_step: int
     world_size: int
     muon: bool = False
+    needs_chain: bool = False  # of the objective
 
     @property
     def itemsize(self) -> int:
@@ -114,6 +115,7 @@ def trainer_memory(
             head_trained=settings.train_lm_head,
             activation_checkpointing=settings.activation_checkpointing,
             device=device,
+            needs_chain=settings.needs_chain,
         ),
     )
 

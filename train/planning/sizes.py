@@ -11,7 +11,7 @@ from eagle31.export.layouts import check_layout
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import RunConfig
-from train.config.training import Optimizer, Precision
+from train.config.training import Optimizer, Precision, objective_of
 from train.drafter.shape import complete_shape
 from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
 from train.planning.placement import Sizes
@@ -96,4 +96,5 @@ def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
         rows_per_step=config.train.rows_per_step,
         world_size=num_ranks,
         muon=config.optim.name is Optimizer.muon,
+        needs_chain=objective_of(config.train).needs_chain,
     )

@@ -16,6 +16,7 @@ from eagle31.json_files import read_json
 from eagle31.model.config import DrafterConfig
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig
+from train.config.training import objective_of
 
 _HOUR = 3600
 
@@ -119,6 +120,7 @@ def work_plan(
             plan.assistant_fraction,
         ),
         config.drafter.train_lm_head,
+        objective_of(train).needs_full_vocabulary,
     )
     train_flops = None if steps is None else flops.total * steps * train.rows_per_step
     captured = trained if config.capture.mode is CaptureMode.online else tokens.count

@@ -28,10 +28,9 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
-from eagle31.training.objectives import Objective
 from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
-from train.config.training import OptimConfig, Optimizer, Schedule
+from train.config.training import OptimConfig, Optimizer, Schedule, objective_of
 from train.context import RunContext
 from train.distributed import World, on_main_first, wait_for_ranks
 from train.drafter.build import build_drafter
@@ -121,7 +120,7 @@ def train_on(
         frozen,
         config.train.ttt_steps,
         config.train.step_decay,
-        Objective(config.train.loss, config.train.lk_eta, config.train.count_outside_vocab),
+        objective_of(config.train),
         config.train.activation_checkpointing,
     )
     speed = expected_speed(context, drafter.config, tensors)
@@ -263,8 +262,9 @@ def expected_speed(context: RunContext, drafter: DrafterConfig, tensors: dict[st
 
 def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch], int]:
     """Return a function from a packed row to the FLOPs of its forward and backward pass."""
-    num_steps, head_trained = context.config.train.ttt_steps, context.config.drafter.train_lm_head
-    return lambda batch: step_flops(drafter, count_step(batch, num_steps), head_trained).total
+    train, head_trained = context.config.train, context.config.drafter.train_lm_head
+    full = objective_of(train).needs_full_vocabulary
+    return lambda batch: step_flops(drafter, count_step(batch, train.ttt_steps), head_trained, full).total
 
 
 def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:

@@ -82,7 +82,7 @@ def train(
         Preempted: SIGTERM arrived and a checkpoint is saved.
         UserError: too many steps in a row were skipped.
     """
-    module, device = model_engine.module, world.device
+    device = world.device
     guard: StepGuard = model_engine.basic_optimizer.guard
     guard.reference = state.grad_norm_reference
     bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
@@ -126,7 +126,7 @@ def train(
             wait = logs or validates or saves or stop
             report_skipped(guard, loader, tracker, checkpoints, state, world, wait=wait)
             if logs:
-                metrics = window.metrics(world, module.step_decay, settings.speed)
+                metrics = window.metrics(world, settings.speed)
                 norm = float(grad_norm)
                 metrics |= {"learning_rate": lr, "grad_norm": norm if math.isfinite(norm) else None}
                 if (stats := loader.collect_stats()) is not None:

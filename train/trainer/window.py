@@ -93,21 +93,20 @@ class WindowSums:
         yield
         self.seconds_of[what] += time.perf_counter() - started
 
-    def metrics(self, world: World, step_decay: float, speed: Speed = Speed()) -> dict[str, Any]:
+    def metrics(self, world: World, speed: Speed = Speed()) -> dict[str, Any]:
         """Return the metrics of the window over all ranks. Every rank calls."""
-        num_rows, *totals = sum_over_ranks(self.sums.clone())
+        num_rows, *totals, weighted_loss = sum_over_ranks(self.sums.clone())
         metric_rows = sum_over_ranks(self.metric_rows.clone())
-        names = [f.name for f in fields(DepthSums)][1:]
+        names = [f.name for f in fields(DepthSums)][1:-1]
         counts = [metric_rows if name in LOGGED_METRICS else num_rows for name in names]
         means = [(total / rows.clamp(min=1)).tolist() for total, rows in zip(totals, counts, strict=True)]
         depth = [
             dict(zip(names, values, strict=True)) | {"num_rows": int(rows)}
             for rows, *values in zip(num_rows.tolist(), *means, strict=True)
         ]
-        weighted = sum(step_decay**k * float(total) for k, total in enumerate(totals[0]))
         supervised = int(num_rows[0])
         return {
-            "loss": weighted / max(float(num_rows[0]), 1.0),
+            "loss": float(weighted_loss.sum()) / max(float(num_rows[0]), 1.0),
             "depth": depth,
             "supervised_positions": supervised,
             **self._speed(world, supervised, speed),

@@ -13,6 +13,7 @@ from eagle31.cost.flops import (
     step_flops,
     typical_counts,
 )
+from eagle31.training.objectives import Loss, Objective
 from eagle31.training.step import rollout_loss
 from tests.eagle31.naive import is_supervised, naive_loss
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
@@ -85,6 +86,21 @@ def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: 
 
     found = measured_flops(run)
     expected = step_flops(config, count_step(batch, 4), head_trained)
+    assert sum(found.get(op, 0) for op in LINEAR) == expected.linear
+
+
+def test_an_objective_of_the_full_vocabulary_computes_all_of_the_teacher() -> None:
+    config = tiny_config()
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((17, 5, 23), config, seed=3)
+    objective = Objective(Loss.acceptance_length)
+
+    def run() -> torch.Tensor:
+        settings: dict[str, Any] = {"num_steps": 4, "step_decay": 0.8, "objective": objective}
+        return rollout_loss(drafter, frozen, batch, with_metrics=False, **settings)[0]
+
+    found = measured_flops(run)
+    expected = step_flops(config, count_step(batch, 4), True, objective.needs_full_vocabulary)
     assert sum(found.get(op, 0) for op in LINEAR) == expected.linear
 
 

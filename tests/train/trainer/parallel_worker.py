@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
-from eagle31.training.objectives import Objective
+from eagle31.training.objectives import Objective, StepWeights
 from eagle31.training.step import greedy_hits, rollout_loss
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
@@ -220,7 +220,7 @@ def losses_at(
         )
         num_supervised, num_stopping = counts.read()
         stops.append(num_stopping)
-        metrics = window.metrics(world, 0.8)
+        metrics = window.metrics(world)
         # The loss may count fewer than there are.
         assert (num_supervised == metrics["supervised_positions"]) == (objective is None)
         losses.append(metrics["loss"])
@@ -291,7 +291,8 @@ def main() -> None:
     results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in (*stages, 1)}
     results |= muon_runs(stages, world, full="--full" in sys.argv)
     if world.size > 1:
-        objective = Objective(count_outside_vocab=False)
+        by_reach: dict[str, Any] = {"step_weights": StepWeights.reach, "reach_smoothing": 0.9}
+        objective = Objective(count_outside_vocab=False, **by_reach)
         results["inside"] = losses_at(2, False, world, objective) | {"reference": reference_step(objective)}
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))

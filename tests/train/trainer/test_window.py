@@ -20,7 +20,7 @@ def window_of(num_steps: int) -> WindowSums:
     times = [0.1] * (num_steps - 1) + [0.4]
     window.steps.seconds = lambda: times  # type: ignore[method-assign]
     for _ in range(num_steps):
-        window.add(DepthSums(*(torch.tensor([5.0, 3.0]) for _ in range(5))), with_metrics=True)
+        window.add(DepthSums(*(torch.tensor([5.0, 3.0]) for _ in range(6))), with_metrics=True)
         window.count(RowCounts(num_supervised=5, num_tokens=8, flops=1000))
     return window
 
@@ -29,7 +29,7 @@ def test_rates_count_no_padding_and_have_validation_in_their_time() -> None:
     window = window_of(10)
     with window.timed("validation"):
         time.sleep(0.05)
-    metrics = window.metrics(WORLD, step_decay=0.8)
+    metrics = window.metrics(WORLD)
     assert metrics["seconds"] >= metrics["validation_seconds"] >= 0.05
     assert metrics["checkpoint_seconds"] == 0
     assert metrics["tokens_per_second"] == pytest.approx(80 / metrics["seconds"])
@@ -38,9 +38,9 @@ def test_rates_count_no_padding_and_have_validation_in_their_time() -> None:
 
 
 def test_utilization_and_memory_are_there_on_a_known_gpu_only() -> None:
-    unknown = window_of(10).metrics(WORLD, step_decay=0.8)
+    unknown = window_of(10).metrics(WORLD)
     assert not {"model_flops_utilization", "peak_memory_gb", "held_memory_gb"} & unknown.keys()
-    known = window_of(10).metrics(WORLD, 0.8, Speed(1e5, planned_bytes=3 * 10**9, planned_held_bytes=10**9))
+    known = window_of(10).metrics(WORLD, Speed(1e5, planned_bytes=3 * 10**9, planned_held_bytes=10**9))
     # 10,000 FLOPs in 1.3 seconds.
     assert known["model_flops_utilization"] == pytest.approx(10_000 / 1.3 / 1e5)
     assert (known["planned_memory_gb"], known["planned_held_memory_gb"]) == (3, 1)

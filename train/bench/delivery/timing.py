@@ -159,7 +159,7 @@ def train_round(
             logs = step % LOG_EVERY == 0
             optimizer_step(model_engine, rows.of_step(step), 1e-3, window, WORLD, with_metrics=logs)
             if logs:
-                window.metrics(WORLD, STEP_DECAY)
+                window.metrics(WORLD)
                 window = WindowSums(TTT_STEPS, WORLD.device)
         waited = rows.waited_seconds - waited_before
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
