@@ -7,10 +7,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from transformers import (
@@ -23,8 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from data.embedded.corpus import ChatExample, Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
-from data.embedded.training import TrainingSettings, encode, evaluate, initialize, pretrain
+from data.embedded.training import CausalModel, TrainingSettings, encode, evaluate, initialize, pretrain
 
+Model = TypeVar("Model", bound=CausalModel)
 FORMAT_VERSION = 1  # raise it for changes of corpus, tokenizer or training that do not change the settings
 
 
@@ -81,12 +83,25 @@ def ensure_embedded_target(
     source = source or standard_library()
     settings = settings or TargetSettings()
     finished = cache_dir / fingerprint(source, settings)
+
+    def build(partial: Path) -> None:
+        _build(partial, source, settings, progress)
+
+    return ensure_built(finished, build, num_threads)
+
+
+def ensure_built(finished: Path, build: Callable[[Path], None], num_threads: int | None) -> EmbeddedTarget:
+    """Return the target in `finished`; call `build` with the directory to build it in if it is missing.
+
+    Args:
+        num_threads: the number of threads for `build`; None keeps torch's setting.
+    """
     if not finished.is_dir():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f"{finished.name}.lock"), _threads(num_threads):
+        finished.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(finished.with_name(f"{finished.name}.lock")), _threads(num_threads):
             if not finished.is_dir():
-                partial = cache_dir / f"{finished.name}.partial"
-                _build(partial, source, settings, progress)
+                partial = finished.with_name(f"{finished.name}.partial")
+                build(partial)
                 os.replace(partial, finished)
     return EmbeddedTarget(finished / "model", finished / "train.jsonl", finished / "held_out.jsonl")
 
@@ -99,20 +114,30 @@ def fingerprint(source: Path, settings: TargetSettings) -> str:
 
 
 def _build(directory: Path, source: Path, settings: TargetSettings, progress: bool) -> None:
+    build_target(directory, lambda: read_corpus(source), _initial_model, settings, progress)
+
+
+def build_target(
+    directory: Path,
+    read: Callable[[], Corpus],
+    initial_model: Callable[[PreTrainedTokenizerFast, TargetSettings], CausalModel],
+    settings: TargetSettings,
+    progress: bool,
+) -> None:
     """Build in `directory`; if a checkpoint exists there, corpus and tokenizer are complete too."""
     started = time.monotonic()
     checkpoint = directory / "checkpoint.pt"
     if not checkpoint.exists():
         shutil.rmtree(directory, ignore_errors=True)
         (directory / "model").mkdir(parents=True)
-        corpus = read_corpus(source)
+        corpus = read()
         _write_jsonl(directory / "train.jsonl", corpus.train)
         _write_jsonl(directory / "held_out.jsonl", corpus.held_out)
         new_tokenizer = train_tokenizer(corpus.train, settings.vocab_size, settings.max_positions)
         save_tokenizer(new_tokenizer, directory / "model")
     corpus = Corpus(_read_jsonl(directory / "train.jsonl"), _read_jsonl(directory / "held_out.jsonl"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "model")
-    model = _initial_model(tokenizer, settings)
+    model = initial_model(tokenizer, settings)
     training = settings.training
     documents = encode(tokenizer, corpus.train, training.max_document_tokens)
     pretrain(model, documents, training, checkpoint, progress)
@@ -132,24 +157,35 @@ def _build(directory: Path, source: Path, settings: TargetSettings, progress: bo
 
 
 def _initial_model(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings) -> LlamaForCausalLM:
-    """Make a float32 Llama with seeded weights without changing the caller's random state."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads,
-        max_position_embeddings=settings.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    config = LlamaConfig(**model_arguments(tokenizer, settings))
+    return initialized(lambda: LlamaForCausalLM(config), tokenizer, settings)
+
+
+def model_arguments(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings) -> dict[str, Any]:
+    """Return the arguments of transformers' configuration of a decoder."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_kv_heads,
+        "max_position_embeddings": settings.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+
+
+def initialized(
+    make: Callable[[], Model], tokenizer: PreTrainedTokenizerFast, settings: TargetSettings
+) -> Model:
+    """Return a new float32 model with seeded weights, without changing the caller's random state."""
     with torch.random.fork_rng(devices=[]):
-        model = LlamaForCausalLM(config)
+        model = make()
     initialize(model, settings.training.seed)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id

@@ -14,12 +14,13 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from data.embedded.corpus import ChatExample
 from data.embedded.muon import Muon
 from data.progress import Progress
 
+CausalModel: TypeAlias = LlamaForCausalLM | Qwen3ForCausalLM
 Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bool [T]
 
 
@@ -80,7 +81,7 @@ def schedule_batches(lengths: list[int], batch_tokens: int, steps: int, seed: in
     return batches[:steps]
 
 
-def answer_loss(model: LlamaForCausalLM, documents: list[Document]) -> Tensor:
+def answer_loss(model: CausalModel, documents: list[Document]) -> Tensor:
     """Return the sum of the answer tokens' negative log-likelihoods (float32, nats).
 
     Documents are padded on the right, where a causal model does not attend to the padding, so no attention
@@ -100,7 +101,7 @@ def num_answer_tokens(documents: list[Document]) -> int:
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, documents: list[Document], rows: int = 8) -> float:
+def evaluate(model: CausalModel, documents: list[Document], rows: int = 8) -> float:
     """Return the loss in nats per answer token."""
     starts = range(0, len(documents), rows)
     total = sum(float(answer_loss(model, documents[start : start + rows])) for start in starts)
@@ -129,7 +130,7 @@ def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
 
 
 def build_optimizers(
-    model: LlamaForCausalLM, settings: TrainingSettings
+    model: CausalModel, settings: TrainingSettings
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     """Build Muon for the layers' matrices and AdamW for the other parameters."""
     matrices: list[torch.nn.Parameter] = []
@@ -159,7 +160,7 @@ class GradientWorkers:
     the same order.
     """
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self.num_threads = torch.get_num_threads()
         self.replicas = (model, copy.deepcopy(model))
         for original, replicated in zip(*(replica.parameters() for replica in self.replicas), strict=True):
@@ -171,7 +172,7 @@ class GradientWorkers:
         num_tokens = num_answer_tokens(documents)
         halves = [half for half in (documents[0::2], documents[1::2]) if half]
 
-        def backward(replica: LlamaForCausalLM, half: list[Document]) -> float:
+        def backward(replica: CausalModel, half: list[Document]) -> float:
             loss = answer_loss(replica, half) / num_tokens
             loss.backward()
             return loss.item()
@@ -187,7 +188,7 @@ class GradientWorkers:
 
 
 def pretrain(
-    model: LlamaForCausalLM,
+    model: CausalModel,
     documents: list[Document],
     settings: TrainingSettings,
     checkpoint: Path,
@@ -218,7 +219,7 @@ def pretrain(
 
 
 def save_checkpoint(
-    path: Path, model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], next_step: int
+    path: Path, model: CausalModel, optimizers: Sequence[torch.optim.Optimizer], next_step: int
 ) -> None:
     """Save everything that a step changes: the weights, the optimizers' states and the step number."""
     written = path.with_name(path.name + ".partial")
@@ -227,7 +228,7 @@ def save_checkpoint(
     os.replace(written, path)
 
 
-def _load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+def _load_checkpoint(path: Path, model: CausalModel, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)

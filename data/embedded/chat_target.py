@@ -1,0 +1,117 @@
+"""A small Qwen3 that is trained on given questions and answers, and cached next to the embedded target."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from data.embedded.corpus import ChatExample, Corpus, Message, is_held_out
+from data.embedded.target import (
+    EmbeddedTarget,
+    TargetSettings,
+    build_target,
+    ensure_built,
+    initialized,
+    model_arguments,
+)
+from data.embedded.training import TrainingSettings
+from eagle31.errors import UserError
+
+FORMAT_VERSION = 1  # raise it for changes that do not change the settings
+
+
+@dataclass(frozen=True)
+class ChatTargetSettings(TargetSettings):
+    """A Qwen3 of 5.8 M parameters, which two cores train in some minutes; every field is part of the key."""
+
+    hidden_size: int = 256
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 352
+    training: TrainingSettings = field(
+        default_factory=lambda: TrainingSettings(steps=440, checkpoint_seconds=30.0)
+    )
+
+
+def ensure_chat_target(
+    cache_dir: Path,
+    conversations: Path,
+    *,
+    num_threads: int | None = None,
+    progress: bool = True,
+    settings: ChatTargetSettings | None = None,
+) -> EmbeddedTarget:
+    """Return the target that is trained on the conversations; train it first if needed.
+
+    An interrupted build resumes where it stopped. If there are several callers, one builds and the others
+    wait.
+
+    Args:
+        cache_dir: has one directory per fingerprint of the file's content and the settings.
+        conversations: JSON lines with `question` and `answer`.
+        num_threads: the number of threads for the training; None keeps torch's setting.
+        progress: a bar on stderr when that is a terminal.
+        settings: the shape and training; None uses the defaults.
+
+    Raises:
+        UserError: the file cannot be read, or has too few questions and answers.
+    """
+    settings = settings or ChatTargetSettings()
+    corpus = read_chats(conversations)
+    # The split is part of the content.
+    key = json.dumps([FORMAT_VERSION, "qwen3", corpus.train, corpus.held_out, asdict(settings)])
+    finished = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+    def build(partial: Path) -> None:
+        build_target(partial, lambda: corpus, _initial_model, settings, progress)
+
+    return ensure_built(finished, build, num_threads)
+
+
+def read_chats(path: Path) -> Corpus:
+    """Read JSON lines with `question` and `answer`, without repeated questions, split by the question.
+
+    Raises:
+        UserError: the file cannot be read, a line lacks a column, or one of the two sides would be empty.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("--conversations", path, f"It cannot be read: {error}.") from None
+    corpus = Corpus([], [])
+    questions: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        question, answer = _columns(path, number, line)
+        if question in questions:
+            continue
+        questions.add(question)
+        user, assistant = (
+            Message(role="user", content=question),
+            Message(role="assistant", content=answer),
+        )
+        example = ChatExample(id=str(number), messages=[user, assistant])
+        (corpus.held_out if is_held_out(question) else corpus.train).append(example)
+    if not corpus.train or not corpus.held_out:
+        remedy = "It has too few questions to train on and to hold some out; give a file with more."
+        raise UserError("--conversations", path, remedy)
+    return corpus
+
+
+def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
+    remedy = f"Line {number} is not a JSON object with question and answer."
+    try:
+        row = json.loads(line)
+        question, answer = row["question"], row["answer"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError("--conversations", path, remedy) from None
+    if not (isinstance(question, str) and isinstance(answer, str) and question.strip() and answer.strip()):
+        raise UserError("--conversations", path, remedy)
+    return question, answer
+
+
+def _initial_model(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings) -> Qwen3ForCausalLM:
+    head_dim = settings.hidden_size // settings.num_heads  # Qwen3's default is 128 for every width
+    config = Qwen3Config(**model_arguments(tokenizer, settings), head_dim=head_dim)
+    return initialized(lambda: Qwen3ForCausalLM(config), tokenizer, settings)

@@ -1,0 +1,78 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from data.embedded.chat_target import ChatTargetSettings, ensure_chat_target, read_chats
+from data.embedded.training import TrainingSettings
+from eagle31.errors import UserError
+
+TINY = ChatTargetSettings(
+    vocab_size=300,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=32,
+    max_positions=256,
+    training=TrainingSettings(steps=2, batch_tokens=256, warmup_steps=1),
+)
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    rows = [{"question": f"What is {i} plus {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    return path
+
+
+def test_a_small_qwen3_is_trained_once(conversations: Path, tmp_path: Path) -> None:
+    built = ensure_chat_target(tmp_path / "cache", conversations, num_threads=1, settings=TINY)
+    model = AutoModelForCausalLM.from_pretrained(built.model)
+    assert model.config.model_type == "qwen3"
+    assert model.config.head_dim == 8
+    train, held_out = (
+        {json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines()}
+        for path in (built.train, built.held_out)
+    )
+    assert len(train) + len(held_out) == 60
+    assert not train & held_out
+    written = (built.model / "model.safetensors").stat().st_mtime_ns
+    assert ensure_chat_target(tmp_path / "cache", conversations, settings=TINY) == built
+    assert (built.model / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_other_content_or_settings_are_another_target(conversations: Path, tmp_path: Path) -> None:
+    settings = replace(TINY, training=replace(TINY.training, steps=1))
+    one = ensure_chat_target(tmp_path, conversations, num_threads=1, settings=settings)
+    conversations.write_text(conversations.read_text().replace("plus 3?", "minus 3?"))
+    other = ensure_chat_target(tmp_path, conversations, num_threads=1, settings=settings)
+    wider = replace(settings, intermediate_size=40)
+    third = ensure_chat_target(tmp_path, conversations, num_threads=1, settings=wider)
+    assert len({one.model, other.model, third.model}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ('{"question": "a", "answer": "b"}\nno JSON\n', "Line 2"),
+        ('{"question": "a"}\n', "Line 1"),
+        ('{"question": "a", "answer": 3}\n', "Line 1"),
+        ("[]\n", "Line 1"),
+        ("", "too few"),
+        ('{"question": "a", "answer": "b"}\n', "too few"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, remedy: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=remedy):
+        read_chats(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_chats(tmp_path / "missing.jsonl")
