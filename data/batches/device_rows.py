@@ -60,9 +60,10 @@ class DeviceRows:
 
     Args:
         num_rows: this rank's rows of a step.
-        num_steps: speculation steps of the schedule.
+        num_steps: speculation steps of the schedule, or a function of the optimizer step that returns them.
         stop_step: the first step that is not needed; no row is read ahead beyond it.
-        flops_of: returns the FLOPs of a row on the CPU; by default they are not counted.
+        flops_of: returns the FLOPs of a row on the CPU with that many speculation steps; by default they are
+            not counted.
         executor: runs what is done in the background; by default one thread.
     """
 
@@ -71,16 +72,17 @@ class DeviceRows:
         loader: RowLoader,
         *,
         num_rows: int,
-        num_steps: int,
+        num_steps: int | Callable[[int], int],
         device: torch.device,
         dtype: torch.dtype,
         stop_step: int,
-        flops_of: Callable[[PackedBatch], int] | None = None,
+        flops_of: Callable[[PackedBatch, int], int] | None = None,
         executor: Executor | None = None,
     ) -> None:
         self.loader = loader
         self.waited_seconds = 0.0  # for data, or for a copy to the device
-        self._num_rows, self._num_steps, self._stop_step = num_rows, num_steps, stop_step
+        self._num_rows, self._stop_step = num_rows, stop_step
+        self._num_steps_at = num_steps if callable(num_steps) else lambda _: num_steps
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
         self._batches: list[PackedBatch] = []
         self._counts = RowCounts(0, 0)
@@ -112,7 +114,7 @@ class DeviceRows:
         if self._executor is None:
             batch = self._read(number)
             self.waited_seconds += time.perf_counter() - started
-            return self._scheduled(batch)
+            return self._scheduled(batch, number)
         used = self._end_of_queued_work()
         if self._ahead is None or self._ahead[0] != number:
             self._ahead = number, self._executor.submit(self._copy, number, None)
@@ -130,11 +132,11 @@ class DeviceRows:
         if index == 0 or not self._batches:
             self._batches = self.loader.batches(step)
             assert len(self._batches) == self._num_rows
-            self._counts = count_rows(self._batches, self._flops_of)
+            self._counts = count_rows(self._batches, self._num_steps_at(step), self._flops_of)
         return self._batches[index]
 
-    def _scheduled(self, batch: PackedBatch) -> _Copied:
-        schedule = schedule_batch(batch, self._num_steps, self._device)
+    def _scheduled(self, batch: PackedBatch, number: int) -> _Copied:
+        schedule = schedule_batch(batch, self._num_steps_at(number // self._num_rows), self._device)
         return _Copied(DeviceRow(batch.to(self._device, self._dtype), schedule), self._counts, None)
 
     def _copy(self, number: int, used: torch.cuda.Event | None) -> _Copied:
@@ -147,7 +149,7 @@ class DeviceRows:
         if used is not None and not used.query():
             used.synchronize()
         with torch.cuda.stream(self._stream):
-            copied = self._scheduled(batch)
+            copied = self._scheduled(batch, number)
             ready = torch.cuda.Event()
             ready.record(self._stream)
         return _Copied(copied.row, copied.counts, ready)
@@ -167,11 +169,14 @@ class DeviceRows:
                 tensor.record_stream(current)
 
 
-def count_rows(batches: list[PackedBatch], flops_of: Callable[[PackedBatch], int] | None = None) -> RowCounts:
+def count_rows(
+    batches: list[PackedBatch], num_steps: int, flops_of: Callable[[PackedBatch, int], int] | None = None
+) -> RowCounts:
     """Count what rows on the CPU have."""
     supervised = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
     num_tokens = sum(int((b.document_ids >= 0).sum()) for b in batches)
-    return RowCounts(supervised, num_tokens, sum(map(flops_of, batches)) if flops_of else 0)
+    flops = sum(flops_of(batch, num_steps) for batch in batches) if flops_of else 0
+    return RowCounts(supervised, num_tokens, flops)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -87,6 +87,10 @@ class TrainConfig:
     """The training loop, in which samples are packed into rows of equal length."""
 
     ttt_steps: int = 7  # Speculation steps that are rolled out in training (training-time test).
+    # Fraction of the optimizer steps at the start over which the rolled out speculation steps grow from 1 to
+    # ttt_steps, in [0, 1]; 0: all of them from the first step. The early steps then cost less. No ablation
+    # supports it yet.
+    ttt_curriculum_fraction: float = 0.0
     step_decay: float = 0.8  # Factor of the loss from one speculation step to the next, in (0, 1].
     # Weight of a speculation step in the loss. decay: step_decay^k. reach: the probability that serving
     # reaches the draft, which is the product of the acceptance rates of the drafts before it, as they are
@@ -177,8 +181,9 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
         raise UserError("train.max_steps", train.max_steps, "Give at least 1, or null for num_epochs.")
     if not 0 < train.step_decay <= 1:
         raise UserError("train.step_decay", train.step_decay, "It must be in (0, 1].")
-    if not 0 <= train.reach_smoothing <= 1:
-        raise UserError("train.reach_smoothing", train.reach_smoothing, "It must be in [0, 1].")
+    for name in ("reach_smoothing", "ttt_curriculum_fraction"):
+        if not 0 <= getattr(train, name) <= 1:
+            raise UserError(f"train.{name}", getattr(train, name), "It must be in [0, 1].")
     objective_of(train).check(pruned=pruned)
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from data.target.architecture import ParameterCounts
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.json_files import read_json
 from eagle31.model.config import DrafterConfig
+from eagle31.training.curriculum import rollout_phases
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 from train.config.training import objective_of
@@ -103,7 +104,7 @@ def work_plan(
         parameters: the target's.
         data_summary: what the data stage recorded; empty before it has run.
     """
-    plan, train = config.plan, config.train
+    train = config.train
     tokens = data_tokens(config, data_summary)
     per_step = train.rows_per_step * train.row_tokens
     epochs = train.num_epochs
@@ -111,17 +112,7 @@ def work_plan(
     if steps is None and tokens.count is not None:
         steps = max(1, math.floor(tokens.count * epochs / per_step))
     trained = None if steps is None else steps * per_step
-    flops = step_flops(
-        drafter,
-        typical_counts(
-            train.row_tokens,
-            train.ttt_steps,
-            plan.document_tokens or config.data.max_tokens,
-            plan.assistant_fraction,
-        ),
-        config.drafter.train_lm_head,
-        objective_of(train).needs_full_vocabulary,
-    )
+    flops = row_flops(config, drafter)
     train_flops = None if steps is None else flops.total * steps * train.rows_per_step
     captured = trained if config.capture.mode is CaptureMode.online else tokens.count
     # A forward pass multiplies and adds once with every active parameter.
@@ -136,6 +127,20 @@ def work_plan(
         regeneration=_regeneration(config, tokens.count, token_flops),
         store_bytes=_store_bytes(config, drafter, tokens.count),
     )
+
+
+def row_flops(config: RunConfig, drafter: DrafterConfig) -> StepFlops:
+    """Return the FLOPs of one row, on average over the optimizer steps."""
+    plan, train = config.plan, config.train
+    document_tokens = plan.document_tokens or config.data.max_tokens
+    total = dict.fromkeys((one.name for one in fields(StepFlops)), 0.0)
+    for depth, fraction in rollout_phases(train.ttt_steps, train.ttt_curriculum_fraction):
+        counts = typical_counts(train.row_tokens, depth, document_tokens, plan.assistant_fraction)
+        full = objective_of(train).needs_full_vocabulary
+        flops = step_flops(drafter, counts, config.drafter.train_lm_head, full)
+        for name in total:
+            total[name] += fraction * getattr(flops, name)
+    return StepFlops(**{name: round(value) for name, value in total.items()})
 
 
 def _regeneration(config: RunConfig, num_tokens: int | None, token_flops: int) -> Regeneration | None:

@@ -28,9 +28,10 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
+from eagle31.training.curriculum import rollout_steps
 from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
-from train.config.training import OptimConfig, Optimizer, Schedule, objective_of
+from train.config.training import OptimConfig, Optimizer, Schedule, TrainConfig, objective_of
 from train.context import RunContext
 from train.distributed import World, on_main_first, wait_for_ranks
 from train.drafter.build import build_drafter
@@ -178,7 +179,7 @@ def train_on(
     rows = DeviceRows(
         loader,
         num_rows=config.train.rows_per_step // world.size,
-        num_steps=config.train.ttt_steps,
+        num_steps=rollout_curriculum(config.train, state, settings.max_steps),
         device=world.device,
         dtype=context.dtype,
         stop_step=settings.max_steps,
@@ -260,11 +261,22 @@ def expected_speed(context: RunContext, drafter: DrafterConfig, tensors: dict[st
     return Speed(peak_flops, memory.total, memory.held)
 
 
-def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch], int]:
-    """Return a function from a packed row to the FLOPs of its forward and backward pass."""
+def rollout_curriculum(train: TrainConfig, state: TrainState, max_steps: int) -> Callable[[int], int]:
+    """Return a function from an optimizer step to its speculation steps.
+
+    A training that continues another rolls all of them out.
+    """
+    ramp_steps = 0 if state.continued_at else math.ceil(train.ttt_curriculum_fraction * max_steps)
+    return partial(rollout_steps, num_steps=train.ttt_steps, ramp_steps=ramp_steps)
+
+
+def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch, int], int]:
+    """Return a function from a packed row and its speculation steps to the FLOPs of forward and backward."""
     train, head_trained = context.config.train, context.config.drafter.train_lm_head
     full = objective_of(train).needs_full_vocabulary
-    return lambda batch: step_flops(drafter, count_step(batch, train.ttt_steps), head_trained, full).total
+    return lambda batch, num_steps: (
+        step_flops(drafter, count_step(batch, num_steps), head_trained, full).total
+    )
 
 
 def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:

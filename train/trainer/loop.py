@@ -191,17 +191,18 @@ def optimizer_step(
     on_host = HostCopy(counts)
     optimizer: GuardedAdamW = model_engine.basic_optimizer
     optimizer.set_learning_rate(lr)
+    objective = model_engine.module.objective
     counted: Tensor | None = None
     window.count(step_rows.counts)
     for row in step_rows.rows:
         loss, sums = model_engine(row.batch, row.schedule, with_metrics)
         model_engine.backward(loss * scale.to(loss.dtype) * spoiled_unless_finite(loss))
-        if not model_engine.module.objective.count_outside_vocab:
+        if not objective.count_outside_vocab:
             counted = sums.num_rows[0] if counted is None else counted + sums.num_rows[0]
         if model_engine.is_gradient_accumulation_boundary():
             optimizer.begin_step(None if counted is None else divisor_correction(counts[0], counted))
         model_engine.step()
-        window.add(sums, with_metrics)
+        window.add(sums, with_metrics or objective.needs_full_vocabulary)
     optimizer.end_step()
     return on_host, optimizer.grad_norm
 

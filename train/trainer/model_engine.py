@@ -55,7 +55,7 @@ class TrainedModule(nn.Module):
             self._drafter_for(batch),
             self.frozen,
             batch,
-            num_steps=self.num_steps,
+            num_steps=self.num_steps if schedule is None else len(schedule.steps),
             step_decay=self.step_decay,
             objective=self.objective,
             with_metrics=with_metrics,

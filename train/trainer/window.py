@@ -68,6 +68,7 @@ class WindowSums:
     def __init__(self, num_depths: int, device: torch.device) -> None:
         self.sums = torch.zeros(len(fields(DepthSums)), num_depths, dtype=torch.float64, device=device)
         self.metric_rows = self.sums.new_zeros(num_depths)
+        self.num_depths = 0  # that were rolled out
         self.started = time.perf_counter()
         self.num_tokens = 0  # without padding
         self.flops = 0
@@ -77,9 +78,11 @@ class WindowSums:
 
     def add(self, sums: DepthSums, with_metrics: bool) -> None:
         """Adds one micro-batch; `with_metrics` says whether its sums include `LOGGED_METRICS`."""
-        self.sums += sums.stacked()
+        depth = len(sums.num_rows)
+        self.num_depths = max(self.num_depths, depth)
+        self.sums[:, :depth] += sums.stacked()
         if with_metrics:
-            self.metric_rows += sums.num_rows
+            self.metric_rows[:depth] += sums.num_rows
 
     def count(self, counts: RowCounts) -> None:
         """Adds what a step's rows have."""
@@ -107,7 +110,7 @@ class WindowSums:
         supervised = int(num_rows[0])
         return {
             "loss": float(weighted_loss.sum()) / max(float(num_rows[0]), 1.0),
-            "depth": depth,
+            "depth": depth[: self.num_depths],
             "supervised_positions": supervised,
             **self._speed(world, supervised, speed),
         }

@@ -94,6 +94,25 @@ def test_rows_and_counts_are_those_of_the_loader() -> None:
                     assert torch.equal(ours, theirs)
 
 
+def test_the_speculation_steps_follow_the_optimizer_step() -> None:
+    with closing(loader_of()) as loader:
+        settings: dict[str, Any] = {"flops_of": lambda batch, num_steps: num_steps}
+        device = torch.device("cpu")
+        rows = DeviceRows(
+            loader,
+            num_rows=NUM_ROWS,
+            num_steps=lambda step: 1 + step,
+            device=device,
+            dtype=torch.float32,
+            stop_step=3,
+            **settings,
+        )
+        for step in range(3):
+            step_rows = rows.of_step(step)
+            assert [len(row.schedule.steps) for row in step_rows.rows] == [1 + step] * NUM_ROWS
+            assert step_rows.counts.flops == NUM_ROWS * (1 + step)
+
+
 def test_a_gpu_gets_rows_from_pinned_memory_without_waiting() -> None:
     loader, now = ReadRows(), Now()
     with PretendedGpu() as gpu:

@@ -166,6 +166,7 @@ POSITIVE = (
         ("train.step_decay", 0.0),
         ("train.step_decay", 1.01),
         ("train.reach_smoothing", 1.1),
+        ("train.ttt_curriculum_fraction", -0.1),
         ("data.max_tokens", 2049),
         ("deepspeed.zero_stage", 4),
         ("deepspeed.zero_stage", -1),

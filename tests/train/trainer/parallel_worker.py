@@ -223,6 +223,7 @@ def losses_at(
         metrics = window.metrics(world)
         # The loss may count fewer than there are.
         assert (num_supervised == metrics["supervised_positions"]) == (objective is None)
+        assert all(0 <= depth["agreement"] <= 1 for depth in metrics["depth"])
         losses.append(metrics["loss"])
         norms.append(float(norm))
     further = rows.of_step(NUM_STEPS)
