@@ -234,6 +234,12 @@ class RunContext:
         return dict(self.config.data.template_kwargs)
 
     @property
+    def train_seed(self) -> int:
+        """The seed of the drafter's first weights and of the order of the training samples."""
+        seed = self.config.train.seed
+        return self.config.seed if seed is None else seed
+
+    @property
     def train_source(self) -> str:
         if self.config.data.train == EMBEDDED:
             return str(self.embedded.train)

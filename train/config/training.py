@@ -127,6 +127,12 @@ class TrainConfig:
     # have changed or its steps are more. none: no other; it starts at the first step. DIRECTORY or
     # DIRECTORY@STEP: the newest or the named checkpoint of the run with that output_dir.
     continue_from: str = AUTO
+    # Steps between two copies of the weights in checkpoints/weights, which all stay, for example for a curve
+    # of acceptance length; the last step's are among them. null: none.
+    keep_weights_every: int | None = None
+    # Seed of the drafter's first weights and of the order of the samples. null: that of the run, which also
+    # chooses the data.
+    seed: int | None = None
 
 
 def check_optim(optim: OptimConfig) -> None:
@@ -173,7 +179,7 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
         pruned: whether the draft vocabulary is smaller than the target's.
     """
     counts = ("ttt_steps", "row_tokens", "rows_per_step", "num_epochs")
-    intervals = ("log_every", "validate_every", "save_every", "keep_checkpoints")
+    intervals = ("log_every", "validate_every", "save_every", "keep_checkpoints", "keep_weights_every")
     require_positive({f"train.{name}": getattr(train, name) for name in (*counts, *intervals)})
     if not train.lk_eta >= 0:
         raise UserError("train.lk_eta", train.lk_eta, "It must not be negative.")

@@ -65,7 +65,7 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
         "drafter": drafter,
         "optim": {name: value for name, value in optim.items() if name not in CHANGEABLE_OPTIM},
         "deepspeed": deepspeed,
-        "seed": config.seed,
+        "seed": context.train_seed,
     }
     return json.loads(json.dumps(fixed))  # as it is read from a file
 

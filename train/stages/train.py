@@ -63,7 +63,14 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
     config = context.config
     training = asdict(config.train)
     # These change no weights. validate_every stays in: it affects which step is chosen as the best.
-    for name in ("log_every", "save_every", "keep_checkpoints", "continue_from"):
+    for name in (
+        "log_every",
+        "save_every",
+        "keep_checkpoints",
+        "continue_from",
+        "keep_weights_every",
+        "seed",
+    ):
         training.pop(name)
     optim = {name: value for name, value in asdict(config.optim).items() if name in CHANGEABLE_OPTIM}
     optim.pop("max_skipped_steps")
@@ -154,7 +161,7 @@ def train_on(
         rows_per_step=config.train.rows_per_step,
         rank=world.rank,
         world_size=world.size,
-        seed=config.seed,
+        seed=context.train_seed,
         costs=sample_costs(context, source, drafter.config),
         pin_memory=world.device.type == "cuda",
         begin=RowPosition(state.step, state.epoch, state.row),
@@ -226,7 +233,7 @@ def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Frozen
         context.parts,
         context.initial,
         train_lm_head=context.config.drafter.train_lm_head,
-        seed=context.config.seed,
+        seed=context.train_seed,
         device=context.world.device,
         dtype=context.dtype,
     )
@@ -351,6 +358,7 @@ def loop_settings(context: RunContext, state: TrainState, rows_per_epoch: int, s
         log_every=config.train.log_every,
         validate_every=config.train.validate_every,
         save_every=config.train.save_every,
+        keep_weights_every=config.train.keep_weights_every,
         draft_tokens=config.evaluate.draft_tokens,
         speed=speed,
     )
@@ -360,7 +368,7 @@ def check_rows(context: RunContext) -> None:
     """Raise UserError if the tokenized data cannot fill the rows of a step, before the target runs."""
     train = context.config.train
     lengths = dataset_lengths(training_samples(context))
-    rows = pack_epoch(lengths, train.row_tokens, context.config.seed, epoch=0)
+    rows = pack_epoch(lengths, train.row_tokens, context.train_seed, epoch=0)
     check_enough(len(rows), train.row_tokens, train.rows_per_step)
 
 

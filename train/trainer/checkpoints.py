@@ -17,6 +17,7 @@ from train.distributed import World, on_main_first
 
 STATE = "state.json"
 ENGINE_TAG = "engine"
+WEIGHTS = "weights"
 
 
 @dataclass
@@ -27,6 +28,7 @@ class TrainState:
     best_step: int | None = None
     best_acceptance_length: float = 0.0
     supervised_positions: int = 0  # trained on so far, over all ranks
+    step_seconds: float = 0.0  # of the steps and their waits for data, up to the last record of metrics
     skipped_steps: int = 0
     grad_norm_reference: float | None = None  # see StepGuard.reference
     # The next row in the data's order: its epoch, and its index in the epoch. See `RowPosition`.
@@ -110,6 +112,19 @@ class CheckpointDirectory:
         for other in best.glob("drafter-*.safetensors"):
             if other.name != name:
                 other.unlink()
+
+    def keep_weights(self, weights: dict[str, Tensor], state: TrainState) -> None:
+        """Write the weights, which are float32, into `weights/`. Rank 0 calls.
+
+        The file's metadata has the step, and the step seconds and supervised positions that it took.
+        """
+        kept = self.root / WEIGHTS
+        kept.mkdir(parents=True, exist_ok=True)
+        name = f"drafter-{state.step:08d}.safetensors"
+        fields = ("step", "step_seconds", "supervised_positions")
+        partial = kept / f".{name}.partial"
+        save_file(weights, partial, metadata={field: str(getattr(state, field)) for field in fields})
+        os.replace(partial, kept / name)
 
     def best_weights(self) -> tuple[dict[str, Tensor], dict]:
         """Return the best weights, and their step and acceptance_length."""

@@ -39,6 +39,7 @@ class LoopSettings:
     log_every: int
     validate_every: int
     save_every: int
+    keep_weights_every: int | None
     draft_tokens: int  # k of the acceptance length that chooses the checkpoint
     decay_start: int = 0  # the first step whose rate falls, and the shape of the fall, with schedule "wsd"
     decay_shape: str = "linear"
@@ -108,7 +109,8 @@ def train(
             )
             state.step += 1
             state.epoch, state.row = loader.position(state.step)
-            logs = state.step % settings.log_every == 0 or state.step == settings.max_steps
+            keeps = keeps_weights(state.step, settings)
+            logs = keeps or state.step % settings.log_every == 0 or state.step == settings.max_steps
             counts, grad_norm = optimizer_step(
                 model_engine, step_rows, lr, window, world, with_metrics=logs, stop=preempted[0]
             )
@@ -135,6 +137,7 @@ def train(
                 bar.note(
                     f"loss {metrics['loss']:.3f}, first draft right {metrics['depth'][0]['agreement']:.3f}"
                 )
+                state.step_seconds += sum(window.steps.seconds())
                 window = WindowSums(settings.num_depths, device)
             if validates:
                 with window.timed("validation"):
@@ -150,6 +153,11 @@ def train(
                         dtype,
                         choose=choose,
                     )
+            if keeps:
+                with window.timed("checkpoint"):
+                    weights = full_state(model_engine, keep=world.is_main)
+                    if world.is_main:
+                        checkpoints.keep_weights(weights, state)
             # While steps are skipped the weights may be useless; they must not replace good ones.
             if stop or (saves and not guard.num_in_a_row):
                 state.grad_norm_reference = guard.reference
@@ -160,6 +168,12 @@ def train(
                     print(f"train: saved after step {state.step} and stopped; the same command resumes")
                 raise Preempted(143)
     return state
+
+
+def keeps_weights(step: int, settings: LoopSettings) -> bool:
+    """Whether the weights after this step stay."""
+    every = settings.keep_weights_every
+    return every is not None and (step % every == 0 or step == settings.max_steps)
 
 
 def optimizer_step(
