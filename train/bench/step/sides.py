@@ -1,7 +1,6 @@
 """The sides of a step benchmark, and the processes that run them."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,13 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle31.errors import UserError
+from train.bench.peers.environment import find_python, process_environment
 from train.bench.step.shapes import Shape
 
 HERE = Path(__file__).parent
-SETUP = HERE.parents[2] / "scripts" / "setup" / "peers"
-# Settings of our Python environment, which a peer's must not inherit.
-_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _TAIL_LINES = 12
 
 
@@ -41,21 +37,6 @@ PEER_SIDES = {
     "speculators": SideSpec("speculators", "frozen"),
     "specforge": SideSpec("specforge", "trained"),
 }
-
-
-def find_python(name: str) -> Path:
-    """Return the Python of a side's environment.
-
-    Raises:
-        UserError: the peer is not installed.
-    """
-    if name == "eagle31":
-        return Path(sys.executable)
-    printed = subprocess.run([str(SETUP), "--print", name], capture_output=True, text=True, check=True)
-    python = Path(printed.stdout.strip())
-    if not (python.parent.parent / ".eagle31-stamp").exists():
-        raise UserError("--peers", name, f"It is not installed; run scripts/setup/peers {name}.")
-    return python
 
 
 class SideProcess:
@@ -86,18 +67,16 @@ class SideProcess:
             "dtype": dtype,
             "device": device,
         }
-        environment = {name: value for name, value in os.environ.items() if name not in _OURS}
-        # Threads that spin while they wait would count as CPU time.
-        environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        python = sys.executable if side.name == "eagle31" else str(find_python(side.name))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(find_python(side.name)), "-I", str(HERE / "worker.py"), json.dumps(spec)],
+                [python, "-I", str(HERE / "worker.py"), json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment,
+                env=process_environment(threads),
                 cwd=log_path.parent,
             )
         self.about: dict[str, Any] = {}

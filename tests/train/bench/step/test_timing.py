@@ -10,10 +10,11 @@ import torch
 
 from eagle31.cost.flops import StepCounts
 from eagle31.errors import UserError
+from train.bench.peers.environment import find_python
 from train.bench.step.device_check import BOUNDS, check_device
 from train.bench.step.report import fit_line, plot_memory, plot_sides, shape_lines
 from train.bench.step.shapes import Shape
-from train.bench.step.sides import OURS, SideFailure, SideProcess, find_python
+from train.bench.step.sides import OURS, SideFailure, SideProcess
 from train.bench.step.timing import Settings, like_for_like, peak_memory, summarize_side, time_shape
 
 ROOT = Path(__file__).resolve().parents[4]

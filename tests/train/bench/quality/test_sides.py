@@ -1,0 +1,54 @@
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from eagle31.errors import UserError
+from train.bench.quality.runs import budget_steps
+from train.bench.quality.sides import Side, chosen_sides, parse_side, published_adamw
+from train.compose import composed
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def test_sides_are_the_named_ones_and_then_the_others() -> None:
+    sides = chosen_sides(["eagle31", "specforge"], ["two=train.ttt_steps=2 'tracking.name=two steps'"])
+    assert sides[:2] == [Side("eagle31"), Side("specforge", is_peer=True)]
+    assert sides[2] == Side("two", ("train.ttt_steps=2", "tracking.name=two steps"))
+
+
+@pytest.mark.parametrize(
+    ("names", "further", "field"),
+    [
+        (["eagle3"], [], "--sides"),
+        ([], [], "--sides"),
+        (["eagle31"], ["two"], "--side"),
+        (["eagle31"], ["two="], "--side"),
+        (["eagle31"], ["two=three"], "--side"),
+        (["eagle31"], ["a/b=train.ttt_steps=2"], "--side"),
+        (["eagle31"], ["speculators=train.ttt_steps=2"], "--side"),
+        ([], ["two=train.ttt_steps=2", "two=train.ttt_steps=3"], "--side"),
+        (["eagle31", "eagle31"], [], "--side"),
+    ],
+)
+def test_bad_sides_are_refused(names: Sequence[str], further: Sequence[str], field: str) -> None:
+    with pytest.raises(UserError) as refused:
+        chosen_sides(names, further)
+    assert refused.value.field == field
+
+
+def test_the_published_adamw_replaces_what_a_recipe_sets() -> None:
+    quickstart = composed(["recipe=quickstart"]).optim
+    published = composed(["recipe=quickstart", *published_adamw()]).optim
+    assert (published.lr, published.warmup_fraction, published.max_grad_norm) == (1e-4, 0.015, 0.5)
+    assert published.betas == [0.9, 0.95]
+    assert quickstart.lr != published.lr
+
+
+def test_a_side_keeps_the_spaces_that_it_quotes() -> None:
+    assert parse_side("a=optim.betas='[0.9, 0.99]'").overrides == ("optim.betas=[0.9, 0.99]",)
+
+
+def test_the_steps_of_a_budget() -> None:
+    assert budget_steps(10, 0.7) == 857
+    assert budget_steps(0.001, 10) == 1

@@ -1,0 +1,1 @@
+"""Other trainers of EAGLE drafters: their environments, and their models and losses on our rows."""

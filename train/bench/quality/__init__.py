@@ -1,0 +1,1 @@
+"""The benchmark of acceptance length over training time, against other trainers."""

@@ -1,0 +1,76 @@
+"""The sides of the benchmark: eagle31 with its defaults or other settings, and the peers."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from eagle31.errors import UserError
+from train.bench.peers.environment import PEERS
+from train.config.overrides import RECIPES
+
+DEFAULTS, ADAMW = "eagle31", "eagle31-adamw"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A trainer with its settings."""
+
+    name: str
+    overrides: tuple[str, ...] = ()  # of eagle31's recipe
+    is_peer: bool = False
+
+
+def chosen_sides(names: Sequence[str], further: Sequence[str]) -> list[Side]:
+    """Return the sides of --sides and --side.
+
+    Args:
+        names: names of `known_sides`.
+        further: NAME=OVERRIDES, with any number of overrides of eagle31's recipe.
+
+    Raises:
+        UserError: a name is unknown, or there are two sides of one name, or none.
+    """
+    known = known_sides()
+    for name in names:
+        if name not in known:
+            raise UserError("--sides", name, f"Choose from {', '.join(known)}.")
+    sides = [known[name] for name in names] + [parse_side(text) for text in further]
+    for index, side in enumerate(sides):
+        if side.name in {other.name for other in sides[:index]}:
+            raise UserError("--side", side.name, "There are two sides of this name.")
+    if not sides:
+        raise UserError("--sides", "", "Give at least one side.")
+    return sides
+
+
+def known_sides() -> dict[str, Side]:
+    """Return the sides that have a name: eagle31's defaults, its recipe of AdamW, and the peers."""
+    own = [Side(DEFAULTS), Side(ADAMW, published_adamw())]
+    return {side.name: side for side in (*own, *(Side(name, is_peer=True) for name in PEERS))}
+
+
+def published_adamw() -> tuple[str, ...]:
+    """Return the overrides for EAGLE's AdamW, whose settings take precedence over those of a recipe."""
+    settings: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / "optim" / "adamw.yaml"))
+    values = {name: str(value).replace(" ", "") for name, value in settings.items()}
+    values.setdefault("warmup_fraction", "0.015")  # SpecForge's, which the schema has as its default
+    return ("optim=adamw", *(f"optim.{name}={value}" for name, value in values.items()))
+
+
+def parse_side(text: str) -> Side:
+    """Parse NAME=OVERRIDES, such as `linear=optim.schedule=linear train.step_decay=1.0`.
+
+    Raises:
+        UserError: it has no name that can be that of a directory, or no override.
+    """
+    name, _, rest = text.partition("=")
+    overrides = tuple(shlex.split(rest))
+    if not re.fullmatch(r"[\w.+-]+", name) or not overrides or not all("=" in one for one in overrides):
+        raise UserError("--side", text, 'Give NAME=OVERRIDES, such as "linear=optim.schedule=linear".')
+    if name in known_sides():
+        raise UserError("--side", text, f"{name} is the name of another side; choose another name.")
+    return Side(name, overrides)
