@@ -112,7 +112,7 @@ class Checkpoint:
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
         if tensor.dtype not in _PLAIN_DTYPES:
-            remedy = f"{name} is {tensor.dtype}: a quantized embedding, norm or lm_head is not supported."
+            remedy = f"{name} is {tensor.dtype}: a weight that is read alone must not be quantized."
             raise UserError("target.model", self.model, remedy)
         return tensor
 

@@ -39,6 +39,18 @@ def load_target(spec: TargetSpec, device: torch.device) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
+def meta_model(config: PreTrainedConfig, spec: TargetSpec) -> PreTrainedModel:
+    """Return the target on the meta device, without weights.
+
+    Raises:
+        UserError: the model has an unknown architecture.
+    """
+    remote = has_remote_code(config, spec)
+    options = {"code_revision": spec.revision} if remote and spec.revision else {}
+    with spec.checkpoint.loading(), torch.device("meta"):
+        return auto_class(config, spec).from_config(config, trust_remote_code=remote, **options)
+
+
 def load_config(spec: TargetSpec) -> PreTrainedConfig:
     """Load the target's config; for a multimodal target, the full config and not only the text part.
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from data.target.checkpoint import read_modules
 from data.target.head import TargetHead
-from data.target.loading import auto_class, has_remote_code, load_config
+from data.target.loading import load_config, meta_model
 from data.target.modules import locate
 from data.target.spec import TargetSpec
 
@@ -41,10 +41,7 @@ def load_target_parts(spec: TargetSpec, cache_dir: Path | None = None) -> Target
         UserError: the checkpoint has no safetensors, or lacks these tensors in a plain floating-point dtype.
     """
     config = load_config(spec)
-    remote = has_remote_code(config, spec)
-    options = {"code_revision": spec.revision} if remote and spec.revision else {}
-    with spec.checkpoint.loading(), torch.device("meta"):
-        model = auto_class(config, spec).from_config(config, trust_remote_code=remote, **options)
+    model = meta_model(config, spec)
     modules = locate(model, spec)
     needed = (modules.embed_tokens, modules.final_norm, modules.lm_head)
     embedding, norm, lm_head = read_modules(spec.checkpoint, model, needed)
