@@ -17,6 +17,9 @@ class ExportConfig:
 
     dtype: ExportDtype = ExportDtype.bfloat16  # Precision of the exported weights.
     layout: Layout = Layout.vllm  # Which config.json is written.
+    # Whether the averaged weights are exported, if train.ema_decay is set, or those of the same step before
+    # averaging.
+    averaged: bool = True
 
 
 @dataclass

@@ -119,6 +119,9 @@ class TrainConfig:
     rows_per_step: int = 8  # Packed rows of one optimizer step, over all ranks.
     max_steps: int | None = None  # Number of optimizer steps. null: num_epochs decides.
     num_epochs: int = 1  # Passes over the training data if max_steps is null.
+    # Decay rate of an exponential moving average of the weights, such as 0.99 for some hundred steps, in
+    # (0, 1). The average is validated, kept and exported in place of the weights. null: none.
+    ema_decay: float | None = None
     log_every: int = 10  # Steps between two records in metrics.jsonl.
     validate_every: int = 200  # Steps between two validations, from which the best checkpoint is chosen.
     save_every: int = 200  # Steps between two checkpoints to resume from.
@@ -185,6 +188,8 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
         raise UserError("train.lk_eta", train.lk_eta, "It must not be negative.")
     if train.max_steps is not None and train.max_steps < 1:
         raise UserError("train.max_steps", train.max_steps, "Give at least 1, or null for num_epochs.")
+    if train.ema_decay is not None and not 0 < train.ema_decay < 1:
+        raise UserError("train.ema_decay", train.ema_decay, "It must be in (0, 1), or null for no average.")
     if not 0 < train.step_decay <= 1:
         raise UserError("train.step_decay", train.step_decay, "It must be in (0, 1].")
     for name in ("reach_smoothing", "ttt_curriculum_fraction"):

@@ -32,6 +32,7 @@ class TrainerSettings:
     world_size: int
     muon: bool = False
     needs_chain: bool = False  # of the objective
+    averages: bool = False  # whether an average of the weights is kept
 
     @property
     def itemsize(self) -> int:
@@ -52,7 +53,7 @@ class TrainerMemory:
 
     weights: int
     gradients: int  # float32
-    optimizer: int  # the moments, and the float32 weights with ZeRO
+    optimizer: int  # the moments, and with ZeRO the float32 weights; the average of the weights
     buffers: int  # for DeepSpeed's reductions and gathers
     frozen: int  # embedding, the target's head, and the draft head if it is not trained
     update: int  # temporary tensors of the optimizer's step, when there are no activations
@@ -95,6 +96,7 @@ def trainer_memory(
     matrices = matrix_shapes(tensors) if settings.muon else []
     # Adam's two moments or Muon's one, and with ZeRO the float32 weights.
     states = num_parameters * (3 if stage else 2) - sum(map(prod, matrices))
+    states += num_parameters if settings.averages else 0
     split = [settings.world_size if stage >= needed else 1 for needed in (1, 2, 3)]
     local_gradients, local_weights = (num_parameters / n for n in split[1:])
     # At ZeRO 0 in bf16 the float32 weights are the model's, and a step computes with rounded ones.

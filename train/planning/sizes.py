@@ -95,6 +95,7 @@ def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
         row_tokens=config.train.row_tokens,
         rows_per_step=config.train.rows_per_step,
         world_size=num_ranks,
+        averages=config.train.ema_decay is not None,
         muon=config.optim.name is Optimizer.muon,
         needs_chain=objective_of(config.train).needs_chain,
     )

@@ -42,6 +42,8 @@ def export_inputs(context: RunContext) -> dict[str, Any]:
         "dtype": export.dtype.value,
         "layout": export.layout.value,
     }
+    if context.config.train.ema_decay is not None:
+        inputs["averaged"] = export.averaged
     if export.layout is Layout.speculators:
         inputs |= {"target": context.spec.model, "draft_tokens": context.config.evaluate.draft_tokens}
     return inputs
@@ -54,7 +56,8 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
         UserError: vLLM would not serve the export as it was trained; names what differs. Nothing is written.
     """
     trained = context.artifacts[Stage.train].directory
-    weights, best = CheckpointDirectory(trained / "checkpoints", 1, context.world).best_weights()
+    checkpoints = CheckpointDirectory(trained / "checkpoints", 1, context.world)
+    weights, best = checkpoints.best_weights(averaged=context.config.export.averaged)
     vocab = load_vocab(context.artifacts[Stage.vocab])
     config = context.drafter_config(len(vocab.d2t))
     embed_tokens, head_rows = frozen_rows(config, vocab, context.parts, context.initial)

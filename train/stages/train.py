@@ -40,6 +40,7 @@ from train.planning.sizes import trainer_settings
 from train.stages.capture import open_store, opened_source, training_samples
 from train.stages.continuing import CHANGEABLE_OPTIM, fixed_inputs, plain
 from train.stages.vocab import load_vocab
+from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.continuation import VOCAB
 from train.trainer.guard import StepGuard
@@ -154,7 +155,8 @@ def train_on(
     )
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
     check_world_size(checkpoints, world.size)
-    state = prepared(checkpoints.resume(engine), context)
+    average = None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay)
+    state = prepared(checkpoints.resume(engine, average), context)
     loader = RowLoader(
         source,
         row_tokens=config.train.row_tokens,
@@ -194,7 +196,17 @@ def train_on(
     )
     try:
         state = train(
-            engine, loader, rows, validation, checkpoints, tracker, settings, state, world, context.dtype
+            engine,
+            loader,
+            rows,
+            validation,
+            checkpoints,
+            tracker,
+            settings,
+            state,
+            world,
+            context.dtype,
+            average,
         )
     finally:
         tracker.close()

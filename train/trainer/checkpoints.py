@@ -8,16 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle31.json_files import read_json, write_json
 from train.distributed import World, on_main_first
+from train.trainer.average import WeightAverage
 
 STATE = "state.json"
 ENGINE_TAG = "engine"
 WEIGHTS = "weights"
+BEST = "best.json"
 
 
 @dataclass
@@ -54,7 +57,12 @@ class CheckpointDirectory:
         found = self.root.glob(f"step-*/{STATE}")
         return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
-    def save(self, model_engine: deepspeed.DeepSpeedEngine, state: TrainState) -> None:
+    def save(
+        self,
+        model_engine: deepspeed.DeepSpeedEngine,
+        state: TrainState,
+        average: WeightAverage | None = None,
+    ) -> None:
         """Writes a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls."""
         final = self._path(state.step)
         if final.exists():
@@ -62,6 +70,8 @@ class CheckpointDirectory:
         partial = self.root / f".step-{state.step:08d}.partial"
         on_main_first(self.world.is_main, lambda: _empty(partial))
         model_engine.save_checkpoint(str(partial), tag=ENGINE_TAG)
+        if average is not None:
+            torch.save(average.state(), self._average_path(partial))
         # Each rank syncs the files that it wrote: they must be on disk before the rename publishes them.
         _sync_files(partial)
         if dist.is_initialized():
@@ -76,8 +86,13 @@ class CheckpointDirectory:
 
         on_main_first(self.world.is_main, publish)
 
-    def resume(self, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
-        """Loads the newest checkpoint; returns a new state if there is none. Every rank calls."""
+    def resume(
+        self, model_engine: deepspeed.DeepSpeedEngine, average: WeightAverage | None = None
+    ) -> TrainState:
+        """Loads the newest checkpoint; returns a new state if there is none. Every rank calls.
+
+        The average is loaded if the checkpoint has one, and begins with the next step otherwise.
+        """
         steps = self.steps()
         if not steps:
             return TrainState()
@@ -87,6 +102,8 @@ class CheckpointDirectory:
         with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what it loads
             loaded, _ = model_engine.load_checkpoint(str(path), tag=ENGINE_TAG)
         assert loaded is not None, path
+        if average is not None and self._average_path(path).exists():
+            average.load(torch.load(self._average_path(path), map_location="cpu", weights_only=True))
         return TrainState(**saved)
 
     def newest(self) -> str:
@@ -99,18 +116,23 @@ class CheckpointDirectory:
         steps = self.steps()
         return read_json(self._path(steps[-1]) / STATE)["world_size"] if steps else None
 
-    def save_best(self, weights: dict[str, Tensor], state: TrainState) -> None:
-        """Replaces the best weights, which are float32. Rank 0 calls."""
+    def save_best(self, weights: dict[str, dict[str, Tensor]], state: TrainState) -> None:
+        """Replaces the best weights, which are float32. Rank 0 calls.
+
+        Args:
+            weights: those that were chosen, as "drafter", and if these are averages the "plain" ones too.
+        """
         best = self.root / "best"
         best.mkdir(parents=True, exist_ok=True)
-        name = f"drafter-{state.step:08d}.safetensors"
-        partial = best / f".{name}.partial"
-        save_file(weights, partial)
-        os.replace(partial, best / name)
-        description = {"step": state.step, "acceptance_length": state.best_acceptance_length, "file": name}
-        write_json(best / "best.json", description)
-        for other in best.glob("drafter-*.safetensors"):
-            if other.name != name:
+        files = {kind: f"{kind}-{state.step:08d}.safetensors" for kind in weights}
+        for kind, name in files.items():
+            partial = best / f".{name}.partial"
+            save_file(weights[kind], partial)
+            os.replace(partial, best / name)
+        description = {"step": state.step, "acceptance_length": state.best_acceptance_length, "files": files}
+        write_json(best / BEST, description)
+        for other in best.glob("*.safetensors"):
+            if other.name not in files.values():
                 other.unlink()
 
     def keep_weights(self, weights: dict[str, Tensor], state: TrainState) -> None:
@@ -126,10 +148,19 @@ class CheckpointDirectory:
         save_file(weights, partial, metadata={field: str(getattr(state, field)) for field in fields})
         os.replace(partial, kept / name)
 
-    def best_weights(self) -> tuple[dict[str, Tensor], dict]:
-        """Return the best weights, and their step and acceptance_length."""
-        description = read_json(self.root / "best" / "best.json")
-        return load_file(self.root / "best" / description["file"]), description
+    def best_weights(self, *, averaged: bool = True) -> tuple[dict[str, Tensor], dict]:
+        """Return the best weights, and their step and acceptance_length.
+
+        Args:
+            averaged: False returns the weights before averaging; without an average there are no others.
+        """
+        description = read_json(self.root / "best" / BEST)
+        files = description["files"]
+        name = files["drafter"] if averaged else files.get("plain", files["drafter"])
+        return load_file(self.root / "best" / name), description
+
+    def _average_path(self, checkpoint: Path) -> Path:
+        return checkpoint / f"average-{self.world.rank:05d}.pt"
 
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"

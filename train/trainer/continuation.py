@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
-from train.trainer.checkpoints import STATE
+from train.trainer.checkpoints import BEST, STATE
 
 BEGUN = "begun.json"
 METRICS = "metrics.jsonl"
@@ -167,14 +167,15 @@ def _take_over_best(earlier: EarlierTraining, best_step: int | None, best: Path)
     """Link the best weights up to the checkpoint; return False if a later step has replaced them."""
     theirs = earlier.directory / "checkpoints" / "best"
     try:
-        description = read_json(theirs / "best.json")
+        description = read_json(theirs / BEST)
         if description["step"] != best_step:
             return False
         best.mkdir(parents=True)
-        _link(str(theirs / description["file"]), str(best / description["file"]))
+        for name in description["files"].values():
+            _link(str(theirs / name), str(best / name))
     except FileNotFoundError:
         return False
-    write_json(best / "best.json", description)
+    write_json(best / BEST, description)
     return True
 
 

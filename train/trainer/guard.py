@@ -67,6 +67,11 @@ class StepGuard:
     def reference(self, value: float | None) -> None:
         self._reference = torch.nan if value is None else value
 
+    @property
+    def newest_refused(self) -> Tensor:
+        """Whether the newest step was refused. bool [], on the device."""
+        return self._newest[0] > 0
+
     def refuses(self, grad_norm: Tensor) -> Tensor:
         """Return whether to skip the step with this gradient norm. float [] -> bool []."""
         norm = grad_norm.detach().float()

@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -14,7 +14,9 @@ from torch import Tensor
 from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.progress import Progress
+from eagle31.decoding.acceptance import AcceptanceStats
 from train.distributed import World, sum_over_ranks
+from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.guard import StepGuard, report_skipped, spoiled_unless_finite
 from train.trainer.host_copy import HostCopy, sent
@@ -76,8 +78,12 @@ def train(
     state: TrainState,
     world: World,
     dtype: torch.dtype,
+    average: WeightAverage | None = None,
 ) -> TrainState:
     """Trains from `state.step` to `settings.max_steps`; leaves the best weights in `checkpoints`.
+
+    Args:
+        average: the average of the weights, from which the best ones are then chosen.
 
     Raises:
         Preempted: SIGTERM arrived and a checkpoint is saved.
@@ -92,7 +98,9 @@ def train(
         loader.read_ahead(state.step)
         if state.best_step is None:
             with window.timed("validation"):
-                validate(model_engine, validation, checkpoints, tracker, settings, state, world, dtype)
+                validate(
+                    model_engine, validation, checkpoints, tracker, settings, state, world, dtype, average
+                )
         while state.step < settings.max_steps:
             window.steps.begin()
             waited_before = rows.waited_seconds
@@ -114,6 +122,8 @@ def train(
             counts, grad_norm = optimizer_step(
                 model_engine, step_rows, lr, window, world, with_metrics=logs, stop=preempted[0]
             )
+            if average is not None:
+                average.update(guard.newest_refused)
             window.steps.end()
             guard.record(state.step)
             num_supervised, num_stopping = counts.read()
@@ -151,18 +161,20 @@ def train(
                         state,
                         world,
                         dtype,
+                        average,
                         choose=choose,
                     )
             if keeps:
                 with window.timed("checkpoint"):
-                    weights = full_state(model_engine, keep=world.is_main)
+                    with averaged_weights(average):
+                        weights = full_state(model_engine, keep=world.is_main)
                     if world.is_main:
                         checkpoints.keep_weights(weights, state)
             # While steps are skipped the weights may be useless; they must not replace good ones.
             if stop or (saves and not guard.num_in_a_row):
                 state.grad_norm_reference = guard.reference
                 with window.timed("checkpoint"):
-                    checkpoints.save(model_engine, state)
+                    checkpoints.save(model_engine, state, average)
             if stop and state.step < settings.max_steps:
                 if world.is_main:
                     print(f"train: saved after step {state.step} and stopped; the same command resumes")
@@ -230,31 +242,49 @@ def validate(
     state: TrainState,
     world: World,
     dtype: torch.dtype,
+    average: WeightAverage | None = None,
     *,
     choose: bool = True,
 ) -> None:
     """Validates by replay and saves the weights if they are the best so far. Every rank calls.
 
     Args:
+        average: validated too, once it has begun; the averaged weights are then the ones to choose from.
         choose: whether the weights may be saved.
     """
     started = time.perf_counter()
-    stats = validation.run(model_engine.module, world.device, dtype)
-    chosen = stats[settings.draft_tokens]
-    tracker.log(
-        {
-            "kind": "validation",
-            "step": state.step,
-            "acceptance_length": {str(k): one.acceptance_length for k, one in stats.items()},
-            "num_drafts": chosen.num_drafts,
-            "conditional_acceptance": list(chosen.conditional_acceptance),
-            "seconds": time.perf_counter() - started,
-        }
-    )
-    # On a tie the later one, which has been trained for longer, is better.
-    best = state.best_step is None or chosen.acceptance_length >= state.best_acceptance_length
-    if choose and best:
+    plain = validation.run(model_engine.module, world.device, dtype)
+    averages = average is not None and average.begun
+    weights: dict[str, dict[str, Tensor]] = {}
+    with averaged_weights(average):
+        stats = validation.run(model_engine.module, world.device, dtype) if averages else plain
+        chosen = stats[settings.draft_tokens]
+        # On a tie the later one, which has been trained for longer, is better.
+        best = state.best_step is None or chosen.acceptance_length >= state.best_acceptance_length
+        if choose and best:
+            weights["drafter"] = full_state(model_engine, keep=world.is_main)
+    if averages and weights:
+        weights["plain"] = full_state(model_engine, keep=world.is_main)
+    record = {
+        "kind": "validation",
+        "step": state.step,
+        "acceptance_length": _lengths(stats),
+        "num_drafts": chosen.num_drafts,
+        "conditional_acceptance": list(chosen.conditional_acceptance),
+    }
+    if averages:
+        record["plain_acceptance_length"] = _lengths(plain)
+    tracker.log(record | {"seconds": time.perf_counter() - started})
+    if weights:
         state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
-        weights = full_state(model_engine, keep=world.is_main)
         if world.is_main:
             checkpoints.save_best(weights, state)
+
+
+def averaged_weights(average: WeightAverage | None) -> AbstractContextManager[None]:
+    """Have the model engine hold the averaged weights, if there are any. Every rank enters."""
+    return average.in_place_of_weights() if average is not None and average.begun else nullcontext()
+
+
+def _lengths(stats: dict[int, AcceptanceStats]) -> dict[str, float]:
+    return {str(k): one.acceptance_length for k, one in stats.items()}

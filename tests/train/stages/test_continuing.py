@@ -18,6 +18,7 @@ from tests.train.torchrun import torchrun
 
 WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"
+EXPORTED = "stages=[data,vocab,answers,capture,train,export]"
 EVALUATED = "stages=[data,vocab,answers,capture,train,export,evaluate]"
 CONSTANT = ["optim.schedule=constant", "optim.warmup_steps=2"]
 WARM_DOWN = ["optim.schedule=wsd", "optim.warmup_steps=2", "optim.decay_fraction=0.25"]
@@ -58,14 +59,15 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         every = ["train.validate_every=4", "train.save_every=4", "evaluate.untrained=false"]
         return [f"recipe={RECIPE}", *arguments(small_target, root / name), *every, *settings]
 
-    branch = f"train.continue_from={root / 'whole'}@8"
+    branch = [f"train.continue_from={root / 'whole'}@8", "train.ema_decay=0.5", "train.max_steps=12"]
     steps = {
         "first": run("extended", TRAIN, *CONSTANT, "train.max_steps=8"),
         "second": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=16"),
         "whole": run("whole", TRAIN, *WARM_DOWN, "train.max_steps=16"),
         # The branch needs a directory alone: it finds the results of all earlier stages.
-        "branch": run("branch", EVALUATED, branch, *WARM_DOWN, "train.max_steps=12"),
-        "branch again": run("branch", EVALUATED, branch, *WARM_DOWN, "train.max_steps=12"),
+        "branch": run("branch", EVALUATED, *branch, *WARM_DOWN),
+        "branch again": run("branch", EVALUATED, *branch, *WARM_DOWN),
+        "plain weights": run("branch", EXPORTED, *branch, *WARM_DOWN, "export.averaged=false"),
         "other data": run(
             "extended", TRAIN, *CONSTANT, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
         ),
@@ -139,6 +141,28 @@ def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     assert (runs.root / "branch" / "export" / "model.safetensors").is_file()
     assert "train: reused" in runs.printed["branch again"]
     assert "evaluate: reused" in runs.printed["branch again"]
+
+
+def test_averaged_weights_are_validated_and_exported(runs: Runs) -> None:
+    best = runs.training("branch") / "checkpoints" / "best"
+    files = read_json(best / "best.json")["files"]
+    weights = {name: load_file(best / file)["fc.weight"] for name, file in files.items()}
+    assert weights.keys() == {"drafter", "plain"}
+    assert not torch.equal(weights["drafter"], weights["plain"])
+    validated = [record for record in runs.metrics("branch") if record["kind"] == "validation"]
+    # The training that was continued has no average, nor has the checkpoint that it left.
+    steps = [(one["step"], "plain_acceptance_length" in one) for one in validated]
+    assert steps == [(0, False), (4, False), (8, False), (8, False), (12, True)]
+    assert "train: reused" in runs.printed["plain weights"]
+    exports = [path.parent for path in (runs.root / "branch").glob("artifacts/export-*/stage.json")]
+    exported = {
+        read_json(path / "stage.json")["inputs"]["averaged"]: load_file(
+            path / "checkpoint" / "model.safetensors"
+        )["fc.weight"]
+        for path in exports
+    }
+    for averaged, name in ((True, "drafter"), (False, "plain")):
+        assert torch.equal(exported[averaged], weights[name].to(exported[averaged].dtype)), name
 
 
 def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +27,7 @@ from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.optim.matrices import is_matrix
 from train.trainer import model_engine as engine_module
+from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.guard import StepGuard
 from train.trainer.loop import optimizer_step
@@ -41,6 +43,7 @@ from train.trainer.validation import ReplayValidation
 from train.trainer.window import WindowSums
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
+EMA_DECAY = 0.2  # above the smaller values of the first steps
 LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
 
 
@@ -143,6 +146,51 @@ def reference_step(objective: Objective) -> dict[str, float]:
     return {"loss": float(loss), "grad_norm": float(norm)}
 
 
+class CheckedAverage:
+    """The average of an engine's weights, and what it has to be by the formula, from the full weights."""
+
+    def __init__(self, model_engine: Any) -> None:
+        self.model_engine = model_engine
+        self.average = WeightAverage(model_engine, EMA_DECAY)
+        self.expected: dict[str, Tensor] = {}
+
+    def update(self) -> None:
+        n = self.average.num_updates
+        share = 1 - min(EMA_DECAY, (1 + n) / (10 + n))
+        for name, weight in full_state(self.model_engine, keep=True).items():
+            before = self.expected.get(name, weight)
+            self.expected[name] = before + share * (weight - before)
+        self.average.update(torch.tensor(False))
+
+    def check(self) -> dict[str, float]:
+        """Check that the engine has the averages within the context alone; return their sums."""
+        before = [*snapshot(self.model_engine), *computed_with(self.model_engine)]
+        with self.average.in_place_of_weights():
+            held = full_state(self.model_engine, keep=True)
+            used = computed_with(self.model_engine)
+        after = [*snapshot(self.model_engine), *computed_with(self.model_engine)]
+        assert all(map(torch.equal, before, after))
+        for (name, weight), one in zip(held.items(), used, strict=True):
+            torch.testing.assert_close(weight, self.expected[name], rtol=1e-5, atol=1e-7)
+            assert torch.equal(weight.to(one.dtype), one), name
+        assert not all(map(torch.equal, used, computed_with(self.model_engine)))
+        states = self.average.state()["averages"]
+        kept = [one.clone() for one in states]
+        self.average.update(torch.tensor(True))
+        assert all(map(torch.equal, kept, states))
+        self.average.num_updates -= 1
+        return {name: value.double().sum().item() for name, value in held.items()}
+
+
+def computed_with(model_engine: Any) -> list[Tensor]:
+    """Copies of the weights that the forward pass reads."""
+    found = []
+    for parameter in model_engine.module.drafter.parameters():
+        with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+            found.append(parameter.detach().clone().cpu())
+    return found
+
+
 def new_engine(
     zero_stage: int,
     bf16: bool,
@@ -206,6 +254,7 @@ def losses_at(
         stop_step=NUM_STEPS + 1,
     )
     losses, norms, stops = [], [], []
+    average = CheckedAverage(model_engine)
     for step in range(NUM_STEPS):
         window = WindowSums(3, world.device)
         # The last rank is told to stop at step 2.
@@ -218,6 +267,7 @@ def losses_at(
             with_metrics=step % 2 == 0,
             stop=step == 2 and world.rank == world.size - 1,
         )
+        average.update()
         num_supervised, num_stopping = counts.read()
         stops.append(num_stopping)
         metrics = window.metrics(world)
@@ -232,11 +282,12 @@ def losses_at(
     assert bool(weights) == world.is_main
     validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
     stats = validation.run(model_engine.module, world.device, dtype)
+    averages = average.check()
     further_rows = list(further.rows)
     saved = CheckpointDirectory(Path(f"{sys.argv[1]}.checkpoints"), 1, world)
     resumes = muon is not None and not offload
     if resumes:
-        saved.save(model_engine, TrainState(step=NUM_STEPS))
+        saved.save(model_engine, TrainState(step=NUM_STEPS), average.average)
     refused = refused_steps(model_engine, replace(further, rows=iter(further_rows)), world)
     loader.close()
     found: dict[str, Any] = {}
@@ -246,13 +297,18 @@ def losses_at(
         )
     if resumes:
         resumed = new_engine(zero_stage, bf16, world, objective, muon)
-        assert saved.resume(resumed).step == NUM_STEPS
+        resumed_average = WeightAverage(resumed, EMA_DECAY)
+        assert saved.resume(resumed, resumed_average).step == NUM_STEPS
+        ours, theirs = average.average.state(), resumed_average.state()
+        assert theirs["num_updates"] == ours["num_updates"] == NUM_STEPS
+        assert all(map(torch.equal, ours["averages"], theirs["averages"]))
         one = replace(further, rows=iter(further_rows))
         optimizer_step(resumed, one, LR, WindowSums(3, world.device), world, with_metrics=False)
         found["resumed"] = all(map(torch.equal, snapshot(model_engine), snapshot(resumed)))
         on_main_first(world.is_main, lambda: shutil.rmtree(saved.root))
     return found | {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
+        "averages": averages,
         "losses": losses,
         "grad_norms": norms,
         "weights": {name: value.double().sum().item() for name, value in weights.items()},

@@ -38,6 +38,9 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         # Replay's rows differ in their number of chunks, each of which reads the head.
         assert run["replay"] == reference["replay"]
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
+        # The worker compares the averages with the formula.
+        assert run["averages"] == pytest.approx(reference["averages"], rel=1e-4, abs=1e-4)
+        assert run["averages"] != run["weights"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
