@@ -27,6 +27,7 @@ from train.config.run import RunConfig
 from train.drafter.shape import complete_shape
 
 STAGES = ("data", "answers", "vocab", "capture")
+_running: set[subprocess.Popen[bytes]] = set()
 _VALIDATION_PROMPTS = 4  # of the trainer's validations, which the benchmark does not use
 
 
@@ -180,6 +181,18 @@ def run_eagle31(arguments: Sequence[str], log: Path, threads: int) -> None:
     run_logged([sys.executable, str(ROOT / "train" / "main.py"), *arguments], log, threads)
 
 
+def end_running() -> None:
+    """End the processes of `run_logged` in all threads."""
+    for process in list(_running):
+        end_process(process)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    _running.discard(process)
+
+
 def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
     """Run a command whose output goes to `log`; end it if this process is interrupted.
 
@@ -196,11 +209,11 @@ def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
             cwd=ROOT,
             env=process_environment(threads),
         )
+        _running.add(process)
         try:
             status = process.wait()
         finally:
-            process.kill()
-            process.wait()
+            end_process(process)
     if status:
         lines = log.read_text(errors="replace").splitlines()[-15:]
         tail = "\n".join(f"  | {line}" for line in lines)

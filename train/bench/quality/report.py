@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from train.bench.quality.curves import (
+    UNTRAINED,
     Curve,
     Floats,
     Interval,
@@ -85,17 +86,18 @@ def goals(
         level, its_minutes = reference.lengths[:, -1], reference.minutes[:, -1]
         until = [minutes_until(one.minutes, one.lengths, level) for one in measured]
         # A curve that never has it is 0 times sooner.
-        sooner = [interval(its_minutes / np.maximum(minutes, 1e-9)) for minutes in until]
+        sooner = [interval(its_minutes / minutes.clip(min=1e-9)) for minutes in until]
         name = f"end of {reference.curve.name}"
         found.append(Goal(name, interval(level), [interval(minutes) for minutes in until], sooner))
     return found
 
 
 def default_references(measured: Sequence[Measured], adamw: str) -> list[Measured]:
-    """Return the peer that is best at its end, and eagle31's AdamW, as far as they were measured."""
+    """Return the peer that is best at its end, and eagle31's longest AdamW, as far as they were measured."""
     peers = [one for one in measured if one.is_peer]
+    own = [one for one in measured if one.curve.name.startswith(f"{adamw},")]
     best = sorted(peers, key=lambda one: one.end.value)[-1:]
-    return best + [one for one in measured if one.curve.name.startswith(f"{adamw},")][-1:]
+    return best + sorted(own, key=lambda one: float(one.minutes[0, -1]))[-1:]
 
 
 def default_levels(measured: Sequence[Measured]) -> list[float]:
@@ -205,9 +207,20 @@ def _draw(axes: Axes, measured: Sequence[Measured], over: str) -> None:
         color = next(colors[one.is_peer])
         y = [value.value for value in found]
         low, high = [value.low for value in found], [value.high for value in found]
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.fill_between(
+            [0.0, *x], [UNTRAINED, *low], [UNTRAINED, *high], color=color, alpha=0.15, linewidth=0
+        )
         style = "--" if one.is_peer else "-"
-        axes.plot(x, y, style, color=color, linewidth=1.8, marker="o", markersize=3, label=one.curve.name)
+        axes.plot(
+            [0.0, *x],
+            [UNTRAINED, *y],
+            style,
+            color=color,
+            linewidth=1.8,
+            marker="o",
+            markersize=3,
+            label=one.curve.name,
+        )
     axes.set_xlim(left=0)
     axes.set_xlabel(
         {"minutes": "minutes of training", "steps": "steps", "supervised": "supervised positions"}[over]

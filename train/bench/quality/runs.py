@@ -18,7 +18,15 @@ from eagle31.export.layouts import Layout
 from eagle31.json_files import read_json, write_json
 from eagle31.model.config import DrafterConfig
 from train.bench.peers.environment import find_python
-from train.bench.quality.dataset import STAGES, Dataset, RunFailed, load_vocab, run_eagle31, run_logged
+from train.bench.quality.dataset import (
+    STAGES,
+    Dataset,
+    RunFailed,
+    end_running,
+    load_vocab,
+    run_eagle31,
+    run_logged,
+)
 from train.bench.quality.sides import Side
 from train.versions import git_revision, package_versions
 
@@ -77,8 +85,11 @@ class Runner:
                 except RunFailed as failure:
                     self.failures.append(f"{run.name}: {failure}")
                     _say(self.failures[-1])
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # an interruption: the threads wait for their processes
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_running()
+            raise
+        pool.shutdown()
         return results
 
     def seconds_per_step(self, sides: Sequence[Side], threads: int) -> dict[Side, float]:
