@@ -31,6 +31,7 @@ from train.artifact import Artifact
 from train.config.drafter import DrafterShape
 from train.config.run import RunConfig, Stage
 from train.config.target import EMBEDDED, TargetEngine
+from train.config.training import OptimConfig
 from train.distributed import World
 from train.drafter.published import (
     fetch_checkpoint,
@@ -46,6 +47,7 @@ from train.inference.inputs import target_inputs, transformers_inputs, vllm_inpu
 from train.inference.servers import RunServers, ServerSettings, start_limit
 from train.inference.target import CapturedTarget
 from train.inference.vllm import capture_engine
+from train.optim.learning_rates import with_rates
 from train.planning.at_hand import run_placement
 from train.planning.placement import ServerPlacement
 from train.planning.target import target_size
@@ -262,6 +264,11 @@ class RunContext:
         return complete_shape(
             self.shape, self.parts.config, self.aux_layer_ids, self.parts.vocab_size, draft_vocab_size
         )
+
+    @cached_property
+    def optim(self) -> OptimConfig:
+        """The settings of the optimizer, with the rule's learning rates where the recipe gives none."""
+        return with_rates(self.config.optim, self.drafter_config(self.parts.vocab_size))
 
     def check_drafter(self) -> None:
         """Check, before any stage runs, that the shape and `drafter.init_from` fit the target.

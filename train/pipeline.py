@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from train.artifact import Artifact
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
+from train.optim.learning_rates import with_rates
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
+from train.planning.sizes import RunSizes
 from train.reporting.hub import check_push
 from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
@@ -75,8 +77,8 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     quiet_libraries(world)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
-            write_configuration(config)
             announce_plan(context)
+            write_configuration(config)
         if set(config.stages) != {Stage.plan}:
             run_stages(context)
 
@@ -232,6 +234,7 @@ def quiet_libraries(world: World) -> None:
 def write_configuration(config: RunConfig) -> None:
     """Write the resolved configuration, the git revision and package versions to the output directory."""
     directory = Path(config.output_dir)
+    config = replace(config, optim=with_rates(config.optim, RunSizes(config).drafter))
     write_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     write_json(
         directory / "run.json",

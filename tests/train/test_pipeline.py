@@ -45,7 +45,10 @@ def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> 
         "verification",
     }
     assert (directory / "report" / "index.html").is_file()
-    assert "max_steps: 24" in (directory / "config.yaml").read_text()
+    written = (directory / "config.yaml").read_text()
+    assert "max_steps: 24" in written
+    assert "  lr: 0.003\n  matrix_lr: 0.02\n" in written  # given, and by the rule
+    assert "adamw, lr 0.003" in printed
     run = read_json(directory / "run.json")
     assert run["versions"]["torch"]
     assert run["git_revision"]

@@ -42,8 +42,10 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: Optimizer = Optimizer.adamw  # Optimizer of the drafter's matrices.
-    lr: float = 1e-4  # Peak learning rate of AdamW.
-    matrix_lr: float = 2e-2  # Peak learning rate of the matrices under Muon.
+    # Peak learning rate of AdamW. null: 0.4 / hidden_size / sqrt(num_hidden_layers) of the drafter.
+    lr: float | None = None
+    # Peak learning rate of the matrices under Muon. null: 0.02 / sqrt(num_hidden_layers) of the drafter.
+    matrix_lr: float | None = None
     momentum: float = 0.95  # Decay rate of Muon's moving average of gradients, in [0, 1).
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two decay rates, in [0, 1).
     eps: float = 1e-8  # Adam's epsilon.
@@ -142,10 +144,10 @@ def check_optim(optim: OptimConfig) -> None:
     """Raise UserError for values that the optimizer could not use."""
     positive = ("lr", "matrix_lr", "eps", "max_grad_norm", "max_norm_jump", "max_skipped_steps")
     require_positive({f"optim.{name}": getattr(optim, name) for name in positive})
-    if optim.lr >= MAX_LR:
+    if optim.lr is not None and optim.lr >= MAX_LR:
         remedy = f"AdamW moves every weight by about lr in each step; give less than {MAX_LR:g}."
         raise UserError("optim.lr", optim.lr, remedy)
-    if optim.matrix_lr >= MAX_LR:
+    if optim.matrix_lr is not None and optim.matrix_lr >= MAX_LR:
         remedy = f"Muon changes a matrix by about matrix_lr in spectral norm; give less than {MAX_LR:g}."
         raise UserError("optim.matrix_lr", optim.matrix_lr, remedy)
     if not 0 <= optim.momentum < 1:

@@ -12,6 +12,7 @@ from train.config.launcher import LauncherKind
 from train.config.run import RunConfig, Stage, uses_vllm
 from train.distributed import World
 from train.optim.cost import OrthogonalizationWork, orthogonalization_work
+from train.optim.learning_rates import described
 from train.planning.at_hand import cluster_at_hand
 from train.planning.commands import Command, commands
 from train.planning.layout import Layout, layout, layouts
@@ -38,6 +39,7 @@ class Plan:
     num_parameters: int
     target: TargetSize
     work: WorkPlan
+    optimizer: str  # its name and its peak learning rates, in words
     orthogonalization: OrthogonalizationWork | None  # None: AdamW updates all weights
     gpu_bytes: int | None
     layout: Layout  # of this run, or the first that works
@@ -88,6 +90,7 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
         num_parameters=sizes.num_parameters,
         target=sizes.target,
         work=work,
+        optimizer=described(config.optim, sizes.drafter),
         orthogonalization=orthogonalization,
         gpu_bytes=gpu_bytes,
         layout=first,

@@ -115,6 +115,7 @@ def _drafter_lines(plan: Plan) -> list[_Line]:
         ("drafter", shape),
         ("trained parameters", f"{plan.num_parameters / 1e6:,.1f} M"),
         ("tensors", tensors),
+        ("optimizer", plan.optimizer),
     ]
 
 

@@ -73,7 +73,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "seed",
     ):
         training.pop(name)
-    optim = {name: value for name, value in asdict(config.optim).items() if name in CHANGEABLE_OPTIM}
+    optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
     optim.pop("max_skipped_steps")
     return {
         "fixed": fixed_inputs(context),
@@ -117,7 +117,8 @@ def train_on(
     Raises:
         UserError: the training to continue has another draft vocabulary, or no step is left.
     """
-    config, world = context.config, context.world
+    config, optim, world = context.config, context.optim, context.world
+    assert optim.lr is not None
     ensure_process_group(config.deepspeed.timeout_minutes)
     use_compiled("inductor" if config.train.compile else None)
     vocab = load_vocab(context.artifacts[Stage.vocab])
@@ -143,15 +144,13 @@ def train_on(
             offload_optimizer=config.deepspeed.offload_optimizer,
             offload_parameters=config.deepspeed.offload_parameters,
         ),
-        lr=config.optim.lr,
-        betas=(config.optim.betas[0], config.optim.betas[1]),
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
-        max_grad_norm=config.optim.max_grad_norm,
-        guard=StepGuard(
-            config.optim.max_norm_jump, config.optim.max_skipped_steps, partial(sample_names, source, context)
-        ),
-        muon=muon_settings(config.optim),
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        guard=StepGuard(optim.max_norm_jump, optim.max_skipped_steps, partial(sample_names, source, context)),
+        muon=muon_settings(optim),
     )
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
     check_world_size(checkpoints, world.size)
@@ -227,7 +226,10 @@ def train_on(
 
 def muon_settings(optim: OptimConfig) -> MuonSettings | None:
     """Return the settings of Muon; None if AdamW updates all weights."""
-    return MuonSettings(optim.matrix_lr, optim.momentum) if optim.name is Optimizer.muon else None
+    if optim.name is not Optimizer.muon:
+        return None
+    assert optim.matrix_lr is not None  # from `with_rates`
+    return MuonSettings(optim.matrix_lr, optim.momentum)
 
 
 def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequence[int]) -> list[str]:
@@ -350,7 +352,8 @@ def loop_settings(context: RunContext, state: TrainState, rows_per_epoch: int, s
     Raises:
         UserError: no step is left for a training that has just continued another.
     """
-    config, optim = context.config, context.config.optim
+    config, optim = context.config, context.optim
+    assert optim.lr is not None
     epochs, rows_per_step = config.train.num_epochs, config.train.rows_per_step
     max_steps = config.train.max_steps or steps_of_epochs(epochs, rows_per_step, rows_per_epoch, state)
     if state.step and state.step == state.continued_at and state.step >= max_steps:
@@ -398,4 +401,4 @@ def check_world_size(checkpoints: CheckpointDirectory, world_size: int) -> None:
 
 
 def _tracked_config(context: RunContext) -> dict[str, Any]:
-    return asdict(context.config)
+    return asdict(context.config) | {"optim": asdict(context.optim)}

@@ -79,7 +79,7 @@ def test_free_form_dictionaries_accept_any_key() -> None:
         ("launcher=zzz", "Choose one of local, slurm."),
         ("train.max_steps=abc", "Give a whole number, or null."),
         ("train.ttt_steps=1.5", "Give a whole number."),
-        ("optim.lr=fast", "Give a number."),
+        ("optim.lr=fast", "Give a number, or null."),
         ("drafter.fc_norm=7.5", "Give true or false."),
         ("deepspeed.precision=bf61", "Did you mean bf16?"),
         ("stages=[fly]", "Give a list of plan, data, "),
