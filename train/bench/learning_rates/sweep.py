@@ -56,6 +56,7 @@ def recipe(trial: Trial, output_dir: Path, num_steps: int) -> RunConfig:
             f"train.validate_every={num_steps}",
             f"train.save_every={num_steps}",
             "train.log_every=1",
+            "train.continue_from=none",
         ]
     )
     optim = with_rates(config.optim, RunSizes(config).drafter)
