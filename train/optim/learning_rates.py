@@ -7,8 +7,8 @@ from train.config.training import OptimConfig
 
 # 1e-4 at a hidden size of 4096, which EAGLE 3 and SpecForge publish for 8B targets.
 ADAMW_RATE_TIMES_WIDTH = 0.4
-# Muon's published rate. Its updates have a spectral norm that does not depend on the width.
-MATRIX_RATE = 0.02
+# Within the published rates of 0.02 to 0.05. An update's spectral norm does not depend on the width.
+MATRIX_RATE = 0.04
 
 
 def rule_lr(drafter: DrafterConfig) -> float:
@@ -27,13 +27,13 @@ def rule_lr(drafter: DrafterConfig) -> float:
 
 
 def rule_matrix_lr(drafter: DrafterConfig) -> float:
-    """Return the peak learning rate of Muon's matrices: `0.02 / sqrt(num_hidden_layers)`.
+    """Return the peak learning rate of Muon's matrices: `0.04 / sqrt(num_hidden_layers)`.
 
     It does not depend on the width, because an update is scaled to a spectral norm that fits the widths.
 
-    Sources: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024), for the
-    value; Yang, Simon and Bernstein, A spectral condition for feature learning (2023), for the width; see
-    `rule_lr` for the depth.
+    Sources: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024), and the
+    ablation in docs/optimizers.md, for the value; Yang, Simon and Bernstein, A spectral condition for feature
+    learning (2023), for the width; see `rule_lr` for the depth.
     """
     return MATRIX_RATE / drafter.num_hidden_layers**0.5
 
