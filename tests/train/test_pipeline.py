@@ -47,7 +47,7 @@ def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> 
     assert (directory / "report" / "index.html").is_file()
     written = (directory / "config.yaml").read_text()
     assert "max_steps: 24" in written
-    assert "  lr: 0.003\n  matrix_lr: 0.04\n" in written  # given, and by the rule
+    assert "  lr: 0.003\n  matrix_lr: 0.03\n" in written  # given, and by the rule
     assert "adamw, lr 0.003" in printed
     run = read_json(directory / "run.json")
     assert run["versions"]["torch"]

@@ -44,7 +44,7 @@ class OptimConfig:
     name: Optimizer = Optimizer.adamw  # Optimizer of the drafter's matrices.
     # Peak learning rate of AdamW. null: 0.4 / hidden_size / sqrt(num_hidden_layers) of the drafter.
     lr: float | None = None
-    # Peak learning rate of the matrices under Muon. null: 0.04 / sqrt(num_hidden_layers) of the drafter.
+    # Peak learning rate of the matrices under Muon. null: 0.03 / sqrt(num_hidden_layers) of the drafter.
     matrix_lr: float | None = None
     momentum: float = 0.95  # Decay rate of Muon's moving average of gradients, in [0, 1).
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two decay rates, in [0, 1).

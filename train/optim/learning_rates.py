@@ -8,7 +8,7 @@ from train.config.training import OptimConfig
 # 1e-4 at a hidden size of 4096, which EAGLE 3 and SpecForge publish for 8B targets.
 ADAMW_RATE_TIMES_WIDTH = 0.4
 # Within the published rates of 0.02 to 0.05. An update's spectral norm does not depend on the width.
-MATRIX_RATE = 0.04
+MATRIX_RATE = 0.03
 
 
 def rule_lr(drafter: DrafterConfig) -> float:
@@ -27,7 +27,7 @@ def rule_lr(drafter: DrafterConfig) -> float:
 
 
 def rule_matrix_lr(drafter: DrafterConfig) -> float:
-    """Return the peak learning rate of Muon's matrices: `0.04 / sqrt(num_hidden_layers)`.
+    """Return the peak learning rate of Muon's matrices: `0.03 / sqrt(num_hidden_layers)`.
 
     It does not depend on the width, because an update is scaled to a spectral norm that fits the widths.
 

@@ -39,5 +39,5 @@ def test_a_rate_that_is_given_is_kept() -> None:
     given = OptimConfig(name=Optimizer.muon, lr=3e-3)
     complete = with_rates(given, drafter)
     assert (complete.lr, complete.matrix_lr) == (3e-3, rule_matrix_lr(drafter))
-    assert described(given, drafter) == "muon, lr 0.003, matrix_lr 0.04 (rule)"
-    assert described(complete, drafter) == "muon, lr 0.003, matrix_lr 0.04"
+    assert described(given, drafter) == "muon, lr 0.003, matrix_lr 0.03 (rule)"
+    assert described(complete, drafter) == "muon, lr 0.003, matrix_lr 0.03"
