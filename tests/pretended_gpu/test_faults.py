@@ -25,7 +25,7 @@ def notice() -> None:
 
 
 def optimizer_step() -> None:
-    loop.test_an_optimizer_step_never_waits(BF16, True)
+    loop.test_an_optimizer_step_never_waits(BF16, True, False)
 
 
 FAULTS: dict[str, tuple[Fault, Callable[[], None], str]] = {
@@ -92,7 +92,7 @@ FAULTS: dict[str, tuple[Fault, Callable[[], None], str]] = {
     "a scratch of all steps in the loss": (
         Fault(
             "eagle31.training.fused_loss",
-            'num_positions if logits.device.type == "cuda"',
+            'num_chains if logits.device.type == "cuda"',
             'len(logits) if logits.device.type == "cuda"',
         ),
         step.test_the_loss_has_a_scratch_of_one_step,
