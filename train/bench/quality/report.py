@@ -227,7 +227,7 @@ def _draw(axes: Axes, measured: Sequence[Measured], over: str) -> None:
     )
     axes.set_ylabel("acceptance length")
     if over == "minutes":
-        axes.legend(loc="lower right", frameon=False, fontsize="small")
+        axes.legend(loc="best", frameon=False, fontsize="small")
     if over == "supervised":
         axes.xaxis.set_major_formatter(lambda number, _: f"{number / 1000:,.0f}k")
 

@@ -244,4 +244,6 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+    # In one piece, because two threads write.
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stderr.flush()

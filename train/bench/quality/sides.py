@@ -23,6 +23,11 @@ class Side:
     overrides: tuple[str, ...] = ()  # of eagle31's recipe
     is_peer: bool = False
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether the others are compared with its end, so that it needs no shorter budgets."""
+        return self.is_peer or self.name == ADAMW
+
 
 def chosen_sides(names: Sequence[str], further: Sequence[str]) -> list[Side]:
     """Return the sides of --sides and --side.
