@@ -86,7 +86,7 @@ def goals(
         level, its_minutes = reference.lengths[:, -1], reference.minutes[:, -1]
         until = [minutes_until(one.minutes, one.lengths, level) for one in measured]
         # A curve that never has it is 0 times sooner.
-        sooner = [interval(its_minutes / minutes.clip(min=1e-9)) for minutes in until]
+        sooner = [interval(its_minutes / (minutes + 1e-9)) for minutes in until]
         name = f"end of {reference.curve.name}"
         found.append(Goal(name, interval(level), [interval(minutes) for minutes in until], sooner))
     return found

@@ -12,7 +12,7 @@ from eagle31.errors import UserError
 from train.bench.peers.environment import PEERS
 from train.config.overrides import RECIPES
 
-DEFAULTS, ADAMW = "eagle31", "eagle31-adamw"
+DEFAULTS, ADAMW, PUBLISHED_ADAMW = "eagle31", "eagle31-adamw", "eagle31-adamw-1e-4"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Side:
     @property
     def is_reference(self) -> bool:
         """Whether the others are compared with its end, so that it needs no shorter budgets."""
-        return self.is_peer or self.name == ADAMW
+        return self.is_peer or self.name in (ADAMW, PUBLISHED_ADAMW)
 
 
 def chosen_sides(names: Sequence[str], further: Sequence[str]) -> list[Side]:
@@ -53,15 +53,20 @@ def chosen_sides(names: Sequence[str], further: Sequence[str]) -> list[Side]:
 
 
 def known_sides() -> dict[str, Side]:
-    """Return the sides that have a name: eagle31's defaults, its recipe of AdamW, and the peers."""
-    own = [Side(DEFAULTS), Side(ADAMW, published_adamw())]
+    """Return the named sides: eagle31's defaults, its AdamW, the same with EAGLE's rate, and the peers."""
+    adamw = adamw_recipe()
+    own = [Side(DEFAULTS), Side(ADAMW, adamw), Side(PUBLISHED_ADAMW, (*adamw, "optim.lr=1e-4"))]
     return {side.name: side for side in (*own, *(Side(name, is_peer=True) for name in PEERS))}
 
 
-def published_adamw() -> tuple[str, ...]:
-    """Return the overrides for EAGLE's AdamW, whose settings take precedence over those of a recipe."""
+def adamw_recipe() -> tuple[str, ...]:
+    """Return the overrides for AdamW with EAGLE's settings, which take precedence over those of a recipe.
+
+    The learning rate is that of eagle31's rule, because EAGLE's is for wider drafters.
+    """
     settings: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / "optim" / "adamw.yaml"))
     values = {name: str(value).replace(" ", "") for name, value in settings.items()}
+    values.setdefault("lr", "null")
     values.setdefault("warmup_fraction", "0.015")  # SpecForge's, which the schema has as its default
     return ("optim=adamw", *(f"optim.{name}={value}" for name, value in values.items()))
 

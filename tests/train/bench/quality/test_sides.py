@@ -1,11 +1,12 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eagle31.errors import UserError
 from train.bench.quality.runs import budget_steps
-from train.bench.quality.sides import Side, chosen_sides, parse_side, published_adamw
+from train.bench.quality.sides import Side, chosen_sides, known_sides, parse_side
 from train.compose import composed
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -37,12 +38,13 @@ def test_bad_sides_are_refused(names: Sequence[str], further: Sequence[str], fie
     assert refused.value.field == field
 
 
-def test_the_published_adamw_replaces_what_a_recipe_sets() -> None:
-    quickstart = composed(["recipe=quickstart"]).optim
-    published = composed(["recipe=quickstart", *published_adamw()]).optim
-    assert (published.lr, published.warmup_fraction, published.max_grad_norm) == (1e-4, 0.015, 0.5)
-    assert published.betas == [0.9, 0.95]
-    assert quickstart.lr != published.lr
+def test_adamw_replaces_what_a_recipe_sets() -> None:
+    other = ["recipe=quickstart", "optim=muon", "optim.lr=3e-3", "optim.betas=[0.8,0.8]"]
+    found = composed([*other, *known_sides()["eagle31-adamw"].overrides]).optim
+    assert (found.name.value, found.lr, found.warmup_fraction) == ("adamw", None, 0.015)
+    assert (found.betas, found.max_grad_norm) == ([0.9, 0.95], 0.5)
+    published = composed(["recipe=quickstart", *known_sides()["eagle31-adamw-1e-4"].overrides]).optim
+    assert published == replace(found, lr=1e-4)
 
 
 def test_a_side_keeps_the_spaces_that_it_quotes() -> None:
