@@ -30,8 +30,9 @@ from eagle31.training.objectives import (
 )
 from eagle31.training.schedule import RolloutSchedule
 
-# Rows of logits that the elementwise part handles at once on the CPU, so that they stay in its caches.
-BLOCK_ROWS = 32
+# Logits that the elementwise part handles at once on the CPU: few enough for its caches, and enough that
+# waking other threads costs little of each operation.
+BLOCK_LOGITS = 2**19
 # Elements of the head's gradient that are computed at once where they are narrower than their sum.
 PRODUCT_ELEMENTS = 2**25
 
@@ -166,7 +167,8 @@ class _ChunkedLoss:
         """
         num_chains = min(self.chunk_size, len(self.schedule.teacher_rows) - first)
         entropy = teacher.entropy() if self.objective.needs_entropy else None
-        block_rows = num_chains if logits.device.type == "cuda" else BLOCK_ROWS
+        on_gpu = logits.device.type == "cuda"
+        block_rows = num_chains if on_gpu else max(1, BLOCK_LOGITS // logits.shape[1])
         scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
         blocks = list(self._blocks(first, num_chains, pieces, block_rows))
         by_chain = scratch.new_zeros(2, len(pieces), num_chains) if self.objective.needs_chain else None

@@ -92,8 +92,8 @@ FAULTS: dict[str, tuple[Fault, Callable[[], None], str]] = {
     "a scratch of all steps in the loss": (
         Fault(
             "eagle31.training.fused_loss",
-            'num_chains if logits.device.type == "cuda"',
-            'len(logits) if logits.device.type == "cuda"',
+            "num_chains if on_gpu",
+            "len(logits) if on_gpu",
         ),
         step.test_the_loss_has_a_scratch_of_one_step,
         "bytes",

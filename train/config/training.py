@@ -41,7 +41,7 @@ class Precision(Enum):
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Optimizer = Optimizer.adamw  # Optimizer of the drafter's matrices.
+    name: Optimizer = Optimizer.muon  # Optimizer of the drafter's matrices.
     # Peak learning rate of AdamW. null: 0.4 / hidden_size / sqrt(num_hidden_layers) of the drafter.
     lr: float | None = None
     # Peak learning rate of the matrices under Muon. null: 0.03 / sqrt(num_hidden_layers) of the drafter.
