@@ -25,6 +25,7 @@ from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.optim.learning_rates import with_rates
+from train.optim.short_runs import FoundRate
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
 from train.planning.sizes import RunSizes
 from train.reporting.hub import check_push
@@ -35,6 +36,7 @@ from train.stages.continuing import begin_training, link_results, share_earlier
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, run_export
+from train.stages.find_lr import check_stored, find_rates
 from train.stages.plan import announce_plan, announce_work
 from train.stages.push import push_run
 from train.stages.report import run_report
@@ -81,6 +83,26 @@ def run_pipeline(config: RunConfig, world: World) -> None:
             write_configuration(config)
         if set(config.stages) != {Stage.plan}:
             run_stages(context)
+
+
+def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundRate]:
+    """Return learning rates from short runs, after the stages before training. Every rank calls.
+
+    Args:
+        num_steps: of each short run.
+
+    Raises:
+        UserError: bad input, or no rate is best.
+    """
+    check_stored(config)
+    world.use_device()
+    stages = list(Stage)
+    before = [stage for stage in stages[: stages.index(Stage.train)] if stage in STAGES]
+    context = RunContext(replace(config, stages=before), world)
+    quiet_libraries(world)
+    with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
+        run_stages(context)
+        return find_rates(context, num_steps)
 
 
 def run_stages(context: RunContext) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -117,56 +118,20 @@ def train_on(
     Raises:
         UserError: the training to continue has another draft vocabulary, or no step is left.
     """
-    config, optim, world = context.config, context.optim, context.world
-    assert optim.lr is not None
+    config, world = context.config, context.world
     ensure_process_group(config.deepspeed.timeout_minutes)
     use_compiled("inductor" if config.train.compile else None)
-    vocab = load_vocab(context.artifacts[Stage.vocab])
     keep_vocab(context.artifacts[Stage.vocab], directory, world)
-    drafter, frozen = new_drafter(context, vocab)
+    drafter, frozen = new_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
     tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}
-    module = TrainedModule(
-        drafter,
-        frozen,
-        config.train.ttt_steps,
-        config.train.step_decay,
-        objective_of(config.train),
-        config.train.activation_checkpointing,
-    )
     speed = expected_speed(context, drafter.config, tensors)
-    engine = initialize_model_engine(
-        module,
-        deepspeed_config(
-            zero_stage=config.deepspeed.zero_stage,
-            bf16=context.dtype is torch.bfloat16,
-            micro_batches=config.train.rows_per_step // world.size,
-            world_size=world.size,
-            offload_optimizer=config.deepspeed.offload_optimizer,
-            offload_parameters=config.deepspeed.offload_parameters,
-        ),
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        max_grad_norm=optim.max_grad_norm,
-        guard=StepGuard(optim.max_norm_jump, optim.max_skipped_steps, partial(sample_names, source, context)),
-        muon=muon_settings(optim),
-    )
+    engine = new_engine(context, drafter, frozen, source)
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
     check_world_size(checkpoints, world.size)
     average = None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay)
     state = prepared(checkpoints.resume(engine, average), context)
-    loader = RowLoader(
-        source,
-        row_tokens=config.train.row_tokens,
-        rows_per_step=config.train.rows_per_step,
-        rank=world.rank,
-        world_size=world.size,
-        seed=context.train_seed,
-        costs=sample_costs(context, source, drafter.config),
-        pin_memory=world.device.type == "cuda",
-        begin=RowPosition(state.step, state.epoch, state.row),
-    )
+    begin = RowPosition(state.step, state.epoch, state.row)
+    loader = row_loader(context, source, drafter.config, begin)
     settings = loop_settings(context, state, loader.rows_per_epoch, speed)
     checkpoints.always_kept = settings.decay_start if settings.schedule == Schedule.wsd.value else None
     if state.step and world.is_main:
@@ -222,6 +187,58 @@ def train_on(
         "drafter_parameters": sum(map(math.prod, tensors.values())),
         "world_size": dist.get_world_size(),
     }
+
+
+def new_engine(
+    context: RunContext, drafter: Drafter, frozen: FrozenParts, source: HiddenStateSource
+) -> deepspeed.DeepSpeedEngine:
+    """Return the model engine around a drafter before its first step. Every rank calls."""
+    config, optim, world = context.config, context.optim, context.world
+    assert optim.lr is not None  # from `with_rates`
+    module = TrainedModule(
+        drafter,
+        frozen,
+        config.train.ttt_steps,
+        config.train.step_decay,
+        objective_of(config.train),
+        config.train.activation_checkpointing,
+    )
+    return initialize_model_engine(
+        module,
+        deepspeed_config(
+            zero_stage=config.deepspeed.zero_stage,
+            bf16=context.dtype is torch.bfloat16,
+            micro_batches=config.train.rows_per_step // world.size,
+            world_size=world.size,
+            offload_optimizer=config.deepspeed.offload_optimizer,
+            offload_parameters=config.deepspeed.offload_parameters,
+        ),
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        guard=StepGuard(optim.max_norm_jump, optim.max_skipped_steps, partial(sample_names, source, context)),
+        muon=muon_settings(optim),
+    )
+
+
+def row_loader(
+    context: RunContext, source: HiddenStateSource, drafter: DrafterConfig, begin: RowPosition
+) -> RowLoader:
+    """Return the loader of this rank's rows, from a position in their order on."""
+    config, world = context.config, context.world
+    return RowLoader(
+        source,
+        row_tokens=config.train.row_tokens,
+        rows_per_step=config.train.rows_per_step,
+        rank=world.rank,
+        world_size=world.size,
+        seed=context.train_seed,
+        costs=sample_costs(context, source, drafter),
+        pin_memory=world.device.type == "cuda",
+        begin=begin,
+    )
 
 
 def muon_settings(optim: OptimConfig) -> MuonSettings | None:
