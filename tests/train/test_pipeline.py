@@ -48,7 +48,7 @@ def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> 
     written = (directory / "config.yaml").read_text()
     assert "max_steps: 24" in written
     assert "  lr: 0.003\n  matrix_lr: 0.03\n" in written  # given, and by the rule
-    assert "adamw, lr 0.003" in printed
+    assert "muon, lr 0.003, matrix_lr 0.03 (rule)" in printed
     run = read_json(directory / "run.json")
     assert run["versions"]["torch"]
     assert run["git_revision"]
