@@ -325,9 +325,8 @@ def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
         UserError: the training that this one continues has another one.
     """
     ours, kept = artifact.directory / VOCAB, directory / VOCAB
-    if not kept.exists():
-        on_main_first(world.is_main, lambda: _copy(ours, kept))
-    elif not torch.equal(load_file(ours)["d2t"], load_file(kept)["d2t"]):
+    on_main_first(world.is_main, lambda: None if kept.exists() else _copy(ours, kept))
+    if not torch.equal(load_file(ours)["d2t"], load_file(kept)["d2t"]):
         raise UserError(
             "train.continue_from",
             directory,
