@@ -32,7 +32,7 @@ from train.reporting.hub import check_push
 from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
-from train.stages.continuing import begin_training, link_results, share_earlier
+from train.stages.continuing import begin_training, check_training, link_results, share_earlier
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, run_export
@@ -125,9 +125,11 @@ def run_stages(context: RunContext) -> None:
     for stage in unfinished:
         check_selected(context, stage)
     if Stage.train in unfinished and world.is_main:
-        begin_training(context, problem)
+        check_training(context, problem)
     try:
         begin_servers(context, unfinished)
+        if Stage.train in unfinished and world.is_main and context.earlier is not None:
+            begin_training(context)  # now: the earlier training may delete its checkpoint during other stages
         for stage in needed:
             if stage in STAGES:
                 run_stage(context, stage, unfinished)
@@ -202,6 +204,8 @@ def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) ->
         return
     if world.is_main:
         check_store(context.config, stage)
+        if stage is Stage.train:
+            begin_training(context)
     artifact.directory.mkdir(parents=True, exist_ok=True)
     _say(context, f"{stage.value}: {artifact.directory}")
     started = time.perf_counter()

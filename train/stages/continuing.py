@@ -27,6 +27,7 @@ from train.trainer.continuation import (
     saved_steps,
 )
 
+KEPT = "kept"  # the input of the vocab stage that says which earlier vocabulary it keeps
 _EARLIER = "stages/train/earlier"
 # Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
 CHANGEABLE_OPTIM = frozenset(
@@ -108,21 +109,40 @@ def _earlier(context: RunContext) -> tuple[EarlierTraining | None, UserError | N
         return None, problem or error
 
 
-def begin_training(context: RunContext, problem: UserError | None) -> None:
-    """Write what the training depends on, and take over the checkpoint that it continues. Rank 0 calls.
+def check_training(context: RunContext, problem: UserError | None) -> None:
+    """Decide whether the training continues the earlier one or starts at the first step. Rank 0 calls.
 
     Args:
         problem: what `share_earlier` returned.
 
     Raises:
-        UserError: the earlier training cannot be continued with these settings.
+        UserError: the user named an earlier training, or continues it with other data, and it cannot be
+            continued with these settings.
     """
     artifact, earlier = context.artifacts[Stage.train], context.earlier
-    if not saved_steps(artifact.directory):
+    if saved_steps(artifact.directory):
+        return
+    automatic = context.config.train.continue_from == AUTO
+    try:
         if problem is not None:
             raise problem
         if earlier is not None:
             check_steps(earlier, context.config.train.max_steps, artifact.inputs)
+    except UserError as error:
+        # A draft vocabulary that was kept for the drafter of the earlier training is not for a new one.
+        if not automatic or KEPT in context.artifacts[Stage.vocab].inputs:
+            raise
+        context.earlier = None
+        print(f"train: starts at the first step: {error.remedy}", flush=True)
+
+
+def begin_training(context: RunContext) -> None:
+    """Write what the training depends on, and take over the checkpoint that it continues. Rank 0 calls.
+
+    Raises:
+        UserError: the earlier training deleted the checkpoint in the meantime.
+    """
+    artifact, earlier = context.artifacts[Stage.train], context.earlier
     if begin(artifact.directory, artifact.inputs, earlier):
         assert earlier is not None
         print(f"train: continues {earlier.directory} after step {earlier.step}", flush=True)

@@ -14,7 +14,7 @@ from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.published import starting_vocab
-from train.stages.continuing import kept_vocab
+from train.stages.continuing import KEPT, kept_vocab
 from train.trainer.continuation import VOCAB
 
 
@@ -26,7 +26,7 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
     if context.initial_fingerprint is not None:
         inputs["init_from"] = context.initial_fingerprint
     kept = kept_vocab(context, f"{Stage.vocab.value}-{fingerprint(inputs)}")
-    return inputs if kept is None else inputs | {"kept": kept}
+    return inputs if kept is None else inputs | {KEPT: kept}
 
 
 def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
@@ -41,8 +41,7 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
             counts += np.bincount(ids[mask], minlength=len(counts))
     special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
-    if "kept" in context.artifacts[Stage.vocab].inputs:
-        assert context.earlier is not None
+    if context.earlier is not None and KEPT in context.artifacts[Stage.vocab].inputs:
         kept = load_file(context.earlier.directory / VOCAB)
         vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(torch.from_numpy(counts), kept["t2d"]))
     elif context.initial is not None:

@@ -78,8 +78,8 @@ def find_earlier(
         raise UserError(
             KEY,
             output_dir if named else "auto",
-            f"The training in {trainings[0]} cannot be continued with other settings of these: {shown}. "
-            + ("Use its settings." if named else _elsewhere()),
+            f"The training in {trainings[0]} cannot be continued with other settings of these: {shown}."
+            + (" Use its settings." if named else ""),
         )
     for one in same:
         steps = saved_steps(one)
@@ -98,8 +98,8 @@ def check_steps(earlier: EarlierTraining, max_steps: int | None, inputs: dict[st
             "train.max_steps",
             max_steps,
             f"The training in {earlier.directory} is at step {earlier.step} already, with other settings "
-            f"({changed}). Give more steps to continue it, or {KEY}=DIRECTORY@STEP for an earlier "
-            f"checkpoint of it. {_elsewhere()}",
+            f"({changed}). Give more steps to continue it, {KEY}=DIRECTORY@STEP for an earlier checkpoint of "
+            f"it, or {KEY}=none to start at the first step.",
         )
 
 
@@ -203,10 +203,6 @@ def _inputs(directory: Path) -> dict[str, Any]:
 
 def _newest_time(directory: Path) -> float:
     return max(path.stat().st_mtime for path in directory.glob(f"checkpoints/step-*/{STATE}"))
-
-
-def _elsewhere() -> str:
-    return f"To train from the first step, give another output_dir, or {KEY}=none."
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -71,10 +71,12 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         "other data": run(
             "extended", TRAIN, *CONSTANT, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
         ),
-        "as many steps": run("extended", TRAIN, *CONSTANT, "train.max_steps=16"),
-        "another drafter": run("extended", TRAIN, "drafter.num_hidden_layers=2", "train.max_steps=40"),
-        "from the first step": run(
-            "extended", TRAIN, "drafter.num_hidden_layers=2", "train.max_steps=1", "train.continue_from=none"
+        "as many steps": run("extended", TRAIN, *CONSTANT, "train.max_steps=2"),
+        "as many steps, other data": run("extended", TRAIN, "train.max_steps=2", "capture.max_samples=50"),
+        "another drafter": run("extended", TRAIN, "drafter.num_hidden_layers=2", "train.max_steps=1"),
+        "from the first step": run("extended", TRAIN, "train.max_steps=21", "train.continue_from=none"),
+        "another drafter, named": run(
+            "third", TRAIN, "drafter.num_hidden_layers=2", f"train.continue_from={root / 'whole'}"
         ),
         "no such step": run("third", TRAIN, f"train.continue_from={root / 'whole'}@7", *WARM_DOWN),
         "no training": run("third", TRAIN, f"train.continue_from={root / 'nothing'}"),
@@ -187,14 +189,26 @@ def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
     assert (state["epoch"], state["row"]) > (1, 0)
 
 
-def test_what_must_not_change_is_refused(runs: Runs) -> None:
-    refused = runs.printed["another drafter"]
-    assert "refused: train.continue_from=auto: " in refused
+def test_what_cannot_be_continued_starts_at_the_first_step(runs: Runs) -> None:
+    printed = runs.printed["another drafter"]
+    assert "train: starts at the first step: The training in " in printed
+    assert "drafter.num_hidden_layers: 1 -> 2" in printed
+    assert [one["step"] for one in runs.metrics("extended", max_steps=1)] == [0, 1, 1]
+    printed = runs.printed["as many steps"]
+    assert "is at step 20 already" in printed
+    assert "optim.lr: 0.001 -> 0.003" in printed
+    assert [one["step"] for one in runs.metrics("extended", max_steps=2)] == [0, 1, 2, 2]
+    assert "continues" not in runs.printed["from the first step"]
+    assert runs.metrics("extended", max_steps=21)[0]["step"] == 0
+
+
+def test_what_cannot_be_continued_as_named_is_refused(runs: Runs) -> None:
+    refused = runs.printed["another drafter, named"]
+    assert "refused: train.continue_from=" in refused
     assert "drafter.num_hidden_layers: 1 -> 2" in refused
+    # The draft vocabulary is that of the earlier training, so that nothing else can begin with it.
+    refused = runs.printed["as many steps, other data"]
+    assert "refused: train.max_steps=2: " in refused
     assert "train.continue_from=none" in refused
-    assert "train: done" in runs.printed["from the first step"]
-    refused = runs.printed["as many steps"]
-    assert "refused: train.max_steps=16: " in refused
-    assert "optim.lr: 0.001 -> 0.003" in refused
     assert "checkpoints there are of steps [8, 12, 16]" in runs.printed["no such step"]
     assert "No training there has a checkpoint" in runs.printed["no training"]

@@ -92,7 +92,7 @@ def test_a_run_of_eagle31(dataset: Dataset, tmp_path: Path) -> None:
     found = measure([(curve, False)], Resamples(num_prompts))
     (reached,) = goals(found, [], found)
     assert reached.times_sooner is not None
-    assert reached.times_sooner[0].value >= 1.0
+    assert reached.times_sooner[0].value >= 1 - 1e-6  # of its own time, up to rounding
     assert "slow, 3 steps" in "\n".join(table_lines(found, [reached], [0.001], 4))
     figures = to_json(found, [reached], [0.001])
     assert figures["curves"][0]["steps"] == [2, 3]
