@@ -62,15 +62,19 @@ def best_rate(runs: Sequence[ShortRun]) -> float | None:
     return runs[best].rate * ratio**shift
 
 
-def scaled_rate(rate: float, num_steps: int, max_steps: int) -> float:
+def scaled_rate(rate: float, num_steps: int, max_steps: int, *, of_matrices: bool = False) -> float:
     """Return the rate for a run of `max_steps`, from the best one for `num_steps`.
 
-    The best peak falls with the square root of the number of steps, as it does for the subgradient method on
-    convex losses, which follows real training closely. Source: Schaipp et al., The Surprising Agreement
+    AdamW's best peak falls with the square root of the number of steps, as it does for the subgradient method
+    on convex losses, which follows real training closely. Source: Schaipp et al., The Surprising Agreement
     Between Convex Optimization Theory and Learning-Rate Scheduling for Large Model Training (arXiv
     2501.18965).
+
+    That of Muon's matrices fell with the number of steps itself, in runs of 24, 50 and 180 steps on one
+    target; docs/optimizers.md has them. Each of its updates moves a matrix by the same distance.
     """
-    return rate * math.sqrt(min(num_steps / max_steps, 1.0))
+    fraction = min(num_steps / max_steps, 1.0)
+    return rate * (fraction if of_matrices else math.sqrt(fraction))
 
 
 def rounded(rate: float) -> float:

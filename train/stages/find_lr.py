@@ -72,7 +72,7 @@ def find_rates(context: RunContext, num_steps: int) -> list[FoundRate]:
             tried = f"{runs[0].rate:.1e} to {runs[-1].rate:.1e}"
             raise UserError(f"optim.{name}", start, f"No rate from {tried} is best: give more --steps.")
         _set(context, name, best)
-        suggested = rounded(scaled_rate(best, num_steps, max_steps))
+        suggested = rounded(scaled_rate(best, num_steps, max_steps, of_matrices=name == "matrix_lr"))
         found.append(FoundRate(name, tuple(runs), best, suggested))
     return found
 

@@ -45,4 +45,5 @@ def test_rates_of_a_short_run_rise_and_fall_to_nearly_zero() -> None:
 def test_a_longer_run_gets_a_lower_rate() -> None:
     assert scaled_rate(4e-3, 40, 160) == pytest.approx(2e-3)
     assert scaled_rate(4e-3, 40, 20) == 4e-3
+    assert scaled_rate(0.2, 40, 160, of_matrices=True) == pytest.approx(0.05)
     assert rounded(0.0034567) == 0.0035
