@@ -52,7 +52,7 @@ def _matches(inputs: dict, settings: dict[str, object]) -> bool:
 @pytest.fixture(scope="module")
 def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("continuing")
-    for name in ("extended", "whole"):
+    for name in ("extended", "whole", "averaged"):
         shutil.copytree(captured, root / name)
 
     def run(name: str, *settings: str) -> list[str]:
@@ -60,6 +60,7 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         return [f"recipe={RECIPE}", *arguments(small_target, root / name), *every, *settings]
 
     branch = [f"train.continue_from={root / 'whole'}@8", "train.ema_decay=0.5", "train.max_steps=12"]
+    averaged = ["train.ema_decay=0.5", "train.max_steps=4"]
     steps = {
         "first": run("extended", TRAIN, *CONSTANT, "train.max_steps=8"),
         "second": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=16"),
@@ -67,7 +68,9 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         # The branch needs a directory alone: it finds the results of all earlier stages.
         "branch": run("branch", EVALUATED, *branch, *WARM_DOWN),
         "branch again": run("branch", EVALUATED, *branch, *WARM_DOWN),
-        "plain weights": run("branch", EXPORTED, *branch, *WARM_DOWN, "export.averaged=false"),
+        # After four steps a drafter is better than before the first, so the best weights have an average.
+        "averaged": run("averaged", EXPORTED, *CONSTANT, *averaged),
+        "plain weights": run("averaged", EXPORTED, *CONSTANT, *averaged, "export.averaged=false"),
         "other data": run(
             "extended", TRAIN, *CONSTANT, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
         ),
@@ -146,7 +149,7 @@ def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
 
 
 def test_averaged_weights_are_validated_and_exported(runs: Runs) -> None:
-    best = runs.training("branch") / "checkpoints" / "best"
+    best = runs.training("averaged") / "checkpoints" / "best"
     files = read_json(best / "best.json")["files"]
     weights = {name: load_file(best / file)["fc.weight"] for name, file in files.items()}
     assert weights.keys() == {"drafter", "plain"}
@@ -156,7 +159,7 @@ def test_averaged_weights_are_validated_and_exported(runs: Runs) -> None:
     steps = [(one["step"], "plain_acceptance_length" in one) for one in validated]
     assert steps == [(0, False), (4, False), (8, False), (8, False), (12, True)]
     assert "train: reused" in runs.printed["plain weights"]
-    exports = [path.parent for path in (runs.root / "branch").glob("artifacts/export-*/stage.json")]
+    exports = [path.parent for path in (runs.root / "averaged").glob("artifacts/export-*/stage.json")]
     exported = {
         read_json(path / "stage.json")["inputs"]["averaged"]: load_file(
             path / "checkpoint" / "model.safetensors"
