@@ -42,7 +42,7 @@ def orthogonalization_flops(rows: int, columns: int, iterations: int = ITERATION
 
 
 def orthogonalization_elements(rows: int, columns: int) -> int:
-    """Return the number of elements that orthogonalizing one matrix holds at its peak, besides the input.
+    """Return the peak number of elements that orthogonalizing one matrix holds, without the input.
 
     They are the iterate and the next one, the Gram matrix and its polynomial.
     """

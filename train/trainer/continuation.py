@@ -48,7 +48,7 @@ class EarlierTraining:
 
 
 def parse_origin(value: str) -> tuple[Path, int | None]:
-    """Return directory and step of `DIRECTORY` or `DIRECTORY@STEP`; None stands for the newest checkpoint."""
+    """Return directory and step of `DIRECTORY` or `DIRECTORY@STEP`; None is the newest checkpoint."""
     directory, separator, step = value.rpartition("@")
     return (Path(directory), int(step)) if separator and step.isdigit() else (Path(value), None)
 

@@ -19,7 +19,7 @@ _MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """The settings of Muon besides AdamW's.
+    """The settings of Muon, in addition to those of AdamW.
 
     Args:
         matrix_lr: peak learning rate of the matrices; their rate is always this multiple of AdamW's.

@@ -19,7 +19,7 @@ from train.compose import composed
 from train.planning.sizes import RunSizes, trainer_settings
 from train.trainer.model_engine import ensure_process_group
 
-DRY_STEPS = 2  # each speculation step has graphs of its own, which a CPU compiles slowly
+DRY_STEPS = 2  # each speculation step has its own graphs, which a CPU compiles slowly
 
 
 def run(options: Options, record: Record) -> None:
