@@ -81,3 +81,14 @@ def test_an_untested_release_is_named() -> None:
     [found] = untested_packages({"torch": "99.0", "numpy": "1.0"})
     assert found.startswith("torch 99.0 has not been tested")
     assert not untested_packages(package_versions()), "the suite runs with what it has tested"
+
+
+@pytest.mark.parametrize("setting", ["extend-include", "files"])
+def test_every_python_command_is_linted_and_type_checked(setting: str) -> None:
+    """Commands have no extension, so that ruff and mypy find only those that pyproject.toml names."""
+    [listed] = re.findall(rf"^{setting} = \[$(.*?)^\]$", TEXT, re.MULTILINE | re.DOTALL)
+    named = {name for name in re.findall(r'"([^"]+)"', listed) if name.startswith("scripts/")}
+    files = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and not path.suffix]
+    commands = [path for path in files if b"python" in path.read_bytes().partition(b"\n")[0]]
+    assert len(commands) > 10
+    assert named == {str(path.relative_to(ROOT)) for path in commands}
