@@ -97,6 +97,7 @@ def check(config: RunConfig) -> None:
     check_plan(config.plan)
     check_launcher(config.launcher)
     check_lengths(config)
+    check_head(config)
     if config.target.engine is TargetEngine.vllm:
         check_temperatures(
             {
@@ -122,6 +123,14 @@ def _items(value: object) -> Iterable[object]:
 def uses_vllm(config: RunConfig) -> bool:
     """Return whether the target of this run captures or writes in vLLM."""
     return config.capture.source is CaptureSource.vllm or config.target.engine is TargetEngine.vllm
+
+
+def check_head(config: RunConfig) -> None:
+    """Raise UserError for a draft head that is frozen and is to be trained from some step on."""
+    fraction = config.optim.head_start_fraction
+    if fraction and not config.drafter.train_lm_head:
+        remedy = "The draft head is not trained: give 0, or drafter.train_lm_head=true."
+        raise UserError("optim.head_start_fraction", fraction, remedy)
 
 
 def check_lengths(config: RunConfig) -> None:

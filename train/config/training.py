@@ -60,6 +60,9 @@ class OptimConfig:
     # Course of that fall. No ablation supports the default.
     decay_shape: DecayShape = DecayShape.linear
     min_lr_fraction: float = 0.0  # Final learning rate as a fraction of the peak, in [0, 1].
+    # Fraction of the steps at the start in which the draft head keeps its first weights, in [0, 1); 0: it is
+    # trained from the first step. A continued training trains it throughout. No ablation supports it yet.
+    head_start_fraction: float = 0.0
     max_grad_norm: float = 0.5  # Norm to which gradients are clipped.
     # A step whose gradient norm is more than this many times the average of the steps before is skipped.
     # null: only steps whose loss or gradient is not finite are. The default tells a diverged run from a hard
@@ -160,8 +163,9 @@ def check_optim(optim: OptimConfig) -> None:
         raise UserError("optim.decay_fraction", optim.decay_fraction, "It must be in (0, 1].")
     if optim.warmup_steps is not None and optim.warmup_steps < 0:
         raise UserError("optim.warmup_steps", optim.warmup_steps, "It must not be negative.")
-    if not 0 <= optim.warmup_fraction < 1:
-        raise UserError("optim.warmup_fraction", optim.warmup_fraction, "It must be in [0, 1).")
+    for name in ("warmup_fraction", "head_start_fraction"):
+        if not 0 <= getattr(optim, name) < 1:
+            raise UserError(f"optim.{name}", getattr(optim, name), "It must be in [0, 1).")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise UserError("optim.betas", optim.betas, "Give two values in [0, 1), such as [0.9,0.95].")
 

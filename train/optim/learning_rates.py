@@ -48,11 +48,13 @@ def with_rates(optim: OptimConfig, drafter: DrafterConfig) -> OptimConfig:
 
 
 def described(optim: OptimConfig, drafter: DrafterConfig) -> str:
-    """Return the rates in words, and which of them are the rule's."""
+    """Return the rates in words, which of them are the rule's, and when the draft head is trained."""
     complete = with_rates(optim, drafter)
     names = ["lr", "matrix_lr"] if optim.name.value == "muon" else ["lr"]
     parts = [
         f"{name} {getattr(complete, name):.3g}{' (rule)' if getattr(optim, name) is None else ''}"
         for name in names
     ]
+    if optim.head_start_fraction:
+        parts.append(f"the head after {100 * optim.head_start_fraction:.3g} % of the steps")
     return f"{optim.name.value}, {', '.join(parts)}"

@@ -220,6 +220,7 @@ def new_engine(
         max_grad_norm=optim.max_grad_norm,
         guard=StepGuard(optim.max_norm_jump, optim.max_skipped_steps, partial(sample_names, source, context)),
         muon=muon_settings(optim),
+        head_apart=optim.head_start_fraction > 0,
     )
 
 
@@ -386,6 +387,7 @@ def loop_settings(context: RunContext, state: TrainState, rows_per_epoch: int, s
         schedule=optim.schedule.value,
         decay_start=max(max_steps - math.ceil(optim.decay_fraction * max_steps), state.continued_at),
         decay_shape=optim.decay_shape.value,
+        head_start=0 if state.continued_at else math.ceil(optim.head_start_fraction * max_steps),
         num_depths=config.train.ttt_steps,
         log_every=config.train.log_every,
         validate_every=config.train.validate_every,

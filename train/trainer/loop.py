@@ -45,6 +45,7 @@ class LoopSettings:
     draft_tokens: int  # k of the acceptance length that chooses the checkpoint
     decay_start: int = 0  # the first step whose rate falls, and the shape of the fall, with schedule "wsd"
     decay_shape: str = "linear"
+    head_start: int = 0  # the first step that changes the draft head
     speed: Speed = field(default_factory=Speed)
 
 
@@ -115,12 +116,20 @@ def train(
                 decay_start=settings.decay_start,
                 decay_shape=settings.decay_shape,
             )
+            trains_head = state.step >= settings.head_start
             state.step += 1
             state.epoch, state.row = loader.position(state.step)
             keeps = keeps_weights(state.step, settings)
             logs = keeps or state.step % settings.log_every == 0 or state.step == settings.max_steps
             counts, grad_norm = optimizer_step(
-                model_engine, step_rows, lr, window, world, with_metrics=logs, stop=preempted[0]
+                model_engine,
+                step_rows,
+                lr,
+                window,
+                world,
+                with_metrics=logs,
+                stop=preempted[0],
+                trains_head=trains_head,
             )
             if average is not None:
                 average.update(guard.newest_refused)
@@ -197,6 +206,7 @@ def optimizer_step(
     *,
     with_metrics: bool,
     stop: bool = False,
+    trains_head: bool = True,
 ) -> tuple[HostCopy, Tensor]:
     """Runs forward, backward and update over this rank's micro-batches.
 
@@ -206,6 +216,7 @@ def optimizer_step(
     Args:
         with_metrics: also computes `LOGGED_METRICS`, which need the target's full vocabulary.
         stop: whether this rank was told to stop.
+        trains_head: whether the step changes the draft head.
 
     Returns:
         Over all ranks the number of supervised positions and the number of ranks that were told to stop; and
@@ -216,7 +227,7 @@ def optimizer_step(
     scale = step_rows.num_rows * world.size / counts[0].clamp(min=1).double()
     on_host = HostCopy(counts)
     optimizer: GuardedAdamW = model_engine.basic_optimizer
-    optimizer.set_learning_rate(lr)
+    optimizer.set_learning_rate(lr, trains_head=trains_head)
     objective = model_engine.module.objective
     counted: Tensor | None = None
     window.count(step_rows.counts)

@@ -19,7 +19,7 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
-from train.optim.matrices import is_matrix
+from train.optim.matrices import HEAD, is_matrix
 from train.trainer.guard import StepGuard
 from train.trainer.muon import GuardedMuon, MuonSettings
 from train.trainer.optimizer import GuardedAdamW
@@ -132,10 +132,12 @@ def initialize_model_engine(
     max_grad_norm: float,
     guard: StepGuard | None = None,
     muon: MuonSettings | None = None,
+    head_apart: bool = False,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap the module in a DeepSpeed engine; the process group must exist.
 
     Args:
+        head_apart: whether the draft head, which must be trained, can have another rate than other weights.
         muon: settings of Muon, which then updates the matrices. None: AdamW updates all weights.
     """
     guard = guard or StepGuard()
@@ -149,11 +151,18 @@ def initialize_model_engine(
     }
     optimizer: GuardedAdamW
     matrices, others = split_weights(module.drafter)
+    named = module.drafter.named_parameters()
+    head = [weight for name, weight in named if name == HEAD] if head_apart else []
+    assert bool(head) == head_apart
     if muon is None:
-        optimizer = GuardedAdamW(module.parameters(), guard, **settings)
+        groups: list[dict[str, Any]] = [{"params": _without(head, list(module.parameters()))}]
+        groups += [{"params": head, "head": True}] if head else []
+        optimizer = GuardedAdamW(groups, guard, **settings)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        optimizer = GuardedMuon(matrices, others, guard, muon, device=torch.device(device), **settings)
+        optimizer = GuardedMuon(
+            matrices, _without(head, others), guard, muon, device=torch.device(device), head=head, **settings
+        )
     if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # as AdamW is; DeepSpeed compares types
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
@@ -172,6 +181,10 @@ def split_weights(drafter: Drafter) -> tuple[list[nn.Parameter], list[nn.Paramet
     for name, parameter in drafter.named_parameters():
         (matrices if is_matrix(name, parameter.shape) else others).append(parameter)
     return matrices, others
+
+
+def _without(excluded: list[nn.Parameter], weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [weight for weight in weights if all(weight is not one for one in excluded)]
 
 
 def full_state(model_engine: deepspeed.DeepSpeedEngine, *, keep: bool) -> dict[str, Tensor]:

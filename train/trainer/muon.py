@@ -46,6 +46,7 @@ class GuardedMuon(GuardedAdamW):
     Args:
         matrices: two-dimensional weights.
         others: the weights that AdamW updates.
+        head: the draft head, if it is in a group of its own; AdamW updates it too.
         device: where matrices are orthogonalized, even if the optimizer is on the CPU.
         settings: of AdamW; `lr` is its peak, and `weight_decay` holds for the matrices too.
     """
@@ -59,10 +60,12 @@ class GuardedMuon(GuardedAdamW):
         *,
         lr: float,
         device: torch.device,
+        head: Sequence[nn.Parameter] = (),
         **settings: Any,
     ) -> None:
         assert all(len(getattr(matrix, "ds_shape", matrix.shape)) == 2 for matrix in matrices)
         groups = [{"params": list(matrices), "matrices": True}, {"params": list(others), "matrices": False}]
+        groups += [{"params": list(head), "matrices": False, "head": True}] if head else []
         super().__init__(groups, guard, lr=lr, **settings)
         self.device = device
         self.momentum = muon.momentum
@@ -89,13 +92,12 @@ class GuardedMuon(GuardedAdamW):
                 for one in flat_matrices(model_engine, matrices, self.device)
             }
 
-    def set_learning_rate(self, lr: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = lr * self.matrix_lr_ratio if group["matrices"] else lr
-
     def release(self) -> None:
         super().release()
         self._partitioned.clear()
+
+    def _rate(self, group: dict[str, Any], lr: float) -> float:
+        return lr * self.matrix_lr_ratio if group["matrices"] else lr
 
     def _update(self) -> None:
         groups = self.param_groups

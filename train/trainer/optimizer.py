@@ -22,7 +22,8 @@ class GuardedAdamW(torch.optim.AdamW):
     decision there.
 
     Args:
-        max_grad_norm: norm to which the gradient is clipped.
+        parameters: the weights, or groups of them; that of the draft head has `"head": True`.
+        max_grad_norm: norm to which the gradient of all groups is clipped.
         on_device: whether the weights that are updated are on a GPU.
         settings: of AdamW.
     """
@@ -76,14 +77,25 @@ class GuardedAdamW(torch.optim.AdamW):
         elif not self._refused:
             self._update()
 
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the rate of the next step."""
+    def set_learning_rate(self, lr: float, *, trains_head: bool = True) -> None:
+        """Set the rate of the next step.
+
+        Args:
+            trains_head: False leaves the draft head's weights as they are, which needs a group of their own;
+                only its moments are updated.
+        """
+        assert trains_head or any(group.get("head") for group in self.param_groups)
         for group in self.param_groups:
-            group["lr"] = lr
+            # Weight decay is multiplied by the rate, so that it is 0 too.
+            group["lr"] = self._rate(group, lr) if trains_head or not group.get("head") else 0.0
 
     def release(self) -> None:
         """Free the optimizer's states."""
         self.state.clear()
+
+    def _rate(self, group: dict[str, Any], lr: float) -> float:
+        """Return a group's rate at this rate of AdamW."""
+        return lr
 
     def _update(self) -> None:
         """Update the weights of `param_groups` from their clipped gradients."""

@@ -174,6 +174,7 @@ POSITIVE = (
         ("deepspeed.offload_parameters", True),
         ("optim.warmup_fraction", -0.1),
         ("optim.warmup_fraction", 1.0),
+        ("optim.head_start_fraction", 1.0),
         ("optim.betas", [0.9]),
         ("optim.betas", [0.9, 1.0]),
         ("optim.min_lr_fraction", 1.5),
@@ -285,3 +286,11 @@ def test_values_that_no_server_could_use_are_refused(settings: list[str], field:
     with pytest.raises(UserError) as caught:
         check(composed("any_target", *NEEDED, *settings))
     assert caught.value.field == field
+
+
+def test_a_frozen_head_is_not_trained_late() -> None:
+    config = changed("optim.head_start_fraction", 0.5)
+    check(config)
+    config.drafter.train_lm_head = False
+    with pytest.raises(UserError, match=r"optim\.head_start_fraction=0\.5: .* drafter\.train_lm_head=true"):
+        check(config)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from data.batches.device_rows import DeviceRows, StepRows
+from data.batches.device_rows import DeviceRow, DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
 from eagle31.training.objectives import Objective, StepWeights
 from eagle31.training.step import greedy_hits, rollout_loss
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
-from train.optim.matrices import is_matrix
+from train.optim.matrices import HEAD, is_matrix
 from train.trainer import model_engine as engine_module
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
@@ -44,6 +45,7 @@ from train.trainer.window import WindowSums
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
 EMA_DECAY = 0.2  # above the smaller values of the first steps
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
 
 
@@ -199,6 +201,7 @@ def new_engine(
     muon: MuonSettings | None = None,
     *,
     offload: bool = False,
+    head_apart: bool = False,
 ) -> Any:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
     module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8, objective=objective)
@@ -216,11 +219,12 @@ def new_engine(
         module,
         config,
         lr=LR,
-        betas=(0.9, 0.95),
+        betas=BETAS,
         eps=1e-8,
-        weight_decay=0.0,
+        weight_decay=WEIGHT_DECAY if head_apart else 0.0,
         max_grad_norm=0.5,
         muon=muon,
+        head_apart=head_apart,
     )
 
 
@@ -317,6 +321,94 @@ def losses_at(
     }
 
 
+def late_head(
+    zero_stage: int, bf16: bool, world: World, muon: MuonSettings | None = None, *, offload: bool = False
+) -> dict[str, Any]:
+    """Three steps, of which the last changes the draft head; it is also made from a checkpoint."""
+    loader = RowLoader(
+        MemorySource(),
+        row_tokens=ROW_TOKENS,
+        rows_per_step=ROWS_PER_STEP,
+        rank=world.rank,
+        world_size=world.size,
+        seed=0,
+    )
+    rows = DeviceRows(
+        loader,
+        num_rows=ROWS_PER_STEP // world.size,
+        num_steps=3,
+        device=world.device,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+        stop_step=3,
+    )
+    model_engine = new_engine(zero_stage, bf16, world, muon=muon, offload=offload, head_apart=True)
+    weights = [full_state(model_engine, keep=True)]
+
+    def step(engine: Any, number: int, some: Sequence[DeviceRow]) -> None:
+        one = replace(rows_of_step[number], rows=iter(some))
+        window = WindowSums(3, world.device)
+        trains_head = number == 2
+        optimizer_step(engine, one, LR, window, world, with_metrics=False, trains_head=trains_head)
+
+    rows_of_step, taken = [], []
+    for number in range(3):
+        rows_of_step.append(rows.of_step(number))
+        taken.append(list(rows_of_step[number].rows))
+        if number == 2:
+            moments = head_state(model_engine)["exp_avg"].clone() if zero_stage == 0 else torch.zeros(())
+            saved = CheckpointDirectory(Path(f"{sys.argv[1]}.late"), 1, world)
+            saved.save(model_engine, TrainState(step=2))
+        step(model_engine, number, taken[number])
+        weights.append(full_state(model_engine, keep=True))
+    loader.close()
+    resumed = new_engine(zero_stage, bf16, world, muon=muon, offload=offload, head_apart=True)
+    saved.resume(resumed)
+    step(resumed, 2, taken[2])
+    on_main_first(world.is_main, lambda: shutil.rmtree(saved.root))
+    found = {
+        # Which weights changed, by step.
+        "changed": [
+            sorted(name for name in after if not torch.equal(before[name], after[name]))
+            for before, after in pairwise(weights)
+        ],
+        "names": sorted(weights[0]),
+        "resumed": all(map(torch.equal, snapshot(model_engine), snapshot(resumed))),
+        "weights": {name: value.double().sum().item() for name, value in weights[-1].items()},
+    }
+    if zero_stage == 0:
+        found["warm"] = bool(moments.any()) and follows_adam(model_engine, weights[2][HEAD], weights[3][HEAD])
+    return found
+
+
+def head_state(model_engine: Any) -> dict[str, Tensor]:
+    """Adam's state of the draft head at ZeRO 0."""
+    optimizer = model_engine.basic_optimizer
+    return optimizer.state[next(group for group in optimizer.param_groups if group.get("head"))["params"][0]]
+
+
+def follows_adam(model_engine: Any, before: Tensor, after: Tensor) -> bool:
+    """Whether the third step's update of the head is that of Adam in its third step."""
+    state = head_state(model_engine)
+    first, second = (1 - beta**3 for beta in BETAS)
+    direction = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt() + 1e-8)
+    expected = before * (1 - LR * WEIGHT_DECAY) - LR * direction
+    return int(state["step"]) == 3 and torch.allclose(expected, after, rtol=1e-5, atol=1e-7)
+
+
+def late_heads(world: World, *, full: bool) -> dict[str, dict]:
+    """A head that is trained late, at every ZeRO stage; with --full under more settings."""
+    stages = (0, 1, 2, 3) if world.size > 1 else (0,)
+    runs = {f"late-zero{stage}": late_head(stage, False, world, MUON) for stage in stages}
+    if world.size == 1:
+        return runs
+    adamw, offloaded = (stages, (1, 2, 3)) if full else ((1,), (3,))
+    runs |= {f"late-adamw-bf16-zero{stage}": late_head(stage, True, world) for stage in adamw}
+    return runs | {
+        f"late-offload-bf16-zero{stage}": late_head(stage, True, world, MUON, offload=True)
+        for stage in offloaded
+    }
+
+
 def muon_runs(stages: Sequence[int], world: World, *, full: bool) -> dict[str, dict]:
     """Muon at each ZeRO stage; in bf16 and offloaded at those that differ most, or at all of them."""
     bf16, offloaded = ((0, 1, 2, 3), (1, 2, 3)) if full else ((1,), (3,))
@@ -347,6 +439,7 @@ def main() -> None:
     results = {f"zero{stage}": losses_at(stage, False, world) for stage in stages}
     results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in (*stages, 1)}
     results |= muon_runs(stages, world, full="--full" in sys.argv)
+    results |= late_heads(world, full="--full" in sys.argv)
     if world.size > 1:
         by_reach: dict[str, Any] = {"step_weights": StepWeights.reach, "reach_smoothing": 0.9}
         objective = Objective(count_outside_vocab=False, **by_reach)

@@ -105,6 +105,20 @@ def test_muon_in_bf16_follows_float32(results: dict[int, dict]) -> None:
         assert not run["rounded"]
 
 
+def test_the_head_is_trained_late_at_every_stage(results: dict[int, dict]) -> None:
+    runs = [(name, run) for one in results.values() for name, run in one.items() if name.startswith("late-")]
+    assert len(runs) >= 7
+    for name, run in runs:
+        without_head = [one for one in run["names"] if one != "lm_head.weight"]
+        # Bit for bit: the rate and the weight decay are 0. All other weights are trained.
+        assert run["changed"] == [without_head, without_head, run["names"]], name
+        assert run["resumed"], name
+        assert run.get("warm", True), name
+        if name.startswith("late-zero"):
+            weights = results[1]["late-zero0"]["weights"]
+            assert run["weights"] == pytest.approx(weights, rel=1e-4, abs=1e-3), name
+
+
 STAGES = [f"{kind}zero{stage}" for kind in ("", "bf16-", "muon-") for stage in range(4)]
 
 
