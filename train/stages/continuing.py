@@ -3,20 +3,25 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
 from eagle31.errors import UserError
+from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.config.training import AUTO, NONE
 from train.context import RunContext
-from train.distributed import read_when_set, shared_values
+from train.distributed import World, on_main_first, read_when_set, shared_values
 from train.inference.inputs import target_inputs
+from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.continuation import (
     VOCAB,
     EarlierTraining,
@@ -178,3 +183,68 @@ def kept_vocab(context: RunContext, natural_key: str) -> str | None:
             return None
     d2t = load_file(earlier.directory / VOCAB)["d2t"]
     return hashlib.sha256(d2t.numpy().tobytes()).hexdigest()[:12]
+
+
+def order_key(inputs: dict[str, Any]) -> str:
+    """Return a fingerprint of what the order of the training rows depends on, apart from the seed."""
+    return fingerprint(
+        {name: inputs[name] for name in ("capture", "max_samples")}
+        | {"row_tokens": inputs["train"]["row_tokens"]}
+    )
+
+
+def validation_key(context: RunContext) -> str:
+    """Return a fingerprint of what the acceptance length in validation depends on, apart from the drafter."""
+    # Without `max_samples`, because another number of training samples leaves the held-out prompts.
+    answers = context.artifacts[Stage.answers].key
+    return fingerprint({"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens})
+
+
+def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
+    """Keep the draft vocabulary with the checkpoints, for trainings that continue them.
+
+    Raises:
+        UserError: the training that this one continues has another one.
+    """
+    ours, kept = artifact.directory / VOCAB, directory / VOCAB
+    on_main_first(world.is_main, lambda: None if kept.exists() else _copy(ours, kept))
+    if not torch.equal(load_file(ours)["d2t"], load_file(kept)["d2t"]):
+        raise UserError(
+            "train.continue_from",
+            directory,
+            f"The training that this one continues has another draft vocabulary than {ours}, which was made "
+            "in output_dir before. Give another output_dir.",
+        )
+
+
+def _copy(source: Path, copy: Path) -> None:
+    partial = copy.with_name(f".{copy.name}.partial")
+    shutil.copyfile(source, partial)
+    os.replace(partial, copy)
+
+
+def prepared(state: TrainState, context: RunContext) -> TrainState:
+    """Return the state with which the loop begins.
+
+    With the data of before, the order of its rows continues. With other data, or rows of another length, a
+    new epoch begins. If the held-out prompts are others, the best weights are chosen again.
+    """
+    order, validated_on = order_key(context.artifacts[Stage.train].inputs), validation_key(context)
+    if state.order != order:
+        begun = state.epoch + (1 if state.row else 0)
+        state = replace(state, order=order, epoch=begun, row=0, first_epoch=begun)
+    if state.validated_on != validated_on:
+        state = replace(state, validated_on=validated_on, best_step=None, best_acceptance_length=0.0)
+    return state
+
+
+def check_world_size(checkpoints: CheckpointDirectory, world_size: int) -> None:
+    """Raise UserError if the run to resume had another number of processes."""
+    saved = checkpoints.saved_world_size()
+    if saved is not None and saved != world_size:
+        raise UserError(
+            "nproc",
+            world_size,
+            f"The interrupted run in {checkpoints.root} had {saved} processes, and its optimizer state is "
+            f"split among them; resume with {saved}, or delete that directory to start over.",
+        )

@@ -19,7 +19,7 @@ from train.context import RunContext
 from train.evaluation.decoding import decode_without_drafter, greedy_report, replay_by_length, sampling_report
 from train.evaluation.passes import PassResults
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
-from train.stages.train import new_drafter
+from train.stages.building import new_drafter
 from train.stages.vocab import load_vocab
 
 Candidate = tuple[Drafter, FrozenParts]

@@ -1,0 +1,150 @@
+"""Building what trains: the drafter, the model engine around it, the loader of its rows."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import deepspeed
+import torch
+
+from data.batches.loader import RowLoader, RowPosition
+from data.capture.tokens import dataset_supervision
+from data.samples import HiddenStateSource
+from data.store import HiddenStateStore
+from eagle31.cost.devices import peak_bf16_flops
+from eagle31.cost.flops import count_step, sample_flops, step_flops
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.model.vocab import DraftVocab
+from eagle31.training.batch import PackedBatch
+from train.config.training import OptimConfig, Optimizer, objective_of
+from train.context import RunContext
+from train.drafter.build import build_drafter
+from train.planning.memory import trainer_memory, worst_counts
+from train.planning.sizes import trainer_settings
+from train.stages.capture import training_samples
+from train.trainer.guard import StepGuard
+from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.muon import MuonSettings
+from train.trainer.window import Speed
+
+
+def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:
+    """Return the drafter before its first step, and its frozen tensors on this rank's device."""
+    return build_drafter(
+        context.drafter_config(len(vocab.d2t)),
+        vocab,
+        context.parts,
+        context.initial,
+        from_target=context.from_target,
+        train_lm_head=context.config.drafter.train_lm_head,
+        seed=context.train_seed,
+        device=context.world.device,
+        dtype=context.dtype,
+    )
+
+
+def new_engine(
+    context: RunContext, drafter: Drafter, frozen: FrozenParts, source: HiddenStateSource
+) -> deepspeed.DeepSpeedEngine:
+    """Return the model engine around a drafter before its first step. Every rank calls."""
+    config, optim, world = context.config, context.optim, context.world
+    assert optim.lr is not None  # from `with_rates`
+    module = TrainedModule(
+        drafter,
+        frozen,
+        config.train.ttt_steps,
+        config.train.step_decay,
+        objective_of(config.train),
+        config.train.activation_checkpointing,
+    )
+    return initialize_model_engine(
+        module,
+        deepspeed_config(
+            zero_stage=config.deepspeed.zero_stage,
+            bf16=context.dtype is torch.bfloat16,
+            micro_batches=config.train.rows_per_step // world.size,
+            world_size=world.size,
+            offload_optimizer=config.deepspeed.offload_optimizer,
+            offload_parameters=config.deepspeed.offload_parameters,
+        ),
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        guard=StepGuard(optim.max_norm_jump, optim.max_skipped_steps, partial(sample_names, source, context)),
+        muon=muon_settings(optim),
+        head_apart=optim.head_start_fraction > 0,
+    )
+
+
+def muon_settings(optim: OptimConfig) -> MuonSettings | None:
+    """Return the settings of Muon; None if AdamW updates all weights."""
+    if optim.name is not Optimizer.muon:
+        return None
+    assert optim.matrix_lr is not None  # from `with_rates`
+    return MuonSettings(optim.matrix_lr, optim.momentum)
+
+
+def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequence[int]) -> list[str]:
+    """Return the ids in the tokenized data of samples that training reads."""
+    if isinstance(source, HiddenStateStore):
+        indices = [source.sample_ids[index] for index in indices]
+    return [str(name) for name in training_samples(context).select(indices)["id"]]
+
+
+def row_loader(
+    context: RunContext, source: HiddenStateSource, drafter: DrafterConfig, begin: RowPosition
+) -> RowLoader:
+    """Return the loader of this rank's rows, from a position in their order on."""
+    config, world = context.config, context.world
+    return RowLoader(
+        source,
+        row_tokens=config.train.row_tokens,
+        rows_per_step=config.train.rows_per_step,
+        rank=world.rank,
+        world_size=world.size,
+        seed=context.train_seed,
+        costs=sample_costs(context, source, drafter),
+        pin_memory=world.device.type == "cuda",
+        begin=begin,
+    )
+
+
+def sample_costs(
+    context: RunContext, source: HiddenStateSource, drafter: DrafterConfig
+) -> list[float] | None:
+    """Return the FLOPs of each of the source's samples; None where the ranks have no choice of rows."""
+    train, world = context.config.train, context.world
+    if world.size == 1 or train.rows_per_step == world.size:
+        return None
+    supervision = torch.from_numpy(dataset_supervision(training_samples(context)))
+    if isinstance(source, HiddenStateStore):
+        supervision = supervision[list(source.sample_ids)]
+    return sample_flops(drafter, train.ttt_steps, supervision, context.config.drafter.train_lm_head).tolist()
+
+
+def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch, int], int]:
+    """Return a function from a packed row and its speculation steps to the FLOPs of forward and backward."""
+    train, head_trained = context.config.train, context.config.drafter.train_lm_head
+    full = objective_of(train).needs_full_vocabulary
+    return lambda batch, num_steps: (
+        step_flops(drafter, count_step(batch, num_steps), head_trained, full).total
+    )
+
+
+def expected_speed(context: RunContext, drafter: DrafterConfig, tensors: dict[str, list[int]]) -> Speed:
+    """Return what logged speed and memory are compared with on this rank's device."""
+    config, world = context.config, context.world
+    if world.device.type != "cuda":
+        return Speed()
+    memory = trainer_memory(
+        drafter,
+        tensors,
+        trainer_settings(config, world.size),
+        worst_counts(config.train.row_tokens, config.train.ttt_steps),
+        "cuda",
+    )
+    peak_flops = peak_bf16_flops(torch.cuda.get_device_name(world.device))
+    return Speed(peak_flops, memory.total, memory.held)
