@@ -233,6 +233,7 @@ def bench(job: Json) -> Json:
         # The process has one set of counters, of the engine that was built last: the one with the drafter.
         counts = difference(counters(llm), before)
         result["acceptance"] = {name: counts[name] for name in ("num_drafts", "num_accepted")}
+        del llm  # its memory is needed for the next engine
         while engines:
             shut_down(engines.popitem()[1])
     return result
