@@ -16,7 +16,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from data.batches.loader import check_divisible
+from data.batches.row_schedule import check_divisible
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
@@ -112,7 +112,7 @@ def run_stages(context: RunContext) -> None:
     stages = list(Stage)
     needed = stages[: 1 + max(stages.index(stage) for stage in selected)]
     if Stage.train in selected:
-        check_divisible(config.train.rows_per_step, world.size)
+        check_divisible(config.train.rows_per_step, config.train.rows_per_step_start, world.size)
     _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
         check_environment(config)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class StepRows:
 class _Copied:
     row: DeviceRow
     counts: RowCounts
+    num_rows: int  # this rank's rows of the step
     ready: torch.cuda.Event | None
 
 
@@ -59,7 +60,6 @@ class DeviceRows:
     On the CPU a row is scheduled when it is taken, in the caller's thread.
 
     Args:
-        num_rows: this rank's rows of a step.
         num_steps: speculation steps of the schedule, or a function of the optimizer step that returns them.
         stop_step: the first step that is not needed; no row is read ahead beyond it.
         flops_of: returns the FLOPs of a row on the CPU with that many speculation steps; by default they are
@@ -71,7 +71,6 @@ class DeviceRows:
         self,
         loader: RowLoader,
         *,
-        num_rows: int,
         num_steps: int | Callable[[int], int],
         device: torch.device,
         dtype: torch.dtype,
@@ -81,7 +80,7 @@ class DeviceRows:
     ) -> None:
         self.loader = loader
         self.waited_seconds = 0.0  # for data, or for a copy to the device
-        self._num_rows, self._stop_step = num_rows, stop_step
+        self._stop_step = stop_step
         self._num_steps_at = num_steps if callable(num_steps) else lambda _: num_steps
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
         self._batches: list[PackedBatch] = []
@@ -90,69 +89,69 @@ class DeviceRows:
         self._executor = executor
         if self._stream is not None and executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device-rows")
-        self._ahead: tuple[int, Future[_Copied]] | None = None
+        self._ahead: tuple[tuple[int, int], Future[_Copied]] | None = None
 
     def of_step(self, step: int) -> StepRows:
         """Return the rows of a step; waits for the loader."""
-        first = self._take(step * self._num_rows)
-        return StepRows(first.counts, self._num_rows, self._rows(step, first.row))
+        first = self._take(step, 0)
+        return StepRows(first.counts, first.num_rows, self._rows(step, first.num_rows, first.row))
 
     def close(self) -> None:
         """End the background thread. Close the loader first, which ends a wait for data."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _rows(self, step: int, first: DeviceRow) -> Iterator[DeviceRow]:
+    def _rows(self, step: int, num_rows: int, first: DeviceRow) -> Iterator[DeviceRow]:
         yield first
         del first
-        for index in range(1, self._num_rows):
-            yield self._take(step * self._num_rows + index).row
+        for index in range(1, num_rows):
+            yield self._take(step, index).row
 
-    def _take(self, number: int) -> _Copied:
-        """Return a row by its number, counted over all steps, and start on the next one."""
+    def _take(self, step: int, index: int) -> _Copied:
+        """Return a row of a step, and start on the next one."""
         started = time.perf_counter()
         if self._executor is None:
-            batch = self._read(number)
+            batch = self._read(step, index)
             self.waited_seconds += time.perf_counter() - started
-            return self._scheduled(batch, number)
+            return self._scheduled(batch, step)
         used = self._end_of_queued_work()
-        if self._ahead is None or self._ahead[0] != number:
-            self._ahead = number, self._executor.submit(self._copy, number, None)
+        if self._ahead is None or self._ahead[0] != (step, index):
+            self._ahead = (step, index), self._executor.submit(self._copy, step, index, None)
         copied = self._ahead[1].result()
         self._ahead = None
-        if number + 1 < self._stop_step * self._num_rows:
-            self._ahead = number + 1, self._executor.submit(self._copy, number + 1, used)
+        following = (step, index + 1) if index + 1 < copied.num_rows else (step + 1, 0)
+        if following[0] < self._stop_step:
+            self._ahead = following, self._executor.submit(self._copy, *following, used)
         self.waited_seconds += time.perf_counter() - started
         self._hand_over(copied)
         return copied
 
-    def _read(self, number: int) -> PackedBatch:
+    def _read(self, step: int, index: int) -> PackedBatch:
         """Return a row on the CPU. Rows are read in their order."""
-        step, index = divmod(number, self._num_rows)
         if index == 0 or not self._batches:
             self._batches = self.loader.batches(step)
-            assert len(self._batches) == self._num_rows
             self._counts = count_rows(self._batches, self._num_steps_at(step), self._flops_of)
         return self._batches[index]
 
-    def _scheduled(self, batch: PackedBatch, number: int) -> _Copied:
-        schedule = schedule_batch(batch, self._num_steps_at(number // self._num_rows), self._device)
-        return _Copied(DeviceRow(batch.to(self._device, self._dtype), schedule), self._counts, None)
+    def _scheduled(self, batch: PackedBatch, step: int) -> _Copied:
+        schedule = schedule_batch(batch, self._num_steps_at(step), self._device)
+        row = DeviceRow(batch.to(self._device, self._dtype), schedule)
+        return _Copied(row, self._counts, len(self._batches), None)
 
-    def _copy(self, number: int, used: torch.cuda.Event | None) -> _Copied:
+    def _copy(self, step: int, index: int, used: torch.cuda.Event | None) -> _Copied:
         """Copy a row on the second stream.
 
         Args:
             used: the end of all that the device does with the last row but one.
         """
-        batch = self._read(number)
+        batch = self._read(step, index)
         if used is not None and not used.query():
             used.synchronize()
         with torch.cuda.stream(self._stream):
-            copied = self._scheduled(batch, number)
+            copied = self._scheduled(batch, step)
             ready = torch.cuda.Event()
             ready.record(self._stream)
-        return _Copied(copied.row, copied.counts, ready)
+        return replace(copied, ready=ready)
 
     def _end_of_queued_work(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

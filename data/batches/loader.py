@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data.batches.balance import balanced
 from data.batches.packing import pack_epoch
+from data.batches.row_schedule import RowSchedule, check_divisible
 from data.samples import CapturedSample, HiddenStateSource
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
@@ -54,7 +55,7 @@ class RowLoader:
 
     Args:
         row_tokens: the maximum number of tokens in a row.
-        rows_per_step: the number of rows over all ranks and micro-batches.
+        rows_per_step: the number of rows over all ranks and micro-batches, or how it grows.
         costs: what each sample costs in training, in any unit; None if it is not known.
         pin_memory: whether rows are in pinned memory, from which a GPU copies while it computes.
         pad_multiple: rows are padded to a multiple of this, but not beyond `row_tokens`.
@@ -72,7 +73,7 @@ class RowLoader:
         source: HiddenStateSource,
         *,
         row_tokens: int,
-        rows_per_step: int,
+        rows_per_step: int | RowSchedule,
         rank: int = 0,
         world_size: int = 1,
         seed: int,
@@ -85,7 +86,7 @@ class RowLoader:
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
-        self.rows_per_step = rows_per_step
+        self.schedule = RowSchedule(rows_per_step) if isinstance(rows_per_step, int) else rows_per_step
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -96,13 +97,13 @@ class RowLoader:
         self.begin = begin
         self._packed = {begin.epoch: pack_epoch(source.lengths, row_tokens, seed, begin.epoch)}
         self.rows_per_epoch = len(self._packed[begin.epoch])
-        self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
+        self.steps_announced = min(steps_announced, self.rows_per_epoch // self.schedule.final)
         # A single thread reads the steps in the order in which they are announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
         self._ahead: deque[tuple[int, Future[list[PackedBatch]]]] = deque()
         self._announced = 0  # the first step that is not announced yet
-        check_divisible(rows_per_step, world_size)
-        check_enough(self.rows_per_epoch, row_tokens, rows_per_step)
+        check_divisible(self.schedule.final, self.schedule.start, world_size)
+        check_enough(self.rows_per_epoch, row_tokens, self.schedule.final)
 
     def rows(self, step: int) -> list[list[int]]:
         """Return the sample indices of each of this rank's rows of a step."""
@@ -115,13 +116,14 @@ class RowLoader:
     def position(self, step: int) -> tuple[int, int]:
         """Return epoch and index of a step's first row."""
         assert step >= self.begin.step
-        ahead = self.begin.row + (step - self.begin.step) * self.rows_per_step
+        ahead = self.begin.row + self.schedule.before(step) - self.schedule.before(self.begin.step)
         epochs, row = divmod(ahead, self.rows_per_epoch)
         return self.begin.epoch + epochs, row
 
     def _positions(self, step: int) -> list[tuple[int, int]]:
         epoch, row = self.position(step)
-        counted = [divmod(index, self.rows_per_epoch) for index in range(row, row + self.rows_per_step)]
+        end = row + self.schedule.of_step(step)
+        counted = [divmod(index, self.rows_per_epoch) for index in range(row, end)]
         return [(epoch + epochs, index) for epochs, index in counted]
 
     def step_samples(self, step: int) -> list[int]:
@@ -192,14 +194,6 @@ class RowLoader:
             packed = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)
             self._packed = {e: rows for e, rows in self._packed.items() if e == epoch - 1} | {epoch: packed}
         return self._packed[epoch][row_index]
-
-
-def check_divisible(rows_per_step: int, world_size: int) -> None:
-    """Raise UserError if the rows of a step cannot be divided equally among the ranks."""
-    if rows_per_step % world_size:
-        nearest = -(-rows_per_step // world_size) * world_size
-        remedy = f"It must be a multiple of the number of processes, {world_size}, such as {nearest}."
-        raise UserError("train.rows_per_step", rows_per_step, remedy)
 
 
 def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:

@@ -41,20 +41,22 @@ class PlainEngine:
     def __init__(self, module: TrainedModule, optimizer: GuardedAdamW) -> None:
         self.module = module
         self.optimizer = self.basic_optimizer = optimizer
-        self._num_backward = 0
+        self._at_boundary = False
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, DepthSums]:
         return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         backward(loss / NUM_ROWS)
-        self._num_backward += 1
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self._num_backward % NUM_ROWS == 0
+    def gradient_accumulation_steps(self) -> int:
+        return NUM_ROWS
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._at_boundary = is_boundary
 
     def step(self) -> None:
-        if self.is_gradient_accumulation_boundary():
+        if self._at_boundary:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -90,7 +92,6 @@ def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: 
         engine = PlainEngine(module, optimizer)
         rows = DeviceRows(
             SimpleNamespace(batches=batches.__getitem__),  # type: ignore[arg-type]
-            num_rows=NUM_ROWS,
             num_steps=NUM_STEPS,
             device=CUDA,
             dtype=dtype,

@@ -1,8 +1,10 @@
 """The recipe's schema for the optimizer, DeepSpeed and the training loop."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from data.batches.row_schedule import RowSchedule
 from eagle31.errors import UserError, require_positive
 from eagle31.training.objectives import Loss, Objective, StepWeights
 
@@ -122,6 +124,13 @@ class TrainConfig:
     activation_checkpointing: bool = False
     row_tokens: int = 2048  # Length of a packed row in tokens; the longest sample must fit.
     rows_per_step: int = 8  # Packed rows of one optimizer step, over all ranks.
+    # Packed rows of the first optimizer steps, over all ranks; the number doubles until it is rows_per_step.
+    # null: every step has rows_per_step. No ablation supports it yet.
+    rows_per_step_start: int | None = None
+    # Fraction of the optimizer steps at the start that have fewer than rows_per_step, in (0, 1), where
+    # rows_per_step_start is given. A continued training has rows_per_step throughout. No ablation supports
+    # the default.
+    rows_growth_fraction: float = 0.25
     max_steps: int | None = None  # Number of optimizer steps. null: num_epochs decides.
     num_epochs: int = 1  # Passes over the training data if max_steps is null.
     # Decay rate of an exponential moving average of the weights, such as 0.99 for some hundred steps, in
@@ -198,10 +207,21 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
         raise UserError("train.ema_decay", train.ema_decay, "It must be in (0, 1), or null for no average.")
     if not 0 < train.step_decay <= 1:
         raise UserError("train.step_decay", train.step_decay, "It must be in (0, 1].")
+    if train.rows_per_step_start is not None and not 0 < train.rows_per_step_start <= train.rows_per_step:
+        remedy = f"It must be from 1 to train.rows_per_step ({train.rows_per_step}), or null."
+        raise UserError("train.rows_per_step_start", train.rows_per_step_start, remedy)
+    if not 0 < train.rows_growth_fraction < 1:
+        raise UserError("train.rows_growth_fraction", train.rows_growth_fraction, "It must be in (0, 1).")
     for name in ("reach_smoothing", "ttt_curriculum_fraction"):
         if not 0 <= getattr(train, name) <= 1:
             raise UserError(f"train.{name}", getattr(train, name), "It must be in [0, 1].")
     objective_of(train).check(pruned=pruned)
+
+
+def row_schedule_of(train: TrainConfig, max_steps: int) -> RowSchedule:
+    """Return the rows of each optimizer step of a run that continues no other one."""
+    growth_steps = math.ceil(train.rows_growth_fraction * max_steps)
+    return RowSchedule(train.rows_per_step, train.rows_per_step_start, growth_steps)
 
 
 def objective_of(train: TrainConfig) -> Objective:

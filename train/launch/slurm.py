@@ -9,11 +9,13 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.addresses import is_loopback
+from data.batches.row_schedule import check_divisible
 from data.transport.mooncake import address
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
 from train.config.launcher import LauncherConfig, LauncherKind, sets_launcher
 from train.config.run import RunConfig, uses_vllm
+from train.config.training import TrainConfig
 from train.config.vllm import Placement
 
 TEMPLATE = "slurm.sh.jinja"
@@ -102,15 +104,14 @@ def mooncake_port(capture: CaptureConfig) -> int | None:
     return port if is_loopback(host) else None
 
 
-def check_rows(rows_per_step: int, launcher: LauncherConfig) -> None:
+def check_rows(train: TrainConfig, launcher: LauncherConfig) -> None:
     """Refuse rows that the run would refuse only after the queue and the capture.
 
     Raises:
         UserError: a step's rows are not a multiple of the number of processes.
     """
     size = num_trainers(launcher) * num_processes(launcher)
-    if rows_per_step % size:
-        raise UserError("train.rows_per_step", rows_per_step, f"Must be a multiple of the {size} processes.")
+    check_divisible(train.rows_per_step, train.rows_per_step_start, size)
 
 
 def check_capture_nodes(config: RunConfig) -> None:

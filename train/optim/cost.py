@@ -22,12 +22,13 @@ def matrix_shapes(tensors: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
 
 
 def orthogonalization_work(
-    tensors: Mapping[str, Sequence[int]], *, num_ranks: int, rows_per_step: int, row_flops: int
+    tensors: Mapping[str, Sequence[int]], *, num_ranks: int, rows_per_step: float, row_flops: int
 ) -> OrthogonalizationWork:
     """Return the work of orthogonalization.
 
     Args:
         tensors: shapes of the trained weights by name.
+        rows_per_step: over all ranks, on average over the steps.
         row_flops: FLOPs of forward and backward of one row.
     """
     flops = busiest_owner_flops(matrix_shapes(tensors), num_ranks)

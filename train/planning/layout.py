@@ -84,9 +84,16 @@ def layouts(
 
 def adjusted(config: RunConfig, sizes: RunSizes, work: WorkPlan, cluster: Cluster) -> Layout:
     """Return one way to run, with overrides where the rows or training's memory would not work."""
-    size = cluster.num_ranks
-    rows = math.ceil(config.train.rows_per_step / size) * size
-    change: Change = {} if rows == config.train.rows_per_step else {"train.rows_per_step": rows}
+    size, train = cluster.num_ranks, config.train
+    rows = {
+        "train.rows_per_step": train.rows_per_step,
+        "train.rows_per_step_start": train.rows_per_step_start,
+    }
+    change: Change = {
+        key: math.ceil(value / size) * size
+        for key, value in rows.items()
+        if value is not None and value % size
+    }
     attempts = [change, *(change | smaller for smaller in smaller_training(config))]
     first = None
     for attempt in attempts:

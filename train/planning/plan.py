@@ -18,11 +18,11 @@ from train.planning.commands import Command, commands
 from train.planning.layout import Layout, layout, layouts
 from train.planning.memory_check import Shortage, disk_check
 from train.planning.placement import Cluster
-from train.planning.remedies import assignments
+from train.planning.remedies import applied, assignments
 from train.planning.server_memory import Parallelism
 from train.planning.sizes import RunSizes
 from train.planning.target import TargetSize
-from train.planning.work import WorkPlan, work_plan
+from train.planning.work import WorkPlan, mean_rows_per_step, work_plan
 
 _GPUS_PER_NODE = 8
 _NODES = (1, 2, 4)  # for a target that needs several GPUs
@@ -79,7 +79,7 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
         orthogonalization = orthogonalization_work(
             sizes.tensors,
             num_ranks=first.settings.world_size,
-            rows_per_step=first.settings.rows_per_step,
+            rows_per_step=mean_rows_per_step(applied(config, first.overrides).train),
             row_flops=work.step_flops.total,
         )
     return Plan(

@@ -160,12 +160,16 @@ def work_lines(work: WorkPlan) -> list[_Line]:
     def shown(value: float | None, form: str) -> str:
         return "unknown" if value is None else format(value, form)
 
+    mean = work.mean_rows_per_step
+    rows = "" if mean is None else f", {mean:.3g} rows per step on average"
     tokens = "unknown" if work.tokens.count is None else f"{work.tokens.count:,} ({work.tokens.source})"
     lines = [
         ("tokens", tokens if work.tokens.known else work.tokens.source),
         (
             "steps",
-            "unknown" if work.steps is None else f"{work.steps:,}, {work.trained_tokens:,} tokens in rows",
+            "unknown"
+            if work.steps is None
+            else f"{work.steps:,}, {work.trained_tokens:,} tokens in rows{rows}",
         ),
         ("hidden states", "unknown" if work.store_bytes is None else gigabytes(work.store_bytes)),
         ("FLOPs of a row", f"{work.step_flops.total:.3g}"),

@@ -1,14 +1,15 @@
 """The work of a run: tokens, steps, bytes, FLOPs, hours."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data.batches.row_schedule import steps_within
 from data.store.codec import Encoding, Rows, encoded_bytes
 from data.target.architecture import ParameterCounts
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
@@ -17,9 +18,10 @@ from eagle31.model.config import DrafterConfig
 from eagle31.training.curriculum import rollout_phases
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig
-from train.config.training import objective_of
+from train.config.training import TrainConfig, objective_of, row_schedule_of
 
 _HOUR = 3600
+_SHARES = 10**6  # steps of a long run, of which the phases take their fractions
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class WorkPlan:
     tokens: Tokens
     trained_tokens: int | None  # over all epochs
     steps: int | None
+    mean_rows_per_step: float | None  # None where every step has as many
     step_flops: StepFlops  # of one row
     train_flops: int | None
     capture_flops: int | None  # the target's forward passes
@@ -106,14 +109,14 @@ def work_plan(
     """
     train = config.train
     tokens = data_tokens(config, data_summary)
-    per_step = train.rows_per_step * train.row_tokens
-    epochs = train.num_epochs
     steps = train.max_steps
     if steps is None and tokens.count is not None:
-        steps = max(1, math.floor(tokens.count * epochs / per_step))
-    trained = None if steps is None else steps * per_step
+        rows = tokens.count * train.num_epochs // train.row_tokens
+        steps = max(1, steps_within(rows, partial(row_schedule_of, train)))
+    num_rows = None if steps is None else row_schedule_of(train, steps).before(steps)
+    trained = None if num_rows is None else num_rows * train.row_tokens
     flops = row_flops(config, drafter)
-    train_flops = None if steps is None else flops.total * steps * train.rows_per_step
+    train_flops = None if num_rows is None else flops.total * num_rows
     captured = trained if config.capture.mode is CaptureMode.online else tokens.count
     # A forward pass multiplies and adds once with every active parameter.
     token_flops = 2 * parameters.active
@@ -121,6 +124,7 @@ def work_plan(
         tokens=tokens,
         trained_tokens=trained,
         steps=steps,
+        mean_rows_per_step=mean_rows_per_step(train) if row_schedule_of(train, _SHARES).grows else None,
         step_flops=flops,
         train_flops=train_flops,
         capture_flops=None if captured is None else token_flops * captured,
@@ -129,12 +133,21 @@ def work_plan(
     )
 
 
+def mean_rows_per_step(train: TrainConfig) -> float:
+    """Return the rows of an optimizer step, on average over the steps of the run."""
+    return row_schedule_of(train, _SHARES).before(_SHARES) / _SHARES
+
+
 def row_flops(config: RunConfig, drafter: DrafterConfig) -> StepFlops:
-    """Return the FLOPs of one row, on average over the optimizer steps."""
+    """Return the FLOPs of one row, on average over the rows of the run."""
     plan, train = config.plan, config.train
     document_tokens = plan.document_tokens or config.data.max_tokens
     total = dict.fromkeys((one.name for one in fields(StepFlops)), 0.0)
-    for depth, fraction in rollout_phases(train.ttt_steps, train.ttt_curriculum_fraction):
+    schedule, begin = row_schedule_of(train, _SHARES), 0.0
+    for depth, steps in rollout_phases(train.ttt_steps, train.ttt_curriculum_fraction):
+        end = begin + steps
+        before = [schedule.before(round(_SHARES * one)) for one in (begin, end)]
+        fraction, begin = (before[1] - before[0]) / schedule.before(_SHARES), end
         counts = typical_counts(train.row_tokens, depth, document_tokens, plan.assistant_fraction)
         full = objective_of(train).needs_full_vocabulary
         flops = step_flops(drafter, counts, config.drafter.train_lm_head, full)

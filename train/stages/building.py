@@ -7,6 +7,7 @@ import deepspeed
 import torch
 
 from data.batches.loader import RowLoader, RowPosition
+from data.batches.row_schedule import RowSchedule
 from data.capture.tokens import dataset_supervision
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
@@ -95,14 +96,18 @@ def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequen
 
 
 def row_loader(
-    context: RunContext, source: HiddenStateSource, drafter: DrafterConfig, begin: RowPosition
+    context: RunContext,
+    source: HiddenStateSource,
+    drafter: DrafterConfig,
+    schedule: RowSchedule,
+    begin: RowPosition,
 ) -> RowLoader:
     """Return the loader of this rank's rows, from a position in their order on."""
     config, world = context.config, context.world
     return RowLoader(
         source,
         row_tokens=config.train.row_tokens,
-        rows_per_step=config.train.rows_per_step,
+        rows_per_step=schedule,
         rank=world.rank,
         world_size=world.size,
         seed=context.train_seed,

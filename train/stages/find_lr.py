@@ -8,6 +8,7 @@ from dataclasses import replace
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowPosition
 from data.batches.packing import pack_epoch
+from data.batches.row_schedule import RowSchedule
 from data.samples import HiddenStateSource
 from eagle31.errors import UserError
 from eagle31.kernels.compiled import use_compiled
@@ -83,7 +84,7 @@ def _max_steps(context: RunContext, source: HiddenStateSource) -> int:
     if train.max_steps is not None:
         return train.max_steps
     num_rows = len(pack_epoch(source.lengths, train.row_tokens, context.train_seed, epoch=0))
-    return steps_of_epochs(train.num_epochs, train.rows_per_step, num_rows, TrainState())
+    return steps_of_epochs(train, num_rows, TrainState())
 
 
 def _short_run(
@@ -107,10 +108,9 @@ def _losses(context: RunContext, source: HiddenStateSource, num_steps: int) -> l
     train, world = context.config.train, context.world
     drafter, frozen = new_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
     engine = new_engine(context, drafter, frozen, source)
-    loader = row_loader(context, source, drafter.config, RowPosition())
+    loader = row_loader(context, source, drafter.config, RowSchedule(train.rows_per_step), RowPosition())
     rows = DeviceRows(
         loader,
-        num_rows=train.rows_per_step // world.size,
         num_steps=lambda step: train.ttt_steps,
         device=world.device,
         dtype=context.dtype,

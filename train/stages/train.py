@@ -12,6 +12,7 @@ import torch.distributed as dist
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowPosition, check_enough
 from data.batches.packing import pack_epoch
+from data.batches.row_schedule import RowSchedule, steps_within
 from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
@@ -19,7 +20,7 @@ from eagle31.errors import UserError
 from eagle31.kernels.compiled import use_compiled
 from eagle31.training.curriculum import rollout_steps
 from train.config.run import Stage
-from train.config.training import Schedule, TrainConfig
+from train.config.training import Schedule, TrainConfig, row_schedule_of
 from train.context import RunContext
 from train.distributed import wait_for_ranks
 from train.stages.building import expected_speed, new_drafter, new_engine, row_flops, row_loader
@@ -99,8 +100,9 @@ def train_on(
     average = None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay)
     state = prepared(checkpoints.resume(engine, average), context)
     begin = RowPosition(state.step, state.epoch, state.row)
-    loader = row_loader(context, source, drafter.config, begin)
-    settings = loop_settings(context, state, loader.rows_per_epoch, speed)
+    max_steps = run_steps(context, source, state)
+    loader = row_loader(context, source, drafter.config, row_schedule(config.train, state, max_steps), begin)
+    settings = loop_settings(context, state, max_steps, speed)
     checkpoints.always_kept = settings.decay_start if settings.schedule == Schedule.wsd.value else None
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
@@ -119,7 +121,6 @@ def train_on(
     )
     rows = DeviceRows(
         loader,
-        num_rows=config.train.rows_per_step // world.size,
         num_steps=rollout_curriculum(config.train, state, settings.max_steps),
         device=world.device,
         dtype=context.dtype,
@@ -166,25 +167,42 @@ def rollout_curriculum(train: TrainConfig, state: TrainState, max_steps: int) ->
     return partial(rollout_steps, num_steps=train.ttt_steps, ramp_steps=ramp_steps)
 
 
-def steps_of_epochs(num_epochs: int, rows_per_step: int, rows_per_epoch: int, state: TrainState) -> int:
-    """Return the step at which so many epochs of the data are complete; an earlier order's do not count."""
-    left = (state.first_epoch + num_epochs - state.epoch) * rows_per_epoch - state.row
-    return max(1, state.step + math.floor(left / rows_per_step))
+def row_schedule(train: TrainConfig, state: TrainState, max_steps: int) -> RowSchedule:
+    """Return the rows of each step. A training that continues another has as many in all steps."""
+    return RowSchedule(train.rows_per_step) if state.continued_at else row_schedule_of(train, max_steps)
 
 
-def loop_settings(context: RunContext, state: TrainState, rows_per_epoch: int, speed: Speed) -> LoopSettings:
-    """Return the loop's settings, with the recipe's epochs and fractions in steps.
+def steps_of_epochs(train: TrainConfig, rows_per_epoch: int, state: TrainState) -> int:
+    """Return the step at which `train.num_epochs` are complete; epochs in an earlier order do not count.
+
+    A resumed run finds the same step: with more steps the steps so far would have had no more rows.
+    """
+    left = (state.first_epoch + train.num_epochs - state.epoch) * rows_per_epoch - state.row
+    return max(1, steps_within(left, partial(row_schedule, train, state), state.step))
+
+
+def run_steps(context: RunContext, source: HiddenStateSource, state: TrainState) -> int:
+    """Return the number of optimizer steps of the run, with the recipe's epochs in steps.
 
     Raises:
         UserError: no step is left for a training that has just continued another.
     """
-    config, optim = context.config, context.optim
-    assert optim.lr is not None
-    epochs, rows_per_step = config.train.num_epochs, config.train.rows_per_step
-    max_steps = config.train.max_steps or steps_of_epochs(epochs, rows_per_step, rows_per_epoch, state)
+    train = context.config.train
+    if train.max_steps is not None:
+        max_steps = train.max_steps
+    else:
+        rows = pack_epoch(source.lengths, train.row_tokens, context.train_seed, state.epoch)
+        max_steps = steps_of_epochs(train, len(rows), state)
     if state.step and state.step == state.continued_at and state.step >= max_steps:
         remedy = f"These epochs end with step {max_steps}, and the training to continue is at {state.step}."
-        raise UserError("train.num_epochs", epochs, f"{remedy} Give more, or give train.max_steps.")
+        raise UserError("train.num_epochs", train.num_epochs, f"{remedy} Give more, or give train.max_steps.")
+    return max_steps
+
+
+def loop_settings(context: RunContext, state: TrainState, max_steps: int, speed: Speed) -> LoopSettings:
+    """Return the loop's settings, with the recipe's fractions in steps."""
+    config, optim = context.config, context.optim
+    assert optim.lr is not None
     warmup_steps = optim.warmup_steps
     if warmup_steps is None:
         warmup_steps = math.ceil(optim.warmup_fraction * max_steps)

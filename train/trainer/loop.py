@@ -150,6 +150,8 @@ def train(
                 metrics = window.metrics(world, settings.speed)
                 norm = float(grad_norm)
                 metrics |= {"learning_rate": lr, "grad_norm": norm if math.isfinite(norm) else None}
+                if loader.schedule.grows:
+                    metrics["rows_per_step"] = loader.schedule.of_step(state.step - 1)
                 if (stats := loader.collect_stats()) is not None:
                     metrics |= source_metrics(stats, world)
                 tracker.log({"kind": "train", "step": state.step} | metrics)
@@ -223,20 +225,24 @@ def optimizer_step(
         the gradient's norm before clipping.
     """
     counts = sum_over_ranks(sent([step_rows.counts.num_supervised, stop], world.device))
-    # DeepSpeed averages over micro-batches and ranks, but the loss is a sum over all of them, divided once.
-    scale = step_rows.num_rows * world.size / counts[0].clamp(min=1).double()
+    # DeepSpeed averages over ranks, and over as many micro-batches as the largest step has. But the loss is a
+    # sum over all of them, divided once.
+    micro_batches = model_engine.gradient_accumulation_steps()
+    scale = micro_batches * world.size / counts[0].clamp(min=1).double()
     on_host = HostCopy(counts)
     optimizer: GuardedAdamW = model_engine.basic_optimizer
     optimizer.set_learning_rate(lr, trains_head=trains_head)
     objective = model_engine.module.objective
     counted: Tensor | None = None
     window.count(step_rows.counts)
-    for row in step_rows.rows:
+    for number, row in enumerate(step_rows.rows, start=1):
+        is_last = number == step_rows.num_rows
+        model_engine.set_gradient_accumulation_boundary(is_last)
         loss, sums = model_engine(row.batch, row.schedule, with_metrics)
         model_engine.backward(loss * scale.to(loss.dtype) * spoiled_unless_finite(loss))
         if not objective.count_outside_vocab:
             counted = sums.num_rows[0] if counted is None else counted + sums.num_rows[0]
-        if model_engine.is_gradient_accumulation_boundary():
+        if is_last:
             optimizer.begin_step(None if counted is None else divisor_correction(counts[0], counted))
         model_engine.step()
         window.add(sums, with_metrics or objective.needs_full_vocabulary)

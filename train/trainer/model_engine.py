@@ -96,6 +96,10 @@ def deepspeed_config(
     """Return the config for `deepspeed.initialize`; a micro-batch is one packed row.
 
     Gradients are reduced, and accumulated over micro-batches, in float32.
+
+    Args:
+        micro_batches: the most that a rank has in an optimizer step. `optimizer_step` says which is a step's
+            last one.
     """
     zero: dict[str, Any] = {"stage": zero_stage}
     if offload_optimizer:

@@ -6,6 +6,7 @@ import torch
 
 from data.batches.loader import RowLoader, RowPosition, SourceStats, pack_row
 from data.batches.packing import pack_epoch
+from data.batches.row_schedule import RowSchedule
 from data.samples import CapturedSample
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
@@ -107,6 +108,30 @@ def test_a_loader_continues_in_the_order_of_another(rows_per_step: int) -> None:
         assert rest.step_samples(step) == sorted(i for row in rest.rows(step) for i in row)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_order_stays_where_the_rows_of_a_step_grow(world_size: int) -> None:
+    whole, schedule = _loader(rows_per_step=1), RowSchedule(8, 2, 5)
+    costs = [float(index % 7) for index in range(NUM_SAMPLES)]
+    options = {"rows_per_step": schedule, "costs": costs}
+    ranks = [_loader(rank, world_size, **options) for rank in range(world_size)]
+    first = 0
+    for step in range(9):
+        rows = [row for loader in ranks for row in loader.rows(step)]
+        assert {len(loader.rows(step)) for loader in ranks} == {schedule.of_step(step) // world_size}
+        assert sorted(rows) == sorted(whole.rows(first + n)[0] for n in range(schedule.of_step(step)))
+        assert ranks[0].position(step) == divmod(first, whole.rows_per_epoch)
+        # A loader that begins here, in the middle of a phase, has the same rows.
+        begin = RowPosition(step, *ranks[0].position(step))
+        resumed = _loader(0, world_size, **options, begin=begin)
+        for later in range(step, step + 4):
+            assert resumed.rows(later) == ranks[0].rows(later)
+        assert resumed.step_samples(step) == sorted(sample for row in rows for sample in row)
+        first += schedule.of_step(step)
+    assert first > whole.rows_per_epoch  # several epochs
+    with pytest.raises(UserError, match=r"train\.rows_per_step_start=2: .* processes, 4"):
+        _loader(0, 4, **options)
+
+
 def test_two_ranks_load_the_same_rows_as_one() -> None:
     alone, ranks = _loader(), [_loader(rank, world_size=2) for rank in range(2)]
     assert alone.rows_per_epoch % 4  # one step spans two epochs
@@ -129,7 +154,7 @@ def test_the_rows_of_a_step_depend_only_on_its_number() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_order_depends_only_on_seed_and_epoch(world_size: int) -> None:
     ranks = [_loader(rank, world_size) for rank in range(world_size)]
-    steps = int(2.5 * ranks[0].rows_per_epoch / ranks[0].rows_per_step)
+    steps = int(2.5 * ranks[0].rows_per_epoch / 4)
     rows = [[ranks[i % world_size].rows(step)[i // world_size] for i in range(4)] for step in range(steps)]
     assert rows == [_loader().rows(step) for step in range(steps)]
     assert rows != [_loader(seed=1).rows(step) for step in range(steps)]
@@ -189,7 +214,7 @@ def test_steps_are_announced_to_an_ordered_source(rank: int, monkeypatch: pytest
     loader = RowLoader(
         source, row_tokens=ROW_TOKENS, rows_per_step=2, rank=rank, world_size=2, seed=0, steps_announced=100
     )
-    epoch = loader.rows_per_epoch // loader.rows_per_step
+    epoch = loader.rows_per_epoch // 2
     assert loader.steps_announced == epoch
     for step in range(5, 5 + 3 * epoch):
         loader.batches(step)

@@ -214,7 +214,7 @@ def test_training_reads_the_same_online_as_from_a_store(
             for source in (store, online_states)
         ]
         # This goes beyond the end of an epoch.
-        for step in range(3, int(2.5 * loaders[0].rows_per_epoch / loaders[0].rows_per_step)):
+        for step in range(3, int(2.5 * loaders[0].rows_per_epoch / 2)):
             assert_batches_equal(loaders[1].batches(step), loaders[0].batches(step))
         for loader in loaders:
             loader.close()

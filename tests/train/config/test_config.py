@@ -167,6 +167,10 @@ POSITIVE = (
         ("train.step_decay", 1.01),
         ("train.reach_smoothing", 1.1),
         ("train.ttt_curriculum_fraction", -0.1),
+        ("train.rows_per_step_start", 0),
+        ("train.rows_per_step_start", 9),
+        ("train.rows_growth_fraction", 0.0),
+        ("train.rows_growth_fraction", 1.0),
         ("data.max_tokens", 2049),
         ("deepspeed.zero_stage", 4),
         ("deepspeed.zero_stage", -1),
@@ -200,6 +204,7 @@ def test_a_value_out_of_range_is_refused_with_its_field(key: str, value: Any) ->
     [
         ("train.max_steps", 1),
         ("train.max_steps", None),
+        ("train.rows_per_step_start", 8),
         ("optim.max_norm_jump", None),
         ("capture.max_samples", 1),
         ("train.step_decay", 1.0),

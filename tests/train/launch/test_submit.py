@@ -14,6 +14,7 @@ from tests.train.launch.slurm_cluster import debian_packages
 from tests.train.torchrun import environment, preloaded_python, torchrun_command
 from train.compose import CHECKOUT, composed
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
+from train.config.training import TrainConfig
 from train.launch.slurm import (
     Submission,
     check_capture_nodes,
@@ -236,9 +237,11 @@ def test_recipe_is_checked_first(arguments: list[str], field: str) -> None:
 
 def test_rows_must_be_a_multiple_of_the_processes_that_train() -> None:
     launcher = LauncherConfig(LauncherKind.slurm, nodes=3, capture_nodes=1, gpus_per_node=4)
-    check_rows(16, launcher)
-    with pytest.raises(UserError, match=r"train\.rows_per_step=12: .* 8 processes"):
-        check_rows(12, launcher)
+    check_rows(TrainConfig(rows_per_step=16, rows_per_step_start=8), launcher)
+    with pytest.raises(UserError, match=r"train\.rows_per_step=12: .* processes, 8"):
+        check_rows(TrainConfig(rows_per_step=12), launcher)
+    with pytest.raises(UserError, match=r"train\.rows_per_step_start=4: .* processes, 8"):
+        check_rows(TrainConfig(rows_per_step=16, rows_per_step_start=4), launcher)
 
 
 # Replacements of the commands that the batch script calls; srun plays the run.

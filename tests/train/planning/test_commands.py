@@ -100,7 +100,7 @@ def test_the_lines_for_slurm_render(recipe: str) -> None:
         for line in (command.line for command in typed if command.where == "Slurm"):
             arguments = shlex.split(line)[1:]
             config = checked_config(arguments)
-            check_rows(config.train.rows_per_step, config.launcher)
+            check_rows(config.train, config.launcher)
             output_dir = Path(config.output_dir)
             assert output_dir.is_absolute()
             submission = Submission(arguments, recipe, output_dir, sys.executable, ROOT)

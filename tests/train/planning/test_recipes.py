@@ -25,7 +25,7 @@ from train.planning.remedies import assignments
 from train.planning.sizes import RunSizes
 from train.planning.table import format_plan
 from train.planning.target import planned_config
-from train.planning.work import newest_data_summary
+from train.planning.work import WorkPlan, newest_data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name != "any_target"]
@@ -243,6 +243,31 @@ def test_tokens_are_measured_after_the_data_stage(tmp_path: Path) -> None:
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens.count, work.tokens.source) == (81_920_000, "measured")
     assert work.steps == 81_920_000 // (16 * 8192)
+
+
+def test_the_plan_counts_fewer_rows_at_the_start() -> None:
+    def work(*settings: str) -> WorkPlan:
+        return planned("kimi_k2_6", "output_dir=/nothing/has/run/here", *settings).work
+
+    growth = ("train.rows_per_step=16", "train.rows_per_step_start=4", "train.rows_growth_fraction=0.5")
+    constant = work("train.rows_per_step=16", "train.max_steps=1000")
+    growing = work(*growth, "train.max_steps=1000")
+    # A quarter of the steps has 4 rows, a quarter 8, and half of them 16.
+    assert (constant.mean_rows_per_step, growing.mean_rows_per_step) == (None, 11)
+    assert growing.trained_tokens == 11 * 1000 * 8192
+    assert constant.train_flops is not None
+    assert growing.train_flops == pytest.approx(11 / 16 * constant.train_flops)
+    # An epoch has as many rows, and so more steps.
+    epochs = work(*growth, "plan.num_tokens=81920000")
+    assert epochs.steps == 81_920_000 // (11 * 8192)
+    assert 81_920_000 - 16 * 8192 < (epochs.trained_tokens or 0) <= 81_920_000
+    # The steps that roll out least have the fewest rows.
+    curriculum = ("train.ttt_steps=2", "train.ttt_curriculum_fraction=0.5")
+    one, two = (work(f"train.ttt_steps={depth}").step_flops.total for depth in (1, 2))
+    assert work(*curriculum, *growth).step_flops.total == pytest.approx((3 * one + 8 * two) / 11)
+    assert work(*curriculum).step_flops.total == pytest.approx((one + two) / 2)
+    shown = format_plan(planned("kimi_k2_6", "output_dir=/nothing/has/run/here", *growth))
+    assert "11 rows per step on average" in shown
 
 
 def test_hours_come_from_a_measured_speed_if_there_is_one(tmp_path: Path) -> None:

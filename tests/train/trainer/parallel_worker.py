@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -19,8 +20,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from data.batches.device_rows import DeviceRow, DeviceRows, StepRows
-from data.batches.loader import RowLoader
+from data.batches.device_rows import DeviceRows, StepRows
+from data.batches.loader import RowLoader, RowPosition
+from data.batches.row_schedule import RowSchedule
 from data.samples import CapturedSample
 from eagle31.training.objectives import Objective, StepWeights
 from eagle31.training.step import greedy_hits, rollout_loss
@@ -45,7 +47,7 @@ from train.trainer.window import WindowSums
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
 EMA_DECAY = 0.2  # above the smaller values of the first steps
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+BETAS, WEIGHT_DECAY, HEAD_START = (0.9, 0.95), 0.1, 2
 LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
 
 
@@ -251,7 +253,6 @@ def losses_at(
     dtype = torch.bfloat16 if bf16 else torch.float32
     rows = DeviceRows(
         loader,
-        num_rows=ROWS_PER_STEP // world.size,
         num_steps=3,
         device=world.device,
         dtype=dtype,
@@ -324,48 +325,37 @@ def losses_at(
 def late_head(
     zero_stage: int, bf16: bool, world: World, muon: MuonSettings | None = None, *, offload: bool = False
 ) -> dict[str, Any]:
-    """Three steps, of which the last changes the draft head; it is also made from a checkpoint."""
-    loader = RowLoader(
-        MemorySource(),
-        row_tokens=ROW_TOKENS,
-        rows_per_step=ROWS_PER_STEP,
-        rank=world.rank,
-        world_size=world.size,
-        seed=0,
-    )
-    rows = DeviceRows(
-        loader,
-        num_rows=ROWS_PER_STEP // world.size,
-        num_steps=3,
-        device=world.device,
-        dtype=torch.bfloat16 if bf16 else torch.float32,
-        stop_step=3,
-    )
+    """Four steps with 2, 2, 2 and 4 rows; the last two change the draft head. They are also resumed."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
     model_engine = new_engine(zero_stage, bf16, world, muon=muon, offload=offload, head_apart=True)
-    weights = [full_state(model_engine, keep=True)]
-
-    def step(engine: Any, number: int, some: Sequence[DeviceRow]) -> None:
-        one = replace(rows_of_step[number], rows=iter(some))
-        window = WindowSums(3, world.device)
-        trains_head = number == 2
-        optimizer_step(engine, one, LR, window, world, with_metrics=False, trains_head=trains_head)
-
-    rows_of_step, taken = [], []
-    for number in range(3):
-        rows_of_step.append(rows.of_step(number))
-        taken.append(list(rows_of_step[number].rows))
-        if number == 2:
-            moments = head_state(model_engine)["exp_avg"].clone() if zero_stage == 0 else torch.zeros(())
-            saved = CheckpointDirectory(Path(f"{sys.argv[1]}.late"), 1, world)
-            saved.save(model_engine, TrainState(step=2))
-        step(model_engine, number, taken[number])
-        weights.append(full_state(model_engine, keep=True))
-    loader.close()
+    saved = CheckpointDirectory(Path(f"{sys.argv[1]}.late"), 1, world)
+    weights, losses, norms = [full_state(model_engine, keep=True)], [], []
+    found: dict[str, Any] = {"warm": True}
+    with closing(growing_loader(world, RowPosition())) as loader:
+        rows = DeviceRows(loader, num_steps=3, device=world.device, dtype=dtype, stop_step=4)
+        for number in range(4):
+            window = WindowSums(3, world.device)
+            trains_head = number >= HEAD_START
+            if number == HEAD_START:
+                if zero_stage == 0:
+                    found["warm"] = bool(head_state(model_engine)["exp_avg"].any())
+                saved.save(model_engine, TrainState(2, row=loader.position(2)[1]))
+            step = rows.of_step(number)
+            _, norm = optimizer_step(
+                model_engine, step, LR, window, world, with_metrics=False, trains_head=trains_head
+            )
+            weights.append(full_state(model_engine, keep=True))
+            losses.append(window.metrics(world)["loss"])
+            norms.append(float(norm))
     resumed = new_engine(zero_stage, bf16, world, muon=muon, offload=offload, head_apart=True)
-    saved.resume(resumed)
-    step(resumed, 2, taken[2])
+    state = saved.resume(resumed)
+    with closing(growing_loader(world, RowPosition(2, 0, state.row))) as loader:
+        rows = DeviceRows(loader, num_steps=3, device=world.device, dtype=dtype, stop_step=4)
+        for number in (2, 3):
+            window = WindowSums(3, world.device)
+            optimizer_step(resumed, rows.of_step(number), LR, window, world, with_metrics=False)
     on_main_first(world.is_main, lambda: shutil.rmtree(saved.root))
-    found = {
+    return found | {
         # Which weights changed, by step.
         "changed": [
             sorted(name for name in after if not torch.equal(before[name], after[name]))
@@ -373,11 +363,47 @@ def late_head(
         ],
         "names": sorted(weights[0]),
         "resumed": all(map(torch.equal, snapshot(model_engine), snapshot(resumed))),
+        "losses": losses,
+        "grad_norms": norms,
         "weights": {name: value.double().sum().item() for name, value in weights[-1].items()},
     }
-    if zero_stage == 0:
-        found["warm"] = bool(moments.any()) and follows_adam(model_engine, weights[2][HEAD], weights[3][HEAD])
-    return found
+
+
+def growing_loader(world: World, begin: RowPosition) -> RowLoader:
+    return RowLoader(
+        MemorySource(),
+        row_tokens=ROW_TOKENS,
+        rows_per_step=RowSchedule(ROWS_PER_STEP, 2, 3),
+        rank=world.rank,
+        world_size=world.size,
+        seed=0,
+        begin=begin,
+    )
+
+
+def plain_late_head(world: World) -> dict[str, Any]:
+    """The steps of `late_head` with AdamW in PyTorch alone, row by row."""
+    drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
+    head = [drafter.lm_head.weight]
+    others = [weight for name, weight in drafter.named_parameters() if name != HEAD]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": head, "lr": 0.0}]
+    optimizer = torch.optim.AdamW(groups, LR, BETAS, weight_decay=WEIGHT_DECAY)
+    losses, norms = [], []
+    with closing(growing_loader(world, RowPosition())) as loader:
+        for number in range(4):
+            optimizer.param_groups[1]["lr"] = LR if number >= HEAD_START else 0.0
+            batches = loader.batches(number)
+            assert len(batches) == (2, 2, 2, 4)[number]
+            parts = [rollout_loss(drafter, frozen, batch, num_steps=3, step_decay=0.8) for batch in batches]
+            supervised = torch.stack([sums.num_rows[0] for _, sums in parts]).sum()
+            loss = torch.stack([loss for loss, _ in parts]).sum() / supervised
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(drafter.parameters(), 0.5)))
+            losses.append(float(loss))
+            optimizer.step()
+    weights = {name: weight.double().sum().item() for name, weight in drafter.named_parameters()}
+    return {"losses": losses, "grad_norms": norms, "weights": weights}
 
 
 def head_state(model_engine: Any) -> dict[str, Tensor]:
@@ -386,21 +412,13 @@ def head_state(model_engine: Any) -> dict[str, Tensor]:
     return optimizer.state[next(group for group in optimizer.param_groups if group.get("head"))["params"][0]]
 
 
-def follows_adam(model_engine: Any, before: Tensor, after: Tensor) -> bool:
-    """Whether the third step's update of the head is that of Adam in its third step."""
-    state = head_state(model_engine)
-    first, second = (1 - beta**3 for beta in BETAS)
-    direction = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt() + 1e-8)
-    expected = before * (1 - LR * WEIGHT_DECAY) - LR * direction
-    return int(state["step"]) == 3 and torch.allclose(expected, after, rtol=1e-5, atol=1e-7)
-
-
 def late_heads(world: World, *, full: bool) -> dict[str, dict]:
-    """A head that is trained late, at every ZeRO stage; with --full under more settings."""
-    stages = (0, 1, 2, 3) if world.size > 1 else (0,)
-    runs = {f"late-zero{stage}": late_head(stage, False, world, MUON) for stage in stages}
+    """A head that is trained late and rows that grow, at every ZeRO stage; with --full in more ways."""
     if world.size == 1:
-        return runs
+        plain = {"plain": plain_late_head(world), "late-adamw-zero0": late_head(0, False, world)}
+        return plain | {"late-zero0": late_head(0, False, world, MUON)}
+    stages = (0, 1, 2, 3)
+    runs = {f"late-zero{stage}": late_head(stage, False, world, MUON) for stage in stages}
     adamw, offloaded = (stages, (1, 2, 3)) if full else ((1,), (3,))
     runs |= {f"late-adamw-bf16-zero{stage}": late_head(stage, True, world) for stage in adamw}
     return runs | {

@@ -144,7 +144,6 @@ def train_round(
     )
     rows = DeviceRows(
         loader,
-        num_rows=ROWS_PER_STEP,
         num_steps=TTT_STEPS,
         device=WORLD.device,
         dtype=torch.float32,
