@@ -1,11 +1,13 @@
 """Trainings that continue: more steps, another schedule, other data, and a warm-down branched off."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"
 EXPORTED = "stages=[data,vocab,answers,capture,train,export]"
 EVALUATED = "stages=[data,vocab,answers,capture,train,export,evaluate]"
+LATER_STEPS = ("checkpoints/step-0000000[!4]", "checkpoints/step-000000[!0]?")
 CONSTANT = ["optim.schedule=constant", "optim.warmup_steps=2"]
 WARM_DOWN = ["optim.schedule=wsd", "optim.warmup_steps=2", "optim.decay_fraction=0.25"]
 
@@ -52,7 +55,7 @@ def _matches(inputs: dict, settings: dict[str, object]) -> bool:
 @pytest.fixture(scope="module")
 def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("continuing")
-    for name in ("extended", "whole", "averaged"):
+    for name in ("extended", "whole", "averaged", "growing"):
         shutil.copytree(captured, root / name)
 
     def run(name: str, *settings: str) -> list[str]:
@@ -61,7 +64,10 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
 
     branch = [f"train.continue_from={root / 'whole'}@8", "train.ema_decay=0.5", "train.max_steps=12"]
     averaged = ["train.ema_decay=0.5", "train.max_steps=4"]
-    steps = {
+    growing = ["train.max_steps=null", "train.rows_per_step=16", "train.rows_per_step_start=4"]
+    growing += ["train.rows_growth_fraction=0.75", "train.ttt_steps=1", "evaluate.draft_tokens=1"]
+    growing += ["optim.head_start_fraction=0.5", "train.keep_weights_every=1", "train.keep_checkpoints=9"]
+    steps: dict[str, Any] = {
         "first": run("extended", TRAIN, *CONSTANT, "train.max_steps=8"),
         "second": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=16"),
         "whole": run("whole", TRAIN, *WARM_DOWN, "train.max_steps=16"),
@@ -82,6 +88,14 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
             "third", TRAIN, "drafter.num_hidden_layers=2", f"train.continue_from={root / 'whole'}"
         ),
         "no such step": run("third", TRAIN, f"train.continue_from={root / 'whole'}@7", *WARM_DOWN),
+        "growing": run("growing", TRAIN, *growing),
+        # As if the run had been killed after step 4.
+        "killed": {
+            "copy": "growing",
+            "to": "resumed",
+            "without": [f"artifacts/train-*/{one}" for one in ("stage.json", *LATER_STEPS)],
+        },
+        "growing, resumed": run("resumed", TRAIN, *growing),
         "no training": run("third", TRAIN, f"train.continue_from={root / 'nothing'}"),
     }
     (root / "runs.json").write_text(json.dumps(steps))
@@ -169,6 +183,31 @@ def test_averaged_weights_are_validated_and_exported(runs: Runs) -> None:
     }
     for averaged, name in ((True, "drafter"), (False, "plain")):
         assert torch.equal(exported[averaged], weights[name].to(exported[averaged].dtype)), name
+
+
+def test_rows_that_grow_and_a_late_head_resume_exactly(runs: Runs, small_target: EmbeddedTarget) -> None:
+    assert "train: resuming after step 4 of " in runs.printed["growing, resumed"]
+    ours, theirs = runs.metrics("resumed"), runs.metrics("growing")
+    assert ours == theirs
+    trained = runs.training("growing")
+    facts = read_json(trained / "stage.json")["facts"]
+    rows = [one["rows_per_step"] for one in theirs if one["kind"] == "train"]
+    # Three quarters of the steps in two equal phases.
+    growth = math.ceil(0.75 * facts["steps"])
+    half = math.ceil(growth / 2)
+    assert rows == [4] * half + [8] * (growth - half) + [16] * (facts["steps"] - growth)
+    assert half > 4
+    # One epoch: all rows but those that do not make another step.
+    state = read_json(trained / f"checkpoints/step-{facts['steps']:08d}/state.json")
+    assert (state["epoch"], state["row"]) in ((0, sum(rows)), (1, 0))
+    # The head has the target's rows, bit for bit, in the first half of the steps.
+    vocab = load_file(trained / "vocab.safetensors")
+    ids = torch.arange(len(vocab["d2t"])) + vocab["d2t"]
+    target = load_file(small_target.model / "model.safetensors")["lm_head.weight"][ids].float()
+    start = math.ceil(0.5 * facts["steps"])
+    for step in range(1, facts["steps"] + 1):
+        weights = load_file(trained / f"checkpoints/weights/drafter-{step:08d}.safetensors")
+        assert torch.equal(weights["lm_head.weight"], target) == (step <= start), step
 
 
 def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
