@@ -9,14 +9,15 @@ class AcceptanceStats:
     """The accepted tokens of `num_drafts` chain drafts of up to `k` tokens.
 
     A draft that reaches the end of the text is cut there: tokens after it are neither accepted nor rejected.
+    Expected numbers are fractions.
     """
 
     k: int
-    num_drafts: int
-    accepted_per_position: tuple[int, ...]  # [k], drafts whose first i+1 tokens were all accepted
+    num_drafts: float
+    accepted_per_position: tuple[float, ...]  # [k], drafts whose first i+1 tokens were all accepted
 
     @property
-    def num_accepted(self) -> int:
+    def num_accepted(self) -> float:
         return sum(self.accepted_per_position)
 
     @property

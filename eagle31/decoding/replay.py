@@ -1,4 +1,4 @@
-"""Replay: the acceptance length in serving from one teacher-forced pass."""
+"""Replay: the acceptance length in serving from one teacher-forced pass over completions of the target."""
 
 from torch import Tensor
 
@@ -6,18 +6,27 @@ from eagle31.decoding.acceptance import AcceptanceStats
 
 
 def replay(hits: Tensor, supervised: Tensor, k: int) -> AcceptanceStats:
-    """Go through teacher-forced predictions as greedy decoding does.
+    """Return the statistics of `replayed_drafts`."""
+    return AcceptanceStats.from_lengths(k, replayed_drafts(hits, supervised, k))
+
+
+def replayed_drafts(hits: Tensor, supervised: Tensor, k: int) -> list[int]:
+    """Go through teacher-forced predictions as decoding does; return the accepted tokens of each draft.
 
     On a completion that the target wrote greedily, the inputs up to a row's first miss are the drafts
     themselves, so serving accepts as many tokens as there are leading hits. Decoding then resumes after the
     accepted tokens and the one that the target adds.
+
+    The same holds for a completion that the target sampled, where drafts are greedy as vLLM's are: a greedy
+    draft d is accepted with the target's probability p(d), and a rejected one is replaced by a token other
+    than d. So, given the completion, the draft was accepted exactly where it is the completion's token.
 
     Args:
         hits: bool [T, K], whether row t's step-j prediction equals x[t+2+j]; the rows of one document.
         supervised: bool [T, K], whether (t, j) is a draft that serving would make.
         k: draft length, at most K.
 
-    Source: vLLM's rejection sampler for greedy decoding.
+    Source: vLLM's rejection sampler, without probabilities of the drafts.
     """
     assert 0 < k <= hits.shape[1]
     leading = (hits & supervised)[:, :k].long().cumprod(dim=1).sum(dim=1).tolist()
@@ -30,4 +39,40 @@ def replay(hits: Tensor, supervised: Tensor, k: int) -> AcceptanceStats:
             continue
         accepted.append(leading[row])
         row += leading[row] + 1
-    return AcceptanceStats.from_lengths(k, accepted)
+    return accepted
+
+
+def expected_replay(probabilities: Tensor, supervised: Tensor, k: int) -> AcceptanceStats:
+    """Return the expected statistics of decoding, given the completion that it wrote.
+
+    Whether a token is accepted is random, and with it where the next draft starts. With w[t, j] the
+    probability that row t accepts its step-j token once those before it are accepted, a draft at row t
+    accepts at least n tokens with probability w[t, 0] * ... * w[t, n-1]. The probability v[t] that a draft
+    starts at row t follows from the first row on: after n accepted tokens the next draft starts at row
+    t + n + 1. The expected number of drafts is the sum of v, and that of accepted tokens the sum of v[t]
+    times the expected tokens of row t. With w of 0 and 1 this is `replay`.
+
+    Args:
+        probabilities: float [T, K], w; the rows of one document.
+        supervised: bool [T, K], whether (t, j) is a draft that serving would make.
+        k: draft length, at most K.
+    """
+    assert 0 < k <= probabilities.shape[1]
+    chains = (probabilities * supervised)[:, :k].double().cumprod(dim=1).tolist()
+    drafts = supervised[:, 0].tolist()
+    starts = [1.0] + [0.0] * (len(drafts) + k)
+    num_drafts, accepted = 0.0, [0.0] * k
+    for row, at_least in enumerate(chains):
+        start = starts[row]
+        if not drafts[row]:
+            starts[row + 1] += start
+            continue
+        num_drafts += start
+        before = start
+        for position, probability in enumerate(at_least):
+            now = start * probability
+            accepted[position] += now
+            starts[row + position + 1] += before - now
+            before = now
+        starts[row + k + 1] += before
+    return AcceptanceStats(k, num_drafts, tuple(accepted))

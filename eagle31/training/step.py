@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from eagle31.kernels.elementwise import widened
 from eagle31.model.drafter import Drafter
@@ -157,34 +156,3 @@ def full_teacher(logits: Tensor, draft_target_ids: Tensor | None) -> Teacher:
 
 def _softmax(logits: Tensor) -> Tensor:
     return logits.softmax(dim=-1, dtype=widened(logits.dtype))
-
-
-@torch.no_grad()
-def greedy_hits(
-    drafter: Drafter,
-    frozen: FrozenParts,
-    batch: PackedBatch,
-    num_steps: int,
-    chunk_rows: int = 4096,
-) -> tuple[Tensor, Tensor]:
-    """Compare teacher-forced greedy predictions with the text, for replay.
-
-    The head's weight is read directly and its module is not called: the number of chunks differs between
-    ranks, so a weight that is partitioned over the ranks must be gathered by the caller.
-
-    Returns:
-        bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
-        drafts. Both are on the CPU.
-    """
-    loss_mask, document_ids = batch.loss_mask.cpu(), batch.document_ids.cpu()
-    supervised = supervised_drafts(loss_mask, document_ids, num_steps)
-    schedule = schedule_rollout(supervised, document_ids, batch.input_ids.device)
-    head = (frozen.lm_head or drafter.lm_head).weight
-    hits = torch.zeros_like(supervised, device=batch.input_ids.device)
-    for step, (normed, _) in enumerate(scheduled_rollout(drafter, frozen.embed_tokens, batch, schedule)):
-        rows = schedule.steps[step].rows
-        greedy = torch.cat([F.linear(part, head).argmax(dim=-1) for part in normed.split(chunk_rows)])
-        if frozen.draft_target_ids is not None:
-            greedy = frozen.draft_target_ids[greedy]
-        hits[rows, step] = greedy == batch.input_ids[rows + 2 + step]
-    return hits.cpu(), supervised

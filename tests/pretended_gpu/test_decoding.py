@@ -15,10 +15,12 @@ from eagle31.export.layouts import read_tensors
 from eagle31.export.write import write_export
 from eagle31.model.config import DrafterConfig
 from eagle31.model.vocab import build_draft_vocab
-from tests.eagle31.tiny import VOCAB
+from tests.eagle31.tiny import VOCAB, random_batch
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu, to_gpu
 from tests.pretended_gpu.steps import configuration, drafter_on_gpu
-from train.evaluation.decoding import decode_without_drafter, greedy_report, sampling_report
+from train.evaluation.decoding import decode_in_turns, decoding_report, greedy_sides
+from train.evaluation.passes import PassResults
+from train.evaluation.replay import sampling_report
 
 PROMPT = [1, 2, 3, 4]
 LIMITS: dict[str, Any] = {"max_new_tokens": 6, "eos_token_ids": (VOCAB + 1,)}
@@ -68,18 +70,19 @@ def test_speculative_decoding(attention: str, dtype: torch.dtype, pruned: bool, 
     assert len(by_draft) <= len(decoded.drafts) * (3 + 2 + 1 + 1 + 1) + 1
 
 
-def test_evaluation_decodes_greedily_and_by_sampling() -> None:
+def test_evaluation_decodes_and_replays(tmp_path: Path) -> None:
     config = configuration("gqa")
+    batch = random_batch((20, 12), config, dtype=BF16)
     with PretendedGpu():
         drafter, frozen = drafter_on_gpu(config, BF16)
-        target, prompts = decoder(config, BF16), [PROMPT]
-        plain = decode_without_drafter(target, prompts, device=CUDA, **LIMITS)
-        chain: dict[str, Any] = {"draft_tokens": 2, **LIMITS}
-        greedy = greedy_report(target, drafter, frozen, prompts, plain, label="speculative", **chain)
-        sampled = sampling_report(
-            target, drafter, frozen, prompts, temperature=0.7, seed=0, device=CUDA, **chain
-        )
-    assert greedy["num_tokens"] == sampled["num_tokens"] == LIMITS["max_new_tokens"]
+        target = decoder(config, BF16)
+        sides = greedy_sides(target, drafter, frozen, draft_tokens=2, eos_token_ids=LIMITS["eos_token_ids"])
+        pairs = decode_in_turns([PROMPT], *sides, LIMITS["max_new_tokens"], PassResults(tmp_path))
+        report = decoding_report(pairs, 2)
+        sampling = sampling_report(drafter, frozen, [batch], 3, temperature=0.7)
+    assert report["num_tokens"] == LIMITS["max_new_tokens"]
+    assert sampling is not None
+    assert [row["k"] for row in sampling["sampled_drafts"]["by_draft_length"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -12,7 +12,8 @@ from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.training import fused_loss
 from eagle31.training.objectives import Loss, Objective, StepWeights
 from eagle31.training.schedule import schedule_rollout
-from eagle31.training.step import greedy_hits, schedule_batch
+from eagle31.training.step import schedule_batch
+from eagle31.training.teacher_forced import greedy_hits
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch, step
 

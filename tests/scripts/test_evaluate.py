@@ -17,6 +17,7 @@ from eagle31.export.layouts import Layout
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
 from tests.data.text import chat_templates as templates
 from tests.train.drafter.tiny_export import write_tiny_export
+from tests.train.small_run import assert_agreement
 from tests.train.torchrun import preloaded_python
 from train.evaluation import checkpoint as evaluation
 from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint
@@ -59,18 +60,21 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> CheckpointEvaluation:
 
 
 def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> None:
-    result = evaluate_checkpoint(replace(asked, json=tmp_path / "out.json", temperature=1.0))
+    result = evaluate_checkpoint(
+        replace(asked, json=tmp_path / "out.json", temperature=1.0, decoded_prompts=2)
+    )
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
-    greedy = result["greedy"]
-    assert greedy["num_drafts"] >= 3
-    assert greedy["num_identical"] + greedy["num_near_tie"] == result["num_prompts"] == 3
+    assert_agreement(result)
+    assert result["num_prompts"] == 3
+    assert result["decoding"]["num_prompts"] == 2
+    assert [row["k"] for row in result["trained"]["by_draft_length"]] == list(range(1, 9))
+    assert result["trained"]["by_draft_length"][1]["num_drafts"] >= 3
     assert result["aux_layer_ids"] == [0, 2, 5]
     printed = format_evaluation(result)
-    head, first, second = printed.splitlines()[:3]
-    assert head.split()[:2] == ["k", "temperature"]
-    assert first.split()[:2] == ["2", "0"]
-    assert second.split()[:2] == ["2", "1"]
-    assert "engine: eagle31 (transformers, float32, cpu)" in printed
+    head, *rows = (line.split() for line in printed.splitlines()[:4])
+    assert head[:4] == ["drafter", "drafts", "k", "temperature"]
+    assert [row[1:4] for row in rows] == [["greedy", "2", "0"], ["greedy", "2", "1"], ["sampled", "2", "1"]]
+    assert "2 of them decoded by eagle31 (transformers, float32, cpu)" in printed
 
 
 def test_other_aux_layers_are_read_when_asked_for(asked: CheckpointEvaluation) -> None:
@@ -88,6 +92,7 @@ def test_other_aux_layers_are_read_when_asked_for(asked: CheckpointEvaluation) -
         ({"target": "./nothing/here"}, "target.model"),
         ({"data": "./nothing.jsonl"}, "--data"),
         ({"draft_tokens": 0}, "--draft-tokens"),
+        ({"decoded_prompts": 0}, "--decoded-prompts"),
         ({"temperature": -1.0}, "--temperature"),
         ({"aux_layer_ids": [1, 2]}, "eagle_aux_hidden_state_layer_ids"),
         ({"aux_layer_ids": [1, 2, 9]}, "drafter.aux_layer_ids"),

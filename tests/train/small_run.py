@@ -96,11 +96,27 @@ def saved_steps(directory: Path) -> list[str]:
 
 
 def assert_faithful(directory: Path) -> None:
-    """Check that greedy completions are the target's and that replay equals decoding."""
+    """Check that greedy completions are the target's and that replay equals decoding, on all test prompts."""
     [path] = directory.glob("artifacts/evaluate-*/evaluation.json")
     evaluation = read_json(path)
-    greedy, replay = evaluation["greedy"], evaluation["replay"]
-    assert greedy["num_identical"] + greedy["num_near_tie"] == evaluation["num_prompts"] == 6
-    assert greedy["num_drafts"] > 20
-    if not greedy["num_near_tie"]:
-        assert greedy["accepted_per_position"] == replay["accepted_per_position"]
+    assert_agreement(evaluation)
+    decoding, [replayed] = (
+        evaluation["decoding"],
+        [row for row in evaluation["trained"]["by_draft_length"] if row["k"] == evaluation["k"]],
+    )
+    assert decoding["num_prompts"] == evaluation["num_prompts"] == 6
+    assert decoding["num_drafts"] > 20
+    if not decoding["completions"]["num_near_tie"] and not decoding["replay"]["num_near_tie"]:
+        for name in ("num_drafts", "accepted_per_position"):
+            assert decoding[name] == replayed[name]
+
+
+def assert_agreement(evaluation: dict) -> None:
+    """Check that decoding wrote the target's completions and accepted what replay accepts."""
+    decoding = evaluation["decoding"]
+    for part in ("completions", "replay"):
+        assert sum(decoding[part].values()) == decoding["num_prompts"] > 0
+    assert decoding["completions"]["num_different"] == 0
+    # vLLM's kernel for latent attention on the CPU is less exact than the near-ties of float32.
+    if not evaluation["engine"].startswith("vLLM"):
+        assert decoding["replay"]["num_different"] == 0

@@ -37,7 +37,7 @@ def test_quickstart_exports_a_drafter_and_prints_what_it_gains(
     )
     assert done.returncode == 0, done.stdout
     _, heading, table = done.stdout.partition("acceptance length")
-    row = re.search(r"^trained +4 +0 +(\d+\.\d+) ", table, re.MULTILINE)
+    row = re.search(r"^trained +greedy +4 +0 +(\d+\.\d+) ", table, re.MULTILINE)
     assert heading, done.stdout
     assert row, done.stdout
     assert float(row[1]) >= 1

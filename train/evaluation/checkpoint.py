@@ -1,7 +1,9 @@
-"""Evaluation of any drafter checkpoint by speculative decoding on given prompts, for `scripts/evaluate`."""
+"""Evaluation of any drafter checkpoint on given prompts, for `scripts/evaluate`."""
 
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from data.capture.hf import HiddenStateCapture, check_head
+from data.sampling import Sampling
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.cached_decoding import TargetDecoder
 from data.target.loading import load_target
 from data.target.modules import locate
-from data.target.parts import load_target_parts
+from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from data.text.inspection import parse_template_kwargs
@@ -21,10 +25,23 @@ from data.text.sources import read_conversations
 from data.text.split import choose_prompts
 from data.text.template import render_prompt
 from eagle31.errors import UserError
+from eagle31.export.read import LoadedExport
 from eagle31.json_files import write_json
+from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.drafter.published import fetch_checkpoint, open_published
-from train.evaluation.decoding import decode_without_drafter, greedy_report, sampling_report
+from train.evaluation.agreement import DraftedCompletion, replay_verdict
+from train.evaluation.completions import CompletingTarget
+from train.evaluation.decoding import (
+    count_verdicts,
+    decode_in_turns,
+    decoding_report,
+    engine_name,
+    greedy_sides,
+)
+from train.evaluation.passes import PassResults
+from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
+from train.reporting.results import FORMAT
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,9 @@ class CheckpointEvaluation:
     num_prompts: int = 32
     draft_tokens: int = 4
     max_new_tokens: int = 256
-    temperature: float = 0.0  # above 0: decode by sampling as well
+    decoded_prompts: int = 8  # of the prompts, those that are decoded too
+    batch_size: int = 16  # prompts that the target completes in one forward pass
+    temperature: float = 0.0  # above 0: measure at this temperature as well
     aux_layer_ids: list[int] | None = None
     json: Path | None = None
     split: str = "test"
@@ -59,8 +78,22 @@ class CheckpointEvaluation:
         )
 
 
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """The drafter and its target in memory."""
+
+    drafter: Drafter
+    frozen: FrozenParts
+    completing: CompletingTarget
+    target: TargetDecoder
+    dtype: torch.dtype  # of the target
+    notes: tuple[str, ...]
+
+
 def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
-    """Decode the prompts with and without the drafter; write the results to `settings.json` if it is set.
+    """Measure a checkpoint as the evaluate stage does; write the results to `settings.json` if it is set.
+
+    The target completes all prompts greedily in batches, and its states of the completions are replayed.
 
     Raises:
         UserError: the input is invalid; raised before the target is loaded.
@@ -75,10 +108,21 @@ def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
     loaded = open_published(directory, parts, ids, "checkpoint")
     tokenizer = load_tokenizer(settings.spec, settings.chat_template)
     prompts = read_prompts(settings, tokenizer)
-    eos = set(parts.eos_token_ids) | {tokenizer.eos_token_id} - {None}
+    eos = tuple(sorted(set(parts.eos_token_ids) | {tokenizer.eos_token_id} - {None}))
+    opened = open_target(settings, parts, loaded, device)
+    with tempfile.TemporaryDirectory(prefix="eagle31-evaluate-") as scratch:
+        result = measured(settings, opened, prompts, eos, Path(scratch))
+    if settings.json is not None:
+        write_json(settings.json, result)
+    return result
+
+
+def open_target(
+    settings: CheckpointEvaluation, parts: TargetParts, loaded: LoadedExport, device: torch.device
+) -> OpenedCheckpoint:
+    """Load the target, and put the drafter where it runs."""
     model = load_target(settings.spec, device)
-    config = loaded.drafter.config
-    target = TargetDecoder(model, locate(model, settings.spec), config.aux_layer_ids)
+    modules = locate(model, settings.spec)
     # A CPU may emulate bf16; elsewhere the drafter runs in the target's dtype, as in serving.
     dtype = torch.float32 if device.type == "cpu" else model.dtype
     drafter = loaded.drafter.to(device, dtype)
@@ -89,41 +133,83 @@ def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
         None if draft_ids is None else draft_ids.to(device),
         lm_head=None,
     )
-    limits: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "eos_token_ids": tuple(sorted(eos))}
-    chain: dict[str, Any] = {"draft_tokens": settings.draft_tokens, **limits}
-    plain = decode_without_drafter(target, prompts, device=device, **limits)
-    result: dict[str, Any] = {
+    capture = HiddenStateCapture(model, modules, drafter.config.aux_layer_ids)
+    check_head(capture, parts.head)
+    return OpenedCheckpoint(
+        drafter,
+        frozen,
+        CompletingTarget(capture, parts.fingerprint, settings.batch_size),
+        TargetDecoder(model, modules, drafter.config.aux_layer_ids),
+        model.dtype,
+        tuple(loaded.notes),
+    )
+
+
+def measured(
+    settings: CheckpointEvaluation,
+    opened: OpenedCheckpoint,
+    prompts: Sequence[Sequence[int]],
+    eos_token_ids: tuple[int, ...],
+    scratch: Path,
+) -> dict[str, Any]:
+    """Return the results, in the form of evaluation.json.
+
+    Raises:
+        UserError: the target completes no prompt.
+    """
+    candidate, completing = (opened.drafter, opened.frozen), opened.completing
+    longest = longest_draft(settings.draft_tokens)
+    greedy = Sampling(settings.max_new_tokens, eos_token_ids, 0.0, settings.seed)
+    completions = completing.complete(prompts, greedy, scratch / "greedy.jsonl")
+    # Where a completion ends at its first token there is no draft.
+    kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
+    if not kept:
+        raise UserError("--data", settings.data, "The target completes none of its prompts.")
+    prompts, completions = [prompts[i] for i in kept], [completions[i] for i in kept]
+    trained = replay_greedily(*candidate, packed(completing.samples(prompts, completions)), longest)
+
+    chosen = slice(settings.decoded_prompts)
+    plain, drafted = greedy_sides(
+        opened.target, *candidate, draft_tokens=settings.draft_tokens, eos_token_ids=eos_token_ids
+    )
+    pairs = decode_in_turns(prompts[chosen], plain, drafted, settings.max_new_tokens, PassResults(scratch))
+    samples = completing.samples(prompts[chosen], completions[chosen])
+    verdicts = [
+        replay_verdict(
+            *candidate, sample, DraftedCompletion.of(pair.drafted), settings.draft_tokens, opened.dtype
+        )
+        for sample, pair in zip(samples, pairs, strict=True)
+    ]
+    sampling = None
+    if settings.temperature > 0:
+        sampled = replace(greedy, temperature=settings.temperature)
+        completions = completing.complete(prompts, sampled, scratch / "sampled.jsonl")
+        rows = packed(completing.samples(prompts, completions))
+        sampling = sampling_report(*candidate, rows, longest, settings.temperature)
+    return {
+        "format": FORMAT,
         "checkpoint": settings.checkpoint,
         "target": settings.target,
         "k": settings.draft_tokens,
-        "engine": f"eagle31 (transformers, {str(model.dtype).removeprefix('torch.')}, {device.type})",
-        "num_prompts": len(prompts),
         "max_new_tokens": settings.max_new_tokens,
-        "aux_layer_ids": list(config.aux_layer_ids),
-        "notes": list(loaded.notes),
-        "greedy": greedy_report(target, drafter, frozen, prompts, plain, **chain, label="speculative"),
+        "num_prompts": len(prompts),
+        "engine": engine_name(opened.dtype, opened.target.device),
+        "aux_layer_ids": list(opened.drafter.config.aux_layer_ids),
+        "notes": list(opened.notes),
+        "trained": trained.to_json(),
+        "untrained": None,
+        "sampling": sampling,
+        "decoding": decoding_report(pairs, settings.draft_tokens) | {"replay": count_verdicts(verdicts)},
     }
-    if settings.json is not None:
-        write_json(settings.json, result)  # before sampling, so that nothing is lost if it fails
-    if settings.temperature > 0:
-        sampling: dict[str, Any] = {
-            "temperature": settings.temperature,
-            "seed": settings.seed,
-            "device": device,
-        }
-        result["sampling"] = sampling_report(target, drafter, frozen, prompts, **chain, **sampling)
-        if settings.json is not None:
-            write_json(settings.json, result)
-    return result
 
 
 def check(settings: CheckpointEvaluation) -> None:
     """Raise UserError for settings outside their range."""
-    for name in ("num_prompts", "draft_tokens", "max_new_tokens"):
+    for name in ("num_prompts", "draft_tokens", "max_new_tokens", "decoded_prompts", "batch_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}", getattr(settings, name), "Give at least 1.")
     if settings.temperature < 0:
-        raise UserError("--temperature", settings.temperature, "Give 0 (greedy only) or more.")
+        raise UserError("--temperature", settings.temperature, "Give 0 (that temperature only) or more.")
 
 
 def read_prompts(settings: CheckpointEvaluation, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -1,15 +1,13 @@
-"""Evaluation by speculative decoding in transformers with the exported weights, and by replay."""
+"""Greedy decoding in transformers with the drafter and without it, in turns, on a few prompts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from data.batches.loader import pack_row
 from data.progress import tracked
-from data.store import HiddenStateStore
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.replay import replay
 from eagle31.decoding.speculative import (
     CachedTarget,
     Decoded,
@@ -19,100 +17,103 @@ from eagle31.decoding.speculative import (
 )
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.step import greedy_hits
+from train.evaluation.passes import PassResults
+from train.evaluation.timing import TimedPrompt, paired_timing
+
+WARM_UP_TOKENS = 8  # several drafts
+IN_TURNS = "prompt by prompt in one process, the two sides in turns"
+
+# Completes a prompt with at most this many tokens.
+Decode = Callable[[Sequence[int], int], Decoded]
 
 
-def decode_all(
-    prompts: Sequence[Sequence[int]], decode: Callable[[Sequence[int]], Decoded], label: str
-) -> list[Decoded]:
-    """Decode each prompt and report the progress under `label`."""
-    return [decode(prompt) for prompt in tracked(prompts, label, "prompts")]
+@dataclass(frozen=True)
+class DecodedPair:
+    """One prompt, decoded with the drafter and without it."""
+
+    plain: Decoded
+    drafted: Decoded
 
 
-def decode_without_drafter(
-    target: CachedTarget,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-) -> list[Decoded]:
-    """Return the target's greedy completions without a drafter, to compare tokens and times with."""
-    return decode_all(
-        prompts,
-        lambda prompt: decode_plainly(
-            target, prompt, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, device=device
-        ),
-        "plain decoding",
-    )
-
-
-def greedy_report(
+def greedy_sides(
     target: CachedTarget,
     drafter: Drafter,
     frozen: FrozenParts,
-    prompts: Sequence[Sequence[int]],
-    plain: Sequence[Decoded],
     *,
     draft_tokens: int,
-    max_new_tokens: int,
     eos_token_ids: Sequence[int],
-    label: str,
-) -> dict[str, Any]:
-    """Decode greedily with the drafter and compare the completions with `plain`, the target's without it."""
-    decoded = decode_all(
-        prompts,
-        lambda prompt: decode_speculatively(
-            target,
-            drafter,
-            frozen,
-            prompt,
-            draft_tokens=draft_tokens,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=eos_token_ids,
-        ),
-        label,
-    )
-    verdicts = [completion_verdict(*pair) for pair in zip(decoded, plain, strict=True)]
-    plain_seconds = sum(one.seconds for one in plain)
-    report = _report(decoded, draft_tokens)
-    report |= {"plain_seconds": plain_seconds, "speedup": _rate(decoded) / _rate(plain)}
-    return report | count_verdicts(verdicts)
+) -> tuple[Decode, Decode]:
+    """Return greedy decoding without the drafter, and with it."""
+    device = frozen.embed_tokens.device
+
+    def plain(prompt: Sequence[int], max_new_tokens: int) -> Decoded:
+        limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos_token_ids}
+        return decode_plainly(target, prompt, device=device, **limits)
+
+    def drafted(prompt: Sequence[int], max_new_tokens: int) -> Decoded:
+        limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos_token_ids}
+        return decode_speculatively(target, drafter, frozen, prompt, draft_tokens=draft_tokens, **limits)
+
+    return plain, drafted
 
 
-def sampling_report(
-    target: CachedTarget,
-    drafter: Drafter,
-    frozen: FrozenParts,
-    prompts: Sequence[Sequence[int]],
-    *,
-    draft_tokens: int,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    temperature: float,
-    seed: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Decode by rejection sampling with the drafter, and by sampling without it for the speed-up."""
-    generator = torch.Generator(device).manual_seed(seed)
-    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos_token_ids}
-    sampling: dict[str, Any] = {"temperature": temperature, "generator": generator}
-    plain = decode_all(
-        prompts, lambda p: decode_plainly(target, p, device=device, **limits, **sampling), "plain sampling"
+def decode_in_turns(
+    prompts: Sequence[Sequence[int]], plain: Decode, drafted: Decode, max_new_tokens: int, passes: PassResults
+) -> list[DecodedPair]:
+    """Decode each prompt on both sides, one right after the other, so that both have the same conditions.
+
+    Every second prompt begins with the drafter. Before the first prompt both sides decode a few tokens, so
+    that no time includes first calls. Each pair is on disk once it is finished.
+    """
+    names = [f"prompt-{index}" for index in range(len(prompts))]
+    kept = sum(map(passes.has, names))
+    if kept:
+        print(f"evaluate: {kept} of {len(names)} prompts are decoded already", flush=True)
+    if prompts and kept < len(names):
+        for decode in (plain, drafted):
+            decode(prompts[0], WARM_UP_TOKENS)
+    pairs = []
+    for index, prompt in enumerate(tracked(prompts, "decoding", "prompts")):
+
+        def both(prompt: Sequence[int] = prompt, index: int = index) -> dict[str, Any]:
+            sides = [("plain", plain), ("drafted", drafted)]
+            turns = sides if index % 2 == 0 else reversed(sides)
+            return {name: asdict(decode(prompt, max_new_tokens)) for name, decode in turns}
+
+        found = passes.run(names[index], both)
+        pairs.append(DecodedPair(Decoded(**found["plain"]), Decoded(**found["drafted"])))
+    return pairs
+
+
+def decoding_report(pairs: Sequence[DecodedPair], draft_tokens: int) -> dict[str, Any]:
+    """Return acceptance, whether the completions are the target's, and the time."""
+    drafted = [pair.drafted for pair in pairs]
+    numbers = decoding_numbers(
+        acceptance(drafted, draft_tokens),
+        num_tokens=sum(len(one.token_ids) for one in drafted),
+        num_target_forwards=sum(one.num_target_forwards for one in drafted),
     )
-    decoded = decode_all(
-        prompts,
-        lambda p: decode_speculatively(
-            target, drafter, frozen, p, draft_tokens=draft_tokens, **limits, **sampling
-        ),
-        "speculative sampling",
-    )
-    report = _report(decoded, draft_tokens)
-    return report | {
-        "temperature": temperature,
-        "plain_seconds": sum(one.seconds for one in plain),
-        "speedup": _rate(decoded) / _rate(plain),
+    timed = [
+        TimedPrompt(
+            len(pair.drafted.token_ids),
+            pair.drafted.seconds,
+            len(pair.plain.token_ids),
+            pair.plain.seconds,
+        )
+        for pair in pairs
+    ]
+    verdicts = [completion_verdict(pair.drafted, pair.plain) for pair in pairs]
+    return {
+        "num_prompts": len(pairs),
+        **numbers,
+        "completions": count_verdicts(verdicts),
+        "timing": paired_timing(timed, IN_TURNS),
     }
+
+
+def engine_name(dtype: torch.dtype, device: torch.device) -> str:
+    """Return eagle31's decoder as it is named next to its numbers."""
+    return f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {device.type})"
 
 
 def completion_verdict(drafted: Decoded, plain: Decoded) -> str:
@@ -138,45 +139,14 @@ def verdict(drafted: Sequence[int], plain: Sequence[int], margin: float | None, 
 
 
 def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
-    """Return the number of completions with each verdict."""
+    """Return the number of prompts with each verdict."""
     return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
 
 
-def replay_by_length(
-    drafter: Drafter, frozen: FrozenParts, store: HiddenStateStore, draft_tokens: int, device: torch.device
-) -> dict[int, AcceptanceStats]:
-    """Return replay statistics over a store of the target's completions, by draft length 1..draft_tokens."""
-    totals = {k: AcceptanceStats(k, 0, (0,) * k) for k in range(1, draft_tokens + 1)}
-    for index in tracked(range(len(store)), "replay", "samples"):
-        sample = store[index]
-        batch = pack_row([sample], len(sample.input_ids)).to(device, frozen.embed_tokens.dtype)
-        hits, supervised = greedy_hits(drafter, frozen, batch, draft_tokens)
-        for k in totals:
-            totals[k] += replay(hits, supervised, k)
-    return totals
-
-
-def decoding_numbers(
-    stats: AcceptanceStats, *, num_tokens: int, num_target_forwards: int, seconds: float
-) -> dict[str, Any]:
-    """Return the entries of `evaluation.json` that every decoding run has."""
+def decoding_numbers(stats: AcceptanceStats, *, num_tokens: int, num_target_forwards: int) -> dict[str, Any]:
+    """Return the numbers that every decoding run has."""
     return stats.to_json() | {
         "num_tokens": num_tokens,
         "num_target_forwards": num_target_forwards,
         "tokens_per_target_forward": num_tokens / num_target_forwards,
-        "seconds": seconds,
     }
-
-
-def _report(decoded: Sequence[Decoded], draft_tokens: int) -> dict[str, Any]:
-    return decoding_numbers(
-        acceptance(decoded, draft_tokens),
-        num_tokens=sum(len(one.token_ids) for one in decoded),
-        num_target_forwards=sum(one.num_target_forwards for one in decoded),
-        seconds=sum(one.seconds for one in decoded),
-    )
-
-
-def _rate(decoded: Sequence[Decoded]) -> float:
-    """Return tokens per second."""
-    return sum(len(one.token_ids) for one in decoded) / sum(one.seconds for one in decoded)

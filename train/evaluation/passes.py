@@ -1,11 +1,9 @@
 """Results of an evaluation's passes on disk, so that a pass that fails costs no other."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json, write_json
 
 
@@ -15,17 +13,14 @@ class PassResults:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
+    def has(self, name: str) -> bool:
+        return self._path(name).exists()
+
     def run(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of a pass: the one on disk, or else the computed one, once it is on disk."""
-        path = self.directory / f"{name}.json"
-        if path.exists():
-            print(f"evaluate: {name} is finished already", flush=True)
-            return read_json(path)
-        result = compute()
-        write_json(path, result)
-        return result
+        if not self.has(name):
+            write_json(self._path(name), compute())
+        return read_json(self._path(name))
 
-    def decoded(self, name: str, compute: Callable[[], list[Decoded]]) -> list[Decoded]:
-        """Return the completions of a pass, as `run` does."""
-        result = self.run(name, lambda: {"completions": [asdict(one) for one in compute()]})
-        return [Decoded(**one) for one in result["completions"]]
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Evaluation in vLLM: decoding with the export as drafter and without a drafter."""
+"""Decoding in vLLM with the export as drafter and without a drafter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from data.vllm.environment import find_python
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.chain import rounding_bound
 from eagle31.errors import UserError
+from train.evaluation.agreement import DecodedSubset, DraftedCompletion
 from train.evaluation.decoding import count_verdicts, decoding_numbers, verdict
+from train.evaluation.replay import PromptAcceptance
+from train.evaluation.timing import TimedPrompt, paired_timing
 from train.serving.drafts import Served
 from train.serving.engine import (
     GREEDY,
@@ -28,6 +31,11 @@ from train.serving.engine import (
 )
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
+# Two engines do not fit a GPU whose memory the target fills.
+IN_TWO_ENGINES = (
+    "each prompt with itself; all prompts in an engine with the drafter, then in one without, "
+    f"{NUM_AT_A_TIME} at a time"
+)
 _DRAFTER, _PLAIN = "the export as drafter", "the target without a drafter"
 
 
@@ -50,41 +58,59 @@ class VllmEvaluation:
     passes: Path  # the directory of finished passes
 
 
-def decode_in_vllm(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the decoding part of `evaluation.json`: one engine with the drafter, then one without.
-
-    An untrained drafter is not served: `untrained` is None, and only replay measures it.
+def decode_in_vllm(
+    settings: VllmEvaluation, prompts: Sequence[Sequence[int]], num_decoded: int
+) -> DecodedSubset:
+    """Decode the first prompts that fit, with one engine with the drafter and then one without.
 
     Raises:
         EngineFailure: an engine does not start, fails, or records other drafts than it counts.
         UserError: no prompt fits, or vLLM's environment is missing.
     """
-    prompts = fitting_prompts(settings, prompts)
+    indices = fitting_prompts(settings, prompts)[:num_decoded]
     log = settings.log
-    print(f"evaluate: vLLM decodes {len(prompts)} prompts, log: {log}", flush=True)
-    jobs = evaluation_jobs(settings, prompts)
+    print(f"evaluate: vLLM decodes {len(indices)} prompts, log: {log}", flush=True)
+    jobs = evaluation_jobs(settings, [prompts[index] for index in indices])
     drafted, plain = [require(result, log) for result in run_jobs(jobs, find_python(), log)]
-    greedy, *sampled = [
-        pass_numbers(*pair, settings.draft_tokens) for pair in zip(drafted.passes, plain.passes, strict=True)
-    ]
-    greedy |= count_verdicts(completion_verdicts(drafted, plain, engine_dtype(settings, jobs[0].engine)))
-    return {
-        "engine": engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
-        "num_prompts": len(prompts),
-        "greedy": greedy,
-        "sampling": sampled[0] | {"temperature": settings.temperature} if sampled else None,
-        "untrained": None,
-    }
+    for one in drafted.passes:
+        check_recorded(one)
+    dtype = engine_dtype(settings, jobs[0].engine)
+    verdicts = completion_verdicts(drafted, plain, dtype)
+    served = drafted.passes[0].served
+    return DecodedSubset(
+        engine=engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
+        report={
+            "num_prompts": len(indices),
+            **decoding_numbers(
+                AcceptanceStats.from_lengths(
+                    settings.draft_tokens, [n for accepted in accepted_by_prompt(served) for n in accepted]
+                ),
+                num_tokens=num_tokens(served),
+                num_target_forwards=num_target_forwards(served),
+            ),
+            "completions": count_verdicts(verdicts),
+            "timing": paired_timing(timed_prompts(drafted.passes[0], plain.passes[0]), IN_TWO_ENGINES),
+        },
+        sampling=sampled_report(drafted.passes[1], settings) if len(drafted.passes) > 1 else None,
+        indices=tuple(indices),
+        completions=tuple(
+            DraftedCompletion(token_ids, drafts)
+            for token_ids, drafts in zip(served.completions, served.drafts_within_completions, strict=True)
+        ),
+        dtype=dtype,
+    )
 
 
-def fitting_prompts(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the prompts that leave room for a completion and the drafts after it; report the others.
+def fitting_prompts(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the indices of prompts that leave room for a completion and the drafts after it.
+
+    Prompts that do not are reported.
 
     Raises:
         UserError: there are none.
     """
     room = settings.max_positions - settings.max_new_tokens - draft_room(settings.draft_tokens)
-    fitting = [list(prompt) for prompt in prompts if len(prompt) <= room]
+    fitting = [index for index, prompt in enumerate(prompts) if len(prompt) <= room]
     if not fitting:
         remedy = (
             f"No held-out prompt and its answer fit the {settings.max_positions} positions of target and "
@@ -100,18 +126,17 @@ def fitting_prompts(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) 
 def evaluation_jobs(
     settings: VllmEvaluation, prompts: Sequence[Sequence[int]]
 ) -> tuple[DecodeJob, DecodeJob]:
-    """Return the jobs with and without the drafter; both decode greedily and then sample in one engine."""
-    passes = [GREEDY]
+    """Return the jobs with and without the drafter; the one with it also samples if that is measured."""
+    sampled = []
     if settings.temperature is not None and settings.on_cpu:
         print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
     elif settings.temperature is not None:
-        passes.append(Sampling(settings.temperature, settings.seed))
+        sampled.append(Sampling(settings.temperature, settings.seed))
     kept = settings.passes.absolute()
     shared: dict[str, Any] = {
         "prompts": prompts,
         "max_new_tokens": settings.max_new_tokens,
         "stop_token_ids": settings.stop_token_ids,
-        "passes": passes,
         "warm_up": True,
     }
     return (
@@ -119,6 +144,7 @@ def evaluation_jobs(
             _DRAFTER,
             engine_spec(settings, prompts, drafter=True),
             record_drafts=True,
+            passes=[GREEDY, *sampled],
             **shared,
             keep=kept / "vllm-drafter",
         ),
@@ -177,25 +203,44 @@ def engine_name(engine: EngineSpec, version: str, device: str) -> str:
     return f"vLLM {version}, {arguments['dtype']}, {device}, {arguments['max_num_seqs']} at a time"
 
 
-def pass_numbers(drafted: DecodedPass, plain: DecodedPass, draft_tokens: int) -> dict[str, Any]:
-    """Return acceptance and speed of one pass.
-
-    Raises:
-        EngineFailure: the number of recorded drafts is not the number that vLLM counts.
-    """
-    served = drafted.served
-    accepted = [draft.num_accepted for drafts in served.drafts_within_completions for draft in drafts]
-    if len(accepted) != drafted.counters.num_drafts:
+def check_recorded(drafted: DecodedPass) -> None:
+    """Raise EngineFailure if the number of recorded drafts is not the number that vLLM counts."""
+    num_recorded = sum(map(len, drafted.served.drafts))
+    if num_recorded != drafted.counters.num_drafts:
         num_drafts = drafted.counters.num_drafts
-        raise EngineFailure(f"{len(accepted)} drafts were recorded and vLLM counts {num_drafts}.")
-    numbers = decoding_numbers(
-        AcceptanceStats.from_lengths(draft_tokens, accepted),
-        num_tokens=num_tokens(served),
-        num_target_forwards=num_target_forwards(served),
-        seconds=drafted.seconds,
+        raise EngineFailure(f"{num_recorded} drafts were recorded and vLLM counts {num_drafts}.")
+
+
+def accepted_by_prompt(served: Served) -> list[list[int]]:
+    """Return the accepted tokens of each prompt's drafts."""
+    return [[draft.num_accepted for draft in drafts] for drafts in served.drafts_within_completions]
+
+
+def sampled_report(drafted: DecodedPass, settings: VllmEvaluation) -> dict[str, Any]:
+    """Return what sampling in vLLM gave, whose drafts are greedy."""
+    stats = [
+        (AcceptanceStats.from_lengths(settings.draft_tokens, accepted),)
+        for accepted in accepted_by_prompt(drafted.served)
+    ]
+    return {
+        "temperature": settings.temperature,
+        "num_prompts": len(stats),
+        "source": "decoding",
+        "greedy_drafts": PromptAcceptance(tuple(stats)).to_json(),
+        "sampled_drafts": None,
+    }
+
+
+def timed_prompts(drafted: DecodedPass, plain: DecodedPass) -> list[TimedPrompt]:
+    """Return the prompts' times in the two engines, from their first forward pass to their last token."""
+    both = zip(
+        drafted.served.completions,
+        drafted.prompt_seconds,
+        plain.served.completions,
+        plain.prompt_seconds,
+        strict=True,
     )
-    speedup = (num_tokens(served) / drafted.seconds) / (num_tokens(plain.served) / plain.seconds)
-    return numbers | {"plain_seconds": plain.seconds, "speedup": speedup}
+    return [TimedPrompt(len(ours), ours_s, len(theirs), theirs_s) for ours, ours_s, theirs, theirs_s in both]
 
 
 def num_tokens(served: Served) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import Decoded
-from train.serving.drafts import PlacedDraft, Served, common_length
+from train.serving.drafts import PlacedDraft, Served, common_length, placed_drafts
 
 DRAFTS_PER_NEAR_TIE = 200
 TOLERANCE = 0.05  # relative, of the acceptance length in half precision, where rounding decides many tokens
@@ -146,15 +146,6 @@ def check_case(
         num_completions=len(reference),
         exact=exact,
     )
-
-
-def placed_drafts(decoded: Decoded) -> list[PlacedDraft]:
-    """Return the evaluator's drafts with their positions; the first token needs no draft."""
-    position, placed = 1, []
-    for token_ids, num_accepted in zip(decoded.drafts, decoded.accepted, strict=True):
-        placed.append(PlacedDraft(position, token_ids, num_accepted))
-        position += num_accepted + 1
-    return placed
 
 
 def compare_drafts(

@@ -12,7 +12,8 @@ from typing import Any
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import Decoded
 from eagle31.errors import UserError
-from train.parity.compare import Difference, compare_completions, placed_drafts
+from train.parity.compare import Difference, compare_completions
+from train.serving.drafts import placed_drafts
 
 TOLERANCE = {
     True: 0.01,

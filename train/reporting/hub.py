@@ -16,7 +16,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.export import HubConfig
 from train.reporting.model_card import model_card, public_name
-from train.reporting.results import read_serving
+from train.reporting.results import at_draft_length, read_report, read_serving
 
 TOKEN = "HF_TOKEN"
 
@@ -101,7 +101,7 @@ def prepare_upload(output_dir: Path, hub: HubConfig) -> Upload:
 
 def card(output_dir: Path, hub: HubConfig, plots: list[str]) -> str:
     """Return the export's card for the Hub."""
-    known = read_json(output_dir / "report" / "metrics.json")
+    known = read_report(output_dir)
     run_info: dict[str, Any] = known["run"] | {"hub_id": hub.repo_id, "license": hub.license}
     if hub.base_model is not None:
         run_info |= {"target": hub.base_model, "target_embedded": False}
@@ -119,8 +119,9 @@ def local_names(output_dir: Path) -> list[str]:
 
 def commit_message(output_dir: Path) -> str:
     """Return the commit message, which has the acceptance length."""
-    greedy = read_json(Path(output_dir) / "report" / "metrics.json")["evaluation"]["greedy"]
-    return f"Acceptance length {greedy['acceptance_length']:.2f} at k = {greedy['k']}, temperature 0"
+    evaluation = read_report(output_dir)["evaluation"]
+    stats = at_draft_length(evaluation["trained"], evaluation["k"])
+    return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0"
 
 
 def push(upload: Upload, hub: HubConfig, message: str) -> str:

@@ -11,7 +11,14 @@ import yaml
 from data.target.checkpoint import is_hub_id
 from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import write_text
-from train.reporting.results import decoding_runs, identical_completions, in_vllm
+from train.reporting.results import (
+    acceptances,
+    describe_conditions,
+    describe_counts,
+    describe_speed,
+    in_vllm,
+    with_interval,
+)
 
 DRAFT_TOKENS = 3  # tokens per draft in the serve command when nothing was evaluated
 
@@ -86,41 +93,40 @@ def _front_matter(run_info: dict[str, Any]) -> str:
 
 
 def _measured(evaluation: dict[str, Any]) -> str:
-    if not evaluation.get("greedy"):
+    if not evaluation:
         return "Not evaluated."
-    rows = []
-    for name, temperature, stats in decoding_runs(evaluation):
-        speedup = stats.get("speedup")
-        rows.append(
-            (
-                name,
-                str(stats["k"]),
-                f"{temperature:g}",
-                f"{stats['acceptance_length']:.2f}",
-                f"{stats['tokens_per_target_forward']:.2f}",
-                ", ".join(f"{100 * rate:.0f} %" for rate in stats["absolute_acceptance"]),
-                "" if speedup is None else f"{speedup:.2f}x",
-            )
-        )
+    k, measured = evaluation["k"], acceptances(evaluation)
+    longest = measured[0].longest["k"]
     head = (
         "drafter",
-        "k",
+        "drafts",
         "temperature",
-        "acceptance length",
-        "tokens per target forward",
-        "accepted at positions 1 to k",
-        "speed-up",
+        f"acceptance length at k = {k} (95 % interval)",
+        f"at k = {longest}",
+        f"accepted at positions 1 to {longest}",
     )
-    table = _table(head, rows)
+    rows = [
+        (
+            one.drafter,
+            one.drafts,
+            f"{one.temperature:g}",
+            with_interval(one.at(k)),
+            with_interval(one.longest) if one.longest["k"] == longest else "",
+            ", ".join(f"{100 * rate:.0f} %" for rate in one.longest["absolute_acceptance"]),
+        )
+        for one in measured
+    ]
+    decoding = evaluation["decoding"]
     conditions = (
-        f"{evaluation['num_prompts']} held-out prompts, up to {evaluation['max_new_tokens']} new tokens "
-        f"each; engine: {evaluation['engine']}. Acceptance length is the number of tokens emitted per draft "
-        "and verification, accepted tokens + 1. The speed-up is relative to decoding without the drafter in "
-        "the same engine."
+        f"{describe_conditions(evaluation)}. Acceptance length is the number of tokens emitted per draft and "
+        "verification, accepted tokens + 1, and its interval is over prompts. Greedy drafts are those that "
+        "vLLM makes at any temperature; sampled drafts are drawn from the drafter's distribution, as in the "
+        "classic rule of speculative sampling."
     )
-    completions = identical_completions(evaluation["greedy"])
+    completions = describe_counts(decoding["completions"])
+    speed = f"Speed-up over the same engine without the drafter: {describe_speed(decoding['timing'])}."
     comparison = f"Greedy completions compared with the target without drafter: {completions}."
-    return f"{table}\n\n{conditions}\n\n{comparison}"
+    return f"{_table(head, rows)}\n\n{conditions}\n\n{speed}\n\n{comparison}"
 
 
 def _served(serving: dict[str, Any] | None) -> list[str]:
@@ -197,12 +203,12 @@ def _limits(run_info: dict[str, Any], evaluation: dict[str, Any]) -> str:
         "template, or with other sampling parameters.",
         "- The drafter belongs to this target, revision and tokenizer; a fine-tuned target accepts less.",
     ]
-    if evaluation.get("greedy") and not in_vllm(evaluation):
+    if evaluation and not in_vllm(evaluation):
         lines.append(
             f"- The numbers are from the reference engine ({evaluation['engine']}), not from vLLM. "
-            "Acceptance should carry over to greedy decoding there; the speed-up depends on the hardware."
+            "Acceptance should carry over to greedy drafts there; the speed-up depends on the hardware."
         )
-    elif evaluation.get("greedy"):
+    elif evaluation:
         lines.append("- The speed-up depends on the hardware and on the number of concurrent prompts.")
     return "\n".join(lines)
 

@@ -81,15 +81,14 @@ def build_panels(
                 lambda axes: _draw_replay(axes, validation, best_step),
             )
         )
-    if evaluation.get("by_draft_length"):
-        rows = sorted(evaluation["by_draft_length"], key=lambda row: row["k"])
-        note = "temperature 0, by replay of held-out prompts"
-        draw = lambda axes: _draw_draft_length(axes, rows)  # noqa: E731
-        found.append(Panel("draft_length", "Acceptance length by draft length", note, draw))
-    if evaluation.get("greedy"):
-        greedy = evaluation["greedy"]
-        note = f"k = {greedy['k']}, temperature 0, {evaluation['engine']}"
-        draw = lambda axes: _draw_positions(axes, greedy)  # noqa: E731
+    if evaluation:
+        trained = evaluation["trained"]["by_draft_length"]
+        untrained = (evaluation.get("untrained") or {}).get("by_draft_length", [])
+        note = f"temperature 0, by replay of {evaluation['num_prompts']} held-out prompts"
+        interval_note = f"{note}; shaded: 95 % interval over prompts"
+        draw = lambda axes: _draw_draft_length(axes, trained, untrained)  # noqa: E731
+        found.append(Panel("draft_length", "Acceptance length by draft length", interval_note, draw))
+        draw = lambda axes: _draw_positions(axes, trained[-1])  # noqa: E731
         found.append(Panel("positions", "Acceptance by position in the draft", note, draw))
     return {panel.name: panel for panel in found}
 
@@ -176,17 +175,21 @@ def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: in
     _label_ends(axes, labels)
 
 
-def _draw_draft_length(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    k = [row["k"] for row in rows]
-    trained = [row["trained"] for row in rows]
+def _draw_draft_length(
+    axes: Axes, trained_rows: Sequence[dict[str, Any]], untrained_rows: Sequence[dict[str, Any]]
+) -> None:
+    k = [row["k"] for row in trained_rows]
+    trained = [row["acceptance_length"] for row in trained_rows]
     axes.set(xlim=(k[0] - 0.3, k[-1] + 0.3), ylim=(0.75, k[-1] + 1.35), xticks=k)
     axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
     axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=(0, (1, 2.5)))
     labels = [("perfect", k[-1], k[-1] + 1, MUTED), ("trained", k[-1], trained[-1], ACCENT)]
-    untrained = [(row["k"], row["untrained"]) for row in rows if row.get("untrained") is not None]
-    if untrained:
-        axes.plot(*zip(*untrained, strict=True), color=MUTED, marker="o", markersize=4)
-        labels.append(("untrained", k[-1], untrained[-1][1], MUTED))
+    if untrained_rows:
+        untrained = [row["acceptance_length"] for row in untrained_rows]
+        axes.plot(k, untrained, color=MUTED, marker="o", markersize=4)
+        labels.append(("untrained", k[-1], untrained[-1], MUTED))
+    low, high = ([row[name] for row in trained_rows] for name in ("low", "high"))
+    axes.fill_between(k, low, high, color=PALE, linewidth=0, zorder=1)
     axes.plot(k, trained, color=ACCENT, marker="o", markersize=5.5, linewidth=2.2)
     for n, value in zip(k, trained, strict=True):
         # Near the perfect line there is only room below.

@@ -6,9 +6,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
-from eagle31.json_files import read_json, read_jsonl, write_json, write_text
+from eagle31.json_files import read_jsonl, write_json, write_text
 from train.reporting.colors import COLORS
 from train.reporting.model_card import (
     DRAFT_TOKENS,
@@ -20,7 +19,18 @@ from train.reporting.model_card import (
     untrained_warning,
 )
 from train.reporting.plots import Panel, build_panels, save_png, to_svg
-from train.reporting.results import decoding_runs, identical_completions, read_serving
+from train.reporting.results import (
+    acceptance_table,
+    acceptances,
+    at_draft_length,
+    check_rows,
+    describe_conditions,
+    interval_of,
+    read_report,
+    read_serving,
+    warnings_of,
+    with_interval,
+)
 from train.reporting.speed import training_speed
 from train.tables import aligned
 
@@ -66,15 +76,12 @@ def refresh_page(output_dir: Path) -> Path:
     """Write index.html again from the report's metrics.json and serving.json.
 
     Raises:
-        UserError: the run has no report yet.
+        UserError: the run has no report yet, or one of another version.
     """
-    directory = Path(output_dir) / "report"
-    if not (directory / "metrics.json").exists():
-        raise UserError("report", directory, "There is no report; run the recipe's report stage.")
-    known = read_json(directory / "metrics.json")
+    known = read_report(output_dir)
     evaluation, run_info = known["evaluation"], known["run"]
     panels = build_panels(known["metrics"], evaluation, run_info["best_step"])
-    path = directory / "index.html"
+    path = Path(output_dir) / "report" / "index.html"
     serving = read_serving(Path(output_dir))
     write_text(path, _page(panels, known["metrics"], evaluation, run_info, serving))
     return path
@@ -88,40 +95,13 @@ def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
     """
     lines: list[str] = []
     rows: list[tuple[str, str]] = []
-    if evaluation.get("greedy"):
-        lines += [line.replace("×", "x") for line in aligned(_decoding_rows(evaluation))] + [""]
-        completions = identical_completions(evaluation["greedy"])
-        rows = [("completions", completions), ("engine", evaluation["engine"])]
+    if evaluation:
+        lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
+        rows = [("prompts", describe_conditions(evaluation)), *check_rows(evaluation)]
     rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
-    if warning := untrained_warning(run_info):
+    for warning in _warnings(evaluation, run_info):
         lines = [f"WARNING: {warning}", "", *lines]
     return "\n".join(lines + aligned(rows, text_columns=2))
-
-
-def _decoding_rows(evaluation: dict[str, Any]) -> list[list[str]]:
-    rows = [["drafter", "k", "temperature", "acceptance length", "tokens per target forward", "speed-up"]]
-    for drafter, temperature, stats in decoding_runs(evaluation):
-        length, tokens = f"{stats['acceptance_length']:.2f}", f"{stats['tokens_per_target_forward']:.2f}"
-        rows.append(
-            [drafter, str(stats["k"]), f"{temperature:g}", length, tokens, _times(stats.get("speedup"))]
-        )
-    replay = evaluation.get("replay")
-    if replay:
-        rows.append(
-            ["trained, by replay", str(replay["k"]), "0", f"{replay['acceptance_length']:.2f}", "", ""]
-        )
-    untrained = _untrained_replay(evaluation)
-    if untrained is not None:
-        rows.append(["untrained, by replay", str(evaluation["k"]), "0", f"{untrained:.2f}", "", ""])
-    return rows
-
-
-def _untrained_replay(evaluation: dict[str, Any]) -> float | None:
-    """Return the untrained drafter's acceptance length by replay if nothing was decoded with it."""
-    if evaluation.get("untrained"):
-        return None
-    rows = evaluation.get("by_draft_length") or []
-    return next((row["untrained"] for row in rows if row["k"] == evaluation["k"]), None)
 
 
 def _save(path: Path, panels: Sequence[Panel], headline: str = "", panel_inches: float = 4.6) -> None:
@@ -131,11 +111,11 @@ def _save(path: Path, panels: Sequence[Panel], headline: str = "", panel_inches:
 
 
 def _headline(evaluation: dict[str, Any]) -> str:
-    greedy = evaluation.get("greedy")
-    if not greedy:
+    if not evaluation:
         return ""
-    length = f"{greedy['acceptance_length']:.2f}"
-    return f"Acceptance length {length} at k = {greedy['k']}, temperature 0, {evaluation['engine']}"
+    stats = at_draft_length(evaluation["trained"], evaluation["k"])
+    prompts = f"{evaluation['num_prompts']} held-out prompts"
+    return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0, {prompts}"
 
 
 def _page(
@@ -152,15 +132,18 @@ def _page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["duration"] = _duration
+    environment.filters |= {"duration": _duration, "with_interval": with_interval}
     return environment.get_template("report_template.html").render(
         colors=COLORS,
         figures={name: (panel, to_svg(panel)) for name, panel in panels.items()},
         evaluation=evaluation,
         headlines=_headlines(evaluation),
-        warning=untrained_warning(run_info),
-        decoding_rows=_decoding_rows(evaluation),
-        runs=decoding_runs(evaluation),
+        warnings=_warnings(evaluation, run_info),
+        acceptance_table=acceptance_table(evaluation),
+        check_rows=check_rows(evaluation) if evaluation else [],
+        conditions=describe_conditions(evaluation) if evaluation else "",
+        measured=acceptances(evaluation),
+        num_positions=_num_positions(evaluation),
         run_info=run_info,
         serving=serving,
         title=target_name(run_info),
@@ -177,28 +160,43 @@ def _page(
 
 def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return (number, name, comparison) of the figures at the top of the page."""
-    greedy = evaluation.get("greedy")
-    if not greedy:
+    if not evaluation:
         return []
-    scale = f"perfect {greedy['k'] + 1}"
-    if evaluation.get("untrained"):
-        scale = f"untrained {evaluation['untrained']['acceptance_length']:.2f}, " + scale
-    elif (untrained := _untrained_replay(evaluation)) is not None:
-        scale = f"untrained {untrained:.2f} by replay, " + scale
-    counts = f"{greedy['num_tokens']:,} tokens, {greedy['num_target_forwards']:,} forwards"
-    found = [
-        (f"{greedy['acceptance_length']:.2f}", "acceptance length", scale),
-        (f"{greedy['tokens_per_target_forward']:.2f}", "tokens per target forward", counts),
-    ]
-    if greedy.get("speedup") is not None:
-        times = f"{_duration(greedy['seconds'])} instead of {_duration(greedy['plain_seconds'])}"
-        found.append((_times(greedy["speedup"]), "measured speed-up", times))
-    num_completions = greedy["num_identical"] + greedy["num_near_tie"] + greedy["num_different"]
-    rest = f"{greedy['num_near_tie']} near-tie, {greedy['num_different']} different"
-    found.append(
-        (f"{greedy['num_identical']}/{num_completions}", "completions identical to the target's", rest)
+    k, decoding = evaluation["k"], evaluation["decoding"]
+    stats, longest = (
+        at_draft_length(evaluation["trained"], length) for length in (k, _num_positions(evaluation))
     )
+    scale = f"95 % interval {interval_of(stats)}, perfect {k + 1}"
+    if evaluation.get("untrained"):
+        untrained = at_draft_length(evaluation["untrained"], k)
+        scale += f", untrained {untrained['acceptance_length']:.2f}"
+    found = [(f"{stats['acceptance_length']:.2f}", f"acceptance length at k = {k}", scale)]
+    if longest["k"] != k:
+        scale = f"95 % interval {interval_of(longest)}, perfect {longest['k'] + 1}"
+        found.append(
+            (f"{longest['acceptance_length']:.2f}", f"acceptance length at k = {longest['k']}", scale)
+        )
+    timing = decoding["timing"]
+    if timing["speedup"] is None:
+        found.append(("not known", "speed-up", timing["unknown"]))
+    else:
+        note = f"median of {timing['num_prompts']} prompts, 95 % interval {interval_of(timing)}"
+        found.append((f"{timing['speedup']:.2f}×", "speed-up", note))
+    completions = decoding["completions"]
+    rest = f"{completions['num_near_tie']} near-tie, {completions['num_different']} different"
+    identical = f"{completions['num_identical']}/{decoding['num_prompts']}"
+    found.append((identical, "completions identical to the target's", rest))
     return found
+
+
+def _num_positions(evaluation: dict[str, Any]) -> int:
+    """Return the length of the longest drafts."""
+    return max((one.longest["k"] for one in acceptances(evaluation)), default=0)
+
+
+def _warnings(evaluation: dict[str, Any], run_info: dict[str, Any]) -> list[str]:
+    untrained = untrained_warning(run_info)
+    return ([untrained] if untrained else []) + (warnings_of(evaluation) if evaluation else [])
 
 
 def _configuration(run_info: dict[str, Any]) -> list[tuple[str, str]]:
@@ -219,10 +217,6 @@ def _configuration(run_info: dict[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     return [(name, str(value)) for name, value in rows if value is not None]
-
-
-def _times(speedup: float | None) -> str:
-    return "" if speedup is None else f"{speedup:.2f}×"
 
 
 def _duration(seconds: float) -> str:

@@ -1,20 +1,82 @@
-"""A run's results: decoding runs, a table of them for `scripts/evaluate`, and the speed in vLLM."""
+"""Readers of evaluation.json and serving.json: what the report, the model card and the tables show."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.tables import aligned
 
+FORMAT = 2  # of evaluation.json
+# Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
+# rule of speculative sampling.
+GREEDY, SAMPLED = "greedy", "sampled"
 
-def decoding_runs(evaluation: dict[str, Any]) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return (drafter, temperature, statistics) of every decoding run in the results."""
-    runs = [("trained", "greedy"), ("trained", "sampling"), ("untrained", "untrained")]
-    return [
-        (drafter, evaluation[key].get("temperature", 0.0), evaluation[key])
-        for drafter, key in runs
-        if evaluation.get(key)
-    ]
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was measured of one drafter with one kind of drafts at one temperature."""
+
+    drafter: str
+    drafts: str
+    temperature: float
+    measured: dict[str, Any]
+
+    def at(self, draft_tokens: int) -> dict[str, Any]:
+        return at_draft_length(self.measured, draft_tokens)
+
+    @property
+    def longest(self) -> dict[str, Any]:
+        """The statistics of the longest drafts, which show the most positions."""
+        return self.measured["by_draft_length"][-1]
+
+
+def check_format(evaluation: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the results; those of an unfinished run may be empty.
+
+    Raises:
+        UserError: they were written by another version of eagle31.
+    """
+    if evaluation and evaluation.get("format") != FORMAT:
+        remedy = "It was written by an earlier version; run the recipe again with stages=[evaluate,report]."
+        raise UserError("evaluation", path, remedy)
+    return evaluation
+
+
+def read_report(output_dir: Path) -> dict[str, Any]:
+    """Return the report's metrics.json: the evaluation, the run and its metrics.
+
+    Raises:
+        UserError: the run has no report yet, or one of another version.
+    """
+    path = Path(output_dir) / "report" / "metrics.json"
+    if not path.exists():
+        raise UserError("report", path.parent, "There is no report; run the recipe's report stage.")
+    known: dict[str, Any] = read_json(path)
+    check_format(known["evaluation"], path)
+    return known
+
+
+def at_draft_length(measured: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
+    """Return the statistics at one draft length."""
+    [found] = (row for row in measured["by_draft_length"] if row["k"] == draft_tokens)
+    return found
+
+
+def acceptances(evaluation: dict[str, Any]) -> list[Acceptance]:
+    """Return all that was measured; the trained drafter's greedy drafts at temperature 0 come first."""
+    if not evaluation:
+        return []
+    found = [Acceptance("trained", GREEDY, 0.0, evaluation["trained"])]
+    sampling: dict[str, Any] = evaluation.get("sampling") or {}
+    for drafts in (GREEDY, SAMPLED) if sampling else ():
+        if sampling[f"{drafts}_drafts"]:
+            measured = sampling[f"{drafts}_drafts"]
+            found.append(Acceptance("trained", drafts, sampling["temperature"], measured))
+    if evaluation.get("untrained"):
+        found.append(Acceptance("untrained", GREEDY, 0.0, evaluation["untrained"]))
+    return found
 
 
 def in_vllm(evaluation: dict[str, Any]) -> bool:
@@ -22,15 +84,57 @@ def in_vllm(evaluation: dict[str, Any]) -> bool:
     return evaluation["engine"].startswith("vLLM")
 
 
-def identical_completions(stats: dict[str, Any]) -> str:
-    """Return, in words, how many greedy completions equal the target's without the drafter."""
-    num_completions = stats["num_identical"] + stats["num_near_tie"] + stats["num_different"]
-    parts = [f"{stats['num_identical']} of {num_completions} identical"]
-    if stats["num_near_tie"]:
-        parts.append(f"{stats['num_near_tie']} near-tie")
-    if stats["num_different"]:
-        parts.append(f"{stats['num_different']} different")
+def with_interval(stats: dict[str, Any]) -> str:
+    """Return an acceptance length with its 95 % interval."""
+    return f"{stats['acceptance_length']:.2f} ({interval_of(stats)})"
+
+
+def interval_of(stats: dict[str, Any]) -> str:
+    return f"{stats['low']:.2f} to {stats['high']:.2f}"
+
+
+def describe_counts(counts: dict[str, int]) -> str:
+    """Return, in words, how many prompts are identical, near-ties and different."""
+    num_prompts = sum(counts.values())
+    parts = [f"{counts['num_identical']} of {num_prompts} identical"]
+    if counts["num_near_tie"]:
+        parts.append(f"{counts['num_near_tie']} near-tie")
+    if counts["num_different"]:
+        parts.append(f"{counts['num_different']} different")
     return ", ".join(parts)
+
+
+def describe_speed(timing: dict[str, Any]) -> str:
+    """Return the measured speed-up in words, or why it is not known."""
+    if timing["speedup"] is None:
+        return f"not known: {timing['unknown']}"
+    rates = f"{timing['tokens_per_second']:.1f} instead of {timing['plain_tokens_per_second']:.1f}"
+    return f"{timing['speedup']:.2f}x ({interval_of(timing)}), {rates} tokens per second"
+
+
+def describe_conditions(evaluation: dict[str, Any]) -> str:
+    """Return what was replayed and what was decoded."""
+    decoding = evaluation["decoding"]
+    return (
+        f"{evaluation['num_prompts']} held-out prompts by replay, up to {evaluation['max_new_tokens']} new "
+        f"tokens each; {decoding['num_prompts']} of them decoded by {evaluation['engine']}"
+    )
+
+
+def warnings_of(evaluation: dict[str, Any]) -> list[str]:
+    """Return what makes the results doubtful: decoding that wrote or accepted something else."""
+    decoding, found = evaluation["decoding"], []
+    if decoding["completions"]["num_different"]:
+        found.append(
+            "Speculative decoding wrote another text than the target alone: "
+            f"{describe_counts(decoding['completions'])}. The numbers cannot be trusted."
+        )
+    if decoding["replay"]["num_different"]:
+        found.append(
+            "Decoding accepted other drafts than replay: "
+            f"{describe_counts(decoding['replay'])}. Acceptance by replay cannot be trusted."
+        )
+    return found
 
 
 def read_serving(output_dir: Path) -> dict[str, Any] | None:
@@ -42,27 +146,44 @@ def read_serving(output_dir: Path) -> dict[str, Any] | None:
     return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
 
+def acceptance_table(evaluation: dict[str, Any]) -> list[list[str]]:
+    """Return a header, and a row for all that was measured at the evaluation's draft length."""
+    rows = [["drafter", "drafts", "k", "temperature", "acceptance length", "95 % interval"]]
+    for one in acceptances(evaluation):
+        stats = one.at(evaluation["k"])
+        length = f"{stats['acceptance_length']:.2f}"
+        name = [one.drafter, one.drafts, str(stats["k"]), f"{one.temperature:g}"]
+        rows.append([*name, length, interval_of(stats)])
+    return rows
+
+
+def check_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what decoding showed, as names and values."""
+    decoding = evaluation["decoding"]
+    return [
+        ("completions with the drafter and without", describe_counts(decoding["completions"])),
+        ("decoding compared with replay", describe_counts(decoding["replay"])),
+        ("tokens per target forward", f"{decoding['tokens_per_target_forward']:.2f}"),
+        ("speed-up", describe_speed(decoding["timing"])),
+        ("speed-up measured on", f"{decoding['timing']['num_prompts']} prompts, {decoding['timing']['how']}"),
+    ]
+
+
 def format_evaluation(result: dict[str, Any]) -> str:
-    """Return a table of the decoding runs, and their conditions."""
-    head = ("k", "temperature", "acceptance length", "accepted at positions 1 to k", "drafts", "speed-up")
-    rows = [
-        (
-            str(stats["k"]),
-            f"{temperature:g}",
-            f"{stats['acceptance_length']:.2f}",
-            ", ".join(f"{100 * rate:.0f} %" for rate in stats["absolute_acceptance"]),
-            f"{stats['num_drafts']:,}",
-            f"{stats['speedup']:.2f}x",
-        )
-        for _, temperature, stats in decoding_runs(result)
+    """Return a table of all that was measured, and its conditions."""
+    measured = acceptances(result)
+    head = ["positions", *(str(n) for n in range(1, measured[0].longest["k"] + 1))]
+    rows = [head]
+    for one in measured:
+        rates = [f"{100 * rate:.0f} %" for rate in one.longest["absolute_acceptance"]]
+        name = f"{one.drafter}, {one.drafts}, temperature {one.temperature:g}"
+        rows.append([name, *rates, *[""] * (len(head) - 1 - len(rates))])
+    lines = [*aligned(acceptance_table(result), text_columns=2), "", *aligned(rows), ""]
+    rest = [
+        ("prompts", describe_conditions(result)),
+        *check_rows(result),
+        ("aux layer ids", str(result["aux_layer_ids"])),
+        *(("note", note) for note in result["notes"]),
+        *(("WARNING", warning) for warning in warnings_of(result)),
     ]
-    completions = identical_completions(result["greedy"])
-    lines = aligned([head, *rows], text_columns=len(head))
-    lines += [
-        f"aux layer ids: {result['aux_layer_ids']}",
-        f"prompts: {result['num_prompts']}, up to {result['max_new_tokens']} new tokens each",
-        f"greedy completions compared with the target without drafter: {completions}",
-        f"engine: {result['engine']}",
-        *(f"note: {note}" for note in result["notes"]),
-    ]
-    return "\n".join(lines)
+    return "\n".join(lines + aligned(rest, text_columns=2))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from eagle31.decoding.speculative import Decoded
+
 
 @dataclass(frozen=True)
 class PlacedDraft:
@@ -27,6 +29,15 @@ class Served:
             cut_to_completion(drafts, len(completion))
             for drafts, completion in zip(self.drafts, self.completions, strict=True)
         ]
+
+
+def placed_drafts(decoded: Decoded) -> list[PlacedDraft]:
+    """Return the drafts of eagle31's decoder with their positions; the first token needs no draft."""
+    position, placed = 1, []
+    for token_ids, num_accepted in zip(decoded.drafts, decoded.accepted, strict=True):
+        placed.append(PlacedDraft(position, token_ids, num_accepted))
+        position += num_accepted + 1
+    return placed
 
 
 def cut_to_completion(drafts: Sequence[PlacedDraft], num_tokens: int) -> list[PlacedDraft]:

@@ -129,7 +129,8 @@ class DecodedPass:
 
     served: Served
     counters: Counters
-    seconds: float  # the time to decode all prompts, without the engine's start
+    # For each prompt, the time from its first forward pass to its last token; others run at the same time.
+    prompt_seconds: tuple[float, ...]
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "DecodedPass":
@@ -137,7 +138,8 @@ class DecodedPass:
         counts = raw["counters"]
         per_position = tuple(counts["accepted_per_position"])
         counters = Counters(counts["num_drafts"], counts["num_accepted"], per_position)
-        return DecodedPass(Served(raw["completions"], drafts), counters, raw["seconds"])
+        served = Served(raw["completions"], drafts)
+        return DecodedPass(served, counters, tuple(raw["prompt_seconds"]))
 
 
 @dataclass(frozen=True)

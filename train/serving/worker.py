@@ -121,7 +121,7 @@ class Kept:
 
 
 def decode_pass(engine: Engine, job: Json, sampling: Json) -> Json:
-    """Decode all prompts once: completions, drafts, vLLM's counters, seconds."""
+    """Decode all prompts once: completions, drafts, vLLM's counters, seconds by prompt."""
     llm = engine.llm
     prompts, seed = job["prompts"], sampling["seed"]
     params = [
@@ -134,14 +134,12 @@ def decode_pass(engine: Engine, job: Json, sampling: Json) -> Json:
         generate(llm, few, warm * len(few))
     engine.events.clear()
     before = counters(llm)
-    started = time.perf_counter()
     outputs = generate(llm, prompts, params)
-    seconds = time.perf_counter() - started
     return {
         "completions": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": placed_drafts(outputs, engine.events),
         "counters": difference(counters(llm), before),
-        "seconds": seconds,
+        "prompt_seconds": [output.metrics.last_token_ts - output.metrics.scheduled_ts for output in outputs],
     }
 
 

@@ -1,5 +1,6 @@
-"""The evaluate stage: decodes the test prompts with the export. Rank 0 runs it."""
+"""The evaluate stage: acceptance by replay of all test prompts, and decoding of a few. Rank 0 runs it."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from datasets import load_from_disk
 
+from data.capture.hf import HiddenStateCapture
+from data.progress import tracked
 from data.store import HiddenStateStore
 from data.target.cached_decoding import TargetDecoder
 from eagle31.export.read import load_export
@@ -16,9 +19,19 @@ from eagle31.model.frozen import FrozenParts
 from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.evaluation.decoding import decode_without_drafter, greedy_report, replay_by_length, sampling_report
+from train.evaluation.agreement import DecodedSubset, DraftedCompletion, replay_verdict
+from train.evaluation.completions import CompletingTarget
+from train.evaluation.decoding import (
+    count_verdicts,
+    decode_in_turns,
+    decoding_report,
+    engine_name,
+    greedy_sides,
+)
 from train.evaluation.passes import PassResults
+from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
+from train.reporting.results import FORMAT, at_draft_length, warnings_of
 from train.stages.building import new_drafter
 from train.stages.vocab import load_vocab
 
@@ -28,10 +41,12 @@ Candidate = tuple[Drafter, FrozenParts]
 def evaluate_inputs(context: RunContext) -> dict[str, Any]:
     config = context.config
     inputs: dict[str, Any] = {
+        "format": FORMAT,
         "export": context.artifacts[Stage.export].key,
         "answers": context.artifacts[Stage.answers].key,
         "capture": context.artifacts[Stage.capture].key,
         "draft_tokens": config.evaluate.draft_tokens,
+        "decoded_prompts": config.evaluate.decoded_prompts,
         "sampling": config.evaluate.sampling and config.evaluate.temperature,
         "untrained": config.evaluate.untrained,
         "seed": config.seed,
@@ -39,11 +54,14 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
     if config.target.engine is TargetEngine.vllm:
         # vLLM's arguments change its speed, and some change numbers (dtype, quantization).
         inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
+    elif config.evaluate.sampling:
+        # A sampled completion depends on the other prompts of its batch.
+        inputs["batch_size"] = config.data.regenerate.batch_size
     return inputs
 
 
 def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Decode the test prompts with the export and replay their completions, into `evaluation.json`.
+    """Replay all test prompts and decode a few of them with the export, into `evaluation.json`.
 
     Each pass is in `passes/` once it is finished, and is not repeated after an interruption.
     """
@@ -52,22 +70,37 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
     store.verify(cache_dir=context.cache_dir, progress=True)
+    passes = PassResults(directory / "passes")
     in_vllm = context.config.target.engine is TargetEngine.vllm
-    # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
-    passes = directory / "passes"
-    decoded = decode_in_vllm(vllm_evaluation(context, passes), prompts) if in_vllm else None
+    decoded = None
+    if in_vllm:
+        # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
+        settings = vllm_evaluation(context, passes.directory)
+        decoded = decode_in_vllm(settings, prompts, evaluate.decoded_prompts)
     trained = exported_drafter(context)
-    fresh = untrained_drafter(context) if evaluate.untrained else None
     if decoded is None:
-        decoded = decode_in_transformers(context, prompts, trained, fresh, PassResults(passes))
+        decoded = decode_in_transformers(context, prompts, trained, passes)
+    replayed = replay_store(context, store, *trained, passes, "trained")
+    untrained = None
+    if evaluate.untrained:
+        untrained = replay_store(context, store, *untrained_drafter(context), passes, "untrained")
+    verdicts = replay_verdicts(trained, store, decoded, evaluate.draft_tokens)
     evaluation = {
+        "format": FORMAT,
         "k": evaluate.draft_tokens,
         "max_new_tokens": evaluate.max_new_tokens,
-        **decoded,
-        **replayed(context, store, trained, fresh),
+        "num_prompts": len(store),
+        "engine": decoded.engine,
+        "trained": replayed,
+        "untrained": untrained,
+        "sampling": decoded.sampling,
+        "decoding": decoded.report | {"replay": count_verdicts(verdicts)},
     }
     write_json(directory / "evaluation.json", evaluation)
-    return {"acceptance_length": evaluation["greedy"]["acceptance_length"], "k": evaluate.draft_tokens}
+    for warning in warnings_of(evaluation):
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    length = at_draft_length(replayed, evaluate.draft_tokens)["acceptance_length"]
+    return {"acceptance_length": length, "k": evaluate.draft_tokens}
 
 
 def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
@@ -99,67 +132,70 @@ def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
 
 
 def decode_in_transformers(
-    context: RunContext,
-    prompts: Sequence[Sequence[int]],
-    trained: Candidate,
-    fresh: Candidate | None,
-    passes: PassResults,
-) -> dict[str, Any]:
-    """Return the decoding part of `evaluation.json`, from eagle31's decoder."""
-    evaluate, device = context.config.evaluate, context.world.device
+    context: RunContext, prompts: Sequence[Sequence[int]], trained: Candidate, passes: PassResults
+) -> DecodedSubset:
+    """Decode the first prompts with eagle31's decoder, and replay sampled completions of all prompts."""
+    evaluate = context.config.evaluate
     model, modules = context.load_target()
-    target = TargetDecoder(model, modules, context.aux_layer_ids)
-    limits: dict[str, Any] = {
-        "max_new_tokens": evaluate.max_new_tokens,
-        "eos_token_ids": context.eos_token_ids,
-    }
-    plain = passes.decoded("plain", lambda: decode_without_drafter(target, prompts, device=device, **limits))
-    chain: dict[str, Any] = {"draft_tokens": evaluate.draft_tokens, **limits}
-
-    def decode(candidate: Candidate, label: str) -> dict[str, Any]:
-        return greedy_report(target, *candidate, prompts, plain, **chain, label=label)
+    plain, drafted = greedy_sides(
+        TargetDecoder(model, modules, context.aux_layer_ids),
+        *trained,
+        draft_tokens=evaluate.draft_tokens,
+        eos_token_ids=context.eos_token_ids,
+    )
+    chosen = prompts[: evaluate.decoded_prompts]
+    pairs = decode_in_turns(chosen, plain, drafted, evaluate.max_new_tokens, passes)
 
     def sample() -> dict[str, Any]:
-        return sampling_report(
-            target,
-            *trained,
-            prompts,
-            **chain,
-            temperature=evaluate.temperature,
-            seed=context.config.seed,
-            device=device,
+        completing = CompletingTarget(
+            HiddenStateCapture(model, modules, context.aux_layer_ids),
+            context.parts.fingerprint,
+            context.config.data.regenerate.batch_size,
         )
+        sampling = context.sampling(evaluate.max_new_tokens, evaluate.temperature)
+        completions = completing.complete(prompts, sampling, passes.directory / "sampled.jsonl")
+        rows = packed(completing.samples(prompts, completions))
+        report = sampling_report(*trained, rows, longest_draft(evaluate.draft_tokens), evaluate.temperature)
+        return {"sampling": report}
 
-    greedy = passes.run("greedy", lambda: decode(trained, "speculative decoding"))
-    untrained = None if fresh is None else passes.run("untrained", lambda: decode(fresh, "untrained"))
-    sampling = passes.run("sampling", sample) if evaluate.sampling else None
-    return {
-        "engine": f"eagle31 (transformers, {str(model.dtype).removeprefix('torch.')}, {device.type})",
-        "num_prompts": len(prompts),
-        "greedy": greedy,
-        "sampling": sampling,
-        "untrained": untrained,
-    }
+    return DecodedSubset(
+        engine=engine_name(model.dtype, context.world.device),
+        report=decoding_report(pairs, evaluate.draft_tokens),
+        sampling=passes.run("sampling", sample)["sampling"] if evaluate.sampling else None,
+        indices=range(len(pairs)),
+        completions=[DraftedCompletion.of(pair.drafted) for pair in pairs],
+        dtype=model.dtype,
+    )
 
 
-def replayed(
-    context: RunContext, store: HiddenStateStore, trained: Candidate, fresh: Candidate | None
+def replay_store(
+    context: RunContext,
+    store: HiddenStateStore,
+    drafter: Drafter,
+    frozen: FrozenParts,
+    passes: PassResults,
+    name: str,
 ) -> dict[str, Any]:
-    """Return the replay part of `evaluation.json`, which needs no target."""
-    draft_tokens, device = context.config.evaluate.draft_tokens, context.world.device
-    ours = replay_by_length(*trained, store, draft_tokens, device)
-    theirs = fresh and replay_by_length(*fresh, store, draft_tokens, device)
-    return {
-        "replay": ours[draft_tokens].to_json(),
-        "by_draft_length": [
-            {
-                "k": k,
-                "trained": stats.acceptance_length,
-                "untrained": theirs and theirs[k].acceptance_length,
-            }
-            for k, stats in ours.items()
-        ],
-    }
+    """Return acceptance over the target's greedy completions, which needs no target."""
+    longest = longest_draft(context.config.evaluate.draft_tokens)
+
+    def compute() -> dict[str, Any]:
+        samples = tracked(range(len(store)), f"replay, {name}", "prompts")
+        return replay_greedily(drafter, frozen, packed(store[index] for index in samples), longest).to_json()
+
+    return passes.run(name, compute)
+
+
+def replay_verdicts(
+    trained: Candidate, store: HiddenStateStore, decoded: DecodedSubset, draft_tokens: int
+) -> list[str]:
+    """Return for each decoded prompt whether decoding did what replay says; see `replay_verdict`."""
+    position = {sample_id: index for index, sample_id in enumerate(store.sample_ids)}
+    return [
+        replay_verdict(*trained, store[position[index]], completion, draft_tokens, decoded.dtype)
+        for index, completion in zip(decoded.indices, decoded.completions, strict=True)
+        if index in position
+    ]
 
 
 def exported_drafter(context: RunContext) -> Candidate:

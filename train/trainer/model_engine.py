@@ -18,7 +18,8 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Objective
 from eagle31.training.schedule import RolloutSchedule
-from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
+from eagle31.training.step import DepthSums, rollout_loss
+from eagle31.training.teacher_forced import greedy_hits
 from train.optim.matrices import HEAD, is_matrix
 from train.trainer.guard import StepGuard
 from train.trainer.muon import GuardedMuon, MuonSettings

@@ -20,7 +20,8 @@ from data.store.codec import (
 )
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
-from eagle31.training.step import greedy_hits, rollout_loss, schedule_batch
+from eagle31.training.step import rollout_loss, schedule_batch
+from eagle31.training.teacher_forced import greedy_hits
 from tests.data.store.samples import HIDDEN_SIZE, NUM_LAYERS, make_sample
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 

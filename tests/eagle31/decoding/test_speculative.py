@@ -23,7 +23,7 @@ from eagle31.decoding.speculative import (
 )
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.step import greedy_hits
+from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import MLA, tiny_config
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Loss, Objective, StepWeights
 from eagle31.training.reference import reference_loss
-from eagle31.training.step import DepthSums, greedy_hits, rollout_loss
+from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.supervision import supervised_drafts
 from tests.eagle31.naive import is_supervised, naive_loss, naive_states
 from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
@@ -237,25 +237,3 @@ def test_depth_sums_are_what_their_names_say() -> None:
         torch.testing.assert_close(sums.expected_acceptance[step], expected, rtol=1e-6, atol=0)
         norms = normed[rows].norm(dim=-1).sum()
         torch.testing.assert_close(sums.state_norm[step], norms, rtol=1e-5, atol=0, check_dtype=False)
-
-
-def test_greedy_hits_compare_with_the_text() -> None:
-    config = tiny_config()
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((40,), config, seed=6)
-    ids = frozen.draft_target_ids
-    assert ids is not None
-    naive = [ids[drafter.lm_head(n).argmax(-1)] for n in naive_states(drafter, config, frozen, batch, 3)]
-    # The text agrees with the drafter at some positions, so that there are hits and misses.
-    for t in range(0, 38, 2):
-        batch.input_ids[t + 2] = naive[0][t]
-    hits, supervised = greedy_hits(drafter, frozen, batch, 3)
-    states = naive_states(drafter, config, frozen, batch, 3)
-    for step in range(3):
-        greedy = ids[drafter.lm_head(states[step]).argmax(-1)]
-        for t in range(40):
-            expected = is_supervised(batch, t, step) and bool(greedy[t] == batch.input_ids[t + 2 + step])
-            assert bool(hits[t, step]) == expected
-            assert bool(supervised[t, step]) == is_supervised(batch, t, step)
-    assert hits.any()
-    assert (supervised & ~hits).any()

@@ -12,6 +12,7 @@ from eagle31.json_files import write_json
 from tests.data.store.samples import LENGTHS, make_sample, write_store
 from tests.train.torchrun import ROOT
 from train.artifact import Artifact
+from train.reporting.results import FORMAT
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,9 @@ def finish_run(output_dir: Path, codec: str, acceptance_length: float) -> None:
     (artifact.directory / "checkpoint").mkdir()
     (output_dir / "export").unlink(missing_ok=True)
     (output_dir / "export").symlink_to(artifact.directory / "checkpoint")
-    greedy = {"num_drafts": 50, "acceptance_length": acceptance_length}
-    evaluation = {"k": 4, "engine": "some engine", "greedy": greedy}
+    stats = {"k": 4, "num_drafts": 50, "acceptance_length": acceptance_length}
+    trained = {"by_draft_length": [stats]}
+    evaluation = {"format": FORMAT, "k": 4, "engine": "some engine", "trained": trained}
     (output_dir / "report").mkdir(exist_ok=True)
     write_json(output_dir / "report" / "metrics.json", {"evaluation": evaluation})
 

@@ -13,7 +13,15 @@ from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
-from train.evaluation.vllm import completion_verdicts, fitting_prompts, num_target_forwards, pass_numbers
+from train.evaluation.vllm import (
+    accepted_by_prompt,
+    check_recorded,
+    completion_verdicts,
+    fitting_prompts,
+    num_target_forwards,
+    sampled_report,
+    timed_prompts,
+)
 from train.serving.drafts import PlacedDraft, Served
 from train.serving.engine import Counters, DecodedPass, EngineFailure, JobResult, draft_room
 from train.stages.evaluate import evaluate_inputs, vllm_evaluation
@@ -34,17 +42,23 @@ def context(spec: TargetSpec, *overrides: str, rank: int = 0) -> RunContext:
     return RunContext(composed("any_target", *needed), World(rank=rank, local_rank=rank, size=2))
 
 
-def decoded(completions: list[list[int]], drafts: list[list[PlacedDraft]], num_drafts: int) -> DecodedPass:
-    return DecodedPass(Served(completions, drafts), Counters(num_drafts, 0, ()), seconds=2.0)
+def decoded(
+    completions: list[list[int]], drafts: list[list[PlacedDraft]], num_drafts: int, seconds: float = 2.0
+) -> DecodedPass:
+    return DecodedPass(
+        Served(completions, drafts), Counters(num_drafts, 0, ()), (seconds,) * len(completions)
+    )
 
 
 def test_drafts_are_counted_to_the_end_of_the_completion() -> None:
-    plain = DecodedPass(Served([COMPLETION]), Counters(0, 0, ()), seconds=5.0)
-    numbers = pass_numbers(decoded([COMPLETION], [DRAFTS], 2), plain, 3)
-    assert numbers["accepted_per_position"] == (2, 2, 0)
-    assert numbers["num_target_forwards"] == 5  # the prompt, a draft, two tokens without a draft, a draft
-    assert numbers["tokens_per_target_forward"] == 1.6
-    assert numbers["speedup"] == pytest.approx(2.5)
+    drafted = decoded([COMPLETION], [DRAFTS], 2)
+    assert accepted_by_prompt(drafted.served) == [[2, 2]]
+    assert num_target_forwards(drafted.served) == 5  # the prompt, a draft, two tokens without one, a draft
+
+
+def test_prompts_are_timed_in_pairs() -> None:
+    [timed] = timed_prompts(decoded([COMPLETION], [DRAFTS], 2), decoded([COMPLETION[:4]], [[]], 0, 5.0))
+    assert timed.ratio == pytest.approx((8 / 2.0) / (4 / 5.0))
 
 
 def test_each_token_is_a_forward_pass_without_drafts() -> None:
@@ -52,8 +66,18 @@ def test_each_token_is_a_forward_pass_without_drafts() -> None:
 
 
 def test_unrecorded_drafts_raise() -> None:
+    check_recorded(decoded([COMPLETION], [DRAFTS], 2))
     with pytest.raises(EngineFailure, match="2 drafts were recorded and vLLM counts 3"):
-        pass_numbers(decoded([COMPLETION], [DRAFTS], 3), decoded([COMPLETION], [[]], 0), 3)
+        check_recorded(decoded([COMPLETION], [DRAFTS], 3))
+
+
+def test_sampling_in_vllm_has_greedy_drafts_alone(spec: TargetSpec) -> None:
+    run = context(spec, "evaluate.draft_tokens=3", "evaluate.temperature=0.5")
+    run.artifacts[Stage.export] = Artifact("export", {}, Path("export"))
+    report = sampled_report(decoded([COMPLETION], [DRAFTS], 2), vllm_evaluation(run, Path("passes")))
+    [row] = report["greedy_drafts"]["by_draft_length"]
+    assert (row["k"], row["num_drafts"], row["accepted_per_position"]) == (3, 2, (2, 2, 0))
+    assert (report["temperature"], report["source"], report["sampled_drafts"]) == (0.5, "decoding", None)
 
 
 def test_completions_are_identical_near_ties_or_different() -> None:
@@ -74,7 +98,7 @@ def test_prompts_without_room_for_completion_and_draft_are_left_out(
     run.artifacts[Stage.export] = Artifact("export", {}, Path("export"))
     settings = vllm_evaluation(run, Path("passes"))
     room = 100 - draft_room(settings.draft_tokens)
-    assert list(map(len, fitting_prompts(settings, [[1] * room, [1] * (room + 1)]))) == [room]
+    assert fitting_prompts(settings, [[1] * (room + 1), [1] * room]) == [1]
     assert f"1 prompts of more than {room} tokens are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"evaluate\.max_new_tokens=100.*200 positions"):
         fitting_prompts(settings, [[1] * (room + 1)])
@@ -89,4 +113,6 @@ def test_the_result_depends_on_the_engine_and_its_arguments(spec: TargetSpec) ->
         found.append(evaluate_inputs(run))
     by_hf, with_arguments, in_vllm = found
     assert by_hf == with_arguments
+    # vLLM batches by itself.
+    assert by_hf.pop("batch_size") == 16
     assert in_vllm == by_hf | {"engine": "vllm", "engine_args": {}}

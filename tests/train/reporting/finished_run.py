@@ -4,6 +4,8 @@ import math
 import random
 from typing import Any
 
+from train.reporting.results import FORMAT
+
 
 def train_metrics(
     num_steps: int = 400, every: int = 2, num_depths: int = 7, seed: int = 0
@@ -60,10 +62,8 @@ def finished_metrics() -> list[dict[str, Any]]:
     return records
 
 
-def decoding(accepted: list[int], num_drafts: int, **more: Any) -> dict[str, Any]:
+def statistics(accepted: list[int], num_drafts: int, **more: Any) -> dict[str, Any]:
     before = [num_drafts, *accepted]
-    num_forwards = num_drafts + 32
-    num_tokens = num_drafts + sum(accepted) + 32
     return {
         "k": len(accepted),
         "num_drafts": num_drafts,
@@ -71,34 +71,62 @@ def decoding(accepted: list[int], num_drafts: int, **more: Any) -> dict[str, Any
         "acceptance_length": 1 + sum(accepted) / num_drafts,
         "absolute_acceptance": [n / num_drafts for n in accepted],
         "conditional_acceptance": [n / max(m, 1) for n, m in zip(accepted, before, strict=False)],
-        "tokens_per_target_forward": num_tokens / num_forwards,
-        "num_tokens": num_tokens,
-        "num_target_forwards": num_forwards,
-        "seconds": 11.93,
-        "plain_seconds": 21.47,
-        "speedup": 21.47 / 11.93,
+    } | more
+
+
+def by_draft_length(accepted: list[int], num_drafts: int) -> dict[str, Any]:
+    """Return statistics with as many accepted at each position for drafts of any length."""
+    rows = []
+    for k in range(1, len(accepted) + 1):
+        row = statistics(accepted[:k], num_drafts)
+        length = row["acceptance_length"]
+        rows.append(row | {"low": length - 0.11, "high": length + 0.12})
+    return {"by_draft_length": rows, "by_prompt": {"drafts": [[num_drafts]] * 8, "accepted": [[0]] * 8}}
+
+
+def timing(**more: Any) -> dict[str, Any]:
+    return {
+        "how": "prompt by prompt in one process, the two sides in turns",
+        "num_prompts": 8,
+        "tokens_per_second": 90.5,
+        "plain_tokens_per_second": 50.3,
+        "speedup": 1.8,
+        "low": 1.62,
+        "high": 1.97,
+        "unknown": None,
+        "ratios": [1.8] * 8,
     } | more
 
 
 def evaluation() -> dict[str, Any]:
-    same = {"num_identical": 31, "num_near_tie": 1, "num_different": 0}
-    greedy = decoding([1102, 724, 469, 305], 1704, **same)
+    same = {"num_identical": 7, "num_near_tie": 1, "num_different": 0}
+    greedy = [1102, 724, 469, 305, 198, 129, 84, 55]
     return {
+        "format": FORMAT,
         "k": 4,
         "engine": "eagle31 (transformers, float32, cpu)",
         "num_prompts": 32,
         "max_new_tokens": 128,
-        "greedy": greedy,
-        "sampling": decoding([1050, 602, 338, 190], 1890, temperature=1.0),
-        "untrained": decoding([3, 0, 0, 0], 4064, **same) | {"seconds": 33.1, "speedup": 21.47 / 33.1},
-        "replay": {
-            key: greedy[key] for key in ("k", "num_drafts", "accepted_per_position", "acceptance_length")
+        "trained": by_draft_length(greedy, 1704),
+        "untrained": by_draft_length([3, 0, 0, 0, 0, 0, 0, 0], 4064),
+        "sampling": {
+            "temperature": 1.0,
+            "num_prompts": 32,
+            "source": "replay",
+            "greedy_drafts": by_draft_length([850, 402, 238, 110, 60, 30, 15, 7], 1890),
+            "sampled_drafts": by_draft_length([1050, 602, 338, 190, 100, 60, 30, 15], 1890),
         },
-        "by_draft_length": [
-            {"k": k, "trained": 1 + sum(greedy["absolute_acceptance"][:k]), "untrained": 1.0}
-            for k in (1, 2, 3, 4)
-        ]
-        + [{"k": 6, "trained": 2.74, "untrained": 1.0}],
+        "decoding": statistics(
+            [280, 180, 120, 75],
+            426,
+            num_prompts=8,
+            num_tokens=1089,
+            num_target_forwards=434,
+            tokens_per_target_forward=1089 / 434,
+            completions=same,
+            replay=same,
+            timing=timing(),
+        ),
     }
 
 

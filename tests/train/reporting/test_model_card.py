@@ -61,19 +61,23 @@ def test_every_number_has_k_temperature_and_engine() -> None:
         [cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines() if "trained |" in line
     ]
     assert [row[:4] for row in rows] == [
-        ["trained", "4", "0", "2.53"],
-        ["trained", "4", "1", "2.15"],
-        ["untrained", "4", "0", "1.00"],
+        ["trained", "greedy", "0", "2.53 (2.42 to 2.65)"],
+        ["trained", "greedy", "1", "1.85 (1.74 to 1.97)"],
+        ["trained", "sampled", "1", "2.15 (2.04 to 2.27)"],
+        ["untrained", "greedy", "0", "1.00 (0.89 to 1.12)"],
     ]
+    assert all(row[5].count("%") == 8 for row in rows)
+    assert "acceptance length at k = 4" in card
+    assert "1.80x (1.62 to 1.97)" in card
     assert "eagle31 (transformers, float32, cpu)" in card
-    assert "31 of 32 identical, 1 near-tie" in card
+    assert "7 of 8 identical, 1 near-tie" in card
     assert "not from vLLM" in card
 
 
 def test_results_from_vllm_are_named_as_such() -> None:
     engine = "vLLM 0.32.0, bfloat16, cuda, 8 at a time"
     card = model_card(run_info(), evaluation() | {"engine": engine, "untrained": None}, CONFIG)
-    assert f"engine: {engine}" in card
+    assert f"decoded by {engine}" in card
     assert "not from vLLM" not in card
     assert "the number of concurrent prompts" in card
     assert "| untrained |" not in card

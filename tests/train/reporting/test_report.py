@@ -11,11 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json, write_jsonl
 from tests.train.reporting.finished_run import (
     evaluation,
     finished_metrics,
     run_info,
+    timing,
     train_metrics,
     validation_metrics,
 )
@@ -77,8 +79,10 @@ def test_full_report(tmp_path: Path) -> None:
     assert saved == {"evaluation": evaluation(), "run": run_info(), "metrics": finished_metrics()}
     for shown in (
         "2.53",
+        "2.42 to 2.65",
+        "2.80",
         "1.80×",
-        "31/32",
+        "7/8",
         "temperature 0",
         "temperature 1",
         "eagle31 (transformers, float32, cpu)",
@@ -98,22 +102,43 @@ def test_full_report(tmp_path: Path) -> None:
 
 
 def test_report_without_the_optional_parts(tmp_path: Path) -> None:
-    missing = {"sampling": None, "untrained": None, "replay": None}
-    measured = evaluation() | missing | {"by_draft_length": [{"k": 1, "trained": 1.5, "untrained": None}]}
+    measured = evaluation() | {"sampling": None, "untrained": None}
     page = report(tmp_path, [], measured)
     assert "2.53" in page.text
     assert "temperature 1" not in page.text.replace("\xa0", " ")
+    assert "untrained" not in page.text
     assert pictures(tmp_path) == {"draft_length.png", "acceptance_by_position.png", "summary.png"}
     assert "2.53" in format_table(measured, run_info())
 
 
-def test_untrained_drafter_that_was_only_replayed_is_marked(tmp_path: Path) -> None:
-    measured = evaluation() | {"engine": "vLLM 0.32.0, bfloat16, cuda, 8 at a time", "untrained": None}
-    page = report(tmp_path, finished_metrics(), measured)
-    assert "untrained 1.00 by replay, perfect 5" in page.text
-    assert "vLLM 0.32.0, bfloat16, cuda, 8 at a time" in page.text
-    assert "untrained, by replay" in format_table(measured, run_info())
-    assert "untrained, by replay" not in format_table(evaluation(), run_info())
+def test_positions_and_draft_lengths_go_to_the_longest_draft(tmp_path: Path) -> None:
+    measured = evaluation()
+    # vLLM samples with drafts of k tokens alone, and never draws them from the drafter's distribution.
+    rows = measured["sampling"]["greedy_drafts"]["by_draft_length"]
+    measured["sampling"] |= {"greedy_drafts": {"by_draft_length": rows[3:4]}, "sampled_drafts": None}
+    text = report(tmp_path, [], measured).text.replace("\xa0", " ")
+    assert "3.2 %" in text  # of all drafts, at position 8
+    assert f"{rows[3]['acceptance_length']:.2f}" in text
+    assert f"{rows[7]['acceptance_length']:.2f}" not in text
+
+
+def test_a_speed_that_is_not_known_is_not_shown(tmp_path: Path) -> None:
+    measured = evaluation()
+    unknown = "3 prompts were timed, and at least 5 are needed"
+    measured["decoding"]["timing"] = timing(speedup=None, unknown=unknown)
+    page = report(tmp_path, [], measured)
+    assert unknown in page.text
+    assert "1.62" not in page.text
+    assert "90.5" not in page.text
+    assert f"not known: {unknown}" in format_table(measured, run_info())
+
+
+def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "report").mkdir()
+    known = {"evaluation": evaluation() | {"format": 1}, "run": run_info(), "metrics": []}
+    write_json(tmp_path / "report" / "metrics.json", known)
+    with pytest.raises(UserError, match=r"earlier version.*stages=\[evaluate,report\]"):
+        refresh_page(tmp_path)
 
 
 def test_early_report_removes_the_pictures_of_an_earlier_report(tmp_path: Path) -> None:
@@ -138,13 +163,16 @@ def test_embedded_target_has_a_name_and_is_served_from_its_directory(tmp_path: P
     assert "vllm serve /cache/embedded-3f2a91/model " in page.text
 
 
-def test_different_completions_are_highlighted(tmp_path: Path) -> None:
-    measured = evaluation() | {"by_draft_length": None}
-    measured["greedy"] |= {"num_identical": 29, "num_different": 2}
+@pytest.mark.parametrize(("part", "warning"), [("completions", "another text"), ("replay", "other drafts")])
+def test_what_decoding_contradicts_is_a_warning(tmp_path: Path, part: str, warning: str) -> None:
+    measured = evaluation()
+    measured["decoding"][part] = {"num_identical": 5, "num_near_tie": 1, "num_different": 2}
     page = report(tmp_path, [], measured)
-    assert "29/32" in page.text
-    assert "warning small" in page.classes
-    assert "2 different" in format_table(measured, run_info())
+    assert "conditions warning" in page.classes
+    assert warning in page.text
+    table = format_table(measured, run_info())
+    assert table.startswith("WARNING: ")
+    assert "5 of 8 identical, 1 near-tie, 2 different" in table
 
 
 def test_depth_curves_show_what_was_logged() -> None:
@@ -217,13 +245,14 @@ def test_table_columns_are_aligned() -> None:
     text = format_table(evaluation(), run_info() | {"report": Path("/runs/report/index.html")})
     rows = text.split("\n\n")[0].splitlines()
     assert rows[0].split("  ")[0] == "drafter"
+    assert [row.split()[1] for row in rows[1:]] == ["greedy", "greedy", "sampled", "greedy"]
     ends = {
         row.index(value) + len(value)
-        for row, value in zip(rows[1:], ("2.53", "2.15", "1.00", "2.53"), strict=True)
+        for row, value in zip(rows[1:], ("2.53", "1.85", "2.15", "1.00"), strict=True)
     }
     assert ends == {rows[0].index("acceptance length") + len("acceptance length")}
-    assert "engine       eagle31 (transformers, float32, cpu)" in text
-    assert text.endswith("report       /runs/report/index.html")
+    assert "8 of them decoded by eagle31 (transformers, float32, cpu)" in text
+    assert text.endswith("/runs/report/index.html")
 
 
 def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:

@@ -102,12 +102,19 @@ def test_vllm_drafts_and_writes_the_same_as_eagle31(in_vllm: VllmRun, decoded: l
 
 def test_vllm_gives_the_same_numbers_as_eagle31(in_vllm: VllmRun) -> None:
     hf, vllm = evaluations(in_vllm.directory)
-    names = ("num_drafts", "accepted_per_position", "num_tokens", "num_target_forwards", "num_identical")
-    assert {name: vllm["greedy"][name] for name in names} == {name: hf["greedy"][name] for name in names}
-    for name in ("k", "num_prompts", "max_new_tokens", "replay", "by_draft_length"):
+    names = (
+        *("num_drafts", "accepted_per_position", "num_tokens", "num_target_forwards"),
+        *("completions", "replay"),
+    )
+    assert {name: vllm["decoding"][name] for name in names} == {name: hf["decoding"][name] for name in names}
+    for name in ("k", "num_prompts", "max_new_tokens", "trained", "untrained"):
         assert vllm[name] == hf[name]
-    assert vllm["untrained"] is None
+    assert vllm["decoding"]["replay"]["num_identical"] >= 5
     assert vllm["sampling"] is None  # vLLM ignores temperatures on the CPU
+    timing = vllm["decoding"]["timing"]
+    assert "in an engine with the drafter, then in one without" in timing["how"]
+    assert min(timing["ratios"]) > 0
+    assert timing["tokens_per_second"] > 1
 
 
 def test_vllm_gives_the_same_margins_as_eagle31(in_vllm: VllmRun, decoded: list[Decoded]) -> None:
@@ -135,7 +142,7 @@ def test_report_and_card_name_vllm_as_the_engine(in_vllm: VllmRun) -> None:
     card = (in_vllm.directory / "export" / "README.md").read_text()
     assert engine in page
     assert engine in card
-    assert "untrained, by replay" in page
+    assert "8 at a time" in page
     assert "not from vLLM" not in card
 
 
@@ -162,16 +169,34 @@ def test_a_pass_that_fails_costs_no_other(
             evaluate()
     artifacts = tmp_path.glob("run/artifacts/evaluate-*")
     [unfinished] = [path for path in artifacts if not (path / "evaluation.json").exists()]
-    assert {path.stem for path in (unfinished / "passes").iterdir()} == {"plain", "greedy", "untrained"}
-    with monkeypatch.context() as patch:
-        for name in ("greedy_report", "decode_without_drafter"):
-            patch.setattr(evaluate_stage, name, lambda *_, **__: pytest.fail("decoded again"))
-        evaluate()
-    sampled, greedy = sorted(evaluations(tmp_path / "run"), key=lambda one: one["sampling"] is None)
-    assert sampled["sampling"]["num_tokens"] > 0
-    timed = ("seconds", "plain_seconds", "speedup")
-    without_times = [{k: v for k, v in one["greedy"].items() if k not in timed} for one in (sampled, greedy)]
-    assert without_times[0] == without_times[1]
+    passes = unfinished / "passes"
+    decoded = {f"prompt-{index}.json" for index in range(6)}
+    assert {path.name for path in passes.iterdir()} == {"sampled.jsonl", *decoded}
+    (passes / "prompt-5.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in passes.iterdir()}
+    evaluate()
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    found = sorted(evaluations(tmp_path / "run"), key=lambda one: one["sampling"] is None)
+    sampled, greedy = found
+    for one in found:
+        del one["decoding"]["timing"]
+    assert sampled | {"sampling": None} == greedy
+    assert_schema(sampled["sampling"])
+
+
+def assert_schema(sampling: dict[str, Any]) -> None:
+    """Check both kinds of drafts: every draft length, counts that sum up by prompt, ordered intervals."""
+    assert (sampling["temperature"], sampling["source"]) == (1.0, "replay")
+    for kind in ("greedy_drafts", "sampled_drafts"):
+        measured = sampling[kind]
+        rows, counts = measured["by_draft_length"], measured["by_prompt"]
+        assert [row["k"] for row in rows] == list(range(1, 9))
+        for row, drafts, accepted in zip(rows, counts["drafts"], counts["accepted"], strict=True):
+            assert len(drafts) == len(accepted) == sampling["num_prompts"] == 6
+            assert sum(drafts) == pytest.approx(row["num_drafts"])
+            assert sum(accepted) == pytest.approx(sum(row["accepted_per_position"]))
+            assert 1 <= row["low"] <= row["acceptance_length"] <= row["high"]
+    assert rows[3]["acceptance_length"] > 1
 
 
 def test_an_engine_that_fails_leaves_no_result(

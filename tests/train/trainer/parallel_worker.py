@@ -25,7 +25,8 @@ from data.batches.loader import RowLoader, RowPosition
 from data.batches.row_schedule import RowSchedule
 from data.samples import CapturedSample
 from eagle31.training.objectives import Objective, StepWeights
-from eagle31.training.step import greedy_hits, rollout_loss
+from eagle31.training.step import rollout_loss
+from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.optim.matrices import HEAD, is_matrix

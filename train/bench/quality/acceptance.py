@@ -1,32 +1,24 @@
 """Acceptance of kept weights by replay, for each held-out prompt; the same for all sides."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from data.batches.loader import pack_row
-from data.samples import CapturedSample
-from eagle31.decoding.replay import replay
 from eagle31.export.write import write_export
 from eagle31.json_files import read_json, write_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
-from eagle31.training.batch import PackedBatch
-from eagle31.training.step import greedy_hits
 from train.artifact import Artifact
 from train.bench.quality.dataset import Dataset, load_vocab, open_test
 from train.bench.quality.runs import Run
 from train.drafter.build import build_drafter
 from train.drafter.published import open_published
+from train.evaluation.replay import packed, replay_greedily
 
-MAX_DRAFT_TOKENS = 8
-_ROW_TOKENS = 2048
 ACCEPTANCE, SERVED = "acceptance.json", "served"
 
 
@@ -56,11 +48,11 @@ def measure_run(dataset: Dataset, run: Run, result: dict[str, Any], directory: P
         capture = artifacts / inputs["capture"]
         own = own_drafter(dataset, run, load_vocab(artifacts / inputs["vocab"]))
     store = open_test(capture)
-    rows = list(packed([store[index] for index in range(len(store))]))
+    rows = list(packed(store[index] for index in range(len(store))))
     measured = {}
     for kept in result["kept"]:
         drafter, frozen = drafter_of(dataset, own, directory / kept["checkpoint"])
-        measured[str(kept["step"])] = prompt_counts(drafter, frozen, rows)
+        measured[str(kept["step"])] = replay_greedily(drafter, frozen, rows).counts()
     write_json(path, measured)
     return measured
 
@@ -88,43 +80,6 @@ def drafter_of(dataset: Dataset, own: OwnDrafter | None, checkpoint: Path) -> tu
     loaded = open_published(checkpoint, dataset.parts, None, "checkpoint")
     frozen = FrozenParts(loaded.embed_tokens, dataset.parts.head, loaded.draft_target_ids, lm_head=None)
     return loaded.drafter, frozen
-
-
-def packed(samples: Sequence[CapturedSample]) -> Iterator[PackedBatch]:
-    """Yield the samples in order, as many in a row as fit."""
-    row: list[CapturedSample] = []
-    for sample in (*samples, None):
-        num_tokens = sum(len(one.input_ids) for one in row)
-        if row and (sample is None or num_tokens + len(sample.input_ids) > _ROW_TOKENS):
-            yield pack_row(row, num_tokens)
-            row = []
-        if sample is not None:
-            row.append(sample)
-
-
-@torch.no_grad()
-def prompt_counts(
-    drafter: Drafter, frozen: FrozenParts, rows: Sequence[PackedBatch]
-) -> dict[str, list[list[int]]]:
-    """Return `drafts` and `accepted`, each by draft length 1 to `MAX_DRAFT_TOKENS` and prompt."""
-    counts: dict[str, list[list[int]]] = {
-        name: [[] for _ in range(MAX_DRAFT_TOKENS)] for name in ("drafts", "accepted")
-    }
-    for batch in rows:
-        batch = batch.to(torch.device("cpu"), torch.float32)
-        hits, supervised = greedy_hits(drafter, frozen, batch, MAX_DRAFT_TOKENS)
-        for of_prompt in documents(batch):
-            for k in range(1, MAX_DRAFT_TOKENS + 1):
-                stats = replay(hits[of_prompt], supervised[of_prompt], k)
-                counts["drafts"][k - 1].append(stats.num_drafts)
-                counts["accepted"][k - 1].append(stats.num_accepted)
-    return counts
-
-
-def documents(batch: PackedBatch) -> Iterator[Tensor]:
-    """Yield the rows of each document, bool [T]."""
-    for document in range(int(batch.document_ids.max()) + 1):
-        yield batch.document_ids == document
 
 
 def served_checkpoint(dataset: Dataset, run: Run, result: dict[str, Any], directory: Path) -> Path:

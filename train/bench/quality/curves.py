@@ -3,23 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats: TypeAlias = NDArray[np.float64]
-NUM_RESAMPLES = 1000
+from eagle31.decoding.bootstrap import Floats, Interval, Resamples, interval
+
 UNTRAINED = 1.0  # the acceptance length before the first step: no draft is accepted
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value with the bounds that hold 95 % of the resamples."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -37,21 +27,11 @@ class Curve:
     accepted: Floats  # [S, C, P], accepted tokens
 
 
-class Resamples:
-    """Prompts and seeds, drawn with replacement, for all curves alike. The first resample has each once."""
-
-    def __init__(self, num_prompts: int, num: int = NUM_RESAMPLES, seed: int = 0) -> None:
-        self._rng_seed = seed
-        self.num = num
-        rng = np.random.default_rng(seed)
-        drawn = rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=num)
-        self.prompts: Floats = np.vstack([np.ones(num_prompts), drawn]).astype(float)  # [1 + B, P]
-
-    def seeds(self, num_seeds: int) -> NDArray[np.int64]:
-        """Return the seeds of each resample, [1 + B, S]; the same for curves of as many seeds."""
-        rng = np.random.default_rng([self._rng_seed, num_seeds])
-        drawn = rng.integers(num_seeds, size=(self.num, num_seeds))
-        return np.vstack([np.arange(num_seeds), drawn])
+def drawn_seeds(num_seeds: int, resamples: Resamples) -> NDArray[np.int64]:
+    """Return the seeds of each resample, [1 + B, S]; the same for curves of as many seeds."""
+    rng = np.random.default_rng([resamples.seed, num_seeds])
+    drawn = rng.integers(num_seeds, size=(resamples.num, num_seeds))
+    return np.vstack([np.arange(num_seeds), drawn])
 
 
 def acceptance_lengths(curve: Curve, resamples: Resamples) -> Floats:
@@ -102,15 +82,6 @@ def lengths_after(minutes: Floats, lengths: Floats, when: float, tolerance: floa
     return found
 
 
-def interval(values: Floats) -> Interval:
-    """Return the first value, and the bounds of the others that are a number or infinity."""
-    others = np.sort(values[1:][~np.isnan(values[1:])])
-    if np.isnan(values[0]) or not len(others):
-        return Interval(float(values[0]), np.nan, np.nan)
-    low, high = (others[round(share * (len(others) - 1))] for share in (0.025, 0.975))
-    return Interval(float(values[0]), float(low), float(high))
-
-
 def intervals(values: Floats) -> list[Interval]:
     """Return the interval of each column of [1 + B, C]."""
     return [interval(column) for column in values.T]
@@ -118,7 +89,7 @@ def intervals(values: Floats) -> list[Interval]:
 
 def _mean_over_seeds(values: Floats, resamples: Resamples) -> Floats:
     """[1 + B, S, C] -> [1 + B, C]"""
-    seeds = resamples.seeds(values.shape[1])
+    seeds = drawn_seeds(values.shape[1], resamples)
     return np.take_along_axis(values, seeds[:, :, None], axis=1).mean(axis=1)
 
 

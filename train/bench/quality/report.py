@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from eagle31.decoding.bootstrap import Floats, Interval, Resamples, interval
 from train.bench.quality.curves import (
     UNTRAINED,
     Curve,
-    Floats,
-    Interval,
-    Resamples,
     acceptance_lengths,
-    interval,
     intervals,
     lengths_after,
     levels_between,

@@ -3,12 +3,10 @@ import math
 import numpy as np
 import pytest
 
+from eagle31.decoding.bootstrap import Floats, Resamples, interval
 from train.bench.quality.curves import (
     Curve,
-    Floats,
-    Resamples,
     acceptance_lengths,
-    interval,
     lengths_after,
     levels_between,
     minutes_until,

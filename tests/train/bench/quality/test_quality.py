@@ -15,23 +15,17 @@ from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
+from eagle31.decoding.bootstrap import Resamples
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments
-from train.bench.quality.acceptance import (
-    drafter_of,
-    measure_run,
-    own_drafter,
-    packed,
-    prompt_counts,
-    served_checkpoint,
-)
-from train.bench.quality.curves import Resamples
+from train.bench.quality.acceptance import drafter_of, measure_run, own_drafter, served_checkpoint
 from train.bench.quality.dataset import Dataset, load_vocab, run_logged, target_tensors
 from train.bench.quality.report import default_levels, goals, measure, plot, table_lines, to_json
 from train.bench.quality.runs import RESULT, Run, Runner
 from train.bench.quality.sides import Side
 from train.drafter.export_checks import validate_export
+from train.evaluation.replay import packed, replay_greedily
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "bench" / "quality"))
@@ -64,7 +58,8 @@ def test_a_run_of_eagle31(dataset: Dataset, tmp_path: Path) -> None:
     own = own_drafter(dataset, run, load_vocab(dataset.artifacts["vocab"]))
     last = drafter_of(dataset, own, directory / kept[-1]["checkpoint"])
     store = HiddenStateStore(dataset.artifacts["capture"] / "validation")
-    counts = prompt_counts(*last, list(packed([store[index] for index in range(len(store))])))
+    rows = packed(store[index] for index in range(len(store)))
+    counts = replay_greedily(*last, rows, 8).counts()
     records = read_jsonl(directory / result["artifact"] / "metrics.jsonl")
     (validation,) = (one for one in records if one["kind"] == "validation" and one["step"] == STEPS)
     for k, expected in validation["acceptance_length"].items():

@@ -5,6 +5,7 @@ import statistics
 from eagle31.json_files import read_json
 from train.bench.gpu_check import runs
 from train.bench.gpu_check.record import Options, Record
+from train.reporting.results import at_draft_length, describe_counts, describe_speed
 
 
 def run(options: Options, record: Record) -> None:
@@ -19,11 +20,16 @@ def run(options: Options, record: Record) -> None:
     record.figure("tokens per second in training, median", round(speed))
     record.check("the loss falls", last < first, f"from {first:.3f} to {last:.3f}")
     evaluation = runs.evaluation_of(directory)
-    greedy, replay = evaluation["greedy"], evaluation["replay"]
-    record.figure("acceptance length", round(greedy["acceptance_length"], 3), f"at k = {greedy['k']}")
-    record.figure("acceptance length by replay", round(replay["acceptance_length"], 3))
-    record.figure("speed-up of speculative decoding", round(greedy["speedup"], 2), "x")
-    counts = {name: greedy[f"num_{name}"] for name in ("identical", "near_tie", "different")}
-    record.figure("completions", ", ".join(f"{count} {name}" for name, count in counts.items()))
-    detail = "completions that differ from the target's at more than a near-tie: {different}".format(**counts)
-    record.check("speculative decoding writes the target's text", counts["different"] == 0, detail)
+    decoding = evaluation["decoding"]
+    stats = at_draft_length(evaluation["trained"], evaluation["k"])
+    record.figure("acceptance length by replay", round(stats["acceptance_length"], 3), f"at k = {stats['k']}")
+    record.figure("speed-up of speculative decoding", describe_speed(decoding["timing"]))
+    checks = {
+        "completions": "speculative decoding writes the target's text",
+        "replay": "replay accepts the drafts that decoding accepts",
+    }
+    for name, meaning in checks.items():
+        counts = decoding[name]
+        record.figure(f"decoded prompts, {name}", describe_counts(counts))
+        detail = f"prompts that differ at more than a near-tie: {counts['num_different']}"
+        record.check(meaning, counts["num_different"] == 0, detail)

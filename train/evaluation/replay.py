@@ -1,0 +1,125 @@
+"""Acceptance by replay, for each prompt and draft length."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.batches.loader import pack_row
+from data.samples import CapturedSample
+from eagle31.decoding.acceptance import AcceptanceStats
+from eagle31.decoding.bootstrap import Resamples, acceptance_interval
+from eagle31.decoding.replay import expected_replay, replay
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch
+from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
+
+MAX_DRAFT_TOKENS = 8
+_ROW_TOKENS = 2048
+
+# The rows of one document as `replay` takes them, and the draft length.
+Rule = Callable[[Tensor, Tensor, int], AcceptanceStats]
+Lengths = tuple[AcceptanceStats, ...]  # of one prompt, by draft length
+
+
+@dataclass(frozen=True)
+class PromptAcceptance:
+    """The statistics of P prompts at some draft lengths, which are the same for all prompts."""
+
+    by_prompt: tuple[Lengths, ...]
+
+    def totals(self) -> list[AcceptanceStats]:
+        """Return the statistics over all prompts, by draft length."""
+        return [sum(others, first) for first, *others in zip(*self.by_prompt, strict=True)]
+
+    def counts(self) -> dict[str, list[list[float]]]:
+        """Return `drafts` and `accepted`, each by draft length and prompt."""
+        lengths = list(zip(*self.by_prompt, strict=True))
+        return {
+            "drafts": [[one.num_drafts for one in of_length] for of_length in lengths],
+            "accepted": [[one.num_accepted for one in of_length] for of_length in lengths],
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the statistics at each draft length with 95 % intervals over prompts, and the counts."""
+        counts, resamples = self.counts(), Resamples(len(self.by_prompt))
+        rows = []
+        for total, drafts, accepted in zip(self.totals(), *counts.values(), strict=True):
+            found = acceptance_interval(drafts, accepted, resamples)
+            rows.append(total.to_json() | {"low": found.low, "high": found.high})
+        return {"by_draft_length": rows, "by_prompt": counts}
+
+
+def longest_draft(draft_tokens: int) -> int:
+    """Return the longest draft that is replayed for an evaluation at this draft length."""
+    return max(MAX_DRAFT_TOKENS, draft_tokens)
+
+
+@torch.no_grad()
+def replay_greedily(
+    drafter: Drafter,
+    frozen: FrozenParts,
+    rows: Iterable[PackedBatch],
+    max_draft_tokens: int = MAX_DRAFT_TOKENS,
+) -> PromptAcceptance:
+    """Replay greedy drafts of completions that the target wrote greedily."""
+    found: list[Lengths] = []
+    for batch in rows:
+        on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
+        found += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
+    return PromptAcceptance(tuple(found))
+
+
+@torch.no_grad()
+def sampling_report(
+    drafter: Drafter,
+    frozen: FrozenParts,
+    rows: Iterable[PackedBatch],
+    max_draft_tokens: int,
+    temperature: float,
+) -> dict[str, Any] | None:
+    """Return `sampling` of evaluation.json: greedy drafts, and sampled ones, of the same completions.
+
+    Args:
+        rows: completions that the target sampled at the temperature; without any the result is None.
+    """
+    greedy: list[Lengths] = []
+    sampled: list[Lengths] = []
+    for batch in rows:
+        on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
+        greedy += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
+        given_text = acceptance_given_text(drafter, frozen, on_device, max_draft_tokens, temperature)
+        sampled += _by_document(batch, expected_replay, *given_text)
+    if not greedy:
+        return None
+    return {
+        "temperature": temperature,
+        "num_prompts": len(greedy),
+        "source": "replay",
+        "greedy_drafts": PromptAcceptance(tuple(greedy)).to_json(),
+        "sampled_drafts": PromptAcceptance(tuple(sampled)).to_json(),
+    }
+
+
+def packed(samples: Iterable[CapturedSample]) -> Iterator[PackedBatch]:
+    """Yield the samples in order, as many in a row as fit."""
+    row: list[CapturedSample] = []
+    num_tokens = 0
+    for sample in samples:
+        if row and num_tokens + len(sample.input_ids) > _ROW_TOKENS:
+            yield pack_row(row, num_tokens)
+            row, num_tokens = [], 0
+        row.append(sample)
+        num_tokens += len(sample.input_ids)
+    if row:
+        yield pack_row(row, num_tokens)
+
+
+def _by_document(batch: PackedBatch, rule: Rule, compared: Tensor, supervised: Tensor) -> list[Lengths]:
+    """Return the statistics of each document in a row on the CPU."""
+    lengths = range(1, supervised.shape[1] + 1)
+    documents = (batch.document_ids == index for index in range(int(batch.document_ids.max()) + 1))
+    return [tuple(rule(compared[rows], supervised[rows], k) for k in lengths) for rows in documents]
