@@ -40,10 +40,7 @@ def paired_timing(prompts: Sequence[TimedPrompt], how: str) -> dict[str, Any]:
     if len(prompts) < MIN_PROMPTS:
         unknown = f"{len(prompts)} prompts were timed, and at least {MIN_PROMPTS} are needed"
     elif found.high > MAX_SPREAD * found.low:
-        unknown = (
-            f"the times vary too much: the 95 % interval of the speed-up is {found.low:.2f} to "
-            f"{found.high:.2f}, and its bounds may be a factor of {MAX_SPREAD:g} apart"
-        )
+        unknown = f"the times vary too much (95 % interval {found.low:.2f} to {found.high:.2f})"
     return {
         "how": how,
         "num_prompts": len(prompts),

@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +14,8 @@ from data.target.head import TargetHead
 from data.target.modules import TargetModules, locate
 from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.replay import replay
+from eagle31.decoding.chain import ChainDrafter
+from eagle31.decoding.replay import expected_replay, replayed_drafts
 from eagle31.decoding.speculative import (
     Decoded,
     acceptance,
@@ -23,7 +25,8 @@ from eagle31.decoding.speculative import (
 )
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.teacher_forced import greedy_hits
+from eagle31.training.batch import PackedBatch
+from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
 from tests.eagle31.tiny import MLA, tiny_config
 
 CPU = torch.device("cpu")
@@ -95,36 +98,37 @@ def cases() -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "lengths"),
     [
-        {},
-        {"fc_norm": False, "norm_output": False},
-        {"num_hidden_layers": 2, "norm_before_residual": True},
-        {"draft_vocab_size": VOCAB},
-        MLA | {"num_attention_heads": 4, "num_hidden_layers": 2},
+        ({}, range(1, 9)),
+        ({"fc_norm": False, "norm_output": False}, [4]),
+        ({"num_hidden_layers": 2, "norm_before_residual": True}, [4]),
+        ({"draft_vocab_size": VOCAB}, [4]),
+        (MLA | {"num_attention_heads": 4, "num_hidden_layers": 2}, [4]),
     ],
     ids=["eagle3.1", "eagle3", "two layers", "full vocabulary", "mla"],
 )
-@pytest.mark.parametrize("draft_tokens", [1, 4])
 def test_completions_are_the_targets_and_replay_equals_decoding(
-    cases: list[Case], changes: dict, draft_tokens: int
+    cases: list[Case], changes: dict, lengths: Sequence[int]
 ) -> None:
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules, **changes)
-    decoded, replayed = [], AcceptanceStats(draft_tokens, 0, (0,) * draft_tokens)
-    for case in cases:
-        ours = decode_speculatively(target, drafter, frozen, case.prompt, draft_tokens=draft_tokens, **LIMITS)
-        assert ours.token_ids == case.plain.token_ids
-        assert len(ours.token_ids) == LIMITS["max_new_tokens"] or ours.token_ids[-1] == END
-        decoded.append(ours)
-        batch = pack_row([case.sample], len(case.sample.input_ids))
-        replayed += replay(*greedy_hits(drafter, frozen, batch, draft_tokens), draft_tokens)
-    stats = acceptance(decoded, draft_tokens)
-    assert stats == replayed
-    # Agreement means something only if some drafts are accepted and some rejected.
-    assert 0 < stats.num_accepted < stats.num_drafts * draft_tokens
-    assert sum(one.num_target_forwards for one in decoded) < sum(len(one.token_ids) for one in decoded)
+    cases = cases[: 12 if len(lengths) == 1 else 4]  # decoding takes time
+    batches = [pack_row([case.sample], len(case.sample.input_ids)) for case in cases]
+    compared = [greedy_hits(drafter, frozen, batch, max(lengths)) for batch in batches]
+    for k in lengths:
+        decoded = []
+        for case, (hits, supervised) in zip(cases, compared, strict=True):
+            ours = decode_speculatively(target, drafter, frozen, case.prompt, draft_tokens=k, **LIMITS)
+            assert ours.token_ids == case.plain.token_ids
+            assert len(ours.token_ids) == LIMITS["max_new_tokens"] or ours.token_ids[-1] == END
+            assert ours.accepted == replayed_drafts(hits, supervised, k)
+            decoded.append(ours)
+        stats = acceptance(decoded, k)
+        # Agreement means something only if some drafts are accepted and some rejected.
+        assert 0 < stats.num_accepted < stats.num_drafts * k
+        assert sum(one.num_target_forwards for one in decoded) < sum(len(one.token_ids) for one in decoded)
 
 
 def test_drafts_and_margins_are_kept() -> None:
@@ -221,23 +225,33 @@ def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(emitted, p[0], rtol=0, atol=1 / len(grid))
 
 
-def test_sampled_completions_follow_the_target() -> None:
+def captured(
+    model: LlamaForCausalLM, modules: TargetModules, prompt: list[int], decoded: Decoded
+) -> PackedBatch:
+    ids = torch.tensor([*prompt, *decoded.token_ids])
+    [(aux, final)] = HiddenStateCapture(model, modules, AUX).capture([ids])
+    mask = torch.arange(len(ids)) >= len(prompt)
+    return pack_row([CapturedSample(ids, mask, aux, final)], len(ids))
+
+
+def test_sampled_completions_follow_the_target_and_replay_expects_their_acceptance() -> None:
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules)
     drafter.lm_head.weight.mul_(10)  # far from uniform, so that the distributions differ
     generator = torch.Generator().manual_seed(3)
-    temperature, num_accepted = 1.5, 0
-    emitted, expected = [], []
-    for start in range(6):
-        prompt = [start, 2, 3]
+    temperature, k = 1.5, 2
+    emitted, expected, excess_counts = [], [], []
+    num_accepted = 0
+    for start in range(24):
+        prompt = [start % 6, 2, 3]
         ours = decode_speculatively(
             target,
             drafter,
             frozen,
             prompt,
-            draft_tokens=2,
-            max_new_tokens=160,
+            draft_tokens=k,
+            max_new_tokens=40,
             eos_token_ids=[],
             temperature=temperature,
             generator=generator,
@@ -246,6 +260,14 @@ def test_sampled_completions_follow_the_target() -> None:
         logits = model(input_ids=torch.tensor([prompt + ours.token_ids])).logits[0]
         emitted.append(torch.tensor(ours.token_ids))
         expected.append((logits[len(prompt) - 1 : -1] / temperature).softmax(-1))
+        counted = AcceptanceStats.from_lengths(k, ours.accepted)
+        batch = captured(model, modules, prompt, ours)
+        replayed = expected_replay(*acceptance_given_text(drafter, frozen, batch, k, temperature), k)
+        counts = [
+            torch.tensor([one.num_drafts, *one.accepted_per_position], dtype=torch.float64)
+            for one in (counted, replayed)
+        ]
+        excess_counts.append(counts[0] - counts[1])
     tokens, probs = torch.cat(emitted), torch.cat(expected).double()  # [N], [N, V]
     assert num_accepted > 100
     # Each token is drawn from its row given its prefix, so its deviations from the mean are a martingale.
@@ -257,3 +279,39 @@ def test_sampled_completions_follow_the_target() -> None:
     excess = surprise[torch.arange(len(tokens)), tokens] - entropy
     variance = (probs * (surprise - entropy[:, None]) ** 2).sum(1)
     assert abs(excess.sum() / variance.sum().sqrt()) < 4.5
+    # Given the text, the counts of decoding scatter around what replay expects; the completions are
+    # independent, and the error of their mean follows from their number.
+    differences = torch.stack(excess_counts)
+    errors = differences.std(0) / len(differences) ** 0.5
+    assert (errors < 1.0).all()  # of about 15 drafts and 25 accepted tokens
+    assert (differences.mean(0).abs() < 4.5 * errors).all()
+
+
+def test_replay_of_a_sampled_completion_equals_decoding_with_greedy_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM takes a greedy draft for a draw from a distribution with one token."""
+
+    def greedy(
+        chain: ChainDrafter, logits: torch.Tensor, temperature: float, _: object
+    ) -> tuple[int, torch.Tensor]:
+        assert temperature > 0
+        ids = chain.frozen.draft_target_ids
+        assert ids is not None
+        token = int(ids[logits.argmax()])
+        return token, torch.nn.functional.one_hot(torch.tensor(token), VOCAB).float()
+
+    monkeypatch.setattr(ChainDrafter, "_pick", greedy)
+    model, modules = tiny_target()
+    target = TargetDecoder(model, modules, AUX)
+    drafter, frozen = drafter_for(modules)
+    generator = torch.Generator().manual_seed(5)
+    num_accepted = 0
+    for start in range(4):
+        prompt = [start, 2, 3]
+        sampling = {"temperature": 0.8, "generator": generator}
+        ours = decode_speculatively(target, drafter, frozen, prompt, draft_tokens=3, **LIMITS, **sampling)
+        batch = captured(model, modules, prompt, ours)
+        assert ours.accepted == replayed_drafts(*greedy_hits(drafter, frozen, batch, 3), 3)
+        num_accepted += sum(ours.accepted)
+    assert num_accepted > 5

@@ -48,14 +48,6 @@ def test_lengths_after_some_minutes() -> None:
     assert np.isnan(found[1])
 
 
-def test_an_interval_with_infinity_and_without_numbers() -> None:
-    found = interval(np.array([2.0, *np.linspace(1.0, 3.0, 90), *[np.inf] * 10]))
-    assert found.value == 2.0
-    assert found.low == pytest.approx(1.0, abs=0.1)
-    assert found.high == np.inf
-    assert np.isnan(interval(np.array([np.nan, 1.0])).low)
-
-
 def curve(accepted: list[list[list[float]]]) -> Curve:
     counts = np.array(accepted)
     ones = np.ones(counts.shape[:2])
