@@ -74,7 +74,7 @@ def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> N
     head, *rows = (line.split() for line in printed.splitlines()[:4])
     assert head[:4] == ["drafter", "drafts", "k", "temperature"]
     assert [row[1:4] for row in rows] == [["greedy", "2", "0"], ["greedy", "2", "1"], ["sampled", "2", "1"]]
-    assert "2 of them decoded by eagle31 (transformers, float32, cpu)" in printed
+    assert "2 of them by eagle31 (transformers, float32, cpu)" in printed
 
 
 def test_other_aux_layers_are_read_when_asked_for(asked: CheckpointEvaluation) -> None:

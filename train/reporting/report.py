@@ -23,11 +23,12 @@ from train.reporting.results import (
     acceptance_table,
     acceptances,
     at_draft_length,
-    check_rows,
     describe_conditions,
+    details,
     interval_of,
     read_report,
     read_serving,
+    summary_rows,
     warnings_of,
     with_interval,
 )
@@ -97,7 +98,7 @@ def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = []
     if evaluation:
         lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
-        rows = [("prompts", describe_conditions(evaluation)), *check_rows(evaluation)]
+        rows = summary_rows(evaluation)
     rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
     for warning in _warnings(evaluation, run_info):
         lines = [f"WARNING: {warning}", "", *lines]
@@ -140,7 +141,7 @@ def _page(
         headlines=_headlines(evaluation),
         warnings=_warnings(evaluation, run_info),
         acceptance_table=acceptance_table(evaluation),
-        check_rows=check_rows(evaluation) if evaluation else [],
+        details=details(evaluation) if evaluation else [],
         conditions=describe_conditions(evaluation) if evaluation else "",
         measured=acceptances(evaluation),
         num_positions=_num_positions(evaluation),

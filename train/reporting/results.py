@@ -157,15 +157,26 @@ def acceptance_table(evaluation: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def check_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what decoding showed, as names and values."""
+def summary_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the conditions and what decoding showed, as names and values."""
+    decoding = evaluation["decoding"]
+    limit = f"up to {evaluation['max_new_tokens']} new tokens each"
+    return [
+        ("replayed", f"{evaluation['num_prompts']} held-out prompts, {limit}"),
+        ("decoded", f"{decoding['num_prompts']} of them by {evaluation['engine']}"),
+        ("completions, compared with target", describe_counts(decoding["completions"])),
+        ("decoding, compared with replay", describe_counts(decoding["replay"])),
+        ("speed-up", describe_speed(decoding["timing"])),
+    ]
+
+
+def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the summary and how the numbers of decoding came about."""
     decoding = evaluation["decoding"]
     return [
-        ("completions with the drafter and without", describe_counts(decoding["completions"])),
-        ("decoding compared with replay", describe_counts(decoding["replay"])),
-        ("tokens per target forward", f"{decoding['tokens_per_target_forward']:.2f}"),
-        ("speed-up", describe_speed(decoding["timing"])),
-        ("speed-up measured on", f"{decoding['timing']['num_prompts']} prompts, {decoding['timing']['how']}"),
+        *summary_rows(evaluation),
+        ("speed-up measured on", f"{decoding['timing']['num_prompts']} prompts: {decoding['timing']['how']}"),
+        ("tokens per target forward", f"{decoding['tokens_per_target_forward']:.2f}, when decoded"),
     ]
 
 
@@ -180,8 +191,7 @@ def format_evaluation(result: dict[str, Any]) -> str:
         rows.append([name, *rates, *[""] * (len(head) - 1 - len(rates))])
     lines = [*aligned(acceptance_table(result), text_columns=2), "", *aligned(rows), ""]
     rest = [
-        ("prompts", describe_conditions(result)),
-        *check_rows(result),
+        *details(result),
         ("aux layer ids", str(result["aux_layer_ids"])),
         *(("note", note) for note in result["notes"]),
         *(("WARNING", warning) for warning in warnings_of(result)),

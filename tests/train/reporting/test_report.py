@@ -251,7 +251,7 @@ def test_table_columns_are_aligned() -> None:
         for row, value in zip(rows[1:], ("2.53", "1.85", "2.15", "1.00"), strict=True)
     }
     assert ends == {rows[0].index("acceptance length") + len("acceptance length")}
-    assert "8 of them decoded by eagle31 (transformers, float32, cpu)" in text
+    assert "8 of them by eagle31 (transformers, float32, cpu)" in text
     assert text.endswith("/runs/report/index.html")
 
 
