@@ -63,6 +63,7 @@ class RunContext:
     artifacts: dict[Stage, Artifact] = field(default_factory=dict)
     reused: set[str] = field(default_factory=set)  # names of the stages that were finished already
     earlier: EarlierTraining | None = None  # the training that this run's can continue
+    continued: EarlierTraining | None = None  # the one that it does continue
 
     @property
     def output_dir(self) -> Path:

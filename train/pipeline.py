@@ -32,7 +32,7 @@ from train.reporting.hub import check_push
 from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
-from train.stages.continuing import begin_training, check_training, link_results, share_earlier
+from train.stages.continuing import begin_training, link_results, share_continued, share_earlier
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, run_export
@@ -120,15 +120,13 @@ def run_stages(context: RunContext) -> None:
     if pushes(config):
         check_push(config.hub)
     problem = share_earlier(context) if Stage.vocab in needed else None
-    unfinished = unfinished_stages(context, needed)
+    unfinished = unfinished_stages(context, needed, problem)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
     for stage in unfinished:
         check_selected(context, stage)
-    if Stage.train in unfinished and world.is_main:
-        check_training(context, problem)
     try:
         begin_servers(context, unfinished)
-        if Stage.train in unfinished and world.is_main and context.earlier is not None:
+        if Stage.train in unfinished and world.is_main and context.continued is not None:
             begin_training(context)  # now: the earlier training may delete its checkpoint during other stages
         for stage in needed:
             if stage in STAGES:
@@ -159,10 +157,21 @@ def conclude(context: RunContext, stage: Stage) -> None:
         _say(context, f"push: {push_run(context.output_dir, config.hub)}")
 
 
-def unfinished_stages(context: RunContext, needed: Sequence[Stage]) -> list[Stage]:
-    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it."""
+def unfinished_stages(
+    context: RunContext, needed: Sequence[Stage], problem: UserError | None = None
+) -> list[Stage]:
+    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it.
+
+    Args:
+        problem: why there is no training to continue.
+
+    Raises:
+        UserError: the training to continue cannot be continued with these settings.
+    """
     for stage in needed:
         if stage in STAGES:
+            if stage is Stage.train:
+                share_continued(context, STAGES[stage].inputs(context), problem)
             inputs = STAGES[stage].inputs(context)
             artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
             context.artifacts[stage] = artifact

@@ -26,14 +26,14 @@ from train.trainer.continuation import (
     VOCAB,
     EarlierTraining,
     begin,
+    begun_trainings,
     check_steps,
     find_earlier,
     parse_origin,
-    saved_steps,
 )
 
 KEPT = "kept"  # the input of the vocab stage that says which earlier vocabulary it keeps
-_EARLIER = "stages/train/earlier"
+_EARLIER, _CONTINUED = "stages/train/earlier", "stages/train/continued"
 # Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
 CHANGEABLE_OPTIM = frozenset(
     {
@@ -114,31 +114,48 @@ def _earlier(context: RunContext) -> tuple[EarlierTraining | None, UserError | N
         return None, problem or error
 
 
-def check_training(context: RunContext, problem: UserError | None) -> None:
-    """Decide whether the training continues the earlier one or starts at the first step. Rank 0 calls.
+def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserError | None) -> None:
+    """Set `context.continued` as rank 0 decides. Every rank calls, once the stages before are located.
+
+    A training that was begun with the same settings continues what it did then, so that it is found again.
 
     Args:
+        inputs: of the train stage, apart from what it continues.
         problem: what `share_earlier` returned.
 
     Raises:
-        UserError: the user named an earlier training, or continues it with other data, and it cannot be
-            continued with these settings.
+        UserError: on rank 0; the user named an earlier training, or continues it with other data, and it
+            cannot be continued with these settings.
     """
-    artifact, earlier = context.artifacts[Stage.train], context.earlier
-    if saved_steps(artifact.directory):
-        return
-    automatic = context.config.train.continue_from == AUTO
+    values = shared_values()
+    if context.world.is_main:
+        continued = _continued(context, inputs, problem)
+        values.set(_CONTINUED, json.dumps(continued and continued.to_json()))
+    found = json.loads(read_when_set(values, _CONTINUED))
+    context.continued = found and EarlierTraining.from_json(found)
+
+
+def _continued(
+    context: RunContext, inputs: dict[str, Any], problem: UserError | None
+) -> EarlierTraining | None:
+    origin = context.config.train.continue_from
+    if origin == NONE:
+        return None
+    for begun in begun_trainings(context.output_dir, inputs):
+        if origin == AUTO or begun.is_from(*parse_origin(origin)):
+            return begun.continued
     try:
         if problem is not None:
             raise problem
-        if earlier is not None:
-            check_steps(earlier, context.config.train.max_steps, artifact.inputs)
+        if context.earlier is not None:
+            check_steps(context.earlier, context.config.train.max_steps, inputs)
     except UserError as error:
         # A draft vocabulary that was kept for the drafter of the earlier training is not for a new one.
-        if not automatic or KEPT in context.artifacts[Stage.vocab].inputs:
+        if origin != AUTO or KEPT in context.artifacts[Stage.vocab].inputs:
             raise
-        context.earlier = None
         print(f"train: starts at the first step: {error.remedy}", flush=True)
+        return None
+    return context.earlier
 
 
 def begin_training(context: RunContext) -> None:
@@ -147,10 +164,10 @@ def begin_training(context: RunContext) -> None:
     Raises:
         UserError: the earlier training deleted the checkpoint in the meantime.
     """
-    artifact, earlier = context.artifacts[Stage.train], context.earlier
-    if begin(artifact.directory, artifact.inputs, earlier):
-        assert earlier is not None
-        print(f"train: continues {earlier.directory} after step {earlier.step}", flush=True)
+    artifact, continued = context.artifacts[Stage.train], context.continued
+    if begin(artifact.directory, artifact.inputs, continued):
+        assert continued is not None
+        print(f"train: continues {continued.directory} after step {continued.step}", flush=True)
 
 
 def link_results(context: RunContext, stages: Sequence[Stage]) -> None:

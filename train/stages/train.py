@@ -36,6 +36,7 @@ from train.stages.continuing import (
 from train.stages.vocab import load_vocab
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.continuation import CONTINUED
 from train.trainer.loop import LoopSettings, train
 from train.trainer.model_engine import ensure_process_group, release_memory
 from train.trainer.tracking import open_tracker
@@ -48,7 +49,8 @@ _OPENED = "stages/train/opened"
 def train_inputs(context: RunContext) -> dict[str, Any]:
     config = context.config
     training = asdict(config.train)
-    # These change no weights. validate_every stays in: it affects which step is chosen as the best.
+    # These change no weights, or are a separate input: what is in fact continued. validate_every stays in: it
+    # affects which step is chosen as the best.
     for name in (
         "log_every",
         "save_every",
@@ -68,7 +70,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "optim": plain(optim),
         "train": plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
-    }
+    } | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
 
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:

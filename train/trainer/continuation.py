@@ -1,5 +1,6 @@
 """Continuing an earlier training: finding its checkpoints, and taking one over into a new directory."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,12 +10,14 @@ from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
+from train.artifact import MANIFEST
 from train.trainer.checkpoints import BEST, STATE
 
 BEGUN = "begun.json"
 METRICS = "metrics.jsonl"
 VOCAB = "vocab.safetensors"
 KEY = "train.continue_from"
+CONTINUED = "continued"  # the input of a training that continues another
 _SHOWN = 6  # settings that a message names
 
 
@@ -38,6 +41,10 @@ class EarlierTraining:
     def artifacts(self) -> Path:
         """The directory with the results of all stages of its run."""
         return self.directory.parent
+
+    def to_input(self) -> dict[str, Any]:
+        """Return what the result of a training that continues this one depends on."""
+        return {"training": self.directory.name, "step": self.step}
 
     def to_json(self) -> dict[str, Any]:
         return {"directory": str(self.directory), "step": self.step}
@@ -90,10 +97,44 @@ def find_earlier(
     )
 
 
+@dataclass(frozen=True)
+class BegunTraining:
+    """A training that has been begun: what it continues, or None."""
+
+    continued: EarlierTraining | None
+
+    def is_from(self, path: Path, step: int | None) -> bool:
+        """Return whether it continues a training in this output directory, or this training.
+
+        Args:
+            step: that after which it continues; None for any.
+        """
+        if self.continued is None or step not in (None, self.continued.step):
+            return False
+        training = self.continued.directory.resolve()
+        return path.resolve() in (training, training.parent.parent)
+
+
+def begun_trainings(output_dir: Path, inputs: dict[str, Any]) -> list[BegunTraining]:
+    """Return the trainings in an output directory with these inputs, whatever they continue, newest first."""
+    wanted = _apart_from_origin(json.loads(json.dumps(inputs)))
+    paths = [
+        path
+        for path in output_dir.glob(f"artifacts/train-*/{BEGUN}")
+        if saved_steps(path.parent) or (path.parent / MANIFEST).exists()
+    ]
+    found = []
+    for description in map(read_json, sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)):
+        if _apart_from_origin(description["inputs"]) == wanted:
+            continued = description["continued_from"]
+            found.append(BegunTraining(continued and EarlierTraining.from_json(continued)))
+    return found
+
+
 def check_steps(earlier: EarlierTraining, max_steps: int | None, inputs: dict[str, Any]) -> None:
     """Raise UserError if no step is left to train."""
     if max_steps is not None and earlier.step >= max_steps:
-        changed = differences(earlier.inputs, inputs)
+        changed = differences(_apart_from_origin(earlier.inputs), _apart_from_origin(inputs))
         raise UserError(
             "train.max_steps",
             max_steps,
@@ -199,6 +240,10 @@ def _trainings(output_dir: Path) -> Iterator[Path]:
 
 def _inputs(directory: Path) -> dict[str, Any]:
     return read_json(directory / BEGUN)["inputs"]
+
+
+def _apart_from_origin(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name != CONTINUED}
 
 
 def _newest_time(directory: Path) -> float:

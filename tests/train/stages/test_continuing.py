@@ -1,7 +1,6 @@
 """Trainings that continue: more steps, another schedule, other data, and a warm-down branched off."""
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,13 +15,17 @@ from safetensors.torch import load_file
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on_time
-from tests.train.torchrun import torchrun
+from tests.train.torchrun import composed, torchrun
+from train.config.run import Stage
+from train.context import RunContext
+from train.distributed import World
+from train.pipeline import unfinished_stages
+from train.stages.continuing import share_earlier
 
 WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"
 EXPORTED = "stages=[data,vocab,answers,capture,train,export]"
 EVALUATED = "stages=[data,vocab,answers,capture,train,export,evaluate]"
-LATER_STEPS = ("checkpoints/step-0000000[!4]", "checkpoints/step-000000[!0]?")
 CONSTANT = ["optim.schedule=constant", "optim.warmup_steps=2"]
 WARM_DOWN = ["optim.schedule=wsd", "optim.warmup_steps=2", "optim.decay_fraction=0.25"]
 
@@ -64,9 +67,10 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
 
     branch = [f"train.continue_from={root / 'whole'}@8", "train.ema_decay=0.5", "train.max_steps=12"]
     averaged = ["train.ema_decay=0.5", "train.max_steps=4"]
-    growing = ["train.max_steps=null", "train.rows_per_step=16", "train.rows_per_step_start=4"]
-    growing += ["train.rows_growth_fraction=0.75", "train.ttt_steps=1", "evaluate.draft_tokens=1"]
-    growing += ["optim.head_start_fraction=0.5", "train.keep_weights_every=1", "train.keep_checkpoints=9"]
+    few = ["train.ttt_steps=1", "evaluate.draft_tokens=1"]
+    longer = [TRAIN, *CONSTANT, *few, "train.rows_per_step=1", "train.max_steps=5"]
+    growing = [*few, "train.max_steps=8", "train.rows_per_step_start=1", "train.rows_growth_fraction=0.75"]
+    growing += ["optim.head_start_fraction=0.75", "train.keep_weights_every=1", "train.keep_checkpoints=9"]
     steps: dict[str, Any] = {
         "first": run("extended", TRAIN, *CONSTANT, "train.max_steps=8"),
         "second": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=16"),
@@ -77,6 +81,11 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         # After four steps a drafter is better than before the first, so the best weights have an average.
         "averaged": run("averaged", EXPORTED, *CONSTANT, *averaged),
         "plain weights": run("averaged", EXPORTED, *CONSTANT, *averaged, "export.averaged=false"),
+        "origins": {"copy": "averaged", "to": "origins", "without": []},
+        "longer": run("origins", *longer),
+        "longer, from none": run("origins", *longer, "train.continue_from=none"),
+        "longer again": run("origins", *longer),
+        "longer, as named": run("origins", *longer, f"train.continue_from={root / 'origins'}@4"),
         "other data": run(
             "extended", TRAIN, *CONSTANT, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
         ),
@@ -93,7 +102,7 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         "killed": {
             "copy": "growing",
             "to": "resumed",
-            "without": [f"artifacts/train-*/{one}" for one in ("stage.json", *LATER_STEPS)],
+            "without": ["artifacts/train-*/stage.json", "artifacts/train-*/checkpoints/step-00000008"],
         },
         "growing, resumed": run("resumed", TRAIN, *growing),
         "no training": run("third", TRAIN, f"train.continue_from={root / 'nothing'}"),
@@ -186,28 +195,21 @@ def test_averaged_weights_are_validated_and_exported(runs: Runs) -> None:
 
 
 def test_rows_that_grow_and_a_late_head_resume_exactly(runs: Runs, small_target: EmbeddedTarget) -> None:
-    assert "train: resuming after step 4 of " in runs.printed["growing, resumed"]
+    assert "train: resuming after step 4 of 8" in runs.printed["growing, resumed"]
     ours, theirs = runs.metrics("resumed"), runs.metrics("growing")
     assert ours == theirs
-    trained = runs.training("growing")
-    facts = read_json(trained / "stage.json")["facts"]
     rows = [one["rows_per_step"] for one in theirs if one["kind"] == "train"]
-    # Three quarters of the steps in two equal phases.
-    growth = math.ceil(0.75 * facts["steps"])
-    half = math.ceil(growth / 2)
-    assert rows == [4] * half + [8] * (growth - half) + [16] * (facts["steps"] - growth)
-    assert half > 4
-    # One epoch: all rows but those that do not make another step.
-    state = read_json(trained / f"checkpoints/step-{facts['steps']:08d}/state.json")
-    assert (state["epoch"], state["row"]) in ((0, sum(rows)), (1, 0))
-    # The head has the target's rows, bit for bit, in the first half of the steps.
+    assert rows == [1, 1, 1, 2, 2, 2, 4, 4]
+    trained = runs.training("growing")
+    state = read_json(trained / "checkpoints/step-00000008/state.json")
+    assert (state["epoch"], state["row"]) == (0, sum(rows))
+    # The head has the target's rows, bit for bit, in the first three quarters of the steps.
     vocab = load_file(trained / "vocab.safetensors")
     ids = torch.arange(len(vocab["d2t"])) + vocab["d2t"]
     target = load_file(small_target.model / "model.safetensors")["lm_head.weight"][ids].float()
-    start = math.ceil(0.5 * facts["steps"])
-    for step in range(1, facts["steps"] + 1):
+    for step in range(1, 9):
         weights = load_file(trained / f"checkpoints/weights/drafter-{step:08d}.safetensors")
-        assert torch.equal(weights["lm_head.weight"], target) == (step <= start), step
+        assert torch.equal(weights["lm_head.weight"], target) == (step <= 6), step
 
 
 def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
@@ -230,6 +232,37 @@ def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
     state = read_json(trained / "checkpoints" / "step-00000020" / "state.json")
     assert state["first_epoch"] == 1
     assert (state["epoch"], state["row"]) > (1, 0)
+
+
+def test_what_is_continued_is_a_part_of_the_result(runs: Runs) -> None:
+    found = {}
+    for path in (runs.root / "origins").glob("artifacts/train-*/begun.json"):
+        inputs = read_json(path)["inputs"]
+        if inputs["train"]["max_steps"] == 5:
+            found["continued" in inputs] = path.parent
+    first = runs.training("origins", max_steps=4)
+    continued = read_json(found[True] / "begun.json")["inputs"]["continued"]
+    assert continued == {"training": first.name, "step": 4}
+    assert f"train: continues {first} after step 4" in runs.printed["longer"]
+    assert "continues" not in runs.printed["longer, from none"]
+    assert read_json(found[False] / "stage.json")["facts"]["continued_at"] == 0
+    # The newest with these settings, and the one that continues what is named.
+    assert f"train: reused, {found[False]}" in runs.printed["longer again"]
+    assert f"train: reused, {found[True]}" in runs.printed["longer, as named"]
+
+
+def test_all_ranks_know_that_nothing_is_continued(runs: Runs, small_target: EmbeddedTarget) -> None:
+    settings = [*CONSTANT, "optim=adamw", "train.max_steps=2"]
+    config = composed(RECIPE, *arguments(small_target, runs.root / "averaged"), *settings)
+    stages = [Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.train]
+    contexts = [RunContext(config, World(rank, rank, size=2)) for rank in range(2)]
+    for context in contexts:
+        problem = share_earlier(context)
+        assert context.earlier is not None  # but it has four steps
+        assert Stage.train in unfinished_stages(context, stages, problem)
+        assert context.continued is None
+    main, other = contexts
+    assert other.artifacts[Stage.train].directory == main.artifacts[Stage.train].directory
 
 
 def test_what_cannot_be_continued_starts_at_the_first_step(runs: Runs) -> None:
