@@ -89,6 +89,7 @@ def build_panels(
         draw = lambda axes: _draw_draft_length(axes, trained, untrained)  # noqa: E731
         found.append(Panel("draft_length", "Acceptance length by draft length", interval_note, draw))
         draw = lambda axes: _draw_positions(axes, trained[-1])  # noqa: E731
+        note = f"k = {trained[-1]['k']}, {note}"
         found.append(Panel("positions", "Acceptance by position in the draft", note, draw))
     return {panel.name: panel for panel in found}
 
@@ -180,10 +181,16 @@ def _draw_draft_length(
 ) -> None:
     k = [row["k"] for row in trained_rows]
     trained = [row["acceptance_length"] for row in trained_rows]
-    axes.set(xlim=(k[0] - 0.3, k[-1] + 0.3), ylim=(0.75, k[-1] + 1.35), xticks=k)
+    # The perfect line leaves the axes where drafts are long and few of their tokens are accepted.
+    top = min(k[-1] + 1.35, 1.3 * max(row["high"] for row in trained_rows))
+    axes.set(xlim=(k[0] - 0.3, k[-1] + 0.3), ylim=(0.75, top), xticks=k)
     axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
     axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=(0, (1, 2.5)))
-    labels = [("perfect", k[-1], k[-1] + 1, MUTED), ("trained", k[-1], trained[-1], ACCENT)]
+    labels = [("trained", k[-1], trained[-1], ACCENT)]
+    if k[-1] + 1 < top:
+        labels.append(("perfect", k[-1], k[-1] + 1, MUTED))
+    else:
+        _label(axes, "perfect", (top - 1, top), (5, -12), MUTED)
     if untrained_rows:
         untrained = [row["acceptance_length"] for row in untrained_rows]
         axes.plot(k, untrained, color=MUTED, marker="o", markersize=4)
@@ -193,7 +200,7 @@ def _draw_draft_length(
     axes.plot(k, trained, color=ACCENT, marker="o", markersize=5.5, linewidth=2.2)
     for n, value in zip(k, trained, strict=True):
         # Near the perfect line there is only room below.
-        offset = (0, -17) if n + 1 - value < 0.45 else (0, 7)
+        offset = (0, -17) if n + 1 - value < 0.075 * top else (0, 7)
         _label(axes, f"{value:.2f}", (n, value), offset, ACCENT, ha="center", fontweight="bold")
     _label_ends(axes, labels)
 
