@@ -105,6 +105,18 @@ def rollout_attention(
     Returns:
         [R, Hq, Dv] in the query's dtype. Scores and softmax are float32 or wider.
     """
+    weights = attention_weights(query, keys, visible, rollout_keys, scale).to(query.dtype)
+    return weighted_values(weights, values, rollout_values)
+
+
+def attention_weights(
+    query: Tensor, keys: Tensor, visible: Tensor | None, rollout_keys: Sequence[Tensor], scale: float
+) -> Tensor:
+    """Return what `rollout_attention` multiplies the values by.
+
+    Returns:
+        [Hkv, group, R, S + k], float32 or wider: the weights of step 0's keys, then those of steps 1..k.
+    """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -117,12 +129,17 @@ def rollout_attention(
     rollout = [(grouped * key.permute(1, 0, 2).unsqueeze(1)).sum(-1, dtype=wide) for key in rollout_keys]
     if rollout:
         scores = torch.cat((scores, torch.stack(rollout, dim=-1)), dim=-1)
-    weights = (scores * scale).softmax(dim=-1).to(query.dtype)
-    num_keys = keys.shape[0]
+    return (scores * scale).softmax(dim=-1)
+
+
+def weighted_values(weights: Tensor, values: Tensor, rollout_values: Sequence[Tensor]) -> Tensor:
+    """Return the sums of the values. [Hkv, group, R, S + k] -> [R, Hq, Dv]."""
+    num_kv_heads, group, num_rows, _ = weights.shape
+    num_keys = values.shape[0]
     out = weights[..., :num_keys] @ values.permute(1, 0, 2).unsqueeze(1)
     for step, value in enumerate(rollout_values):
         out = out + weights[..., num_keys + step, None] * value.permute(1, 0, 2).unsqueeze(1)
-    return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, values.shape[-1])
+    return out.permute(2, 0, 1, 3).reshape(num_rows, num_kv_heads * group, values.shape[-1])
 
 
 def _visible(run: QueryRun, device: torch.device) -> Tensor:

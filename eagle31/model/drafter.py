@@ -48,9 +48,12 @@ class Drafter(nn.Module):
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """Project the aux hidden states, each with its own norm under `fc_norm`. [T, A, Ht] -> [T, H]."""
         if self.config.fc_norm:
-            normed = [norm(aux_hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)]
-            return self.fc(torch.cat(normed, dim=-1))
+            return self.fc(torch.cat(self.norm_captured(aux_hidden_states), dim=-1))
         return self.fc(aux_hidden_states.flatten(1))
+
+    def norm_captured(self, aux_hidden_states: Tensor) -> list[Tensor]:
+        """Return each aux hidden state after its norm under `fc_norm`. [T, A, Ht] -> A tensors [T, Ht]."""
+        return [norm(aux_hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)]
 
     def first_step(
         self,

@@ -1,4 +1,4 @@
-"""The training step without any of its optimisations: the reference of the tests.
+"""The training step without any of its optimisations: the reference of the tests and of drift.
 
 Every row is rolled out over all steps, attention builds its scores, and every step has all its logits.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31.kernels.query_run import document_starts, query_runs
-from eagle31.model.attention import attend_by_run
+from eagle31.model.attention import Attend, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
@@ -21,20 +21,27 @@ from eagle31.training.supervision import supervised_drafts, supervised_positions
 
 
 def reference_rollout(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, rows: Tensor, num_steps: int
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    rows: Tensor,
+    num_steps: int,
+    attention: tuple[Attend, Attend] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Roll `rows` out; same arguments and results as `eagle31.training.rollout.rollout`."""
+    """Roll `rows` out; same arguments and results as `eagle31.training.rollout.rollout`.
+
+    Args:
+        attention: that of all rows and that of `rows`; None builds them here, which reads the rows.
+    """
     last = batch.input_ids.shape[0] - 1
     next_ids = torch.cat((batch.input_ids[1:], batch.input_ids[-1:]))
-    starts, scale = document_starts(batch.document_ids), drafter.config.attention_scale
-    every_row = query_runs(torch.arange(len(starts), device=starts.device), starts)
-    attend = partial(attend_by_run, runs=query_runs(rows, starts), scale=scale)
+    attend_rows, attend = attention or _plain_attention(drafter, batch, rows)
     output, keys = drafter.first_step(
         drafter.fuse(batch.aux_hidden_states),
         F.embedding(next_ids, embed_tokens),
         batch.position_ids,
         rows,
-        partial(attend_by_run, runs=every_row, scale=scale),
+        attend_rows,
         attend,
     )
     state = output
@@ -46,6 +53,15 @@ def reference_rollout(
         normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state
+
+
+def _plain_attention(drafter: Drafter, batch: PackedBatch, rows: Tensor) -> tuple[Attend, Attend]:
+    starts, scale = document_starts(batch.document_ids), drafter.config.attention_scale
+    every_row = query_runs(torch.arange(len(starts), device=starts.device), starts)
+    return (
+        partial(attend_by_run, runs=every_row, scale=scale),
+        partial(attend_by_run, runs=query_runs(rows, starts), scale=scale),
+    )
 
 
 def reference_loss(
