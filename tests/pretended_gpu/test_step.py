@@ -10,6 +10,7 @@ import torch
 from eagle31.kernels import flash_support
 from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.training import fused_loss
+from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.objectives import Loss, Objective, StepWeights
 from eagle31.training.schedule import schedule_rollout
 from eagle31.training.step import schedule_batch
@@ -200,3 +201,18 @@ def test_turns_of_a_document_take_no_memory_for_keys() -> None:
             block.forward(query, keys, keys)
     assert gpu.operations.count(aten._flash_attention_forward.default) == 20
     assert memory.peak_bytes < 4 * query.nbytes < keys.nbytes, f"{memory.peak_bytes} bytes"
+
+
+@pytest.mark.parametrize(("attention", "num_layers"), [("gqa", 1), ("mla", 2)])
+def test_drift_waits_once_and_leaves_the_steps_alone(attention: str, num_layers: int) -> None:
+    config = configuration(attention, num_layers=num_layers)
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        batch = host_batch(config, BF16)
+        chosen = choose_rows(batch, 5)
+        assert chosen is not None
+        on_gpu = batch.to(CUDA, BF16)
+        with gpu.no_waiting(allowed=1):
+            measure_drift(drafter, frozen, chosen, on_gpu)
+        with gpu.no_waiting():
+            step(drafter, frozen, batch)

@@ -32,6 +32,7 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
         f"train.max_steps={STEPS}",
         "train.log_every=1",
         "train.validate_every=8",
+        "train.diagnose_every=8",
         "train.save_every=8",
         "train.ttt_steps=3",
         "optim.lr=3e-3",
@@ -87,8 +88,8 @@ def metrics_of(directory: Path) -> list[dict]:
 
 
 def depends_on_time(name: str) -> bool:
-    timed = ("seconds", "validation_seconds", "checkpoint_seconds", "data_wait_seconds", "data_wait_fraction")
-    return name in timed or name.startswith("step_seconds") or name.endswith("_per_second")
+    timed = ("seconds", "data_wait_fraction")
+    return name in timed or name.startswith("step_seconds") or name.endswith(("_seconds", "_per_second"))
 
 
 def saved_steps(directory: Path) -> list[str]:

@@ -138,6 +138,9 @@ class TrainConfig:
     ema_decay: float | None = None
     log_every: int = 10  # Steps between two records in metrics.jsonl.
     validate_every: int = 200  # Steps between two validations, from which the best checkpoint is chosen.
+    # Steps between two records of drift in metrics.jsonl; there is one before the first step and after the
+    # last step too. Each takes less time than a step. 0: none.
+    diagnose_every: int = 50
     save_every: int = 200  # Steps between two checkpoints to resume from.
     keep_checkpoints: int = 3  # Number of checkpoints that are kept.
     # Training that this one continues, with its optimizer states. auto: that in output_dir, when its settings
@@ -199,8 +202,9 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
     counts = ("ttt_steps", "row_tokens", "rows_per_step", "num_epochs")
     intervals = ("log_every", "validate_every", "save_every", "keep_checkpoints", "keep_weights_every")
     require_positive({f"train.{name}": getattr(train, name) for name in (*counts, *intervals)})
-    if not train.lk_eta >= 0:
-        raise UserError("train.lk_eta", train.lk_eta, "It must not be negative.")
+    for name in ("lk_eta", "diagnose_every"):
+        if not getattr(train, name) >= 0:
+            raise UserError(f"train.{name}", getattr(train, name), "It must not be negative.")
     if train.max_steps is not None and train.max_steps < 1:
         raise UserError("train.max_steps", train.max_steps, "Give at least 1, or null for num_epochs.")
     if train.ema_decay is not None and not 0 < train.ema_decay < 1:

@@ -9,7 +9,7 @@ import torch
 from data.batches.loader import RowLoader, RowPosition
 from data.batches.row_schedule import RowSchedule
 from data.capture.tokens import dataset_supervision
-from data.samples import HiddenStateSource
+from data.samples import CapturedSample, HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.cost.devices import peak_bf16_flops
 from eagle31.cost.flops import count_step, sample_flops, step_flops
@@ -18,6 +18,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
+from eagle31.training.drift import MIN_STEPS
 from train.config.training import OptimConfig, Optimizer, objective_of
 from train.context import RunContext
 from train.drafter.build import build_drafter
@@ -27,6 +28,7 @@ from train.stages.capture import training_samples
 from train.trainer.guard import StepGuard
 from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.muon import MuonSettings
+from train.trainer.validation import DriftDiagnosis
 from train.trainer.window import Speed
 
 
@@ -153,3 +155,17 @@ def expected_speed(context: RunContext, drafter: DrafterConfig, tensors: dict[st
     )
     peak_flops = peak_bf16_flops(torch.cuda.get_device_name(world.device))
     return Speed(peak_flops, memory.total, memory.held)
+
+
+def drift_diagnosis(context: RunContext, samples: Sequence[CapturedSample]) -> DriftDiagnosis | None:
+    """Return what measures drift on held-out samples; None if the recipe has it off. Every rank calls."""
+    config = context.config
+    if not config.train.diagnose_every:
+        return None
+    return DriftDiagnosis(
+        samples,
+        config.train.row_tokens,
+        max(MIN_STEPS, config.train.ttt_steps, config.evaluate.draft_tokens),
+        context.world,
+        on_every_rank=config.deepspeed.zero_stage == 3,
+    )

@@ -23,7 +23,14 @@ from train.config.run import Stage
 from train.config.training import Schedule, TrainConfig, row_schedule_of
 from train.context import RunContext
 from train.distributed import wait_for_ranks
-from train.stages.building import expected_speed, new_drafter, new_engine, row_flops, row_loader
+from train.stages.building import (
+    drift_diagnosis,
+    expected_speed,
+    new_drafter,
+    new_engine,
+    row_flops,
+    row_loader,
+)
 from train.stages.capture import open_store, opened_source, training_samples
 from train.stages.continuing import (
     CHANGEABLE_OPTIM,
@@ -53,6 +60,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
     # affects which step is chosen as the best.
     for name in (
         "log_every",
+        "diagnose_every",
         "save_every",
         "keep_checkpoints",
         "continue_from",
@@ -108,9 +116,9 @@ def train_on(
     checkpoints.always_kept = settings.decay_start if settings.schedule == Schedule.wsd.value else None
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
-    validation = ReplayValidation(
-        held_out.get_many(range(len(held_out))), config.train.row_tokens, config.evaluate.draft_tokens, world
-    )
+    samples = held_out.get_many(range(len(held_out)))
+    validation = ReplayValidation(samples, config.train.row_tokens, config.evaluate.draft_tokens, world)
+    diagnosis = drift_diagnosis(context, samples)
     tracker = open_tracker(
         config.tracking.mode,
         project=config.tracking.project,
@@ -142,6 +150,7 @@ def train_on(
             world,
             context.dtype,
             average,
+            diagnosis,
         )
     finally:
         tracker.close()
@@ -223,6 +232,7 @@ def loop_settings(context: RunContext, state: TrainState, max_steps: int, speed:
         save_every=config.train.save_every,
         keep_weights_every=config.train.keep_weights_every,
         draft_tokens=config.evaluate.draft_tokens,
+        diagnose_every=config.train.diagnose_every,
         speed=speed,
     )
 

@@ -24,7 +24,7 @@ from train.trainer.learning_rate import learning_rate
 from train.trainer.model_engine import full_state
 from train.trainer.optimizer import GuardedAdamW, divisor_correction
 from train.trainer.tracking import Tracker
-from train.trainer.validation import ReplayValidation
+from train.trainer.validation import DriftDiagnosis, ReplayValidation
 from train.trainer.window import Speed, WindowSums, source_metrics
 
 
@@ -46,6 +46,7 @@ class LoopSettings:
     decay_start: int = 0  # the first step whose rate falls, and the shape of the fall, with schedule "wsd"
     decay_shape: str = "linear"
     head_start: int = 0  # the first step that changes the draft head
+    diagnose_every: int = 1  # if the loop is given a diagnosis
     speed: Speed = field(default_factory=Speed)
 
 
@@ -80,11 +81,13 @@ def train(
     world: World,
     dtype: torch.dtype,
     average: WeightAverage | None = None,
+    diagnosis: DriftDiagnosis | None = None,
 ) -> TrainState:
     """Trains from `state.step` to `settings.max_steps`; leaves the best weights in `checkpoints`.
 
     Args:
         average: the average of the weights, from which the best ones are then chosen.
+        diagnosis: measures the drift of the weights that are trained. None: nothing does.
 
     Raises:
         Preempted: SIGTERM arrived and a checkpoint is saved.
@@ -102,6 +105,9 @@ def train(
                 validate(
                     model_engine, validation, checkpoints, tracker, settings, state, world, dtype, average
                 )
+        if state.step == 0 and diagnosis is not None:
+            with window.timed("diagnosis"):
+                diagnose(model_engine, diagnosis, tracker, state, world, dtype)
         while state.step < settings.max_steps:
             window.steps.begin()
             waited_before = rows.waited_seconds
@@ -140,11 +146,14 @@ def train(
             state.supervised_positions += num_supervised
             bar.update()
             validates = state.step % settings.validate_every == 0 or state.step == settings.max_steps
+            diagnoses = diagnosis is not None and (
+                state.step % settings.diagnose_every == 0 or state.step == settings.max_steps
+            )
             saves = state.step % settings.save_every == 0 or state.step == settings.max_steps
             # From here on the rate falls; a longer training continues from this checkpoint.
             saves = saves or (settings.schedule == "wsd" and state.step == settings.decay_start)
             stop = num_stopping > 0
-            wait = logs or validates or saves or stop
+            wait = logs or validates or diagnoses or saves or stop
             report_skipped(guard, loader, tracker, checkpoints, state, world, wait=wait)
             if logs:
                 metrics = window.metrics(world, settings.speed)
@@ -175,6 +184,9 @@ def train(
                         average,
                         choose=choose,
                     )
+            if diagnosis is not None and diagnoses:
+                with window.timed("diagnosis"):
+                    diagnose(model_engine, diagnosis, tracker, state, world, dtype)
             if keeps:
                 with window.timed("checkpoint"):
                     with averaged_weights(average):
@@ -296,6 +308,22 @@ def validate(
         state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
         if world.is_main:
             checkpoints.save_best(weights, state)
+
+
+def diagnose(
+    model_engine: deepspeed.DeepSpeedEngine,
+    diagnosis: DriftDiagnosis,
+    tracker: Tracker,
+    state: TrainState,
+    world: World,
+    dtype: torch.dtype,
+) -> None:
+    """Log the drift of the weights as they are. Every rank calls."""
+    started = time.perf_counter()
+    found = diagnosis.run(model_engine.module, world.device, dtype)
+    if found is not None:
+        seconds = time.perf_counter() - started
+        tracker.log({"kind": "drift", "step": state.step} | found | {"seconds": seconds})
 
 
 def averaged_weights(average: WeightAverage | None) -> AbstractContextManager[None]:

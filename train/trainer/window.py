@@ -74,7 +74,7 @@ class WindowSums:
         self.flops = 0
         self.waited_seconds = 0.0
         self.steps = StepTimes(device)
-        self.seconds_of = {"validation": 0.0, "checkpoint": 0.0}
+        self.seconds_of = {"validation": 0.0, "diagnosis": 0.0, "checkpoint": 0.0}
 
     def add(self, sums: DepthSums, with_metrics: bool) -> None:
         """Adds one micro-batch; `with_metrics` says whether its sums include `LOGGED_METRICS`."""
@@ -91,7 +91,7 @@ class WindowSums:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Adds the seconds that the "validation" or "checkpoint" in the context takes."""
+        """Adds the seconds that the "validation", "diagnosis" or "checkpoint" in the context takes."""
         started = time.perf_counter()
         yield
         self.seconds_of[what] += time.perf_counter() - started
@@ -147,7 +147,7 @@ class WindowSums:
                 of_ranks["waited"][slowest] / of_ranks["in_steps"][slowest].clamp(min=1e-9)
             ),
         }
-        names = ("step_seconds_p50", "step_seconds_p95", "validation_seconds", "checkpoint_seconds")
+        names = ["step_seconds_p50", "step_seconds_p95", *(f"{what}_seconds" for what in self.seconds_of)]
         found |= {name: float(of_ranks[name].max()) for name in names}
         if speed.peak_flops is not None and step_seconds:
             available = speed.peak_flops * world.size * float(of_ranks["in_steps"].max())

@@ -167,6 +167,7 @@ POSITIVE = (
         ("train.step_decay", 1.01),
         ("train.reach_smoothing", 1.1),
         ("train.ttt_curriculum_fraction", -0.1),
+        ("train.diagnose_every", -1),
         ("train.rows_per_step_start", 0),
         ("train.rows_per_step_start", 9),
         ("train.rows_growth_fraction", 0.0),

@@ -43,7 +43,8 @@ from train.trainer.model_engine import (
     initialize_model_engine,
 )
 from train.trainer.muon import MuonSettings
-from train.trainer.validation import ReplayValidation
+from train.trainer.tracking import flatten_metrics
+from train.trainer.validation import DriftDiagnosis, ReplayValidation
 from train.trainer.window import WindowSums
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
@@ -288,6 +289,10 @@ def losses_at(
     assert bool(weights) == world.is_main
     validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
     stats = validation.run(model_engine.module, world.device, dtype)
+    partitioned = zero_stage == 3
+    diagnosis = DriftDiagnosis(validation_samples(), 99, 8, world, on_every_rank=partitioned)
+    drift = diagnosis.run(model_engine.module, world.device, dtype)
+    assert (drift is not None) == (world.is_main or partitioned)
     averages = average.check()
     further_rows = list(further.rows)
     saved = CheckpointDirectory(Path(f"{sys.argv[1]}.checkpoints"), 1, world)
@@ -314,6 +319,7 @@ def losses_at(
         on_main_first(world.is_main, lambda: shutil.rmtree(saved.root))
     return found | {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
+        "drift": drift and flatten_metrics({"kind": "drift", "step": NUM_STEPS} | drift),
         "averages": averages,
         "losses": losses,
         "grad_norms": norms,
