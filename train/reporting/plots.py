@@ -131,7 +131,7 @@ def to_svg(panel: Panel) -> str:
     svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
     dark = dict(COLORS.values())
     for num in range(1, 33):
-        dark.update(zip(_ramp(num, LIGHT_RAMP), _ramp(num, DARK_RAMP), strict=True))
+        dark.update(zip(ramp(num, LIGHT_RAMP), ramp(num, DARK_RAMP), strict=True))
     return re.sub(
         r"(?<=: )#[0-9a-f]{6}\b",
         lambda hit: f"light-dark({hit[0]}, {dark[hit[0]]})" if hit[0] in dark else hit[0],
@@ -142,7 +142,7 @@ def to_svg(panel: Panel) -> str:
 def _draw_depths(axes: Axes, train: Sequence[dict[str, Any]], key: str) -> None:
     num_depths = max(len(record["depth"]) for record in train)
     labels = []
-    for depth, color in enumerate(_ramp(num_depths, LIGHT_RAMP)):
+    for depth, color in enumerate(ramp(num_depths, LIGHT_RAMP)):
         records = [record for record in train if depth < len(record["depth"])]
         x, y = _bin_means([r["step"] for r in records], [r["depth"][depth][key] for r in records])
         axes.plot(x, y, color=color, marker="o" if len(x) == 1 else "", markersize=4)
@@ -151,9 +151,9 @@ def _draw_depths(axes: Axes, train: Sequence[dict[str, Any]], key: str) -> None:
         axes.set_ylabel("nats per token")
     else:
         highest = max((y for _, _, y, _ in labels if math.isfinite(y)), default=1.0)
-        _percent_axis(axes, "of draft tokens", top=min(1.0, 0.1 * math.ceil(10 * highest + 0.5)))
-    _step_axis(axes)
-    _label_ends(axes, labels)
+        percent_axis(axes, "of draft tokens", top=min(1.0, 0.1 * math.ceil(10 * highest + 0.5)))
+    step_axis(axes)
+    label_ends(axes, labels)
 
 
 def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: int | None) -> None:
@@ -161,7 +161,7 @@ def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: in
         {int(k) for record in validation for k in record["acceptance_length"]}, reverse=True
     )
     labels = []
-    for k, color in zip(draft_lengths, _ramp(len(draft_lengths), LIGHT_RAMP), strict=True):
+    for k, color in zip(draft_lengths, ramp(len(draft_lengths), LIGHT_RAMP), strict=True):
         records = [record for record in validation if str(k) in record["acceptance_length"]]
         x = [record["step"] for record in records]
         y = [record["acceptance_length"][str(k)] for record in records]
@@ -172,8 +172,8 @@ def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: in
     if best_step is not None:
         axes.axvline(best_step, color=MUTED, linewidth=1, linestyle=(0, (1, 2.5)), zorder=1)
         _label(axes, f"best: {best_step:,}", (best_step, axes.get_ylim()[0]), (-4, 4), MUTED, ha="right")
-    _step_axis(axes)
-    _label_ends(axes, labels)
+    step_axis(axes)
+    label_ends(axes, labels)
 
 
 def _draw_draft_length(
@@ -202,7 +202,7 @@ def _draw_draft_length(
         # Near the perfect line there is only room below.
         offset = (0, -17) if n + 1 - value < 0.075 * top else (0, 7)
         _label(axes, f"{value:.2f}", (n, value), offset, ACCENT, ha="center", fontweight="bold")
-    _label_ends(axes, labels)
+    label_ends(axes, labels)
 
 
 def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
         for position, rate in zip(positions, rates, strict=True):
             _label(axes, f"{100 * rate:.0f}", (position + offset, rate), (0, 3), INK, ha="center")
     axes.set(xticks=positions, xlabel="position in the draft")
-    _percent_axis(axes, "accepted", top=1.2)
+    percent_axis(axes, "accepted", top=1.2)
     axes.set_yticks(np.linspace(0, 1, 6))
     axes.legend(loc="upper right", ncols=2, frameon=False, borderpad=0, handlelength=0.9, borderaxespad=0)
 
@@ -230,7 +230,7 @@ def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
     return x, y
 
 
-def _label_ends(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
+def label_ends(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
     """Label each (text, x, y, color) curve to the right of its end; move labels apart that would overlap."""
     shown = sorted((label for label in labels if math.isfinite(label[2])), key=lambda label: label[2])
     bottom, top = axes.get_ylim()
@@ -260,20 +260,20 @@ def _label(
     axes.annotate(text, xy, offset, where, "offset points", color=color, annotation_clip=False, **kwargs)
 
 
-def _step_axis(axes: Axes) -> None:
+def step_axis(axes: Axes) -> None:
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
 
 
-def _percent_axis(axes: Axes, label: str, top: float) -> None:
+def percent_axis(axes: Axes, label: str, top: float) -> None:
     axes.set_ylim(0, top)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_ylabel(label)
 
 
-def _ramp(num: int, colors: LinearSegmentedColormap) -> list[str]:
+def ramp(num: int, colors: LinearSegmentedColormap) -> list[str]:
     return [to_hex(colors(i / max(num - 1, 1))) for i in range(num)]
 
 

@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
 from train.reporting.colors import COLORS
+from train.reporting.drift_plots import drift_panels, shown_drift
 from train.reporting.model_card import (
     DRAFT_TOKENS,
     describe_samples,
@@ -41,6 +42,7 @@ PICTURES = {
     "acceptance_over_training.png": ("agreement", "expected_acceptance", "replay"),
     "draft_length.png": ("draft_length",),
     "acceptance_by_position.png": ("positions",),
+    "drift.png": ("drift_attention", "drift_heads", "drift_state", "drift_share"),
 }
 SUMMARY = ("loss", "replay", "draft_length")
 
@@ -62,7 +64,7 @@ def write_report(
     metrics = read_jsonl(metrics_path)
     write_json(directory / "metrics.json", {"evaluation": evaluation, "run": run_info, "metrics": metrics})
 
-    panels = build_panels(metrics, evaluation, run_info["best_step"])
+    panels = _panels(metrics, evaluation, run_info)
     for name, chosen in PICTURES.items():
         _save(directory / name, [panels[p] for p in chosen if p in panels])
     summary = [panels[p] for p in SUMMARY if p in panels]
@@ -81,7 +83,7 @@ def refresh_page(output_dir: Path) -> Path:
     """
     known = read_report(output_dir)
     evaluation, run_info = known["evaluation"], known["run"]
-    panels = build_panels(known["metrics"], evaluation, run_info["best_step"])
+    panels = _panels(known["metrics"], evaluation, run_info)
     path = Path(output_dir) / "report" / "index.html"
     serving = read_serving(Path(output_dir))
     write_text(path, _page(panels, known["metrics"], evaluation, run_info, serving))
@@ -103,6 +105,13 @@ def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
     for warning in _warnings(evaluation, run_info):
         lines = [f"WARNING: {warning}", "", *lines]
     return "\n".join(lines + aligned(rows, text_columns=2))
+
+
+def _panels(
+    metrics: Sequence[dict[str, Any]], evaluation: dict[str, Any], run_info: dict[str, Any]
+) -> dict[str, Panel]:
+    best_step = run_info["best_step"]
+    return build_panels(metrics, evaluation, best_step) | drift_panels(metrics, best_step)
 
 
 def _save(path: Path, panels: Sequence[Panel], headline: str = "", panel_inches: float = 4.6) -> None:
@@ -146,6 +155,7 @@ def _page(
         measured=acceptances(evaluation),
         num_positions=_num_positions(evaluation),
         run_info=run_info,
+        drift=shown_drift(metrics, run_info["best_step"]),
         serving=serving,
         title=target_name(run_info),
         configuration=_configuration(run_info) + training_speed(metrics),

@@ -14,6 +14,7 @@ from matplotlib.image import imread
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json, write_jsonl
 from tests.train.reporting.finished_run import (
+    drift_metrics,
     evaluation,
     finished_metrics,
     run_info,
@@ -99,6 +100,26 @@ def test_full_report(tmp_path: Path) -> None:
     height, width, _ = imread(tmp_path / "report" / "summary.png").shape
     assert width >= 1800
     assert 2 < width / height < 4
+
+
+def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    before = report(tmp_path, finished_metrics(), evaluation())
+    assert "Drift" not in before.text
+    records = finished_metrics() + [drift_metrics(step) for step in range(0, 401, 40)]
+    page = report(tmp_path, records, evaluation())
+    assert page.tags.count("svg") == before.tags.count("svg") + 4
+    assert pictures(tmp_path) == PICTURES | {"drift.png"}
+    text = " ".join(page.text.replace("\xa0", " ").split())
+    assert "Measured at step 360" in text  # the exported one
+    assert "8 34.0 % 22.7 % 43.3 % 32.46" in text  # the eighth token, which no draft reached
+    assert "1 60.0 % 40.0 % 0.0 % 1.90 50 % of 40" in text
+    assert "5 6.25 50.0 %" in text
+    assert "RMS after fc_norm" not in text
+    for layer in records[-2]["captured"]:
+        layer["normed_rms"] = 1.25
+    text = " ".join(report(tmp_path, records, evaluation()).text.replace("\xa0", " ").split())
+    assert "RMS after fc_norm" in text
+    assert "5 6.25 1.25 50.0 %" in text
 
 
 def test_report_without_the_optional_parts(tmp_path: Path) -> None:
