@@ -15,7 +15,7 @@ from eagle31.training import drift
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import Drift, DriftRows, choose_rows, measure_drift
 from eagle31.training.rollout import rollout
-from eagle31.training.step import greedy_hits
+from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import EAGLE3, MLA, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 
 NUM_STEPS = 5
