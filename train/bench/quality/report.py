@@ -225,8 +225,9 @@ def _draw(axes: Axes, measured: Sequence[Measured], over: str) -> None:
     axes.set_ylabel("acceptance length")
     if over == "minutes":
         # Below the axes: a legend among so many curves covers some.
-        below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
-        axes.legend(**below, frameon=False, fontsize="small")
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=2, frameon=False, fontsize="small"
+        )
     if over == "supervised":
         axes.xaxis.set_major_formatter(lambda number, _: f"{number / 1000:,.0f}k")
 
