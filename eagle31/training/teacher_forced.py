@@ -11,7 +11,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.rollout import scheduled_rollout
-from eagle31.training.schedule import schedule_rollout
+from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 from eagle31.training.supervision import supervised_drafts
 
 
@@ -32,10 +32,10 @@ def greedy_hits(
         bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
         drafts. Both are on the CPU.
     """
-    supervised = _supervised(batch, num_steps)
+    supervised, schedule = _scheduled(batch, num_steps)
     head = (frozen.lm_head or drafter.lm_head).weight
     hits = torch.zeros_like(supervised, device=batch.input_ids.device)
-    for step, (rows, normed) in enumerate(_drafted_states(drafter, frozen, batch, supervised)):
+    for step, (rows, normed) in enumerate(_drafted_states(drafter, frozen, batch, schedule)):
         greedy = torch.cat([F.linear(part, head).argmax(dim=-1) for part in normed.split(chunk_rows)])
         if frozen.draft_target_ids is not None:
             greedy = frozen.draft_target_ids[greedy]
@@ -68,7 +68,7 @@ def acceptance_given_text(
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
     """
-    supervised = _supervised(batch, num_steps)
+    supervised, schedule = _scheduled(batch, num_steps)
     head = (frozen.lm_head or drafter.lm_head).weight
     ids = torch.arange(len(frozen.embed_tokens), device=batch.input_ids.device)
     draft_ids = ids
@@ -77,7 +77,7 @@ def acceptance_given_text(
         draft_ids[frozen.draft_target_ids] = ids[: len(frozen.draft_target_ids)]
     found = torch.zeros(supervised.shape, dtype=torch.float64, device=ids.device)
     target_log_probs = found.new_zeros(len(batch.input_ids))  # of x[j+1] at j
-    for step, (rows, normed) in enumerate(_drafted_states(drafter, frozen, batch, supervised)):
+    for step, (rows, normed) in enumerate(_drafted_states(drafter, frozen, batch, schedule)):
         if step == 0:  # every teacher of a later step is the teacher of another row's step 0
             for part in (rows + 1).split(chunk_rows):
                 logits = frozen.target_head(batch.final_hidden_states[part])
@@ -97,22 +97,24 @@ def acceptance_given_text(
 @torch.no_grad()
 def logits_of_draft(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, row: int, step: int) -> Tensor:
     """Return the drafter's logits [Vd] for row t's teacher-forced token of a step, a supervised draft."""
-    supervised = _supervised(batch, step + 1)
+    supervised, schedule = _scheduled(batch, step + 1)
     assert supervised[row, step]
     head = (frozen.lm_head or drafter.lm_head).weight
-    *_, (rows, normed) = _drafted_states(drafter, frozen, batch, supervised)
+    *_, (rows, normed) = _drafted_states(drafter, frozen, batch, schedule)
     return F.linear(normed[rows == row][0], head)
 
 
-def _supervised(batch: PackedBatch, num_steps: int) -> Tensor:
-    return supervised_drafts(batch.loss_mask.cpu(), batch.document_ids.cpu(), num_steps)
+def _scheduled(batch: PackedBatch, num_steps: int) -> tuple[Tensor, RolloutSchedule]:
+    """Return the supervised drafts bool [T, K], on the CPU, and the rollout of their rows."""
+    document_ids = batch.document_ids.cpu()
+    supervised = supervised_drafts(batch.loss_mask.cpu(), document_ids, num_steps)
+    return supervised, schedule_rollout(supervised, document_ids, batch.input_ids.device)
 
 
 def _drafted_states(
-    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, supervised: Tensor
+    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, schedule: RolloutSchedule
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each step its rows int64 [R_k], and the states [R_k, H] that the draft head reads."""
-    schedule = schedule_rollout(supervised, batch.document_ids.cpu(), batch.input_ids.device)
     rollout = scheduled_rollout(drafter, frozen.embed_tokens, batch, schedule)
     for scheduled, (normed, _) in zip(schedule.steps, rollout, strict=True):
         yield scheduled.rows, normed

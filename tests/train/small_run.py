@@ -88,8 +88,9 @@ def metrics_of(directory: Path) -> list[dict]:
 
 
 def depends_on_time(name: str) -> bool:
-    timed = ("seconds", "data_wait_fraction")
-    return name in timed or name.startswith("step_seconds") or name.endswith(("_seconds", "_per_second"))
+    measured = ("validation", "checkpoint", "diagnosis", "data_wait")
+    timed = ("seconds", "data_wait_fraction", *(f"{part}_seconds" for part in measured))
+    return name in timed or name.startswith("step_seconds") or name.endswith("_per_second")
 
 
 def saved_steps(directory: Path) -> list[str]:

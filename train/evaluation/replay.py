@@ -10,12 +10,12 @@ from torch import Tensor
 from data.batches.loader import pack_row
 from data.samples import CapturedSample
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.bootstrap import Resamples, acceptance_interval
 from eagle31.decoding.replay import expected_replay, replay
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
+from train.evaluation.bootstrap import Resamples, acceptance_interval
 
 MAX_DRAFT_TOKENS = 8
 _ROW_TOKENS = 2048

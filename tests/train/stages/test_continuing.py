@@ -50,6 +50,10 @@ class Runs:
         records = read_jsonl(self.training(run, **settings) / "metrics.jsonl")
         return [{k: v for k, v in one.items() if not depends_on_time(k)} for one in records]
 
+    def steps(self, run: str, **settings: object) -> list[int]:
+        """Return the steps of the training's records of losses and validations."""
+        return [one["step"] for one in self.metrics(run, **settings) if one["kind"] != "drift"]
+
 
 def _matches(inputs: dict, settings: dict[str, object]) -> bool:
     return all((inputs["train"] | inputs).get(name) == value for name, value in settings.items())
@@ -269,11 +273,11 @@ def test_what_cannot_be_continued_starts_at_the_first_step(runs: Runs) -> None:
     printed = runs.printed["another drafter"]
     assert "train: starts at the first step: The training in " in printed
     assert "drafter.num_hidden_layers: 1 -> 2" in printed
-    assert [one["step"] for one in runs.metrics("extended", max_steps=1)] == [0, 1, 1]
+    assert runs.steps("extended", max_steps=1) == [0, 1, 1]
     printed = runs.printed["as many steps"]
     assert "is at step 20 already" in printed
     assert "optim.lr: 0.001 -> 0.003" in printed
-    assert [one["step"] for one in runs.metrics("extended", max_steps=2)] == [0, 1, 2, 2]
+    assert runs.steps("extended", max_steps=2) == [0, 1, 2, 2]
     assert "continues" not in runs.printed["from the first step"]
     assert runs.metrics("extended", max_steps=21)[0]["step"] == 0
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from eagle31.decoding.bootstrap import Floats, Interval, Resamples, interval
 from train.bench.quality.curves import (
     UNTRAINED,
     Curve,
@@ -20,6 +19,7 @@ from train.bench.quality.curves import (
     minutes_until,
     training_minutes,
 )
+from train.evaluation.bootstrap import Floats, Interval, Resamples, interval
 from train.reporting.colors import COLORS
 from train.reporting.plots import Panel, save_png
 from train.tables import aligned
@@ -225,9 +225,7 @@ def _draw(axes: Axes, measured: Sequence[Measured], over: str) -> None:
     axes.set_ylabel("acceptance length")
     if over == "minutes":
         # Below the axes: a legend among so many curves covers some.
-        axes.legend(
-            loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=2, frameon=False, fontsize="small"
-        )
+        axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=2, frameon=False, fontsize="small")
     if over == "supervised":
         axes.xaxis.set_major_formatter(lambda number, _: f"{number / 1000:,.0f}k")
 

@@ -3,7 +3,6 @@ import math
 import numpy as np
 import pytest
 
-from eagle31.decoding.bootstrap import Floats, Resamples, interval
 from train.bench.quality.curves import (
     Curve,
     acceptance_lengths,
@@ -12,6 +11,7 @@ from train.bench.quality.curves import (
     minutes_until,
     training_minutes,
 )
+from train.evaluation.bootstrap import Floats, Resamples, interval
 
 
 def rows(*values: list[float]) -> Floats:

@@ -15,7 +15,6 @@ from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
-from eagle31.decoding.bootstrap import Resamples
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments
@@ -25,6 +24,7 @@ from train.bench.quality.report import default_levels, goals, measure, plot, tab
 from train.bench.quality.runs import RESULT, Run, Runner
 from train.bench.quality.sides import Side
 from train.drafter.export_checks import validate_export
+from train.evaluation.bootstrap import Resamples
 from train.evaluation.replay import packed, replay_greedily
 
 ROOT = Path(__file__).resolve().parents[4]
