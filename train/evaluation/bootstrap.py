@@ -52,7 +52,7 @@ def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, resamples: Resam
     """
     num_drafts: Floats = resamples.prompts @ np.asarray(drafts, float)
     num_accepted: Floats = resamples.prompts @ np.asarray(accepted, float)
-    return interval(1 + num_accepted / np.maximum(num_drafts, 1.0))
+    return interval(1 + num_accepted / num_drafts.clip(min=1))
 
 
 def median_interval(values: Sequence[float], resamples: Resamples) -> Interval:
