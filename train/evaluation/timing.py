@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.evaluation.bootstrap import Resamples, median_interval
+from train.resampling.bootstrap import Resamples, median_interval
 
 MIN_PROMPTS = 5  # the median of fewer says little
 # The upper bound of the interval may be this many times the lower one. A wider interval does not tell a

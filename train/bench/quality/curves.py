@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from train.evaluation.bootstrap import Floats, Interval, Resamples, interval
+from train.resampling.bootstrap import Floats, Interval, Resamples, interval
 
 UNTRAINED = 1.0  # the acceptance length before the first step: no draft is accepted
 

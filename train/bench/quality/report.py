@@ -19,9 +19,9 @@ from train.bench.quality.curves import (
     minutes_until,
     training_minutes,
 )
-from train.evaluation.bootstrap import Floats, Interval, Resamples, interval
 from train.reporting.colors import COLORS
 from train.reporting.plots import Panel, save_png
+from train.resampling.bootstrap import Floats, Interval, Resamples, interval
 from train.tables import aligned
 
 _LIGHT = {name: light for name, (light, _) in COLORS.items()}

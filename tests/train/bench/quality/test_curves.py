@@ -11,7 +11,7 @@ from train.bench.quality.curves import (
     minutes_until,
     training_minutes,
 )
-from train.evaluation.bootstrap import Floats, Resamples, interval
+from train.resampling.bootstrap import Floats, Resamples, interval
 
 
 def rows(*values: list[float]) -> Floats:

@@ -24,8 +24,8 @@ from train.bench.quality.report import default_levels, goals, measure, plot, tab
 from train.bench.quality.runs import RESULT, Run, Runner
 from train.bench.quality.sides import Side
 from train.drafter.export_checks import validate_export
-from train.evaluation.bootstrap import Resamples
 from train.evaluation.replay import packed, replay_greedily
+from train.resampling.bootstrap import Resamples
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "bench" / "quality"))

@@ -1,0 +1,1 @@
+"""Intervals from resamples of the prompts."""
