@@ -136,7 +136,13 @@ def _answer_block(
                 if not upcoming:
                     continue
                 try:
-                    prompt = render_prompt(tokenizer, histories[index], conversation.tools, template_kwargs)
+                    prompt = render_prompt(
+                        tokenizer,
+                        histories[index],
+                        conversation.tools,
+                        template_kwargs,
+                        conversation.template,
+                    )
                 except TemplateRefused as refused:
                     refusals.append((conversation.id, refused.remedy))
                     position[index] = len(conversation.messages)

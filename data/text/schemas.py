@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from data.text.perturbation import UNCHANGED
 from eagle31.errors import UserError
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
@@ -33,6 +34,7 @@ class Conversation:
     id: str
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
+    template: str = UNCHANGED  # the target's, or a change of it; see `data.text.perturbation.TEMPLATES`
 
 
 class MalformedRow(Exception):

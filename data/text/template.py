@@ -16,6 +16,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.choices import Turns
+from data.text.perturbation import (
+    UNCHANGED,
+    NoEffect,
+    PromptSetting,
+    rewritten,
+    template_source,
+    with_documents,
+    with_system,
+)
 from data.text.schemas import Conversation
 from eagle31.errors import UserError
 
@@ -84,7 +93,7 @@ def render(
     messages, tools = conversation.messages, conversation.tools
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert assistant, f"{conversation.id} has no assistant turn"
-    target = _Template(tokenizer, tools, template_kwargs, turns)
+    target = _Template(tokenizer, tools, template_kwargs, turns, conversation.template)
     if turns is Turns.each:
         return [target.sample(messages[: i + 1], [i], eos_token_ids) for i in assistant]
     supervised = assistant if turns is Turns.all else assistant[-1:]
@@ -92,11 +101,47 @@ def render(
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools,
+    template_kwargs: Mapping[str, Any],
+    template: str = UNCHANGED,
 ) -> list[int]:
-    """Return the token ids of the messages and the generation prompt, as in serving."""
-    target = _Template(tokenizer, tools, template_kwargs, Turns.last)
+    """Return the token ids of the messages and the generation prompt, as in serving.
+
+    Args:
+        template: the target's, or a change of it; see `data.text.perturbation.TEMPLATES`.
+    """
+    target = _Template(tokenizer, tools, template_kwargs, Turns.last, template)
     return target.encode(target.text(messages, add_generation_prompt=True))
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools,
+    template_kwargs: Mapping[str, Any],
+    setting: PromptSetting,
+    documents: Sequence[str] = (),
+) -> list[int]:
+    """Return the token ids of the messages and the generation prompt under other conditions.
+
+    Args:
+        documents: the texts that lengthen the prompt, where the setting asks for it.
+
+    Raises:
+        NoEffect: the prompt would be the same as without the setting.
+        TemplateRefused: the template raises, for example because it takes no system prompt.
+    """
+    unchanged = render_prompt(tokenizer, messages, tools, template_kwargs)
+    changed = with_system(messages, setting.system)
+    ids = render_prompt(tokenizer, changed, tools, template_kwargs, setting.template)
+    if setting.context_tokens is not None and len(ids) < setting.context_tokens:
+        changed = with_documents(changed, documents, setting.context_tokens - len(ids), tokenizer)
+        ids = render_prompt(tokenizer, changed, tools, template_kwargs, setting.template)
+    if ids == unchanged and setting != PromptSetting():
+        raise NoEffect("template", setting, "The prompt is the same as without this change; leave it out.")
+    return ids
 
 
 def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> bool:
@@ -144,12 +189,18 @@ class _Template:
         tools: Tools,
         template_kwargs: Mapping[str, Any],
         turns: Turns,
+        template: str = UNCHANGED,
     ) -> None:
         _require_template(tokenizer)
         self.tokenizer = tokenizer
         self.arguments = {"tools": list(tools) if tools else None, **template_kwargs}
         self.turns = turns
-        self.uses_markers = uses_generation_markers(tokenizer, tools)
+        self.template = template
+        source = template_source(template)
+        if source is not None:
+            self.arguments["chat_template"] = source
+        # Markers are offsets into the text of the target's own template.
+        self.uses_markers = template == UNCHANGED and uses_generation_markers(tokenizer, tools)
 
     def sample(
         self, messages: Messages, supervised: Sequence[int], eos_token_ids: Collection[int]
@@ -166,9 +217,11 @@ class _Template:
 
     def text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         with self._refusal():
-            return self.tokenizer.apply_chat_template(  # type: ignore[return-value]
+            text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
             )
+        assert isinstance(text, str)
+        return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
