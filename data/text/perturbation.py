@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from eagle31.errors import UserError
+
+if TYPE_CHECKING:  # the recipe's schema imports this module, so it imports no library
+    from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[dict[str, Any]]
 
@@ -148,7 +149,7 @@ def with_system(messages: Messages, name: str) -> list[dict[str, Any]]:
 
 
 def with_documents(
-    messages: Messages, documents: Sequence[str], num_tokens: int, tokenizer: PreTrainedTokenizerBase
+    messages: Messages, documents: Sequence[str], num_tokens: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[dict[str, Any]]:
     """Return the messages with about so many tokens of documents before the first question.
 

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from data.text.choices import Overlong, Turns
+from data.text.perturbation import check_system, check_template
 from eagle31.errors import UserError, require_positive
 
 
@@ -19,6 +20,25 @@ class RegenerateConfig:
     batch_size: int = 16  # Prompts of one forward pass with target.engine=hf; vLLM batches by itself.
     # Processes that run the target with target.engine=hf. null: one for each GPU of the node, and 1 on a CPU.
     processes: int | None = None
+
+
+@dataclass
+class AugmentConfig:
+    """Training prompts under other conditions, each conversation by chance.
+
+    Held-out prompts stay as they are. The conditions are those of the robustness matrix. docs/study.md has an
+    ablation of each.
+    """
+
+    template_probability: float = 0.0  # Fraction of the conversations that another chat template renders.
+    # The templates: renamed_roles, extra_whitespace, chatml, plain, or paths of templates.
+    templates: list[str] = field(default_factory=lambda: ["renamed_roles", "extra_whitespace", "plain"])
+    system_probability: float = 0.0  # Fraction of the conversations whose system prompt is replaced.
+    # The system prompts: none, short, long, other_language.
+    systems: list[str] = field(default_factory=lambda: ["none", "short", "long", "other_language"])
+    # Fraction of the conversations with texts of other conversations before the first question.
+    documents_probability: float = 0.0
+    documents_tokens: int = 512  # The most tokens of such texts; fewer are as likely.
 
 
 @dataclass
@@ -44,6 +64,7 @@ class DataConfig:
     num_validation: int = 32  # Held-out prompts from which the best checkpoint is chosen.
     num_test: int = 32  # Held-out prompts for the final evaluation.
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
 def check_data(data: DataConfig) -> None:
@@ -65,3 +86,23 @@ def check_data(data: DataConfig) -> None:
         raise UserError("data.regenerate.temperature", regenerate.temperature, "It must not be negative.")
     if data.num_workers is not None and data.num_workers < 1:
         raise UserError("data.num_workers", data.num_workers, "Give at least 1, or null for all cores.")
+    check_augment(data)
+
+
+def check_augment(data: DataConfig) -> None:
+    """Raise UserError for changes of training prompts that cannot be made."""
+    augment = data.augment
+    for name, names in (("template", "templates"), ("system", "systems"), ("documents", "documents_tokens")):
+        probability = getattr(augment, f"{name}_probability")
+        if not 0 <= probability <= 1:
+            raise UserError(f"data.augment.{name}_probability", probability, "It must be in [0, 1].")
+        if probability > 0 and not getattr(augment, names):
+            raise UserError(f"data.augment.{names}", getattr(augment, names), "Give at least one.")
+    for template in augment.templates:
+        check_template(template, "data.augment.templates")
+    for system in augment.systems:
+        check_system(system, "data.augment.systems")
+    require_positive({"data.augment.documents_tokens": augment.documents_tokens})
+    if augment.documents_probability > 0 and augment.documents_tokens >= data.max_tokens:
+        remedy = f"No room for an answer would be left in data.max_tokens ({data.max_tokens}); lower it."
+        raise UserError("data.augment.documents_tokens", augment.documents_tokens, remedy)

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from datasets import Dataset
 from data.generation.answers import answer_prompts
 from data.generation.regenerate import regenerate
 from data.target.tokenizer import tokenizer_fingerprint
+from data.text.augmentation import Augmentation, augmented
+from data.text.perturbation import NoEffect, PromptSetting, template_source
 from data.text.sources import (
     Conversation,
     ReadResult,
@@ -21,7 +23,7 @@ from data.text.sources import (
     source_fingerprint,
 )
 from data.text.split import choose_prompts, drop_prompts, held_out_split, shuffled
-from data.text.template import TemplateRefused, render_prompt, template_fingerprint
+from data.text.template import TemplateRefused, prompt_ids, render_prompt, template_fingerprint
 from data.text.tokenize import Enough, tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
@@ -64,6 +66,11 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         "overlong": data.overlong.value,
         "max_samples": context.config.capture.max_samples,
     }
+    augmentation = _augmentation(context)
+    if augmentation is not None:
+        inputs["augment"] = asdict(augmentation) | {
+            "sources": [template_source(name) for name in augmentation.templates]
+        }
     if data.regenerate.enabled:
         inputs["regenerate"] = asdict(data.regenerate) | context.completion_inputs()
         del inputs["regenerate"]["processes"]  # the answers do not depend on it
@@ -80,11 +87,14 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     write_json(directory / "held_out.json", prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     limit = context.config.capture.max_samples
+    augmentation = _augmentation(context)
+    if augmentation is not None:
+        _check_augmentation(context, conversations[0], augmentation)
     if data.regenerate.enabled:
         blocks = directory / "regenerated"
         if limit is not None:
             conversations = shuffled(conversations, context.config.seed)
-        dataset = _regenerated(context, conversations, blocks)
+        dataset = _regenerated(context, _augmented(context, conversations, augmentation), blocks)
         save_dataset(dataset, directory / "train")
         summary |= _sizes(dataset)
         for path in blocks.glob("*.arrow"):  # the answers stay, which cost more
@@ -98,7 +108,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             enough = Enough(max(limit, COUNTED_CONVERSATIONS), num_samples=limit)
             conversations = shuffled(conversations, context.config.seed)
         report = tokenize(
-            conversations,
+            _augmented(context, conversations, augmentation),
             context.tokenizer,
             turns=data.turns,
             template_kwargs=context.template_kwargs,
@@ -201,7 +211,47 @@ def _prompt_room(context: RunContext) -> int:
     return context.config.train.row_tokens - context.config.evaluate.max_new_tokens
 
 
-def _regenerated(context: RunContext, conversations: Sequence[Conversation], directory: Path) -> Dataset:
+def _augmentation(context: RunContext) -> Augmentation | None:
+    """Return the changes of training conversations, or None if none has a probability above 0."""
+    settings = context.config.data.augment
+    augmentation = Augmentation(**asdict(settings), seed=context.config.seed)
+    chances = (settings.template_probability, settings.system_probability, settings.documents_probability)
+    return augmentation if any(chances) else None
+
+
+def _augmented(
+    context: RunContext, conversations: Sequence[Conversation], augmentation: Augmentation | None
+) -> Iterable[Conversation]:
+    if augmentation is None:
+        return conversations
+    return augmented(conversations, augmentation, context.tokenizer)
+
+
+def _check_augmentation(context: RunContext, example: Conversation, augmentation: Augmentation) -> None:
+    """Try the changes on one conversation, before all of them are tokenized.
+
+    Raises:
+        UserError: the target's template refuses a system prompt, or a template raises.
+    """
+    last_answer = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
+    prompt = example.messages[:last_answer]
+    settings = {}
+    if augmentation.template_probability:
+        settings["templates"] = [PromptSetting(template=name) for name in augmentation.templates]
+    if augmentation.system_probability:
+        settings["systems"] = [PromptSetting(system=name) for name in augmentation.systems]
+    for field, tried in settings.items():
+        for setting in tried:
+            try:
+                prompt_ids(context.tokenizer, prompt, example.tools, context.template_kwargs, setting)
+            except NoEffect:
+                continue  # some conversations already have no system prompt
+            except TemplateRefused as refused:
+                name = setting.template if field == "templates" else setting.system
+                raise UserError(f"data.augment.{field}", name, f"Leave it out. {refused.remedy}") from None
+
+
+def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:
     settings = context.config.data.regenerate
     sampling = context.sampling(settings.max_new_tokens, settings.temperature)
     with context.open_generator() as generator:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from data.embedded.target import EmbeddedTarget
+from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.train.small_run import RECIPE, arguments
 from tests.train.torchrun import composed
@@ -44,3 +46,31 @@ def test_a_limit_chooses_conversations_before_they_are_tokenized(
     assert len(of_all) == len(of_few) == len(other_seed) == LIMIT
     ids = [{row["id"] for row in rows} for rows in (of_all, of_few, other_seed)]
     assert ids[0] != ids[1] != ids[2]
+
+
+def test_training_prompts_are_changed_by_chance_and_held_out_ones_are_not(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    chances = ("data.augment.template_probability=0.5", "data.augment.templates=[plain]")
+    chances += ("data.augment.documents_probability=0.5", "data.augment.documents_tokens=40")
+    _, plain = _chosen(small_target, tmp_path / "plain")
+    _, found = _chosen(small_target, tmp_path / "found", *chances)
+    tokenizer = AutoTokenizer.from_pretrained(small_target.model)
+    texts = [tokenizer.decode(row["input_ids"]) for row in found]
+    assert 5 < sum(text.startswith("Human:\n") for text in texts) < 45
+    lengths = [{row["id"]: row["num_prompt_tokens"] for row in rows} for rows in (plain, found)]
+    common = lengths[0].keys() & lengths[1].keys()
+    assert sum(lengths[1][one] > lengths[0][one] + 10 for one in common) > 1
+    held_out = [next((tmp_path / name).glob("artifacts/data-*/held_out.json")) for name in ("plain", "found")]
+    assert held_out[0].read_text() == held_out[1].read_text()
+
+
+def test_a_template_that_refuses_the_conversations_is_found_before_they_are_tokenized(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    template = tmp_path / "raises.jinja"
+    template.write_text("{{ raise_exception('no such role') }}")
+    chances = ("data.augment.template_probability=0.5", f"data.augment.templates=[{template}]")
+    with pytest.raises(UserError, match="no such role") as refused:
+        _chosen(small_target, tmp_path / "run", *chances)
+    assert refused.value.field == "data.augment.templates"

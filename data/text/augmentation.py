@@ -1,0 +1,72 @@
+"""Training conversations under other conditions, each chosen with a probability."""
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from data.text.perturbation import UNCHANGED, with_documents, with_system
+from data.text.schemas import Conversation
+
+MAX_DOCUMENTS = 1024
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """The changes of training conversations; each is made independently of the others."""
+
+    template_probability: float
+    templates: Sequence[str]  # of `data.text.perturbation.TEMPLATES`
+    system_probability: float
+    systems: Sequence[str]  # of `data.text.perturbation.SYSTEM_PROMPTS`
+    documents_probability: float
+    documents_tokens: int  # the most tokens of documents before a question
+    seed: int
+
+
+def augmented(
+    conversations: Sequence[Conversation],
+    augmentation: Augmentation,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[Conversation]:
+    """Yield the conversations in order, some of them changed. The ids stay.
+
+    What happens to a conversation depends on its id and the seed, and for documents on the first
+    `MAX_DOCUMENTS` conversations, whose texts are the documents.
+    """
+    documents = []
+    if augmentation.documents_probability > 0:
+        documents = [document_of(one) for one in conversations[:MAX_DOCUMENTS]]
+    for conversation in conversations:
+        yield _changed(conversation, augmentation, documents, tokenizer)
+
+
+def document_of(conversation: Conversation) -> str:
+    """Return the texts of the users and the assistant, without roles."""
+    texts = [m["content"] for m in conversation.messages if m["role"] in ("user", "assistant")]
+    return "\n\n".join(text for text in texts if text)
+
+
+def _changed(
+    conversation: Conversation,
+    augmentation: Augmentation,
+    documents: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Conversation:
+    digest = hashlib.sha256(f"{augmentation.seed}:{conversation.id}".encode()).digest()
+    rng = random.Random(digest)
+    # All numbers are drawn whatever the probabilities are, so that one change does not move another.
+    template, system, lengthened = (rng.random() for _ in range(3))
+    template_name, system_name = (
+        rng.choice(names or [UNCHANGED]) for names in (augmentation.templates, augmentation.systems)
+    )
+    num_tokens = rng.randint(1, augmentation.documents_tokens)
+    messages = conversation.messages
+    if system < augmentation.system_probability:
+        messages = tuple(with_system(messages, system_name))
+    if lengthened < augmentation.documents_probability:
+        messages = tuple(with_documents(messages, documents, num_tokens, tokenizer))
+    name = template_name if template < augmentation.template_probability else UNCHANGED
+    return replace(conversation, messages=messages, template=name)
