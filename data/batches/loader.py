@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data.batches.balance import balanced
 from data.batches.packing import pack_epoch
+from data.batches.position_gaps import PositionGaps
 from data.batches.row_schedule import RowSchedule, check_divisible
 from data.samples import CapturedSample, HiddenStateSource
 from eagle31.errors import UserError
@@ -62,6 +63,7 @@ class RowLoader:
         steps_ahead: how many steps are read into memory in advance.
         steps_announced: how many steps are announced to an `OrderedSource`, at most one epoch.
         begin: where the first step begins that is loaded.
+        position_gaps: the gaps in the samples' positions; None for none.
 
     Raises:
         UserError: the rows of a step cannot be divided equally among the ranks, or the data has too few rows
@@ -83,6 +85,7 @@ class RowLoader:
         steps_ahead: int = 3,
         steps_announced: int = 64,
         begin: RowPosition = RowPosition(),
+        position_gaps: PositionGaps | None = None,
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
@@ -95,6 +98,7 @@ class RowLoader:
         self.pad_multiple = pad_multiple
         self.steps_ahead = steps_ahead
         self.begin = begin
+        self.position_gaps = position_gaps
         self._packed = {begin.epoch: pack_epoch(source.lengths, row_tokens, seed, begin.epoch)}
         self.rows_per_epoch = len(self._packed[begin.epoch])
         self.steps_announced = min(steps_announced, self.rows_per_epoch // self.schedule.final)
@@ -174,12 +178,23 @@ class RowLoader:
         if isinstance(self.source, OrderedSource):
             self._announce(self.source, step)
         samples = iter(self.source.get_many([index for row in rows for index in row]))
-        return [self._pack([next(samples) for _ in row]) for row in rows]
+        return [self._pack(step, {index: next(samples) for index in row}) for row in rows]
 
-    def _pack(self, samples: list[CapturedSample]) -> PackedBatch:
-        num_tokens = sum(len(sample.input_ids) for sample in samples)
+    def _pack(self, step: int, samples: dict[int, CapturedSample]) -> PackedBatch:
+        num_tokens = sum(len(sample.input_ids) for sample in samples.values())
         padded = max(-(-num_tokens // self.pad_multiple), 1) * self.pad_multiple
-        return pack_row(samples, min(padded, self.row_tokens), pin_memory=self.pin_memory)
+        position_ids = None
+        if self.position_gaps is not None:
+            lengths = [(len(sample.input_ids), index) for index, sample in samples.items()]
+            position_ids = [
+                self.position_gaps.position_ids(num, step, index) for num, index in lengths if num
+            ]
+        return pack_row(
+            list(samples.values()),
+            min(padded, self.row_tokens),
+            pin_memory=self.pin_memory,
+            position_ids=position_ids,
+        )
 
     def _announce(self, source: OrderedSource, step: int) -> None:
         """Announce the samples of `step` and the following steps to the source."""
@@ -206,15 +221,25 @@ def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:
         raise UserError("train.rows_per_step", rows_per_step, remedy)
 
 
-def pack_row(samples: Sequence[CapturedSample], num_tokens: int, *, pin_memory: bool = False) -> PackedBatch:
+def pack_row(
+    samples: Sequence[CapturedSample],
+    num_tokens: int,
+    *,
+    pin_memory: bool = False,
+    position_ids: Sequence[Tensor] | None = None,
+) -> PackedBatch:
     """Concatenate the samples and pad them to `num_tokens`.
 
     Samples without tokens, which replace samples that could not be captured, leave no trace in the row.
+
+    Args:
+        position_ids: those of each sample that has tokens; None counts them from 0.
     """
     lengths = [len(sample.input_ids) for sample in samples if len(sample.input_ids)]
     documents = torch.arange(len(lengths))
     document_ids = documents.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    position_ids = [torch.arange(length) for length in lengths]
+    if position_ids is None:
+        position_ids = [torch.arange(length) for length in lengths]
 
     def concatenate(parts: Sequence[Tensor], padding: int = 0) -> Tensor:
         shape = (num_tokens, *parts[0].shape[1:])

@@ -16,7 +16,7 @@ class PackedBatch:
     input_ids: Tensor  # int64 [T]
     loss_mask: Tensor  # bool [T], true where the assistant wrote the token
     document_ids: Tensor  # int64 [T], 0, 1, 2, ... in order; -1 for padding
-    position_ids: Tensor  # int64 [T], starts at 0 in every document
+    position_ids: Tensor  # int64 [T], starts at 0 in every document and ascends
     aux_hidden_states: Tensor  # target dtype [T, A, Ht]
     final_hidden_states: Tensor  # target dtype [T, Ht], the last layer's output before the final norm
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from data.batches.position_gaps import PositionGaps
 from data.batches.row_schedule import RowSchedule
 from eagle31.errors import UserError, require_positive
 from eagle31.training.objectives import Loss, Objective, StepWeights
@@ -122,6 +123,10 @@ class TrainConfig:
     # Whether activations are recomputed in the backward pass: less memory for very long rows, about a sixth
     # more compute.
     activation_checkpointing: bool = False
+    # Fraction of the samples whose positions jump once by a random number of tokens, so that the drafter
+    # meets longer distances than the samples have. docs/study.md has an ablation.
+    position_gap_probability: float = 0.0
+    position_gap_tokens: int = 2048  # The longest jump; shorter ones are as likely.
     row_tokens: int = 2048  # Length of a packed row in tokens; the longest sample must fit.
     rows_per_step: int = 8  # Packed rows of one optimizer step, over all ranks.
     # Packed rows of the first optimizer steps, over all ranks; the number doubles until it is rows_per_step.
@@ -199,7 +204,7 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
     Args:
         pruned: whether the draft vocabulary is smaller than the target's.
     """
-    counts = ("ttt_steps", "row_tokens", "rows_per_step", "num_epochs")
+    counts = ("ttt_steps", "row_tokens", "rows_per_step", "num_epochs", "position_gap_tokens")
     intervals = ("log_every", "validate_every", "save_every", "keep_checkpoints", "keep_weights_every")
     require_positive({f"train.{name}": getattr(train, name) for name in (*counts, *intervals)})
     for name in ("lk_eta", "diagnose_every"):
@@ -216,7 +221,7 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
         raise UserError("train.rows_per_step_start", train.rows_per_step_start, remedy)
     if not 0 < train.rows_growth_fraction < 1:
         raise UserError("train.rows_growth_fraction", train.rows_growth_fraction, "It must be in (0, 1).")
-    for name in ("reach_smoothing", "ttt_curriculum_fraction"):
+    for name in ("reach_smoothing", "ttt_curriculum_fraction", "position_gap_probability"):
         if not 0 <= getattr(train, name) <= 1:
             raise UserError(f"train.{name}", getattr(train, name), "It must be in [0, 1].")
     objective_of(train).check(pruned=pruned)
@@ -226,6 +231,13 @@ def row_schedule_of(train: TrainConfig, max_steps: int) -> RowSchedule:
     """Return the rows of each optimizer step of a run that continues no other one."""
     growth_steps = math.ceil(train.rows_growth_fraction * max_steps)
     return RowSchedule(train.rows_per_step, train.rows_per_step_start, growth_steps)
+
+
+def position_gaps_of(train: TrainConfig, seed: int) -> PositionGaps | None:
+    """Return the gaps in the samples' positions, or None if there are none."""
+    if not train.position_gap_probability:
+        return None
+    return PositionGaps(train.position_gap_probability, train.position_gap_tokens, seed)
 
 
 def objective_of(train: TrainConfig) -> Objective:

@@ -19,7 +19,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import MIN_STEPS
-from train.config.training import OptimConfig, Optimizer, objective_of
+from train.config.training import OptimConfig, Optimizer, objective_of, position_gaps_of
 from train.context import RunContext
 from train.drafter.build import build_drafter
 from train.planning.memory import trainer_memory, worst_counts
@@ -116,6 +116,7 @@ def row_loader(
         costs=sample_costs(context, source, drafter),
         pin_memory=world.device.type == "cuda",
         begin=begin,
+        position_gaps=position_gaps_of(config.train, context.train_seed),
     )
 
 

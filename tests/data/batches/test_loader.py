@@ -6,6 +6,7 @@ import torch
 
 from data.batches.loader import RowLoader, RowPosition, SourceStats, pack_row
 from data.batches.packing import pack_epoch
+from data.batches.position_gaps import PositionGaps
 from data.batches.row_schedule import RowSchedule
 from data.samples import CapturedSample
 from eagle31.errors import UserError
@@ -277,3 +278,15 @@ def test_a_step_that_the_ranks_or_the_rows_do_not_allow_is_a_user_error() -> Non
         _loader(world_size=3)
     with pytest.raises(UserError, match=r"train\.rows_per_step=100: The data fills"):
         _loader(rows_per_step=100)
+
+
+def test_gaps_change_positions_alone_and_are_the_same_on_any_number_of_ranks() -> None:
+    gaps = PositionGaps(probability=1.0, max_tokens=9, seed=0)
+    plain, changed = _loader().batches(2), _loader(position_gaps=gaps).batches(2)
+    for row, other in zip(plain, changed, strict=True):
+        assert torch.equal(row.input_ids, other.input_ids)
+        assert torch.equal(row.document_ids, other.document_ids)
+        assert not torch.equal(row.position_ids, other.position_ids)
+    of_ranks = [_loader(rank, 2, position_gaps=gaps).batches(2) for rank in range(2)]
+    for index, row in enumerate(changed):
+        assert torch.equal(row.position_ids, of_ranks[index % 2][index // 2].position_ids)

@@ -83,3 +83,22 @@ def test_no_gradient_flows_to_later_rows(layers: int, attention: dict[str, Any])
         assert bool(touched[row])
         assert not touched[row + 1 :].any()
         assert not touched[batch.document_ids != batch.document_ids[row]].any()
+
+
+@pytest.mark.parametrize("changes", [{}, MLA])
+def test_only_a_gap_in_the_positions_changes_states_and_an_offset_of_all_does_not(
+    changes: dict[str, Any],
+) -> None:
+    config = tiny_config(**changes)
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((30,), config, seed=5)
+    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 4))
+
+    def states(position_ids: torch.Tensor) -> torch.Tensor:
+        moved = replace(batch, position_ids=position_ids)
+        return torch.stack([state for state, _ in rollout(drafter, frozen.embed_tokens, moved, rows, 4)])
+
+    plain = states(batch.position_ids)
+    torch.testing.assert_close(states(batch.position_ids + 40), plain, rtol=1e-4, atol=1e-4)
+    gap = batch.position_ids + 40 * (torch.arange(30) >= 2)
+    assert (states(gap) - plain).abs().max() > 1e-2
