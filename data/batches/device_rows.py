@@ -62,6 +62,7 @@ class DeviceRows:
     Args:
         num_steps: speculation steps of the schedule, or a function of the optimizer step that returns them.
         stop_step: the first step that is not needed; no row is read ahead beyond it.
+        key_reach: `DrafterConfig.key_reach`, for the schedule.
         flops_of: returns the FLOPs of a row on the CPU with that many speculation steps; by default they are
             not counted.
         executor: runs what is done in the background; by default one thread.
@@ -75,6 +76,7 @@ class DeviceRows:
         device: torch.device,
         dtype: torch.dtype,
         stop_step: int,
+        key_reach: int | None = None,
         flops_of: Callable[[PackedBatch, int], int] | None = None,
         executor: Executor | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class DeviceRows:
         self._stop_step = stop_step
         self._num_steps_at = num_steps if callable(num_steps) else lambda _: num_steps
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
+        self._key_reach = key_reach
         self._batches: list[PackedBatch] = []
         self._counts = RowCounts(0, 0)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -134,7 +137,7 @@ class DeviceRows:
         return self._batches[index]
 
     def _scheduled(self, batch: PackedBatch, step: int) -> _Copied:
-        schedule = schedule_batch(batch, self._num_steps_at(step), self._device)
+        schedule = schedule_batch(batch, self._num_steps_at(step), self._device, self._key_reach)
         row = DeviceRow(batch.to(self._device, self._dtype), schedule)
         return _Copied(row, self._counts, len(self._batches), None)
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from eagle31.kernels.query_run import context_window
 from eagle31.model.config import DrafterConfig
 from eagle31.training.batch import PackedBatch
+from eagle31.training.schedule import needed_key_rows
 from eagle31.training.supervision import supervised_drafts
 
 
@@ -30,10 +32,10 @@ class StepCounts:
         """Return the number of rolled-out rows over all steps."""
         return sum(self.rows)
 
-    @property
-    def rollout_pairs(self) -> int:
+    def rollout_pairs(self, window: int | None = None) -> int:
         """Return the number of (row, rollout key) pairs over all steps; a row of step k reads k of them."""
-        return sum(step * rows for step, rows in enumerate(self.rows))
+        most = len(self.rows) if window is None else window
+        return sum(min(step, most) * rows for step, rows in enumerate(self.rows))
 
 
 @dataclass(frozen=True)
@@ -57,50 +59,70 @@ class StepFlops:
         return self.total - self.attention
 
 
-def count_step(batch: PackedBatch, num_steps: int) -> StepCounts:
+def count_step(batch: PackedBatch, num_steps: int, config: DrafterConfig | None = None) -> StepCounts:
     """Count what a step on this packed row computes.
 
-    Keys are computed from each document's start to its last supervised row. A row is rolled out as long as
-    its steps are supervised.
+    Keys are computed from each document's start to its last supervised row, of those that the window reaches.
+    A row is rolled out as long as its steps are supervised.
+
+    Args:
+        config: has the window; None counts a drafter without one.
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     num_tokens = len(batch.input_ids)
     rows = supervised[:, 0].nonzero().squeeze(1)
-    documents, lengths = batch.document_ids.unique_consecutive(return_counts=True)
+    lengths = batch.document_ids.unique_consecutive(return_counts=True)[1]
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)  # of each row's document
-    depth = torch.arange(num_tokens) - starts + 1  # number of keys that each row reads
-    last = torch.zeros(len(documents), dtype=torch.long)
-    which = torch.arange(len(documents)).repeat_interleave(lengths)
-    last.scatter_reduce_(0, which[rows], depth[rows], "amax")
+    depth = torch.arange(num_tokens) - starts + 1  # number of rows of its document up to each row
+    keys = needed_key_rows(rows, batch.document_ids, config.key_reach if config else None)
     # Row t's step k reads the token at t + 1 + k, which is also its teacher's index.
     is_teacher = torch.zeros(num_tokens, dtype=torch.bool)
     for step in range(min(num_steps, num_tokens - 1)):
         is_teacher[1 + step :] |= supervised[: num_tokens - 1 - step, step]
     is_read = is_teacher.clone()
-    is_read[1:] |= (depth <= last[which])[:-1]
+    is_read[(keys + 1).clamp(max=num_tokens - 1)] = True
+    window = config.sliding_window if config else None
+    windows = [context_window(window, step) for step in range(num_steps)]
+    pairs = [
+        ((depth if context is None else depth.clamp(max=context)) * supervised[:, step]).sum()
+        for step, context in enumerate(windows)
+    ]
     return StepCounts(
-        keys=int(last.sum()),
+        keys=len(keys),
         rows=tuple(supervised.sum(0).tolist()),
         tokens=int(is_read.sum()),
-        causal_pairs=int((depth.unsqueeze(1) * supervised).sum()),
+        causal_pairs=int(sum(pairs)),
         teachers=int(is_teacher.sum()),
     )
 
 
 def typical_counts(
-    row_tokens: int, num_steps: int, document_tokens: int, assistant_fraction: float
+    row_tokens: int,
+    num_steps: int,
+    document_tokens: int,
+    assistant_fraction: float,
+    config: DrafterConfig | None = None,
 ) -> StepCounts:
     """Estimate the counts of a packed row before there is any data.
 
     Every document is `document_tokens` long and ends with one answer, whose length is `assistant_fraction` of
     the document's.
+
+    Args:
+        config: has the window; None counts a drafter without one.
     """
     length = min(document_tokens, row_tokens)
     documents, span = row_tokens / length, max(1, round(assistant_fraction * length))
     step_rows = [max(0, min(span - 1 - k, length - 2 - k)) for k in range(num_steps)]
     first = max(0, length - 1 - span)  # the row before the answer's first token, if there is a prompt
-    pairs = sum(rows * (first + 1) + rows * (rows - 1) / 2 for rows in step_rows)
+    window = config.sliding_window if config else None
+    contexts = [context_window(window, step) for step in range(num_steps)]
+    pairs = sum(
+        _sum_of_depths(first + 1, rows, context) for rows, context in zip(step_rows, contexts, strict=True)
+    )
     keys = min(length - 1, first + step_rows[0])
+    if config is not None and config.key_reach is not None and step_rows[0]:
+        keys -= max(0, first - config.key_reach)
     return StepCounts(
         keys=round(documents * keys),
         rows=tuple(round(documents * rows) for rows in step_rows),
@@ -108,6 +130,13 @@ def typical_counts(
         causal_pairs=round(documents * pairs),
         teachers=round(documents * step_rows[0]),
     )
+
+
+def _sum_of_depths(first: int, rows: int, window: int | None) -> float:
+    """Return the sum of `rows` numbers of keys that ascend from `first` by one, each at most the window."""
+    growing = rows if window is None else min(rows, max(0, window - first))
+    full = 0 if window is None else window * (rows - growing)
+    return growing * first + growing * (growing - 1) / 2 + full
 
 
 def step_flops(
@@ -129,6 +158,7 @@ def step_flops(
     # Without the norms before it, fc's input needs no gradient.
     fusion = (6 if config.fc_norm else 4) * counts.keys * len(config.aux_layer_ids) * target * hidden
     wider = counts.rolled_out - counts.rows[0] + counts.keys  # (row, step) pairs of a layer before the last
+    rollout_pairs = counts.rollout_pairs(config.sliding_window)
     projections = mlp = attention = 0
     for layer in range(config.num_hidden_layers):
         last = layer == config.num_hidden_layers - 1
@@ -137,7 +167,7 @@ def step_flops(
         mlp += 6 * computed * 3 * hidden * config.intermediate_size
         # Scores and weighted sum in forward, four gradients in backward.
         heads = config.num_attention_heads * (config.head_dim + config.value_width)
-        attention += 6 * (counts.causal_pairs + counts.rollout_pairs) * heads
+        attention += 6 * (counts.causal_pairs + rollout_pairs) * heads
     return StepFlops(
         fusion=fusion,
         projections=projections,
@@ -154,7 +184,8 @@ def step_flops(
 def sample_flops(config: DrafterConfig, num_steps: int, supervision: Tensor, head_trained: bool) -> Tensor:
     """Estimate the FLOPs of each sample, to compare samples with each other.
 
-    Every supervised position counts as rolled out over all steps.
+    Every supervised position counts as rolled out over all steps, and with a window a sample as if it had one
+    answer.
 
     Args:
         supervision: int64 [N, 3]: keys, supervised positions, and pairs of both.
@@ -162,6 +193,13 @@ def sample_flops(config: DrafterConfig, num_steps: int, supervision: Tensor, hea
     Returns:
         float64 [N].
     """
+    if config.sliding_window is not None:
+        assert config.key_reach is not None
+        keys, positions, pairs = supervision.unbind(1)
+        keys = torch.minimum(keys, positions + config.key_reach)
+        supervision = torch.stack(
+            (keys, positions, torch.minimum(pairs, positions * config.sliding_window)), dim=1
+        )
     none = StepCounts(keys=0, rows=(0,) * num_steps, tokens=0, causal_pairs=0, teachers=0)
     # FLOPs are linear in the counts.
     of_each = (

@@ -132,7 +132,8 @@ class ChainDrafter:
     def _attend(self, num_queries: int) -> Attend:
         """Return the attention of the last `num_queries` positions."""
         run = QueryRun(0, num_queries, 0, self.num_rows)
-        return partial(attend_by_run, runs=(run,), scale=self.drafter.config.attention_scale)
+        config = self.drafter.config
+        return partial(attend_by_run, runs=(run,), scale=config.attention_scale, window=config.sliding_window)
 
     def _pick(
         self, logits: Tensor, temperature: float, generator: torch.Generator | None

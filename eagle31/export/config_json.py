@@ -10,6 +10,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 # vLLM reads a drafter of type "deepseek_v3" as a multi-token prediction head.
 MODEL_TYPE, LATENT_MODEL_TYPE = "llama", "kimi_k2"
+SLIDING = "sliding_attention"  # among the layer_types
 
 
 def config_json(
@@ -60,6 +61,12 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     rope_scaling = {key: value for key, value in config.served_rope.items() if key != "rope_theta"}
     scaled = rope_scaling["rope_type"] != "default"
     ids = list(config.aux_layer_ids)
+    window = {}
+    if config.sliding_window is not None:  # vLLM reads the width only for layers of this type
+        window = {
+            "sliding_window": config.sliding_window,
+            "layer_types": [SLIDING] * config.num_hidden_layers,
+        }
     return {
         "architectures": [ARCHITECTURE if config.mla is None else LATENT_ARCHITECTURE],
         "model_type": MODEL_TYPE if config.mla is None else LATENT_MODEL_TYPE,
@@ -77,6 +84,7 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling if scaled else None,
         "max_position_embeddings": config.max_position_embeddings,
+        **window,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,

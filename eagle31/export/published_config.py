@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.config_json import LATENT_ARCHITECTURE
+from eagle31.export.config_json import LATENT_ARCHITECTURE, SLIDING
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
 from eagle31.model.config import DrafterConfig, MlaShape
 
@@ -77,6 +77,8 @@ def read_config(
     values = _with_defaults(layer)
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
     mla, num_kv_heads, head_dim = _heads(layer, values)
+    window, window_notes = _sliding_window(layer, values["num_hidden_layers"])
+    notes += window_notes
     config = DrafterConfig(
         **{key: values[key] for key in SHAPE_KEYS},
         num_key_value_heads=num_kv_heads,
@@ -84,6 +86,7 @@ def read_config(
         rms_norm_eps=values["rms_norm_eps"],
         rope_parameters=_rope_parameters(layer, values["max_position_embeddings"]),
         max_position_embeddings=values["max_position_embeddings"],
+        sliding_window=window,
         draft_vocab_size=layer.get("draft_vocab_size") or values["vocab_size"],
         target_hidden_size=layer.get("target_hidden_size") or values["hidden_size"],
         aux_layer_ids=ids,
@@ -139,6 +142,33 @@ def _heads(layer: dict[str, Any], values: dict[str, Any]) -> tuple[MlaShape | No
         raise UserError("hidden_size", values["hidden_size"], f"It must be a multiple of {num_heads} heads.")
     head_dim = layer.get("head_dim") or values["hidden_size"] // num_heads
     return None, layer.get("num_key_value_heads") or num_heads, head_dim
+
+
+def _sliding_window(layer: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[str, ...]]:
+    """Return the window that vLLM serves the drafter with, and a note where that is not what the keys say.
+
+    vLLM reads the width only for layers that `layer_types` names as sliding, and never for MLA.
+
+    Raises:
+        UserError: the layers have different windows, or the keys contradict each other.
+
+    Source: `LlamaAttention` in models/llama.py of vLLM.
+    """
+    window, types = layer.get("sliding_window"), layer.get("layer_types") or ()
+    if is_latent(layer) or not types:
+        reason = "a drafter with MLA has no window" if is_latent(layer) else "there are no layer_types"
+        note = f"sliding_window {window} is not used, as vLLM does not use it: {reason}."
+        return None, () if window is None else (note,)
+    if not isinstance(types, list) or len(types) < num_layers:
+        raise UserError("layer_types", types, f"It must name the types of all {num_layers} layers.")
+    sliding = {one == SLIDING for one in types[:num_layers]}
+    if sliding == {False}:
+        return None, ()
+    if sliding != {True}:
+        raise UserError("layer_types", types, "Layers with different windows are not supported here.")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise UserError("sliding_window", window, f"layer_types has {SLIDING}, which needs a width.")
+    return window, ()
 
 
 def _rope_parameters(layer: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:

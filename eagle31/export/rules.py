@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31.export.config_json import ARCHITECTURE, LATENT_ARCHITECTURE, LATENT_MODEL_TYPE, MODEL_TYPE
+from eagle31.export.config_json import (
+    ARCHITECTURE,
+    LATENT_ARCHITECTURE,
+    LATENT_MODEL_TYPE,
+    MODEL_TYPE,
+    SLIDING,
+)
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of, served_name
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -62,6 +68,7 @@ def schema_findings(raw: dict[str, Any]) -> list[Finding]:
     both = "config.json has the ids twice, for two readers; export again."
     expect(f"eagle_config.{IDS}", (layer.get("eagle_config") or {}).get(IDS), ids, both)
     expect("num_aux_hidden_states", layer.get("num_aux_hidden_states"), len(ids))
+    findings += window_findings(layer)
     if speculators:
         expect(f"transformer_layer_config.{IDS}", raw["transformer_layer_config"].get(IDS), ids, both)
         for flag in FLAGS:
@@ -72,6 +79,16 @@ def schema_findings(raw: dict[str, Any]) -> list[Finding]:
                 "config.json has the flags twice, for two readers; export again.",
             )
     return findings
+
+
+def window_findings(layer: dict[str, Any]) -> list[Finding]:
+    """Find a sliding window of which vLLM would read only a part."""
+    window, types = layer.get("sliding_window"), layer.get("layer_types")
+    expected = None if window is None else [SLIDING] * (layer.get("num_hidden_layers") or 1)
+    if types == expected:
+        return []
+    remedy = "vLLM reads sliding_window only for layers of this type; export again."
+    return [finding("layer_types", types, expected, remedy)]
 
 
 def expected_shapes(config: DrafterConfig, layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -37,6 +37,24 @@ class CausalBlock(Protocol):
         """Return the gradients of query, keys and values; output and lse may be merged with other terms."""
 
 
+class NoContext:
+    """The block of a step whose window has no step-0 key: rows read their rollout keys alone."""
+
+    scale: float
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        output = query.new_zeros(*query.shape[:2], values.shape[-1])
+        return output, query.new_full(query.shape[:2], float("-inf"), dtype=widened(query.dtype))
+
+    def backward(
+        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+
+
 class _MergedAttention(torch.autograd.Function):
     """The tensor inputs are query, keys, values, then the rollout keys and values of steps 1..k."""
 

@@ -55,18 +55,22 @@ class PackedBlock:
         spans = _spans(runs)
         self.num_rows = spans[-1].query_stop if spans else 0
         self.calls = _calls(spans, device)
+        self.window: dict[str, int] = {}  # the kernel's arguments
         # int64 [R], the queries' rows among those that the kernel computes; None when they are the same.
         self.row_index: Tensor | None = None
         if runs and self.num_rows != runs[-1].query_stop:
             (self.row_index,) = to_device([_rows_within(runs, spans)], device)
 
-    def for_rows(self, row_index: Tensor | None) -> "PackedBlock":
-        """Return the block of a later step, which leaves out some rows of step 0.
+    def for_rows(self, row_index: Tensor | None, window: int | None = None) -> "PackedBlock":
+        """Return the block of a step, which leaves out some rows of step 0.
 
         Args:
             row_index: int64 [R], the step's rows within those of step 0; None when they are the same.
+            window: the number of keys that a query reads, its own included; None for all.
         """
         block = copy(self)
+        if window is not None:  # the kernel counts the keys before and after the query's own
+            block.window = {"window_size_left": window - 1, "window_size_right": 0}
         if row_index is not None:
             block.row_index = row_index if self.row_index is None else self.row_index[row_index]
         return block
@@ -91,6 +95,7 @@ class PackedBlock:
                 True,  # causal
                 False,  # debug mask
                 scale=self.scale,
+                **self.window,
             )
             outputs.append(output)
             sums.append(lse)
@@ -126,6 +131,7 @@ class PackedBlock:
                 random_state,
                 unused,
                 scale=self.scale,
+                **self.window,
             )
             for call in self.calls
         ]

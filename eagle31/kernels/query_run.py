@@ -27,11 +27,47 @@ class QueryRun(NamedTuple):
     def num_keys(self) -> int:
         return self.key_stop - self.key_start
 
+    def within(self, window: int | None) -> "QueryRun":
+        """Return the run without the keys before the window of its first query; None keeps all keys.
+
+        Args:
+            window: the number of keys that each query reads, its own included.
+        """
+        if window is None:
+            return self
+        first = self.key_stop - self.num_queries - (window - 1)
+        return self._replace(key_start=max(self.key_start, first))
+
+
+def context_window(window: int | None, step: int) -> int | None:
+    """Return how many step-0 keys a row reads at a step, its own included; None for all of them.
+
+    A sliding window of W positions ends at the position of the query, which at step k is k positions after
+    the row. Its last k positions are those of the row's rollout keys, so W - k are those of step-0 keys.
+    """
+    return None if window is None else max(window - step, 0)
+
 
 def document_starts(document_ids: Tensor) -> Tensor:
     """Return the first row of each row's document. int64 [S], grouped by document -> int64 [S]."""
     _, lengths = document_ids.unique_consecutive(return_counts=True)
     return (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+
+
+def segment_starts(rows: Tensor, document_ids: Tensor) -> Tensor:
+    """Return where each row's segment starts among the rows: consecutive rows of one document.
+
+    Args:
+        rows: int64 [S], ascending.
+        document_ids: int64 [T], grouped by document.
+
+    Returns:
+        int64 [S], indices into the rows.
+    """
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    documents = document_ids[rows]
+    begins[1:] = (rows[1:] != rows[:-1] + 1) | (documents[1:] != documents[:-1])
+    return document_starts(begins.cumsum(0))
 
 
 def query_runs(key_index: Tensor, starts: Tensor) -> tuple[QueryRun, ...]:

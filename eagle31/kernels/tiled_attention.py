@@ -111,24 +111,32 @@ class PlainKernel:
 
 @dataclass(frozen=True)
 class TileMasks:
-    """One additive mask of which the mask of every tile is a window."""
+    """One additive mask of which the mask of every tile is a part."""
 
-    mask: Tensor  # [TILE, longest + TILE]: query i reads keys up to longest + i
+    mask: Tensor  # [TILE, before + TILE]: query i reads keys up to before + i
+    window: int | None = None  # the number of keys that a query reads, its own included; None for all
 
     @staticmethod
-    def for_keys(longest: int, like: Tensor) -> "TileMasks":
+    def for_keys(longest: int, like: Tensor, window: int | None = None) -> "TileMasks":
         """Build the mask for runs of at most `longest` keys, in the dtype and on the device of `like`."""
-        hidden = torch.ones(TILE, longest + TILE, dtype=torch.bool, device=like.device).triu_(longest + 1)
-        return TileMasks(like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")))
+        before = longest if window is None else min(longest, window - 1)
+        every = torch.ones(TILE, before + TILE, dtype=torch.bool, device=like.device)
+        hidden = every.triu(before + 1)
+        if window is not None:
+            hidden |= every.tril(before - window)
+        return TileMasks(like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")), window)
 
-    def window(self, num_queries: int, num_keys: int) -> Tensor:
+    def of_tile(self, num_queries: int, num_keys: int) -> Tensor:
         """Return the mask [num_queries, num_keys] of queries that are the last rows of their keys."""
         start = self.mask.shape[1] - TILE - (num_keys - num_queries)
         return self.mask[:num_queries, start : start + num_keys]
 
 
 class TiledBlock:
-    """A causal block whose runs are split into tiles of queries, one kernel call each."""
+    """A causal block whose runs are split into tiles of queries, one kernel call each.
+
+    A tile reads no key before the window of its first query.
+    """
 
     def __init__(self, runs: Sequence[QueryRun], masks: TileMasks, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -137,9 +145,9 @@ class TiledBlock:
             (
                 slice(tile.query_start, tile.query_stop),
                 slice(tile.key_start, tile.key_stop),
-                masks.window(tile.num_queries, tile.num_keys),
+                masks.of_tile(tile.num_queries, tile.num_keys),
             )
-            for tile in tiles(runs, TILE)
+            for tile in (one.within(masks.window) for one in tiles(runs, TILE))
         ]
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

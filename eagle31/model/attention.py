@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eagle31.kernels.query_run import QueryRun
+from eagle31.kernels.query_run import QueryRun, context_window
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,29 @@ class LayerKeys:
         indices = (index if before is None else before[index] for before in self.row_indices)
         return replace(self, row_indices=tuple(indices))
 
+    def within(self, window: int | None) -> "LayerKeys":
+        """Return these without the rollout keys that are outside of the current step's window.
+
+        Args:
+            window: the number of positions that a query reads, its own included; None keeps all keys.
+        """
+        if window is None or window >= len(self.rollout_keys):
+            return self
+        kept = slice(-window, None)
+        return replace(
+            self,
+            rollout_keys=self.rollout_keys[kept],
+            rollout_values=self.rollout_values[kept],
+            row_indices=self.row_indices[kept],
+        )
+
 
 Attend = Callable[[Tensor, LayerKeys], Tensor]  # query [R, Hq, D] -> [R, Hq, Dv]
 
 
-def attend_by_run(query: Tensor, keys: LayerKeys, runs: Sequence[QueryRun], scale: float) -> Tensor:
+def attend_by_run(
+    query: Tensor, keys: LayerKeys, runs: Sequence[QueryRun], scale: float, window: int | None = None
+) -> Tensor:
     """Apply `rollout_attention` to each run and the keys that it may read.
 
     A packed row thus costs what its documents cost.
@@ -57,18 +75,22 @@ def attend_by_run(query: Tensor, keys: LayerKeys, runs: Sequence[QueryRun], scal
         query: [R, Hq, D], rotated.
         runs: the R queries.
         scale: multiplies the scores.
+        window: the number of positions that a query reads, its own included; None for all.
 
     Returns:
         [R, Hq, Dv] in the query's dtype.
     """
     if not runs:
         return query.new_zeros(*query.shape[:2], keys.values.shape[-1])
+    context = context_window(window, len(keys.rollout_keys))
+    keys = keys.within(window)
     rollout_keys = _current_rows(keys.rollout_keys, keys.row_indices)
     rollout_values = _current_rows(keys.rollout_values, keys.row_indices)
     parts = []
-    for run in runs:
+    for full_run in runs:
+        run = full_run.within(context)
         queries = slice(run.query_start, run.query_stop)
-        visible = None if run.num_queries == 1 else _visible(run, query.device)
+        visible = None if run.num_queries == 1 else _visible(run, context, query.device)
         parts.append(
             rollout_attention(
                 query[queries],
@@ -142,10 +164,12 @@ def weighted_values(weights: Tensor, values: Tensor, rollout_values: Sequence[Te
     return out.permute(2, 0, 1, 3).reshape(num_rows, num_kv_heads * group, values.shape[-1])
 
 
-def _visible(run: QueryRun, device: torch.device) -> Tensor:
+def _visible(run: QueryRun, window: int | None, device: torch.device) -> Tensor:
     """Return the causal mask of a run, bool [queries, keys]."""
     mask = torch.ones(run.num_queries, run.num_keys, dtype=torch.bool, device=device)
-    return mask.tril_(run.num_keys - run.num_queries)
+    last = run.num_keys - run.num_queries
+    mask.tril_(last)
+    return mask if window is None else mask.triu_(last - (window - 1))
 
 
 def _current_rows(steps: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Tensor]:

@@ -61,6 +61,8 @@ class DrafterConfig:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
     max_position_embeddings: int = 2048
+    # Positions that a query reads, its own included; None: all that are not later.
+    sliding_window: int | None = None
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
@@ -83,6 +85,7 @@ class DrafterConfig:
             assert self.head_dim == self.mla.head_dim
         elif self.head_dim % 2:
             raise UserError("drafter.head_dim", self.head_dim, "RoPE needs an even head_dim.")
+        self._check_window()
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise UserError(
                 "drafter.draft_vocab_size",
@@ -96,6 +99,24 @@ class DrafterConfig:
                 "Give at least one id, in ascending order and each once: vLLM sorts and deduplicates them.",
             )
         check_rope(self.rope_parameters, latent=self.mla is not None)
+
+    def _check_window(self) -> None:
+        if self.sliding_window is None:
+            return
+        if self.sliding_window < 1:
+            raise UserError(
+                "drafter.sliding_window", self.sliding_window, "It must be at least 1; null has no window."
+            )
+        if self.mla is not None:
+            remedy = "vLLM's drafter with MLA has no window; use drafter.attention=gqa, or set it to null."
+            raise UserError("drafter.sliding_window", self.sliding_window, remedy)
+
+    @property
+    def key_reach(self) -> int | None:
+        """Return how many rows before a query its output depends on, over all layers; None: all of them."""
+        if self.sliding_window is None:
+            return None
+        return self.num_hidden_layers * (self.sliding_window - 1)
 
     @property
     def served_rope(self) -> dict[str, Any]:

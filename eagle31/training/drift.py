@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle31.kernels.elementwise import widened
-from eagle31.kernels.query_run import document_starts, query_runs, tiles
+from eagle31.kernels.query_run import context_window, document_starts, query_runs, tiles
 from eagle31.kernels.transfer import to_device
 from eagle31.model.attention import Attend, LayerKeys, attend_by_run, attention_weights, weighted_values
 from eagle31.model.config import DrafterConfig
@@ -65,7 +65,7 @@ class Drift:
 
     num_positions: int  # R
     # float64 [K, L, 3, H], the mean attention weight on the sink, on the other keys of step 0, and on the
-    # keys of later steps, which the drafter made of its own states.
+    # keys of later steps, which the drafter made of its own states. A sink outside of the window has none.
     attention: Tensor
     fused_rms: float  # of the state that step 0 receives
     state_rms: list[float]  # [K], of the state that each step feeds back
@@ -173,14 +173,16 @@ class _RecordingAttention:
 
     def __init__(self, chosen: DriftRows, config: DrafterConfig, device: torch.device) -> None:
         self.weights: list[Tensor] = []  # [3, H] of each call, means over the rows
-        self._scale = config.attention_scale
+        self._scale, self._window = config.attention_scale, config.sliding_window
         starts = document_starts(chosen.batch.document_ids)
         longest = int(chosen.batch.position_ids.max()) + 1
         size = max(MAX_SCORES // (config.num_attention_heads * longest), 1)
         self._blocks = _blocks(chosen.rows, starts, size)
         (self.rows,) = to_device([chosen.rows], device)
         every_row = tiles(query_runs(torch.arange(len(starts)), starts), size)
-        self._attend_every_row = partial(attend_by_run, runs=every_row, scale=self._scale)
+        self._attend_every_row = partial(
+            attend_by_run, runs=every_row, scale=self._scale, window=self._window
+        )
 
     @property
     def functions(self) -> tuple[Attend, Attend]:
@@ -193,12 +195,17 @@ class _RecordingAttention:
 
     def _attend(self, query: Tensor, keys: LayerKeys) -> Tensor:
         out, sums = [], []
+        window = context_window(self._window, len(keys.rollout_keys))
+        keys = keys.within(self._window)
         for block in self._blocks:
             step_keys = keys.keys[block.keys]
             rollout_keys = [key[block.queries] for key in keys.rollout_keys]
             rollout_values = [value[block.queries] for value in keys.rollout_values]
             key_rows = torch.arange(block.keys.start, block.keys.stop, device=query.device)
-            visible = key_rows <= self.rows[block.queries].unsqueeze(1)
+            rows = self.rows[block.queries].unsqueeze(1)
+            visible = key_rows <= rows
+            if window is not None:
+                visible &= key_rows > rows - window
             weights = attention_weights(query[block.queries], step_keys, visible, rollout_keys, self._scale)
             by_head = weights.flatten(0, 1)  # shape: [H, queries, keys + steps]
             num_keys = len(step_keys)

@@ -56,12 +56,10 @@ def reference_rollout(
 
 
 def _plain_attention(drafter: Drafter, batch: PackedBatch, rows: Tensor) -> tuple[Attend, Attend]:
-    starts, scale = document_starts(batch.document_ids), drafter.config.attention_scale
+    starts, config = document_starts(batch.document_ids), drafter.config
+    attend = partial(attend_by_run, scale=config.attention_scale, window=config.sliding_window)
     every_row = query_runs(torch.arange(len(starts), device=starts.device), starts)
-    return (
-        partial(attend_by_run, runs=every_row, scale=scale),
-        partial(attend_by_run, runs=query_runs(rows, starts), scale=scale),
-    )
+    return partial(attend, runs=every_row), partial(attend, runs=query_runs(rows, starts))
 
 
 def reference_loss(

@@ -33,7 +33,7 @@ def rollout(
     """
     chosen = torch.zeros(len(batch.input_ids), num_steps, dtype=torch.bool)
     chosen[rows.cpu()] = True
-    schedule = schedule_rollout(chosen, batch.document_ids.cpu(), rows.device)
+    schedule = schedule_rollout(chosen, batch.document_ids.cpu(), rows.device, drafter.config.key_reach)
     yield from scheduled_rollout(drafter, embed_tokens, batch, schedule)
 
 
@@ -58,6 +58,7 @@ def scheduled_rollout(
     # Nothing is random, so no state of a generator is kept.
     checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     run = checkpointed if activation_checkpointing else _call
+    attend = partial(_attend, window=drafter.config.sliding_window)
     products = _token_products(drafter, embed_tokens, batch, schedule)
     output, keys = run(
         _first_step,
@@ -65,8 +66,8 @@ def scheduled_rollout(
         products.of_first_step(schedule),
         batch,
         schedule,
-        _attend(document_block),
-        _attend(blocks[0]),
+        attend(document_block),
+        attend(blocks[0]),
     )
     state = output
     for step, (scheduled, block) in enumerate(zip(schedule.steps, blocks, strict=True)):
@@ -76,7 +77,7 @@ def scheduled_rollout(
                 keys = [layer_keys.for_rows(scheduled.previous_index) for layer_keys in keys]
             position_ids = batch.position_ids[scheduled.rows] + step
             tokens = products.of_later_step(scheduled)
-            output, keys = run(drafter.next_step, state, tokens, position_ids, _attend(block), keys)
+            output, keys = run(drafter.next_step, state, tokens, position_ids, attend(block), keys)
         normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state
@@ -132,8 +133,9 @@ def _first_step(
     return drafter.first_step(fused, tokens, position_ids, schedule.query_index, attend_rows, attend_queries)
 
 
-def _attend(block: CausalBlock) -> Attend:
+def _attend(block: CausalBlock, window: int | None) -> Attend:
     def attend(query: Tensor, keys: LayerKeys) -> Tensor:
+        keys = keys.within(window)
         return merged_attention(
             block,
             query,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31.kernels.query_run import QueryRun, document_starts, query_runs
+from eagle31.kernels.query_run import QueryRun, query_runs, segment_starts
 from eagle31.kernels.transfer import to_device
 
 
@@ -58,7 +58,10 @@ _STEP_TENSORS = ("rows", "previous_index", "first_index", "token_index", "teache
 
 
 def schedule_rollout(
-    supervised: Tensor, document_ids: Tensor, device: torch.device | None = None
+    supervised: Tensor,
+    document_ids: Tensor,
+    device: torch.device | None = None,
+    key_reach: int | None = None,
 ) -> RolloutSchedule:
     """Schedule the rollout of the supervised (row, step) pairs.
 
@@ -66,10 +69,11 @@ def schedule_rollout(
         supervised: bool [T, K] on the CPU; a step may be true only where the step before is.
         document_ids: int64 [T] on the CPU, grouped by document.
         device: where the schedule's tensors go; the CPU by default.
+        key_reach: `DrafterConfig.key_reach`; None keeps the keys of all rows before a query.
     """
     rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
-    key_rows = _key_rows(rows[0], document_ids)
-    starts = document_starts(document_ids[key_rows])
+    key_rows = needed_key_rows(rows[0], document_ids, key_reach)
+    starts = segment_starts(key_rows, document_ids)
     is_teacher = torch.zeros(supervised.shape[0] + supervised.shape[1], dtype=torch.bool)
     for step, step_rows in enumerate(rows):
         is_teacher[step_rows + 1 + step] = True
@@ -114,11 +118,26 @@ def _index_within(rows: Tensor, superset: Tensor) -> Tensor | None:
     return torch.searchsorted(superset, rows)
 
 
-def _key_rows(rows: Tensor, document_ids: Tensor) -> Tensor:
-    """Return each document's rows up to its last query; later ones are never read."""
+def needed_key_rows(rows: Tensor, document_ids: Tensor, key_reach: int | None) -> Tensor:
+    """Return the rows whose step-0 keys some query reads, int64 [S], ascending.
+
+    Without a window they are each document's rows up to its last query. With one they are those that a query
+    reaches, in as many segments as there are turns far from each other.
+
+    Args:
+        rows: int64 [R], the queries, ascending.
+        document_ids: int64 [T], grouped by document.
+        key_reach: `DrafterConfig.key_reach`.
+    """
     _, lengths = document_ids.unique_consecutive(return_counts=True)
     stops = lengths.cumsum(0)
     starts = stops - lengths
+    if key_reach is not None:
+        first = torch.maximum(starts.repeat_interleave(lengths)[rows], rows - key_reach)
+        change = torch.zeros(len(document_ids) + 1, dtype=torch.long)
+        one = torch.ones_like(rows)
+        change.index_add_(0, first, one).index_add_(0, rows + 1, -one)
+        return torch.nonzero(change.cumsum(0)[:-1]).squeeze(1)
     last = torch.searchsorted(rows, stops) - 1  # the last query before the document's end
     padded = torch.cat((rows, rows.new_zeros(1)))  # so that -1, no query yet, can be looked up
     ends = torch.where(last >= 0, padded[last] + 1, 0)

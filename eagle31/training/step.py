@@ -38,11 +38,22 @@ class DepthSums:
         return torch.stack([getattr(self, f.name).double() for f in fields(self)])
 
 
-def schedule_batch(batch: PackedBatch, num_steps: int, device: torch.device | None = None) -> RolloutSchedule:
-    """Schedule the step on this packed row. A batch that is still on the CPU needs no synchronisation."""
+def schedule_batch(
+    batch: PackedBatch,
+    num_steps: int,
+    device: torch.device | None = None,
+    key_reach: int | None = None,
+) -> RolloutSchedule:
+    """Schedule the step on this packed row. A batch that is still on the CPU needs no synchronisation.
+
+    Args:
+        key_reach: `DrafterConfig.key_reach`. With None, a drafter with a window computes keys that no row
+            reads.
+    """
     device = device or batch.input_ids.device
     loss_mask, document_ids = batch.loss_mask.cpu(), batch.document_ids.cpu()
-    return schedule_rollout(supervised_drafts(loss_mask, document_ids, num_steps), document_ids, device)
+    supervised = supervised_drafts(loss_mask, document_ids, num_steps)
+    return schedule_rollout(supervised, document_ids, device, key_reach)
 
 
 def rollout_loss(
@@ -82,7 +93,7 @@ def rollout_loss(
     """
     objective = objective or Objective()
     objective.check(pruned=frozen.draft_target_ids is not None)
-    schedule = schedule or schedule_batch(batch, num_steps)
+    schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)
     lm_head = frozen.lm_head or drafter.lm_head
     states, norms = [], []
     for normed, state in scheduled_rollout(

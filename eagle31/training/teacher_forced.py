@@ -32,7 +32,7 @@ def greedy_hits(
         bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
         drafts. Both are on the CPU.
     """
-    supervised, schedule = _scheduled(batch, num_steps)
+    supervised, schedule = _scheduled(drafter, batch, num_steps)
     head = (frozen.lm_head or drafter.lm_head).weight
     hits = torch.zeros_like(supervised, device=batch.input_ids.device)
     for step, (rows, normed) in enumerate(_drafted_states(drafter, frozen, batch, schedule)):
@@ -68,7 +68,7 @@ def acceptance_given_text(
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
     """
-    supervised, schedule = _scheduled(batch, num_steps)
+    supervised, schedule = _scheduled(drafter, batch, num_steps)
     head = (frozen.lm_head or drafter.lm_head).weight
     ids = torch.arange(len(frozen.embed_tokens), device=batch.input_ids.device)
     draft_ids = ids
@@ -97,18 +97,19 @@ def acceptance_given_text(
 @torch.no_grad()
 def logits_of_draft(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, row: int, step: int) -> Tensor:
     """Return the drafter's logits [Vd] for row t's teacher-forced token of a step, a supervised draft."""
-    supervised, schedule = _scheduled(batch, step + 1)
+    supervised, schedule = _scheduled(drafter, batch, step + 1)
     assert supervised[row, step]
     head = (frozen.lm_head or drafter.lm_head).weight
     *_, (rows, normed) = _drafted_states(drafter, frozen, batch, schedule)
     return F.linear(normed[rows == row][0], head)
 
 
-def _scheduled(batch: PackedBatch, num_steps: int) -> tuple[Tensor, RolloutSchedule]:
+def _scheduled(drafter: Drafter, batch: PackedBatch, num_steps: int) -> tuple[Tensor, RolloutSchedule]:
     """Return the supervised drafts bool [T, K], on the CPU, and the rollout of their rows."""
     document_ids = batch.document_ids.cpu()
     supervised = supervised_drafts(batch.loss_mask.cpu(), document_ids, num_steps)
-    return supervised, schedule_rollout(supervised, document_ids, batch.input_ids.device)
+    device, key_reach = batch.input_ids.device, drafter.config.key_reach
+    return supervised, schedule_rollout(supervised, document_ids, device, key_reach)
 
 
 def _drafted_states(

@@ -94,13 +94,17 @@ def naive_states(
     same = batch.document_ids[:, None] == batch.document_ids[None]
     causal = same & (index[:, None] >= index[None])
     diagonal = torch.eye(length, dtype=torch.bool)
+    # Row t's query of step k is at position t + k, and so is its key of that step.
+    window = config.sliding_window or length + num_steps
     cached: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(config.num_hidden_layers)]
     outputs = []
     for step in range(num_steps):
         next_ids = batch.input_ids.roll(-1) if step == 0 else shift(batch.input_ids, 1 + step)
         embeds = F.embedding(next_ids, frozen.embed_tokens)
         positions = batch.position_ids + step
-        mask = torch.cat([causal] + [diagonal] * step, dim=1)
+        seen = causal & (index[:, None] + step - index[None] < window)
+        own = [diagonal & (step - earlier < window) for earlier in range(1, step + 1)]
+        mask = torch.cat([seen, *own], dim=1)
         for layer in range(config.num_hidden_layers):
 
             def weight(name: str, layer: int = layer) -> Tensor:

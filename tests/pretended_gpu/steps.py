@@ -38,9 +38,12 @@ def drafter_on_gpu(config: DrafterConfig, dtype: torch.dtype) -> tuple[Drafter, 
     )
 
 
-def configuration(attention: str, *, pruned: bool = True, num_layers: int = 1) -> DrafterConfig:
+def configuration(
+    attention: str, *, pruned: bool = True, num_layers: int = 1, window: int | None = None
+) -> DrafterConfig:
     size = 29 if pruned else VOCAB
-    return tiny_config(**ATTENTION[attention], draft_vocab_size=size, num_hidden_layers=num_layers)
+    shape = {"draft_vocab_size": size, "num_hidden_layers": num_layers, "sliding_window": window}
+    return tiny_config(**ATTENTION[attention], **shape)
 
 
 def host_batch(config: DrafterConfig, dtype: torch.dtype, seed: int = 0) -> PackedBatch:
@@ -52,7 +55,7 @@ def host_batch(config: DrafterConfig, dtype: torch.dtype, seed: int = 0) -> Pack
 
 def step(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, **changes: Any) -> DepthSums:
     """Run forward and backward of one micro-batch that is still on the host."""
-    schedule = schedule_batch(batch, NUM_STEPS, CUDA)
+    schedule = schedule_batch(batch, NUM_STEPS, CUDA, drafter.config.key_reach)
     on_gpu = batch.to(CUDA, frozen.embed_tokens.dtype)
     options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_decay": 0.8, "schedule": schedule} | changes
     loss, sums = rollout_loss(drafter, frozen, on_gpu, **options)

@@ -67,8 +67,8 @@ FAULTS: dict[str, tuple[Fault, Callable[[], None], str]] = {
     "the schedule from the device's batch": (
         Fault(
             "eagle31.training.step",
-            "schedule = schedule or schedule_batch(batch, num_steps)",
-            "schedule = schedule_batch(batch, num_steps)",
+            "schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)",
+            "schedule = schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)",
         ),
         one_step,
         "to host",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle31.kernels import flash_support
+from eagle31.kernels import flash_support, packed_attention
 from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.training import fused_loss
 from eagle31.training.drift import choose_rows, measure_drift
@@ -57,6 +57,50 @@ def test_a_step_never_waits(
         assert bool(flash) == (dtype is BF16)
         atomic = {aten.index_add_.default, aten.scatter_add_.default} & set(gpu.operations)
         assert not atomic, "the order of atomic additions changes from run to run"
+
+
+class RecordedWindows:
+    """PyTorch's operators; the windows of the flash kernel's calls are recorded."""
+
+    def __init__(self) -> None:
+        self.forward: list[tuple[Any, Any]] = []
+        self.backward: list[tuple[Any, Any]] = []
+
+    def _flash_attention_forward(self, *args: Any, **settings: Any) -> Any:
+        self.forward.append((settings.get("window_size_left"), settings.get("window_size_right")))
+        return aten._flash_attention_forward(*args, **settings)
+
+    def _flash_attention_backward(self, *args: Any, **settings: Any) -> Any:
+        self.backward.append((settings.get("window_size_left"), settings.get("window_size_right")))
+        return aten._flash_attention_backward(*args, **settings)
+
+
+@pytest.mark.parametrize(
+    ("window", "num_layers", "expected"),
+    [
+        (7, 1, [(6, 0), (5, 0), (4, 0)]),
+        (7, 2, [(6, 0), (6, 0), (5, 0), (5, 0), (4, 0), (4, 0)]),
+        (2, 1, [(1, 0), (0, 0)]),  # the third step reads its rollout keys alone
+        (1000, 1, [(None, None)] * 3),
+        (None, 1, [(None, None)] * 3),
+    ],
+)
+def test_the_kernel_is_given_each_steps_window(
+    window: int | None, num_layers: int, expected: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts the keys before the query's own; rollout keys are a part of the window."""
+    kernels = RecordedWindows()
+    monkeypatch.setattr(packed_attention, "kernels", kernels)
+    config = configuration("gqa", num_layers=num_layers, window=window)
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        batch = host_batch(config, BF16)
+        with gpu.no_waiting():
+            step(drafter, frozen, batch)
+    # One call for each segment of keys that the documents' turns have.
+    assert list(dict.fromkeys(kernels.forward)) == list(dict.fromkeys(expected))
+    assert sorted(kernels.backward, key=str) == sorted(kernels.forward, key=str)
+    assert len(kernels.forward) % len(expected) == 0
 
 
 OBJECTIVES = [
@@ -146,8 +190,9 @@ def test_the_flash_operators_have_the_signature_that_is_called() -> None:
         "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
         "dropout_p", "is_causal", "rng_state", "unused",
     ]  # fmt: skip
-    assert "scale" in forward
-    assert "scale" in backward
+    for name in ("scale", "window_size_left", "window_size_right"):
+        assert name in forward
+        assert name in backward
 
 
 def test_replay_waits_for_the_row_alone() -> None:
@@ -203,9 +248,11 @@ def test_turns_of_a_document_take_no_memory_for_keys() -> None:
     assert memory.peak_bytes < 4 * query.nbytes < keys.nbytes, f"{memory.peak_bytes} bytes"
 
 
-@pytest.mark.parametrize(("attention", "num_layers"), [("gqa", 1), ("mla", 2)])
-def test_drift_waits_once_and_leaves_the_steps_alone(attention: str, num_layers: int) -> None:
-    config = configuration(attention, num_layers=num_layers)
+@pytest.mark.parametrize(("attention", "num_layers", "window"), [("gqa", 1, 6), ("mla", 2, None)])
+def test_drift_waits_once_and_leaves_the_steps_alone(
+    attention: str, num_layers: int, window: int | None
+) -> None:
+    config = configuration(attention, num_layers=num_layers, window=window)
     with PretendedGpu() as gpu:
         drafter, frozen = drafter_on_gpu(config, BF16)
         batch = host_batch(config, BF16)

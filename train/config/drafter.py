@@ -55,6 +55,10 @@ class DrafterShape:
     # RoPE: rope_type, rope_theta and the keys of a scaling, such as factor. Empty: the target's.
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_position_embeddings: int | None = None  # Longest sequence that vLLM drafts for. null: the target's.
+    # Sliding window: the number of positions that the drafter's attention reads, the current one included;
+    # not for mla. null: that of init_from, else that of a target whose layers all have one, which vLLM would
+    # also use, else none. No ablation supports it yet.
+    sliding_window: int | None = None
     # Captured layers, counted as decoder layers already applied: 0 is the embedding output. null: 2, n // 2
     # and n - 3 for a target of n layers.
     aux_layer_ids: list[int] | None = None

@@ -22,6 +22,8 @@ from eagle31.model.vocab import DraftVocab, coverage
 from train.config.drafter import Attention, DrafterShape
 from train.drafter.export_checks import target_findings
 
+# Settings that training may change: no weight has its shape or its meaning from them.
+_FREE = {"sliding_window"}
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "verification/*"]
 
 
@@ -98,6 +100,8 @@ def starting_ids(directory: Path, recipe: Sequence[int] | None) -> tuple[int, ..
 def starting_shape(recipe: DrafterShape, checkpoint: DrafterConfig) -> DrafterShape:
     """Return the recipe's shape with null values taken from the checkpoint. The norm flags stay the recipe's.
 
+    A sliding window that the recipe sets replaces the checkpoint's.
+
     Raises:
         UserError: the recipe sets a value that differs from the checkpoint's.
     """
@@ -111,7 +115,7 @@ def starting_shape(recipe: DrafterShape, checkpoint: DrafterConfig) -> DrafterSh
     for name in given.keys() & found.keys() - set(FLAGS):
         if given[name] in (None, {}):
             taken[name] = found[name]
-        elif not _agree(given[name], found[name]):
+        elif name not in _FREE and not _agree(given[name], found[name]):
             raise _conflict(name, given[name], found[name], recipe.init_from)
     return replace(recipe, **taken)
 
@@ -125,6 +129,9 @@ def starting_notes(recipe: DrafterShape, loaded: LoadedExport, parts: TargetPart
         if found != chosen:
             fresh = "; its new weights are ones" if name == "fc_norm" and chosen else ""
             notes.append(f"{name} changes from {found} to {chosen}{fresh}.")
+    if recipe.sliding_window != checkpoint.sliding_window:
+        before = checkpoint.sliding_window or "none"
+        notes.append(f"sliding_window changes from {before} to {recipe.sliding_window}.")
     same_width = checkpoint.hidden_size == parts.hidden_size
     if same_width and not torch.equal(loaded.embed_tokens, parts.embed_tokens.float()):
         notes.append("its embedding differs from the target's; the target's is used.")

@@ -41,6 +41,7 @@ def complete_shape(
         rms_norm_eps=shape.rms_norm_eps or target.rms_norm_eps,
         rope_parameters=rope_parameters(shape.rope_parameters, getattr(target, "rope_parameters", None)),
         max_position_embeddings=shape.max_position_embeddings or target.max_position_embeddings,
+        sliding_window=sliding_window(shape, target),
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
@@ -51,6 +52,22 @@ def complete_shape(
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )
+
+
+def sliding_window(shape: DrafterShape, target: Any) -> int | None:
+    """Return the recipe's window, else the one that vLLM would give a drafter without one.
+
+    vLLM serves a drafter whose config.json has no window with that of its target, if the target has the same
+    window in all layers.
+
+    Source: `create_engine_config` in engine/arg_utils.py and `Attention` of vLLM.
+    """
+    if shape.sliding_window is not None or shape.attention is Attention.mla:
+        return shape.sliding_window
+    types = getattr(target, "layer_types", None)
+    if types is not None and any(one != "sliding_attention" for one in types):
+        return None
+    return getattr(target, "sliding_window", None) or None
 
 
 def attention_heads(shape: DrafterShape, target: Any, num_heads: int, hidden_size: int) -> dict[str, Any]:

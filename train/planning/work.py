@@ -148,7 +148,7 @@ def row_flops(config: RunConfig, drafter: DrafterConfig) -> StepFlops:
         end = begin + steps
         before = [schedule.before(round(_SHARES * one)) for one in (begin, end)]
         fraction, begin = (before[1] - before[0]) / schedule.before(_SHARES), end
-        counts = typical_counts(train.row_tokens, depth, document_tokens, plan.assistant_fraction)
+        counts = typical_counts(train.row_tokens, depth, document_tokens, plan.assistant_fraction, drafter)
         full = objective_of(train).needs_full_vocabulary
         flops = step_flops(drafter, counts, config.drafter.train_lm_head, full)
         for name in total:

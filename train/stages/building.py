@@ -138,7 +138,7 @@ def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBa
     train, head_trained = context.config.train, context.config.drafter.train_lm_head
     full = objective_of(train).needs_full_vocabulary
     return lambda batch, num_steps: (
-        step_flops(drafter, count_step(batch, num_steps), head_trained, full).total
+        step_flops(drafter, count_step(batch, num_steps, drafter), head_trained, full).total
     )
 
 

@@ -115,6 +115,7 @@ def _losses(context: RunContext, source: HiddenStateSource, num_steps: int) -> l
         device=world.device,
         dtype=context.dtype,
         stop_step=num_steps,
+        key_reach=drafter.config.key_reach,
     )
     losses: list[float] = []
     peak = context.optim.lr

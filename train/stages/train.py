@@ -135,6 +135,7 @@ def train_on(
         device=world.device,
         dtype=context.dtype,
         stop_step=settings.max_steps,
+        key_reach=drafter.config.key_reach,
         flops_of=row_flops(context, drafter.config) if speed.peak_flops is not None else None,
     )
     try:

@@ -14,7 +14,7 @@ from eagle31.cost.flops import (
     typical_counts,
 )
 from eagle31.training.objectives import Loss, Objective
-from eagle31.training.step import rollout_loss
+from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.naive import is_supervised, naive_loss
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
@@ -112,6 +112,29 @@ def test_typical_counts_are_those_of_equal_documents_with_one_answer(
     mask = torch.arange(length) >= length - answer
     batch = replace(batch, loss_mask=mask.repeat(documents))
     assert typical_counts(documents * length, 4, length, answer / length) == count_step(batch, 4)
+    for layers, window in ((1, 1), (1, 2), (2, 4), (1, 9), (2, 40)):
+        config = tiny_config(num_hidden_layers=layers, sliding_window=window)
+        found = typical_counts(documents * length, 4, length, answer / length, config)
+        assert found == count_step(batch, 4, config)
+
+
+@pytest.mark.parametrize(("layers", "window"), [(1, 1), (1, 3), (2, 6), (1, 50)])
+def test_counts_with_a_window_by_their_definitions(layers: int, window: int) -> None:
+    config = tiny_config(num_hidden_layers=layers, sliding_window=window)
+    for seed in range(4):
+        batch = random_batch((11, 1, 2, 19, 3), config, seed=seed, padding=5)
+        counts, schedule = count_step(batch, 5, config), schedule_batch(batch, 5, key_reach=config.key_reach)
+        assert counts.keys == len(schedule.key_rows)
+        assert counts.tokens == len(schedule.tokens)
+        assert counts.rows == tuple(len(step.rows) for step in schedule.steps)
+        read = own = 0
+        for step, scheduled in enumerate(schedule.steps):
+            for row in scheduled.rows.tolist():
+                positions = range(int(batch.position_ids[row]) + step, -1, -1)[:window]
+                read += sum(position <= int(batch.position_ids[row]) for position in positions)
+                own += sum(position > int(batch.position_ids[row]) for position in positions)
+        assert counts.causal_pairs == read
+        assert counts.rollout_pairs(window) == own
 
 
 def test_counts_by_their_definitions() -> None:
@@ -133,7 +156,7 @@ def test_counts_by_their_definitions() -> None:
         ]
         assert counts.tokens == len(read | {t + 1 for t in key_rows})
         assert counts.causal_pairs == sum(documents[: t + 1].count(documents[t]) for t, _ in pairs)
-        assert counts.rollout_pairs == sum(k for _, k in pairs)
+        assert counts.rollout_pairs() == sum(k for _, k in pairs)
 
 
 def test_gemm_sizes_are_those_of_the_step() -> None:
@@ -147,7 +170,7 @@ def test_gemm_sizes_are_those_of_the_step() -> None:
         assert (n, k) in weights
 
 
-@pytest.mark.parametrize("changes", [{}, MLA])
+@pytest.mark.parametrize("changes", [{}, MLA, {"sliding_window": 7}])
 def test_flops_of_samples_follow_those_of_their_steps(changes: dict[str, Any]) -> None:
     config = tiny_config(**changes)
     batches = [random_batch((40 + 8 * seed,), config, seed=seed) for seed in range(6)]
@@ -157,8 +180,12 @@ def test_flops_of_samples_follow_those_of_their_steps(changes: dict[str, Any]) -
     one_step = [count_step(batch, 1) for batch in batches]
     supervision = torch.tensor([[c.keys, c.rows[0], c.causal_pairs] for c in one_step])
     found = sample_flops(config, 3, supervision, head_trained=True)
-    expected = [step_flops(config, count_step(batch, 3), head_trained=True).total for batch in batches]
+    expected = [
+        step_flops(config, count_step(batch, 3, config), head_trained=True).total for batch in batches
+    ]
     assert found.tolist() == pytest.approx(expected, rel=0.15)
+    if config.sliding_window is not None:
+        return
     alone = sample_flops(config, 1, supervision, head_trained=True)
     exactly = [step_flops(config, replace(c, tokens=c.keys), True).total for c in one_step]
     assert alone.tolist() == pytest.approx(exactly)

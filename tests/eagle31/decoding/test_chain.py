@@ -13,7 +13,17 @@ NUM_TOKENS = 4
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_hidden_layers": 2}, {"norm_output": False}, MLA, MLA | {"num_hidden_layers": 2}]
+    "changes",
+    [
+        {},
+        {"num_hidden_layers": 2},
+        {"norm_output": False},
+        MLA,
+        MLA | {"num_hidden_layers": 2},
+        {"sliding_window": 6},
+        {"sliding_window": 4, "num_hidden_layers": 2},
+        {"sliding_window": 1},
+    ],
 )
 @pytest.mark.parametrize("new_positions", [(20,), (7, 1, 12), (1, 1, 1, 17)])
 def test_drafts_equal_the_rollout_of_their_tokens(

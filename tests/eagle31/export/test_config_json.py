@@ -40,6 +40,16 @@ def test_json_of_mla_has_what_vllm_reads() -> None:
     assert "head_dim" not in written  # transformers may read it as qk_rope_head_dim
 
 
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_window_is_that_of_every_layer(layout: Layout) -> None:
+    config = tiny_config(num_hidden_layers=2, sliding_window=48)
+    raw: dict[str, Any] = config_json(config, layout, "float32", VERIFIER)
+    layer = raw if layout is Layout.vllm else raw["transformer_layer_config"]
+    assert layer["sliding_window"] == 48
+    assert layer["layer_types"] == ["sliding_attention"] * 2
+    assert not {"sliding_window", "layer_types"} & set(config_json(tiny_config(), Layout.vllm, "float32"))
+
+
 def test_rope_keys_that_nobody_reads_are_not_written() -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     raw = config_json(tiny_config(rope_parameters=rope), Layout.vllm, "float32")

@@ -6,6 +6,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, layout_of
 from eagle31.export.published_config import SHAPE_KEYS, read_config
+from eagle31.export.rules import schema_findings
 from eagle31.model.config import MlaShape
 from tests.eagle31.export.exports import DEFAULT_ROPE, LATENT_YARN, LLAMA3, YARN, written
 from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA, tiny_config
@@ -17,6 +18,61 @@ def test_config_round_trip(layout: Layout, rope: dict) -> None:
     config = tiny_config(rope_parameters=rope, norm_before_residual=True, bos_token_id=1, eos_token_id=[2, 3])
     read = read_config(written(config, layout))
     assert (read.config, read.layout, read.notes) == (config, layout, ())
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_window_round_trip(layout: Layout, layers: int) -> None:
+    config = tiny_config(num_hidden_layers=layers, sliding_window=48)
+    raw = written(config, layout)
+    read = read_config(raw)
+    assert (read.config, read.notes) == (config, ())
+    assert schema_findings(raw) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 48},
+        {"sliding_window": 48, "layer_types": None},
+        {"sliding_window": 48, "layer_types": []},
+        {"sliding_window": 48, "use_sliding_window": True, "max_window_layers": 1},
+    ],
+)
+def test_a_width_that_vllm_does_not_read_is_noted(changes: dict) -> None:
+    read = read_config(written(tiny_config()) | changes)
+    assert read.config.sliding_window is None
+    [note] = read.notes
+    assert "48" in note
+    assert "layer_types" in note
+
+
+def test_layer_types_without_a_window_are_full_attention() -> None:
+    full = {"layer_types": ["full_attention"]}
+    for changes in (full, full | {"sliding_window": 48}, {"sliding_window": None}):
+        read = read_config(written(tiny_config()) | changes)
+        assert (read.config, read.notes) == (tiny_config(), ())
+    latent = read_config(
+        written(tiny_config(**MLA)) | {"sliding_window": 48, "layer_types": ["sliding_attention"]}
+    )
+    assert latent.config.sliding_window is None
+    assert "MLA" in latent.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),  # of one of two layers
+        ({"layer_types": "sliding_attention"}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),  # no width
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": True}, "sliding_window"),
+    ],
+)
+def test_a_window_that_cannot_be_served_as_it_says_is_refused(changes: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_config(written(tiny_config(num_hidden_layers=2)) | changes)
+    assert raised.value.field == field
 
 
 @pytest.mark.parametrize("changes", [MLA, WIDE_MLA])

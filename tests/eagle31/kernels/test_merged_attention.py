@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from eagle31.kernels import packed_attention as packed_block
-from eagle31.kernels.merged_attention import CausalBlock, merged_attention
+from eagle31.kernels.merged_attention import CausalBlock, NoContext, merged_attention
 from eagle31.kernels.packed_attention import PackedBlock
+from eagle31.kernels.query_run import context_window
 from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
-from eagle31.model.attention import rollout_attention
+from eagle31.model.attention import LayerKeys, rollout_attention
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
 DIM = 8
@@ -26,39 +27,60 @@ def random_supervised(total: int, document_ids: Tensor, seed: int) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def visible_keys(query_rows: Tensor, document_ids: Tensor) -> Tensor:
-    """Return bool [R, T]: a row reads the keys of its document that are not later."""
+def visible_keys(query_rows: Tensor, document_ids: Tensor, before: int) -> Tensor:
+    """Return bool [R, T]: a row reads the keys of its document at most `before` rows before it."""
     key_rows = torch.arange(len(document_ids))
     same = document_ids[query_rows].unsqueeze(1) == document_ids.unsqueeze(0)
-    return same & (key_rows.unsqueeze(0) <= query_rows.unsqueeze(1))
+    distance = query_rows.unsqueeze(1) - key_rows.unsqueeze(0)
+    return same & (distance >= 0) & (distance <= before)
 
 
-def reference(tensors: list[Tensor], schedule: RolloutSchedule, step: int, document_ids: Tensor) -> Tensor:
+def reference(
+    tensors: list[Tensor],
+    schedule: RolloutSchedule,
+    step: int,
+    document_ids: Tensor,
+    window: int | None = None,
+) -> Tensor:
     query, keys, values, *rollout = tensors
     rows = schedule.steps[step].rows
-    visible = visible_keys(rows, document_ids)[:, schedule.key_rows]
+    before = len(document_ids) if window is None else window - 1 - step
+    visible = visible_keys(rows, document_ids, before)[:, schedule.key_rows]
     rollout = [x[row_index(schedule, step, i % step + 1)] for i, x in enumerate(rollout)]
-    return rollout_attention(query, keys, values, visible, rollout[:step], rollout[step:], SCALE)
+    seen = range(step) if window is None else range(max(0, step - window), step)
+    rollout_keys, rollout_values = ([rollout[i] for i in seen], [rollout[step + i] for i in seen])
+    return rollout_attention(query, keys, values, visible, rollout_keys, rollout_values, SCALE)
 
 
 def row_index(schedule: RolloutSchedule, step: int, earlier: int) -> Tensor:
     return torch.searchsorted(schedule.steps[earlier].rows, schedule.steps[step].rows)
 
 
-def block_of(name: str, schedule: RolloutSchedule, step: int, dtype: torch.dtype) -> CausalBlock:
+def block_of(
+    name: str, schedule: RolloutSchedule, step: int, dtype: torch.dtype, window: int | None = None
+) -> CausalBlock:
+    context = context_window(window, step)
+    if context == 0:
+        return NoContext(SCALE)
     if name.startswith("packed"):
         return PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE).for_rows(
-            schedule.steps[step].first_index
+            schedule.steps[step].first_index, context
         )
     kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
     longest = max(run.key_stop - run.key_start for run in schedule.steps[0].runs)
     return TiledBlock(
-        schedule.steps[step].runs, TileMasks.for_keys(longest, torch.zeros(0, dtype=dtype)), kernel
+        schedule.steps[step].runs, TileMasks.for_keys(longest, torch.zeros(0, dtype=dtype), context), kernel
     )
 
 
 def by_definition(
-    query: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities, log-sum-exp and visibility as the packed CUDA kernel documents them."""
     rows, width = torch.arange(len(query)), torch.arange(len(keys))
@@ -66,7 +88,11 @@ def by_definition(
     run_k = torch.searchsorted(starts_k, width, right=True) - 1
     # Bottom-right alignment: the last query reads the last key.
     shift = (starts_k[1:] - starts_q[1:])[run_q]
-    visible = (run_q[:, None] == run_k[None]) & (width[None] <= (rows + shift)[:, None])
+    last = (rows + shift)[:, None]
+    visible = (run_q[:, None] == run_k[None]) & (width[None] <= last)
+    if window_size_left is not None:
+        assert window_size_right == 0
+        visible &= width[None] >= last - window_size_left
     group = query.shape[1] // keys.shape[1]
     scores = torch.einsum("qhd,khd->qhk", query, keys.repeat_interleave(group, 1)) * SCALE
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
@@ -77,23 +103,23 @@ class CudaKernel:
     """A stand-in for `aten._flash_attention_{forward,backward}`, by their definition."""
 
     def _flash_attention_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object, scale: float, **window: int
     ):
         assert scale == SCALE
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-        probs, lse, _visible = by_definition(q, k, v, cq, ck)
+        probs, lse, _visible = by_definition(q, k, v, cq, ck, **window)
         out = torch.einsum("qhk,khd->qhd", probs, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
         return out, lse.t().contiguous(), None, None, None
 
     def _flash_attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cq: Tensor, ck: Tensor,
-        *_: object, scale: float,
+        *_: object, scale: float, **window: int,
     ):  # fmt: skip
         assert scale == SCALE
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] == grad.shape[-1] == out.shape[-1]
         group = q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        probs, step_lse, _visible = by_definition(q, k, v, cq, ck)
+        probs, step_lse, _visible = by_definition(q, k, v, cq, ck, **window)
         probs = probs * (step_lse - lse.t()).exp().unsqueeze(-1)  # the kernel uses the lse that it is given
         slope = torch.einsum("qhd,khd->qhk", grad, wide_v) - (grad * out).sum(-1, keepdim=True)
         slope = slope * probs * SCALE
@@ -129,34 +155,79 @@ def test_values_and_gradients_equal_the_definition(
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     schedule = schedule_rollout(random_supervised(sum(lengths), document_ids, seed=heads[0]), document_ids)
     for step in range(STEPS):
-        tensors = random_tensors(schedule, step, heads, torch.float64, value_width)
-        expected = reference(tensors, schedule, step, document_ids)
-        grad = torch.randn_like(expected)
-        expected_grads = torch.autograd.grad(expected, tensors, grad)
-        row_indices = [row_index(schedule, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
-        query, keys, values, *rollout = tensors
-        block = block_of(name, schedule, step, torch.float64)
-        found = merged_attention(block, query, keys, values, rollout[:step], rollout[step:], row_indices)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        found_grads = torch.autograd.grad(found, tensors, grad)
-        for one, other in zip(found_grads, expected_grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+        compare_with_the_definition(name, value_width, heads, schedule, step, document_ids, None)
 
 
+# Shorter than the draft, than most documents, longer than a tile, than every document. Every second window is
+# without the keys that no query reaches.
+@pytest.mark.parametrize("window", [1, 2, 3, 11, 40, TILE + 30, 3 * TILE])
+@pytest.mark.parametrize("name", ["flash", "plain", "packed", "packed in calls"])
+def test_a_window_equals_the_definition(name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_block, "kernels", CudaKernel())
+    monkeypatch.setattr(packed_block, "LARGEST_GAP", 0 if name == "packed in calls" else 8)
+    lengths = (40, 9, 2 * TILE + 75)
+    document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    supervised = random_supervised(sum(lengths), document_ids, seed=4)
+    schedule = schedule_rollout(supervised, document_ids, key_reach=window - 1 if window % 2 else None)
+    for step in range(STEPS):
+        compare_with_the_definition(name, DIM, (4, 2), schedule, step, document_ids, window)
+
+
+def compare_with_the_definition(
+    name: str,
+    value_width: int,
+    heads: tuple[int, int],
+    schedule: RolloutSchedule,
+    step: int,
+    document_ids: Tensor,
+    window: int | None,
+) -> None:
+    """Compare the values and gradients of a step's merged attention."""
+    tensors = random_tensors(schedule, step, heads, torch.float64, value_width)
+    expected = reference(tensors, schedule, step, document_ids, window)
+    grad = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, tensors, grad, materialize_grads=True)
+    row_indices = [row_index(schedule, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
+    query, keys, values, *rollout = tensors
+    read = LayerKeys(keys, values, tuple(rollout[:step]), tuple(rollout[step:]), tuple(row_indices))
+    read = read.within(window)
+    block = block_of(name, schedule, step, torch.float64, window)
+    rollout_tensors = (read.rollout_keys, read.rollout_values, read.row_indices)
+    found = merged_attention(block, query, keys, values, *rollout_tensors)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    found_grads = torch.autograd.grad(found, tensors, grad, materialize_grads=True)
+    for one, other in zip(found_grads, expected_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_tile_reads_no_key_before_its_window() -> None:
+    """A long row costs what its windows cost."""
+    document_ids = torch.zeros(20 * TILE, dtype=torch.long)
+    schedule = schedule_rollout(torch.ones(len(document_ids), 1, dtype=torch.bool), document_ids)
+    for window in (1, 50, 5 * TILE):
+        masks = TileMasks.for_keys(len(document_ids), torch.zeros(0), window)
+        assert masks.mask.numel() <= TILE * (window + TILE)
+        block = TiledBlock(schedule.steps[0].runs, masks, FlashKernel(SCALE))
+        assert max(keys.stop - keys.start for _, keys, _ in block.tiles) == TILE + window - 1
+
+
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("name", ["flash", "plain"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
-def test_narrow_dtypes_stay_within_bounds(name: str, dtype: torch.dtype, bound: float) -> None:
+def test_narrow_dtypes_stay_within_bounds(
+    name: str, dtype: torch.dtype, bound: float, window: int | None
+) -> None:
     document_ids = torch.zeros(150, dtype=torch.long)
     schedule = schedule_rollout(random_supervised(150, document_ids, seed=1), document_ids)
     step = 3
     exact = random_tensors(schedule, step, (4, 2), torch.float64)
     exact = [x.detach().to(dtype).double().requires_grad_() for x in exact]
-    expected = reference(exact, schedule, step, document_ids)
+    expected = reference(exact, schedule, step, document_ids, window)
     grad = torch.randn_like(expected).to(dtype)
     expected_grads = torch.autograd.grad(expected, exact, grad.double())
     query, keys, values, *rollout = [x.detach().to(dtype).requires_grad_() for x in exact]
     row_indices = [row_index(schedule, step, 1), row_index(schedule, step, 2), None]
-    block = block_of(name, schedule, step, dtype)
+    block = block_of(name, schedule, step, dtype, window)
     found = merged_attention(block, query, keys, values, rollout[:step], rollout[step:], row_indices)
     assert found.dtype == dtype
     pairs = [(found, expected)]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from eagle31.kernels.query_run import document_starts, query_runs
+from eagle31.kernels.query_run import QueryRun, document_starts, query_runs
 from eagle31.model.attention import LayerKeys, attend_by_run, rollout_attention
 
 LENGTHS = (7, 1, 12, 4)
@@ -45,6 +45,20 @@ def test_runs_give_what_one_mask_gives() -> None:
         SCALE,
     )
     torch.testing.assert_close(attend_by_run(query, keys, runs, SCALE), expected)
+
+
+def test_one_query_reads_the_last_positions_of_its_window() -> None:
+    """As in decoding: of ten keys and two rollout keys a window of five reads the last three and both."""
+    torch.manual_seed(0)
+    keys = LayerKeys(normal(10, KV_HEADS, DIM), normal(10, KV_HEADS, VALUE_DIM))
+    for _ in range(2):
+        keys = keys.with_step(normal(1, KV_HEADS, DIM), normal(1, KV_HEADS, VALUE_DIM))
+    query, run = normal(1, HEADS, DIM), QueryRun(0, 1, 0, 10)
+    rollout = keys.rollout_keys, keys.rollout_values
+    expected = rollout_attention(query, keys.keys[-3:], keys.values[-3:], None, *rollout, SCALE)
+    torch.testing.assert_close(attend_by_run(query, keys, [run], SCALE, window=5), expected)
+    alone = attend_by_run(query, keys, [run], SCALE, window=1)
+    torch.testing.assert_close(alone, keys.rollout_values[1].repeat_interleave(HEADS // KV_HEADS, dim=1))
 
 
 def test_rows_are_dropped_twice() -> None:

@@ -28,6 +28,8 @@ def test_impossible_widths_of_mla_are_refused(changes: dict, field: str) -> None
         ({"head_dim": 5}, "drafter.head_dim"),
         ({"draft_vocab_size": 62}, "drafter.draft_vocab_size"),
         ({"num_hidden_layers": 0}, "drafter.num_hidden_layers"),
+        ({"sliding_window": 0}, "drafter.sliding_window"),
+        (MLA | {"sliding_window": 64}, "drafter.sliding_window"),
     ],
 )
 def test_impossible_shapes_are_refused(changes: dict, field: str) -> None:

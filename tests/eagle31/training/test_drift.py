@@ -20,6 +20,8 @@ from tests.eagle31.tiny import EAGLE3, MLA, WIDE_MLA, random_batch, tiny_config,
 
 NUM_STEPS = 5
 SINK, CONTEXT, OWN = range(3)
+WINDOW: dict[str, Any] = {"sliding_window": 12, "num_hidden_layers": 2}
+SHORT: dict[str, Any] = {"sliding_window": 2}  # shorter than the drafts
 
 
 def answered(batch: PackedBatch) -> PackedBatch:
@@ -39,7 +41,7 @@ def measured(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
     return measure_drift(drafter, frozen, chosen, chosen.batch)
 
 
-@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}, MLA, WIDE_MLA], ids=str)
+@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}, MLA, WIDE_MLA, WINDOW], ids=str)
 def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -> None:
     drafter, frozen, chosen = small(**changes)
     # The text of some rows is what the drafter drafts there, so that there is something to accept.
@@ -70,7 +72,7 @@ def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -
     assert measured(drafter, frozen, one).accepted == list(stats.accepted_per_position)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 2}, MLA, WIDE_MLA], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 2}, MLA, WIDE_MLA, WINDOW, SHORT], ids=str)
 @pytest.mark.parametrize("max_scores", [2**23, 2 * 4 * 41])
 def test_attention_equals_a_softmax_over_each_row(
     changes: dict[str, Any], max_scores: int, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +101,10 @@ def test_attention_equals_a_softmax_over_each_row(
             for head in range(expected.shape[1]):
                 own = [key[index, head // group] for key in keys.rollout_keys]
                 seen = torch.stack([*keys.keys[start : row + 1, head // group], *own])
-                weights = (seen @ query[index, head] * drafter.config.attention_scale).softmax(0)
+                scores = seen @ query[index, head] * drafter.config.attention_scale
+                # The query's own key is the last.
+                scores[: -(drafter.config.sliding_window or len(seen))] = float("-inf")
+                weights = scores.softmax(0)
                 num_keys = row + 1 - start
                 parts = weights[0], weights[1:num_keys].sum(), weights[num_keys:].sum()
                 expected[:, head] += torch.stack(parts) / len(chosen.rows)

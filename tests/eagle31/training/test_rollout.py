@@ -50,7 +50,19 @@ def test_a_later_token_never_changes_an_earlier_row(changes: dict[str, Any]) -> 
     assert not torch.allclose(a, b)
 
 
-@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}, MLA, WIDE_MLA])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        EAGLE3,
+        {"num_hidden_layers": 2},
+        MLA,
+        WIDE_MLA,
+        {"sliding_window": 150},
+        {"sliding_window": 20, "num_hidden_layers": 2},
+        {"sliding_window": 2},
+    ],
+)
 def test_states_equal_the_reference(changes: dict[str, Any]) -> None:
     config = tiny_config(**changes)
     drafter, frozen = tiny_drafter(config)
@@ -102,3 +114,42 @@ def test_only_a_gap_in_the_positions_changes_states_and_an_offset_of_all_does_no
     torch.testing.assert_close(states(batch.position_ids + 40), plain, rtol=1e-4, atol=1e-4)
     gap = batch.position_ids + 40 * (torch.arange(30) >= 2)
     assert (states(gap) - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_that_hides_nothing_changes_no_bit(dtype: torch.dtype) -> None:
+    """The last query is at the last position plus the steps, so a longer window hides nothing."""
+    lengths, num_steps = (300, 9, 41), 4
+    found = []
+    for window in (None, 300 + num_steps, 300 + num_steps - 1):
+        config = tiny_config(num_hidden_layers=2, head_dim=8, sliding_window=window)
+        drafter, frozen = tiny_drafter(config, dtype)
+        batch = random_batch(lengths, config, seed=5).to(torch.device("cpu"), dtype)
+        rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, num_steps))
+        states = [normed for normed, _ in rollout(drafter, frozen.embed_tokens, batch, rows, num_steps)]
+        torch.stack(states).float().square().sum().backward()
+        found.append([*states, *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    short = tiny_config(num_hidden_layers=2, head_dim=8, sliding_window=200)
+    drafter, frozen = tiny_drafter(short, dtype)
+    states = [normed for normed, _ in rollout(drafter, frozen.embed_tokens, batch, rows, num_steps)]
+    assert not torch.equal(states[0], found[0][0])
+
+
+@pytest.mark.parametrize(("layers", "window"), [(1, 6), (2, 4), (1, 2)])
+def test_a_window_reads_exactly_its_positions(layers: int, window: int) -> None:
+    """Step k of row t reads the hidden states at the positions t + k - W + 1 to t, further by each layer."""
+    config = tiny_config(num_hidden_layers=layers, sliding_window=window)
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((40, 60), config, seed=1)
+    aux = batch.aux_hidden_states.clone().requires_grad_()
+    rows = torch.arange(100)
+    steps = rollout(drafter, frozen.embed_tokens, replace(batch, aux_hidden_states=aux), rows, 3)
+    for step, (normed, _) in enumerate(steps):
+        for row in (0, 3, 30, 39, 40, 41, 47, 80, 99):
+            (grad,) = torch.autograd.grad(normed[row].sum(), aux, retain_graph=True)
+            touched = torch.nonzero(grad.abs().sum((1, 2)) > 0).squeeze(1).tolist()
+            first = 40 if row >= 40 else 0
+            # The states of earlier steps read further to the left than those of this one.
+            assert touched == list(range(max(first, row - layers * (window - 1)), row + 1)), (step, row)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import torch
 
+from eagle31.training.schedule import needed_key_rows
 from eagle31.training.step import schedule_batch
 from tests.eagle31.tiny import random_batch, tiny_config
 
@@ -20,3 +21,28 @@ def test_rows_after_the_last_draft_of_a_document_are_not_computed() -> None:
         assert schedule.tokens[step.token_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
     assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
     assert [tuple(run) for run in schedule.steps[1].runs] == [(0, 3, 0, 12)]
+
+
+def test_a_window_leaves_out_the_keys_that_no_row_reaches() -> None:
+    batch = random_batch((30, 20, 10), tiny_config(), seed=2, padding=5)
+    mask = torch.zeros_like(batch.loss_mask)
+    mask[10:15], mask[25:27], mask[32:34] = True, True, True
+    batch = replace(batch, loss_mask=mask)
+    schedule = schedule_batch(batch, 4, key_reach=3)
+    whole = schedule_batch(batch, 4)
+    assert [step.rows.tolist() for step in schedule.steps] == [step.rows.tolist() for step in whole.steps]
+    # Two turns of a document are two segments; the next document starts within the reach.
+    assert schedule.key_rows.tolist() == [*range(6, 13), *range(21, 25), *range(30, 32)]
+    assert [tuple(run) for run in schedule.document_runs] == [(0, 7, 0, 7), (7, 11, 7, 11), (11, 13, 11, 13)]
+    assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 7), (4, 5, 7, 11), (5, 6, 11, 13)]
+    assert schedule.tokens.tolist() == [*range(7, 14), *range(22, 26), *range(31, 33)]
+
+
+def test_a_reach_longer_than_every_document_needs_all_keys() -> None:
+    for seed in range(8):
+        batch = random_batch((30, 20, 10), tiny_config(), seed=seed, padding=5)
+        rows = schedule_batch(batch, 2).steps[0].rows
+        every = needed_key_rows(rows, batch.document_ids, None)
+        assert torch.equal(needed_key_rows(rows, batch.document_ids, 30), every)
+        none = needed_key_rows(rows, batch.document_ids, 0)
+        assert torch.equal(none, rows)

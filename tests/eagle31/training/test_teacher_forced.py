@@ -1,5 +1,6 @@
 """Teacher-forced drafts compared with the text, each against a plain computation."""
 
+import pytest
 import torch
 
 from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits, logits_of_draft
@@ -7,8 +8,9 @@ from tests.eagle31.naive import is_supervised, naive_states
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 
 
-def test_greedy_hits_compare_with_the_text() -> None:
-    config = tiny_config()
+@pytest.mark.parametrize("window", [None, 6])
+def test_greedy_hits_compare_with_the_text(window: int | None) -> None:
+    config = tiny_config(sliding_window=window)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((40,), config, seed=6)
     ids = frozen.draft_target_ids

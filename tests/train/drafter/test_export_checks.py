@@ -87,6 +87,7 @@ def test_a_good_export_is_valid_in_a_fresh_process(
                 "original_max_position_embeddings": 128,
             }
         },
+        {"sliding_window": 5, "num_hidden_layers": 2},
         MLA | {"rope_parameters": LATENT_YARN},
         WIDE_MLA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ],
@@ -304,3 +305,17 @@ def test_the_command_on_a_good_export_and_on_a_missing_target(
     done = run_script(export, "--target", tmp_path / "nothing")
     assert done.returncode == 2
     assert done.stderr.startswith("error: target.model=")
+
+
+@pytest.mark.usefixtures("reload_here")
+def test_a_window_that_is_lost_or_changed_is_named(tmp_path: Path, spec: TargetSpec) -> None:
+    export = tmp_path / "e"
+    write_tiny_export(export, spec, sliding_window=5)
+    raw = json.loads((export / "config.json").read_text())
+    for changes, expected in (
+        ({"layer_types": None}, {"layer_types", "sliding_window", "reload"}),  # vLLM then ignores the width
+        ({"layer_types": None, "sliding_window": None}, {"sliding_window", "reload"}),
+        ({"sliding_window": 6}, {"sliding_window", "reload"}),
+    ):
+        (export / "config.json").write_text(json.dumps(raw | changes))
+        assert set(fields(export, spec)) == expected

@@ -142,6 +142,27 @@ def test_eagle31_starts_from_eagle3_with_new_norms(
 
 
 @pytest.mark.parametrize(
+    ("before", "recipe", "after"),
+    [(6, None, 6), (None, 6, 6), (6, 9, 9), (None, None, None)],
+    ids=["kept", "new", "changed", "none"],
+)
+def test_a_window_may_change(
+    spec: TargetSpec,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    before: int | None,
+    recipe: int | None,
+    after: int | None,
+) -> None:
+    write_tiny_export(tmp_path / "e", spec, sliding_window=before)
+    made = context(spec, tmp_path / "e", tmp_path, sliding_window=recipe)
+    made.check_drafter()
+    assert made.drafter_config(40).sliding_window == after
+    changed = f"sliding_window changes from {before or 'none'} to {after}."
+    assert (changed in capsys.readouterr().out) == (before != after)
+
+
+@pytest.mark.parametrize(
     ("shape", "found"),
     [
         ({"intermediate_size": 48}, "24"),

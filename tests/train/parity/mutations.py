@@ -54,6 +54,11 @@ def drop_rope_scaling(config: Config, tensors: Tensors) -> None:
     config.pop("rope_parameters", None)
 
 
+def drop_window(config: Config, tensors: Tensors) -> None:
+    """Keep the width alone, which vLLM does not read without the layers' types."""
+    del config["layer_types"]
+
+
 # Each mistake, and the word that its finding must contain.
 MUTATIONS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
     "layer ids off by one": (shift_layer_ids, "eagle_aux_hidden_state_layer_ids"),
@@ -63,6 +68,7 @@ MUTATIONS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
     "fc_norm dropped": (drop_fc_norm, "fc_norm"),
     "embedding random": (random_embedding, "embed_tokens"),
     "RoPE scaling dropped": (drop_rope_scaling, "rope"),
+    "sliding window dropped": (drop_window, "sliding_window"),
 }
 
 

@@ -105,6 +105,7 @@ WIDER = ("drafter.hidden_size=96", "drafter.num_attention_heads=3", "drafter.num
 BF16 = ("export.dtype=bfloat16",)
 MLA = ("drafter.attention=mla",)
 SPECULATORS = ("export.layout=speculators",)
+WINDOW = ("drafter.sliding_window=24",)  # shorter than the prompts
 
 
 def aux(*layer_ids: int) -> tuple[str, ...]:
@@ -120,8 +121,9 @@ CASES = {
     "eagle31_four_aux_two_layers_narrower_yarn": DrafterCase(
         "qwen3_yarn", PRUNED + NORM_BEFORE + aux(0, 2, 3, 6) + TWO_LAYERS + NARROWER, core=True
     ),
-    "eagle31_full_vocab_speculators": DrafterCase(
-        "llama_tied_llama3_rope", SPECULATORS + aux(1, 2, 5), core=True
+    "eagle31_full_vocab_speculators": DrafterCase("llama_tied_llama3_rope", SPECULATORS + aux(1, 2, 5)),
+    "eagle31_window_speculators": DrafterCase(
+        "llama_tied_llama3_rope", SPECULATORS + WINDOW + aux(1, 2, 5), core=True
     ),
     "eagle3": DrafterCase("llama", EAGLE3 + PRUNED + aux(2, 3, 5)),
     "eagle3_llama3_rope_two_layers": DrafterCase(
@@ -131,7 +133,10 @@ CASES = {
     "eagle31_qwen3_two_aux_norm_before": DrafterCase("qwen3_tied", PRUNED + NORM_BEFORE + aux(3, 6)),
     "eagle31_qwen3_two_layers_full_vocab": DrafterCase("qwen3_tied", TWO_LAYERS + aux(0, 1, 5)),
     "eagle3_yarn_pruned_norm_before_four_aux": DrafterCase(
-        "qwen3_yarn", EAGLE3 + PRUNED + NORM_BEFORE + aux(1, 2, 4, 6), core=True
+        "qwen3_yarn", EAGLE3 + PRUNED + NORM_BEFORE + aux(1, 2, 4, 6)
+    ),
+    "eagle3_yarn_window_pruned_norm_before_four_aux": DrafterCase(
+        "qwen3_yarn", EAGLE3 + WINDOW + PRUNED + NORM_BEFORE + aux(1, 2, 4, 6), core=True
     ),
     "eagle3_speculators_pruned_two_aux": DrafterCase(
         "llama", EAGLE3 + PRUNED + SPECULATORS + NORM_BEFORE + aux(2, 5)
@@ -146,7 +151,12 @@ CASES = {
     ),
 }
 # Exports that are also served as somebody else would have published them.
-PUBLISHED = ("eagle31_llama3_rope", "eagle31_full_vocab_speculators", "eagle31_mla")
+PUBLISHED = (
+    "eagle31_llama3_rope",
+    "eagle31_window_speculators",
+    "eagle31_full_vocab_speculators",
+    "eagle31_mla",
+)
 PUBLISHED_CORE = PUBLISHED[:2]  # one of each layout
 CORE = tuple(name for name, case in CASES.items() if case.core)
 

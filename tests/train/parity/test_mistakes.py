@@ -18,12 +18,13 @@ from train.parity.compare import Comparison, check_case
 pytestmark = pytest.mark.timeout(7200)
 # Served in every test run, the others with --full: wrong inputs, a wrong recursion, wrong tokens.
 CORE = ("layer ids off by one", "pre-norm state fed back", "d2t as absolute ids")
-CASE = "eagle31_llama3_rope"  # pruned, with every norm, and RoPE scaled: each mistake can be made in it
+CASE = "eagle31_llama3_rope"  # pruned, with every norm, and RoPE scaled: most mistakes can be made in it
+WINDOW_CASE = "eagle3_yarn_window_pruned_norm_before_four_aux"
 
 
-@pytest.fixture(scope="module")
-def export(trained: Path) -> Path:
-    return require_export(CASE, trained)
+def case_of(mistake: str) -> str:
+    """Return the case in whose export a mistake is made."""
+    return WINDOW_CASE if mistake == "sliding window dropped" else CASE
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,6 @@ def served(full: bool) -> Sequence[str]:
 def engines(
     served: Sequence[str],
     trained: Path,
-    export: Path,
     preloaded_vllm: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineResults:
@@ -44,20 +44,20 @@ def engines(
     scratch = tmp_path_factory.mktemp("mistakes")
     jobs = []
     for name in served:
+        export = require_export(case_of(name), trained)
         mutated = mutate(export, scratch / name.replace(" ", "_"), MUTATIONS[name][0])
-        jobs.append(decode_job(name, CASE, mutated, trained))
+        jobs.append(decode_job(name, case_of(name), mutated, trained))
     return EngineResults(trained, run_together(jobs, preloaded_vllm, scratch / "vllm.log"))
 
 
 @pytest.fixture(scope="module")
-def found(
-    served: Sequence[str], engines: EngineResults, export: Path, full: bool
-) -> dict[str, Comparison | str]:
+def found(served: Sequence[str], engines: EngineResults, full: bool) -> dict[str, Comparison | str]:
     """Compare each mistake's drafts with what was trained; a string is vLLM's own refusal."""
     compared: dict[str, Comparison | str] = {}
     for name in served:
-        error = engines.results[name].error
-        compared[name] = error or check_case(engines.reference(CASE, export), engines.served(name), None, K)
+        error, case = engines.results[name].error, case_of(name)
+        reference = engines.reference(case, require_export(case, engines.trained))
+        compared[name] = error or check_case(reference, engines.served(name), None, K)
     if full:
         write_section("Classic mistakes", format_table(compared))
     return compared
@@ -65,7 +65,7 @@ def found(
 
 def format_table(compared: dict[str, Comparison | str]) -> list[str]:
     rows = [
-        f"Each is made in the export `{CASE}`, which vLLM then serves.",
+        f"Each is made in the export `{CASE}`, the last in `{WINDOW_CASE}`, which vLLM then serves.",
         "",
         "| mistake | acceptance length, trained | served by vLLM | drafts that differ |",
         "|---|---|---|---|",
@@ -84,12 +84,10 @@ def format_table(compared: dict[str, Comparison | str]) -> list[str]:
 
 @pytest.mark.usefixtures("reload_here")
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_classic_mistake_is_named_before_vllm_starts(
-    name: str, trained: Path, export: Path, tmp_path: Path
-) -> None:
+def test_a_classic_mistake_is_named_before_vllm_starts(name: str, trained: Path, tmp_path: Path) -> None:
     mutation, word = MUTATIONS[name]
-    mutated = mutate(export, tmp_path / "export", mutation)
-    findings = validate_export(mutated, TargetSpec(str(target_path(CASE, trained))))
+    mutated = mutate(require_export(case_of(name), trained), tmp_path / "export", mutation)
+    findings = validate_export(mutated, TargetSpec(str(target_path(case_of(name), trained))))
     assert any(word in finding.field for finding in findings), findings
 
 
@@ -103,9 +101,8 @@ def test_a_classic_mistake_shows_in_vllm(
     assert isinstance(comparison, str) or not comparison.passed
 
 
-def test_check_serving_passes_a_good_export(
-    trained: Path, export: Path, preloaded_vllm: Path, tmp_path: Path
-) -> None:
+def test_check_serving_passes_a_good_export(trained: Path, preloaded_vllm: Path, tmp_path: Path) -> None:
+    export = require_export(CASE, trained)
     few = ("--num-prompts", "6", "--max-new-tokens", "48")
     done = check_serving(export, target_path(CASE, trained), preloaded_vllm, tmp_path / "out.json", *few)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,13 +111,13 @@ def test_check_serving_passes_a_good_export(
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_check_serving_names_the_mistake_and_starts_nothing(
-    name: str, trained: Path, export: Path, preloaded_vllm: Path, tmp_path: Path, full: bool
+    name: str, trained: Path, preloaded_vllm: Path, tmp_path: Path, full: bool
 ) -> None:
     if name != "pre-norm state fed back" and not full:
         pytest.skip("part of scripts/test --full")
     mutation, word = MUTATIONS[name]
-    mutated = mutate(export, tmp_path / "export", mutation)
-    done = check_serving(mutated, target_path(CASE, trained), preloaded_vllm, tmp_path / "out.json")
+    mutated = mutate(require_export(case_of(name), trained), tmp_path / "export", mutation)
+    done = check_serving(mutated, target_path(case_of(name), trained), preloaded_vllm, tmp_path / "out.json")
     assert done.returncode == 1
     assert word in done.stdout
     assert "vLLM was not started" in done.stdout

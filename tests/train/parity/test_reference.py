@@ -31,7 +31,8 @@ def drafts(export: Path, spec: TargetSpec) -> list[list[list[int]]]:
 def test_mistake_in_an_export_does_not_affect_the_evaluator(
     tmp_path: Path, spec: TargetSpec, mistake: str, width: dict
 ) -> None:
-    write_tiny_export(tmp_path / "good", spec, **width)
+    window = {"sliding_window": 3} if mistake == "sliding window dropped" else {}
+    write_tiny_export(tmp_path / "good", spec, **width, **window)
     mutated = mutate(tmp_path / "good", tmp_path / "mutated", MUTATIONS[mistake][0])
     assert drafts(mutated, spec) == drafts(tmp_path / "good", spec)
 

@@ -75,7 +75,8 @@ def random_row(
 
 def update(engine: deepspeed.DeepSpeedEngine, batch: PackedBatch, *, with_metrics: bool = True) -> None:
     """Run forward and backward on the row once per micro-batch, and the optimizer's step."""
-    schedule = schedule_batch(batch, engine.module.num_steps)
+    module = engine.module
+    schedule = schedule_batch(batch, module.num_steps, key_reach=module.drafter.config.key_reach)
     for _ in range(engine.gradient_accumulation_steps()):
         loss, _ = engine(batch, schedule, with_metrics)
         engine.backward(loss / len(batch.input_ids))

@@ -85,7 +85,7 @@ def measure(recipe: str, options: Options, record: Record, small: dict[str, int]
     peak = memory_peak(device) - before
     on_host = batch.to(torch.device("cpu"))
     synchronize(device)  # the copies do not wait
-    counts = count_step(on_host, num_steps)
+    counts = count_step(on_host, num_steps, shape)
     planned = trainer_memory(shape, sizes.tensors, settings, counts, device.type).total
     compare_memory(record, peak, planned, TOLERANCES[device.type])
     rounds = 2 if options.dry_run else ROUNDS
