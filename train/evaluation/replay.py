@@ -1,5 +1,6 @@
 """Acceptance by replay, for each prompt and draft length."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class PromptAcceptance:
     """The statistics of P prompts at some draft lengths, which are the same for all prompts."""
 
     by_prompt: tuple[Lengths, ...]
+    # Of the token ids of all prompts: results with the same one can be compared prompt by prompt.
+    prompts_hash: str | None = None
 
     def totals(self) -> list[AcceptanceStats]:
         """Return the statistics over all prompts, by draft length."""
@@ -50,7 +53,7 @@ class PromptAcceptance:
         for total, drafts, accepted in zip(self.totals(), *counts.values(), strict=True):
             found = acceptance_interval(drafts, accepted, resamples)
             rows.append(total.to_json() | {"low": found.low, "high": found.high})
-        return {"by_draft_length": rows, "by_prompt": counts}
+        return {"by_draft_length": rows, "by_prompt": counts, "prompts_hash": self.prompts_hash}
 
 
 def longest_draft(draft_tokens: int) -> int:
@@ -67,10 +70,12 @@ def replay_greedily(
 ) -> PromptAcceptance:
     """Replay greedy drafts of completions that the target wrote greedily."""
     found: list[Lengths] = []
+    prompts = hashlib.sha256()
     for batch in rows:
         on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
         found += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
-    return PromptAcceptance(tuple(found))
+        prompts.update(_prompts_of(batch))
+    return PromptAcceptance(tuple(found), prompts.hexdigest())
 
 
 @torch.no_grad()
@@ -88,19 +93,21 @@ def sampling_report(
     """
     greedy: list[Lengths] = []
     sampled: list[Lengths] = []
+    prompts = hashlib.sha256()
     for batch in rows:
         on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
         greedy += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
         given_text = acceptance_given_text(drafter, frozen, on_device, max_draft_tokens, temperature)
         sampled += _by_document(batch, expected_replay, *given_text)
+        prompts.update(_prompts_of(batch))
     if not greedy:
         return None
     return {
         "temperature": temperature,
         "num_prompts": len(greedy),
         "source": "replay",
-        "greedy_drafts": PromptAcceptance(tuple(greedy)).to_json(),
-        "sampled_drafts": PromptAcceptance(tuple(sampled)).to_json(),
+        "greedy_drafts": PromptAcceptance(tuple(greedy), prompts.hexdigest()).to_json(),
+        "sampled_drafts": PromptAcceptance(tuple(sampled), prompts.hexdigest()).to_json(),
     }
 
 
@@ -116,6 +123,17 @@ def packed(samples: Iterable[CapturedSample]) -> Iterator[PackedBatch]:
         num_tokens += len(sample.input_ids)
     if row:
         yield pack_row(row, num_tokens)
+
+
+def _prompts_of(batch: PackedBatch) -> bytes:
+    """Return each document's token ids up to the first one that the target wrote, as text."""
+    found = ""
+    for index in range(int(batch.document_ids.max()) + 1):
+        rows = batch.document_ids == index
+        written = batch.loss_mask[rows].nonzero()
+        num_tokens = int(written[0]) if len(written) else int(rows.sum())
+        found += f"{batch.input_ids[rows][:num_tokens].tolist()}\n"
+    return found.encode()
 
 
 def _by_document(batch: PackedBatch, rule: Rule, compared: Tensor, supervised: Tensor) -> list[Lengths]:

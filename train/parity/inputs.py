@@ -26,8 +26,12 @@ from train.serving.engine import EngineSpec, draft_room
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that check_serving and bench/serving share."""
+def add_arguments(parser: argparse.ArgumentParser, several_draft_lengths: bool = False) -> None:
+    """Add the arguments that check_serving and bench/serving share.
+
+    Args:
+        several_draft_lengths: whether `-k` takes several of them and is a list.
+    """
     parser.add_argument("export", type=Path, help="directory of an export or of a published drafter")
     parser.add_argument("--target", required=True, help="the target: a directory or a hub id")
     parser.add_argument("--revision", help="revision of a target on the hub")
@@ -38,7 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSONL of conversations or of prompt_token_ids (default: held-out prompts of the export's run)",
     )
     parser.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
-    parser.add_argument("-k", type=int, default=4, help="tokens per draft (default: %(default)s)")
+    if several_draft_lengths:
+        parser.add_argument(
+            "-k",
+            type=int,
+            nargs="+",
+            default=[4],
+            metavar="K",
+            help="tokens per draft; with at least two of them the report names the draft length to serve\n"
+            "(default: 4)",
+        )
+    else:
+        parser.add_argument("-k", type=int, default=4, help="tokens per draft (default: %(default)s)")
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -62,11 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise UserError for arguments that can be refused before any weight is read."""
-    for name in ("k", "max_new_tokens", "num_prompts", "rounds", "num_requests"):
-        value = getattr(arguments, name, None)
-        if value is not None and value < 1:
-            flag = "-k" if name == "k" else f"--{name.replace('_', '-')}"
-            raise UserError(flag, value, "It must be at least 1.")
+    for name in ("k", "concurrency", "max_new_tokens", "num_prompts", "rounds", "num_requests"):
+        given = getattr(arguments, name, None)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < 1:
+                flag = "-k" if name == "k" else f"--{name.replace('_', '-')}"
+                raise UserError(flag, value, "It must be at least 1.")
     if not arguments.export.is_dir():
         raise UserError("export", arguments.export, "No such directory; give the export/ of a run.")
     read_raw_config(arguments.export)
@@ -83,7 +99,7 @@ class Inputs:
     prompts: Prompts
     prompts_source: str
     stop_token_ids: tuple[int, ...]
-    k: int
+    k: int  # tokens per draft, of the longest drafts
     max_new_tokens: int
     engine_arguments: dict[str, Any]
 
@@ -127,6 +143,7 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
     Raises:
         UserError: one of them cannot be read, or they do not fit each other.
     """
+    longest = max(arguments.k) if isinstance(arguments.k, list) else arguments.k
     spec = target_spec(arguments)
     parts = load_target_parts(spec)
     target_dtype = str(parts.embed_tokens.dtype).removeprefix("torch.")
@@ -137,7 +154,7 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
     check_prompts(
         prompts,
         vocab_size=parts.vocab_size,
-        room=_positions(parts, config) - draft_room(arguments.k),
+        room=_positions(parts, config) - draft_room(longest),
         max_new_tokens=arguments.max_new_tokens,
     )
     ends = {*parts.eos_token_ids, tokenizer.eos_token_id} - {None}
@@ -149,7 +166,7 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
         prompts=prompts,
         prompts_source=source,
         stop_token_ids=tuple(sorted(ends)),
-        k=arguments.k,
+        k=longest,
         max_new_tokens=arguments.max_new_tokens,
         engine_arguments=parse_engine_arguments(arguments.engine_args),
     )

@@ -1,22 +1,28 @@
-"""Output tokens per second per user, with and without the drafter."""
+"""Output tokens per second per user, with the drafter and without, and the times of decoding steps."""
 
 import os
 import platform
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eagle31.errors import UserError
+from train.draft_length.step_times import StepTimes
 from train.parity.inputs import Inputs
+from train.reporting.results import SERVING_FORMAT
 from train.serving.engine import failure, run_worker
 from train.tables import aligned
 
-PLAIN, DRAFTER = "plain", "drafter"
-# Both engines are loaded at once, so that they can take turns.
-_SHARED_GPU_MEMORY = 0.45
+WALL_TIME, CPU_TIME = "wall", "cpu"
+PLAIN = 0  # the draft length of the engine without the drafter
+# All engines are loaded at once, so that they can take turns.
+_SHARED_GPU_MEMORY = 0.9
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """The rates at one concurrency, in output tokens per second."""
+    """The rates at one concurrency and draft length, in output tokens per second."""
 
     concurrency: int
+    k: int
     plain: Spread  # per user
     drafter: Spread  # per user
     plain_total: Spread  # all users together
@@ -52,13 +59,15 @@ def time_serving(
     python: Path,
     log: Path,
     *,
+    draft_lengths: Sequence[int],
     concurrency: Sequence[int],
     rounds: int,
     num_requests: int,
     one_at_a_time: bool,
     ignore_eos: bool,
+    clock: str,
 ) -> dict[str, Any]:
-    """Run both engines in one process and return the worker's measurements.
+    """Run an engine for each draft length and one without the drafter; return the worker's measurements.
 
     Raises:
         EngineFailure: an engine does not start or fails.
@@ -66,16 +75,18 @@ def time_serving(
     options = {"max_num_seqs": max(concurrency), "enforce_eager": inputs.device.type == "cpu"}
     shares_gpu = inputs.device.type == "cuda" and not one_at_a_time
     memory_given = "gpu_memory_utilization" in inputs.engine_arguments
+    share = _SHARED_GPU_MEMORY / (1 + len(draft_lengths))
+    sides = [{"k": PLAIN, "engine": inputs.engine(drafter=False, **options).arguments()}]
+    for k in draft_lengths:
+        sides.append({"k": k, "engine": replace(inputs.engine(drafter=True, **options), k=k).arguments()})
     job = {
         "kind": "bench",
-        "name": "both sides",
-        "sides": [
-            {"name": PLAIN, "engine": inputs.engine(drafter=False, **options).arguments()},
-            {"name": DRAFTER, "engine": inputs.engine(drafter=True, **options).arguments()},
-        ],
-        "memory": {"gpu_memory_utilization": _SHARED_GPU_MEMORY} if shares_gpu and not memory_given else {},
+        "name": "speed",
+        "sides": sides,
+        "memory": {"gpu_memory_utilization": share} if shares_gpu and not memory_given else {},
         "one_at_a_time": one_at_a_time,
         "concurrency": list(concurrency),
+        "clock": clock,
         "rounds": rounds,
         "num_requests": num_requests,
         "max_tokens": inputs.max_new_tokens,
@@ -84,79 +95,109 @@ def time_serving(
     }
     (result,) = run_worker([job], python, log)
     if "error" in result:
-        raise failure("both sides", result["error"], result["traceback"], log)
+        raise failure("speed", result["error"], result["traceback"], log)
     return result
 
 
 def summarize(measurements: Sequence[dict[str, Any]]) -> list[SpeedRow]:
-    """Return one row for each concurrency, in ascending order."""
+    """Return one row for each concurrency and draft length, in ascending order."""
     rows = []
-    for concurrency in sorted({one["concurrency"] for one in measurements}):
-        here = sorted(
-            (one for one in measurements if one["concurrency"] == concurrency), key=lambda one: one["round"]
-        )
-        user = {side: [_user_rate(one) for one in here if one["side"] == side] for side in (PLAIN, DRAFTER)}
-        total = {
-            side: [one["num_tokens"] / one["seconds"] for one in here if one["side"] == side]
-            for side in (PLAIN, DRAFTER)
-        }
-        ratios = [fast / slow for fast, slow in zip(user[DRAFTER], user[PLAIN], strict=True)]
-        rows.append(
-            SpeedRow(
-                concurrency=concurrency,
-                plain=Spread.of(user[PLAIN]),
-                drafter=Spread.of(user[DRAFTER]),
-                plain_total=Spread.of(total[PLAIN]),
-                drafter_total=Spread.of(total[DRAFTER]),
-                speedup=Spread.of(ratios),
+    for concurrency, here in _by_concurrency(measurements):
+        plain = here.pop(PLAIN)
+        for k, drafted in here.items():
+            user, user_plain = ([_user_rate(one) for one in side] for side in (drafted, plain))
+            total, total_plain = (
+                [one["num_tokens"] / one["seconds"] for one in side] for side in (drafted, plain)
             )
-        )
+            ratios = [fast / slow for fast, slow in zip(user, user_plain, strict=True)]
+            rows.append(
+                SpeedRow(
+                    concurrency=concurrency,
+                    k=k,
+                    plain=Spread.of(user_plain),
+                    drafter=Spread.of(user),
+                    plain_total=Spread.of(total_plain),
+                    drafter_total=Spread.of(total),
+                    speedup=Spread.of(ratios),
+                )
+            )
     return rows
 
 
-def report(inputs: Inputs, result: dict[str, Any], rounds: int, ignore_eos: bool) -> dict[str, Any]:
+def step_times(measurements: Sequence[dict[str, Any]]) -> list[StepTimes]:
+    """Return the times of decoding steps, for each concurrency at which all engines could be timed."""
+    found = []
+    for concurrency, here in _by_concurrency(measurements):
+        if any(one["step_seconds"] is None for side in here.values() for one in side):
+            continue  # the completions are too short for all users to decode at the same time
+        steps = {k: tuple(1000 * one["step_seconds"] for one in side) for k, side in here.items()}
+        drafting = {
+            k: tuple(1000 * one["draft_seconds"] for one in side)
+            for k, side in here.items()
+            if all(one["draft_seconds"] is not None for one in side)
+        }
+        found.append(StepTimes(concurrency, steps.pop(PLAIN), steps, drafting))
+    return found
+
+
+def acceptance_lengths(measurements: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Return the tokens per forward pass of the target by draft length."""
+    forwards: Counter[int] = Counter()
+    decoded: Counter[int] = Counter()
+    for one in measurements:
+        forwards[one["k"]] += one["num_forwards"]
+        decoded[one["k"]] += one["num_decoded"]
+    return {k: decoded[k] / max(forwards[k], 1) for k in sorted(forwards) if k != PLAIN}
+
+
+def report(
+    inputs: Inputs, result: dict[str, Any], rounds: int, ignore_eos: bool, clock: str
+) -> dict[str, Any]:
     """Return the content of serving.json: the rows and the conditions of the measurement."""
-    counts = result["acceptance"]
+    measurements = result["measurements"]
+    rows, accepted = summarize(measurements), acceptance_lengths(measurements)
     return {
+        "format": SERVING_FORMAT,
         "engine": f"vLLM {result['vllm_version']}",
         "device": device_name(inputs.device),
         "dtype": inputs.dtype,
+        "clock": clock,
         "target": inputs.spec.model,
         "export": str(inputs.export.resolve()),
-        "k": inputs.k,
         "temperature": 0,
         "ignore_eos": ignore_eos,
         "max_new_tokens": inputs.max_new_tokens,
         "num_prompts": len(inputs.prompts),
         "prompts": inputs.prompts_source,
         "rounds": rounds,
-        "acceptance_length": 1 + counts["num_accepted"] / max(counts["num_drafts"], 1),
-        "rows": [asdict(row) for row in summarize(result["measurements"])],
-        "measurements": result["measurements"],
+        "rows": [asdict(row) | {"acceptance_length": accepted[row.k]} for row in rows],
+        "measurements": measurements,
     }
 
 
 def speed_lines(numbers: dict[str, Any]) -> list[str]:
     """Return the table and the conditions of the measurement."""
-    rows = [["users", "plain", "with the drafter", "speed-up", "all users: plain", "with the drafter"]]
+    head = ["users", "k", "plain", "with the drafter", "speed-up", "all users: plain", "with the drafter"]
+    rows = [[*head, "acceptance length"]]
     for row in numbers["rows"]:
-        spreads = {name: Spread(**value) for name, value in row.items() if name != "concurrency"}
+        names = ("plain", "drafter", "plain_total", "drafter_total", "speedup")
+        spreads = {name: Spread(**row[name]) for name in names}
         ratio = spreads["speedup"]
         rows.append(
             [
                 str(row["concurrency"]),
+                str(row["k"]),
                 str(spreads["plain"]),
                 str(spreads["drafter"]),
                 f"{ratio.median:.2f}x ({ratio.lowest:.2f}-{ratio.highest:.2f})",
                 f"{spreads['plain_total'].median:.1f}",
                 f"{spreads['drafter_total'].median:.1f}",
+                f"{row['acceptance_length']:.2f}",
             ]
         )
     length = f"{numbers['max_new_tokens']} tokens per completion"
     conditions = (
-        f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; k = {numbers['k']}, temperature 0, "
-        f"{'' if numbers['ignore_eos'] else 'at most '}{length}, "
-        f"acceptance length {numbers['acceptance_length']:.2f}"
+        f"{measured_with(numbers)}; temperature 0, {'' if numbers['ignore_eos'] else 'at most '}{length}"
     )
     return [
         f"Output tokens per second per user, median of {numbers['rounds']} rounds (lowest-highest)",
@@ -165,6 +206,23 @@ def speed_lines(numbers: dict[str, Any]) -> list[str]:
         "",
         conditions,
     ]
+
+
+def measured_with(numbers: dict[str, Any]) -> str:
+    """Return the engine, the device and the clock."""
+    clock = ", CPU time" if numbers["clock"] == CPU_TIME else ""
+    return f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}{clock}"
+
+
+def check_clock(clock: str, on_cpu: bool) -> None:
+    """Raise UserError where CPU time would not be the time of a step."""
+    if clock != CPU_TIME:
+        return
+    if not on_cpu:
+        raise UserError("--clock", clock, "Leave it out: on a GPU only the time that passes says anything.")
+    if not os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "").isdigit():
+        remedy = "The times of threads add up: give vLLM one core with VLLM_CPU_OMP_THREADS_BIND=0."
+        raise UserError("--clock", clock, remedy)
 
 
 def device_name(device: torch.device) -> str:
@@ -176,3 +234,12 @@ def device_name(device: torch.device) -> str:
 def _user_rate(measurement: dict[str, Any]) -> float:
     """Return the mean over requests of tokens per second, from sending to the last token."""
     return statistics.fmean(measurement["request_rates"])
+
+
+def _by_concurrency(
+    measurements: Sequence[dict[str, Any]],
+) -> Iterator[tuple[int, dict[int, list[dict[str, Any]]]]]:
+    """Yield each concurrency with its measurements by draft length, in the order of the rounds."""
+    ordered = sorted(measurements, key=lambda one: (one["concurrency"], one["k"], one["round"]))
+    for concurrency, here in groupby(ordered, key=lambda one: one["concurrency"]):
+        yield concurrency, {k: list(side) for k, side in groupby(here, key=lambda one: one["k"])}

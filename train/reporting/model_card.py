@@ -66,14 +66,32 @@ def model_card(
     return f"---\n{_front_matter(run_info)}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = Layout.vllm.value) -> str:
+def serve_command(
+    target: str,
+    drafter: str,
+    draft_tokens: int,
+    layout: str = Layout.vllm.value,
+    batch_sizes: Sequence[Sequence[int]] = (),
+) -> str:
     """Return the serve command. An export in speculators' layout names its target itself.
 
     vLLM 0.33 takes the target's name from there only where it is a repository of the Hub.
+
+    Args:
+        draft_tokens: tokens per draft; 0 stands for a server without the drafter.
+        batch_sizes: ranges of batch sizes with shorter drafts: first and last size, tokens per draft.
     """
+    if not draft_tokens:
+        return f"vllm serve {shlex.quote(target)}"
     if layout == Layout.speculators.value and is_hub_id(target):
         return f"vllm serve {shlex.quote(drafter)}"
-    speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
+    speculative: dict[str, Any] = {
+        "model": drafter,
+        "method": "eagle3",
+        "num_speculative_tokens": draft_tokens,
+    }
+    if batch_sizes:
+        speculative["num_speculative_tokens_per_batch_size"] = batch_sizes
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
@@ -132,10 +150,11 @@ def _measured(evaluation: dict[str, Any]) -> str:
 def _served(serving: dict[str, Any] | None) -> list[str]:
     if serving is None:
         return []
-    head = ("concurrent users", "tokens per second per user", "with the drafter", "speed-up")
+    head = ("concurrent users", "k", "tokens per second per user", "with the drafter", "speed-up")
     rows = [
         (
             str(row["concurrency"]),
+            str(row["k"]),
             f"{row['plain']['median']:.1f}",
             f"{row['drafter']['median']:.1f}",
             f"{row['speedup']['median']:.2f}x",
@@ -143,8 +162,8 @@ def _served(serving: dict[str, Any] | None) -> list[str]:
         for row in serving["rows"]
     ]
     conditions = (
-        f"In {serving['engine']} ({serving['dtype']}, {serving['device']}), k = {serving['k']}, temperature "
-        f"{serving['temperature']:g}: acceptance length {serving['acceptance_length']:.2f}."
+        f"In {serving['engine']} ({serving['dtype']}, {serving['device']}), temperature "
+        f"{serving['temperature']:g}:"
     )
     return [conditions, _table(head, rows)]
 

@@ -36,6 +36,7 @@ class Panel:
     title: str
     note: str  # the conditions of the numbers
     draw: Callable[[Axes], None]
+    height: float = 3.1  # inches of the figure on the page
 
 
 def build_panels(
@@ -95,10 +96,14 @@ def build_panels(
 
 
 def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inches: float = 4.6) -> None:
-    """Draw panels next to each other with titles and conditions, under an optional headline."""
+    """Draw panels next to each other with titles and conditions, under an optional headline.
+
+    All are as high as the highest one.
+    """
     with matplotlib.rc_context(_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.04)
-        size = (panel_inches * len(panels), 3.7 + 0.3 * bool(headline))
+        height = max(panel.height for panel in panels)
+        size = (panel_inches * len(panels), height + 0.6 + 0.3 * bool(headline))
         figure = Figure(figsize=size, layout=layout)
         if headline:
             figure.suptitle(headline, x=0.012, ha="left", fontsize=13.5, fontweight="bold")
@@ -120,7 +125,7 @@ def to_svg(panel: Panel) -> str:
     # The browser chooses the font, so space is reserved for the widest of the usual ones.
     svg_style = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": panel.name}
     with matplotlib.rc_context(_style() | svg_style):
-        figure = Figure(figsize=(4.9, 3.1), layout="constrained")
+        figure = Figure(figsize=(4.9, panel.height), layout="constrained")
         panel.draw(figure.subplots())
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()

@@ -4,11 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
-from train.reporting.colors import COLORS
+from train.reporting.draft_length import (
+    Timing,
+    choice_table,
+    commands,
+    draft_length_panels,
+    draft_lengths,
+    notes,
+    read_step_times,
+    step_table,
+)
 from train.reporting.drift_plots import drift_panels, shown_drift
 from train.reporting.model_card import (
     DRAFT_TOKENS,
@@ -19,7 +26,8 @@ from train.reporting.model_card import (
     target_name,
     untrained_warning,
 )
-from train.reporting.plots import Panel, build_panels, save_png, to_svg
+from train.reporting.page import render_page
+from train.reporting.plots import Panel, build_panels, save_png
 from train.reporting.results import (
     acceptance_table,
     acceptances,
@@ -31,7 +39,6 @@ from train.reporting.results import (
     read_serving,
     summary_rows,
     warnings_of,
-    with_interval,
 )
 from train.reporting.speed import training_speed
 from train.tables import aligned
@@ -64,6 +71,7 @@ def write_report(
     metrics = read_jsonl(metrics_path)
     write_json(directory / "metrics.json", {"evaluation": evaluation, "run": run_info, "metrics": metrics})
 
+    timing = read_step_times(Path(output_dir))
     panels = _panels(metrics, evaluation, run_info)
     for name, chosen in PICTURES.items():
         _save(directory / name, [panels[p] for p in chosen if p in panels])
@@ -71,12 +79,13 @@ def write_report(
     _save(directory / "summary.png", summary, _headline(evaluation), panel_inches=3.5)
 
     path = directory / "index.html"
-    write_text(path, _page(panels, metrics, evaluation, run_info, read_serving(Path(output_dir))))
+    serving = read_serving(Path(output_dir))
+    write_text(path, _page(panels, metrics, evaluation, run_info, serving, timing))
     return path
 
 
 def refresh_page(output_dir: Path) -> Path:
-    """Write index.html again from the report's metrics.json and serving.json.
+    """Write index.html again from the report's metrics.json, serving.json and step_times.json.
 
     Raises:
         UserError: the run has no report yet, or one of another version.
@@ -85,8 +94,8 @@ def refresh_page(output_dir: Path) -> Path:
     evaluation, run_info = known["evaluation"], known["run"]
     panels = _panels(known["metrics"], evaluation, run_info)
     path = Path(output_dir) / "report" / "index.html"
-    serving = read_serving(Path(output_dir))
-    write_text(path, _page(panels, known["metrics"], evaluation, run_info, serving))
+    serving, timing = read_serving(Path(output_dir)), read_step_times(Path(output_dir))
+    write_text(path, _page(panels, known["metrics"], evaluation, run_info, serving, timing))
     return path
 
 
@@ -134,18 +143,13 @@ def _page(
     evaluation: dict[str, Any],
     run_info: dict[str, Any],
     serving: dict[str, Any] | None,
+    timing: Timing | None,
 ) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"duration": _duration, "with_interval": with_interval}
-    return environment.get_template("report_template.html").render(
-        colors=COLORS,
-        figures={name: (panel, to_svg(panel)) for name, panel in panels.items()},
+    chosen = draft_lengths(evaluation, timing) if timing else []
+    chosen_panels = draft_length_panels(chosen)
+    return render_page(
+        "report.html",
+        panels | chosen_panels,
         evaluation=evaluation,
         headlines=_headlines(evaluation),
         warnings=_warnings(evaluation, run_info),
@@ -157,6 +161,13 @@ def _page(
         run_info=run_info,
         drift=shown_drift(metrics, run_info["best_step"]),
         serving=serving,
+        timing=timing,
+        draft_lengths=chosen,
+        draft_length_figures=list(chosen_panels),
+        choice_table=choice_table(chosen),
+        step_table=step_table(timing) if timing else [],
+        timing_notes=notes(chosen, timing) if timing else [],
+        draft_length_commands=commands(chosen, run_info),
         title=target_name(run_info),
         configuration=_configuration(run_info) + training_speed(metrics),
         total_seconds=sum(stage["seconds"] for stage in run_info["stages"] if not stage["reused"]),
@@ -228,10 +239,3 @@ def _configuration(run_info: dict[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     return [(name, str(value)) for name, value in rows if value is not None]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -9,6 +9,7 @@ from eagle31.json_files import read_json
 from train.tables import aligned
 
 FORMAT = 2  # of evaluation.json
+SERVING_FORMAT = 2  # of serving.json
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
 # rule of speculative sampling.
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -138,11 +139,16 @@ def warnings_of(evaluation: dict[str, Any]) -> list[str]:
 
 
 def read_serving(output_dir: Path) -> dict[str, Any] | None:
-    """Return the speed in vLLM from serving.json, or None if it is of another export than the run's."""
+    """Return the speed in vLLM from serving.json.
+
+    None if there is none, or one of another export than the run's, or of an earlier version.
+    """
     path = output_dir / "report" / "serving.json"
     if not path.exists():
         return None
     numbers = read_json(path)
+    if numbers.get("format") != SERVING_FORMAT:
+        return None
     return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
 

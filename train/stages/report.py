@@ -37,6 +37,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
     return {
         "recipe": config.recipe_name,
         "target": context.spec.model,
+        "target_fingerprint": context.parts.fingerprint,
         "target_embedded": config.target.model == EMBEDDED,
         "train_data": config.data.train,
         "drafter_parameters": training["drafter_parameters"],

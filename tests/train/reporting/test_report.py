@@ -24,6 +24,7 @@ from tests.train.reporting.finished_run import (
 )
 from train.reporting.plots import COLORS, build_panels, to_svg
 from train.reporting.report import format_table, refresh_page, write_report
+from train.reporting.results import SERVING_FORMAT
 
 PICTURES = {
     "loss.png",
@@ -32,6 +33,9 @@ PICTURES = {
     "acceptance_by_position.png",
     "summary.png",
 }
+
+
+XML_NAMES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 
 
 class Page(HTMLParser):
@@ -95,6 +99,10 @@ def test_full_report(tmp_path: Path) -> None:
 
     assert page.links == []  # a single file
     assert "script" not in page.tags
+    html = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    # What else a browser would load: @import, and url() of anything that is not on the page.
+    assert not re.findall(r"@import|url\((?!['\"]?#)|<(?:link|iframe|img|base|object)\b", html)
+    assert set(re.findall(r"https?://[^\s\"'<>]+", html)) <= XML_NAMES
     assert len(page.ids) == len(set(page.ids))
 
     height, width, _ = imread(tmp_path / "report" / "summary.png").shape
@@ -284,16 +292,26 @@ def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
         "engine": "vLLM 0.32.0",
         "device": "a CPU",
         "dtype": "float32",
-        "k": 4,
+        "format": SERVING_FORMAT,
         "temperature": 0,
         "max_new_tokens": 64,
         "ignore_eos": False,
-        "acceptance_length": 2.5,
         "rounds": 3,
-        "rows": [{"concurrency": 16, "plain": spread, "drafter": spread, "speedup": spread}],
+        "rows": [
+            {
+                "concurrency": 16,
+                "k": 4,
+                "acceptance_length": 2.5,
+                "plain": spread,
+                "drafter": spread,
+                "speedup": spread,
+            }
+        ],
     }
-    for measured, shown in ((export, True), (tmp_path / "another", False)):
-        write_json(tmp_path / "report" / "serving.json", numbers | {"export": str(measured.resolve())})
+    another, earlier = {"export": str(tmp_path / "another")}, {"format": SERVING_FORMAT - 1}
+    for changed, shown in (({}, True), (another, False), (earlier, False)):
+        measured = numbers | {"export": str(export.resolve())} | changed
+        write_json(tmp_path / "report" / "serving.json", measured)
         page = Page(refresh_page(tmp_path).read_text(encoding="utf-8"))
         assert ("per second per user" in page.text) == shown
         assert ("41.5" in page.text) == shown

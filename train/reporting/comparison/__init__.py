@@ -1,0 +1,1 @@
+"""Runs side by side: which drafter is better, and where."""
