@@ -28,7 +28,7 @@ from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
 from train.planning.sizes import RunSizes
-from train.reporting.hub import check_push
+from train.reporting.hub import check_push, push_run
 from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
@@ -38,7 +38,6 @@ from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, run_export
 from train.stages.find_lr import check_stored, find_rates
 from train.stages.plan import announce_plan, announce_work
-from train.stages.push import push_run
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
 from train.stages.train import check_rows, run_train, train_inputs

@@ -124,6 +124,11 @@ def commit_message(output_dir: Path) -> str:
     return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0"
 
 
+def push_run(output_dir: Path, hub: HubConfig) -> str:
+    """Push a run's export and report; return the commit's URL."""
+    return push(prepare_upload(output_dir, hub), hub, commit_message(output_dir))
+
+
 def push(upload: Upload, hub: HubConfig, message: str) -> str:
     """Upload all files and make one commit of them; the repository never has only some of them.
 
