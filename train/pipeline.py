@@ -21,7 +21,7 @@ from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact
-from train.config.run import RunConfig, Stage
+from train.config.run import RunConfig, Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.optim.learning_rates import with_rates
@@ -32,6 +32,7 @@ from train.reporting.hub import check_push, push_run
 from train.requirements import check_environment, check_store, uses_servers
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
+from train.stages.cells import cells_inputs, link_cells, run_cells
 from train.stages.continuing import begin_training, link_results, share_continued, share_earlier
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
@@ -61,6 +62,7 @@ STAGES = {
     Stage.vocab: StageRun(vocab_inputs, run_vocab),
     Stage.answers: StageRun(answers_inputs, run_answers),
     Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
+    Stage.cells: StageRun(cells_inputs, run_cells, every_rank=True),
     Stage.train: StageRun(train_inputs, run_train, every_rank=True),
     Stage.export: StageRun(export_inputs, run_export),
     Stage.evaluate: StageRun(evaluate_inputs, run_evaluate),
@@ -74,6 +76,7 @@ def run_pipeline(config: RunConfig, world: World) -> None:
         UserError: bad input, or a selected stage needs one that is neither selected nor finished.
     """
     world.use_device()
+    config = replace(config, stages=selected_stages(config))
     context = RunContext(config, world)
     quiet_libraries(world)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
@@ -96,7 +99,7 @@ def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundR
     check_stored(config)
     world.use_device()
     stages = list(Stage)
-    before = [stage for stage in stages[: stages.index(Stage.train)] if stage in STAGES]
+    before = [one for one in stages[: stages.index(Stage.train)] if one in STAGES and one is not Stage.cells]
     context = RunContext(replace(config, stages=before), world)
     quiet_libraries(world)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
@@ -107,9 +110,7 @@ def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundR
 def run_stages(context: RunContext) -> None:
     """Run the selected stages in order, after checking what they need."""
     config, world = context.config, context.world
-    selected = set(config.stages)
-    stages = list(Stage)
-    needed = stages[: 1 + max(stages.index(stage) for stage in selected)]
+    selected, needed = set(config.stages), needed_stages(config)
     if Stage.train in selected:
         check_divisible(config.train.rows_per_step, config.train.rows_per_step_start, world.size)
     _ = context.placement  # refuses what cannot run on these nodes
@@ -148,6 +149,8 @@ def conclude(context: RunContext, stage: Stage) -> None:
             announce_work(context)
         if Stage.train in config.stages:
             check_rows(context)
+    elif stage is Stage.cells:
+        link_cells(context)
     elif stage is Stage.export:
         link_export(context)
     elif stage is Stage.report:

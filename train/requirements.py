@@ -8,7 +8,7 @@ from data.transport.mooncake import load_mooncake, reach
 from data.vllm.environment import check_mooncake, find_python
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
-from train.config.run import RunConfig, Stage
+from train.config.run import RunConfig, Stage, has_cells
 from train.config.target import TargetEngine
 from train.config.vllm import VllmConfig
 
@@ -57,6 +57,7 @@ def uses_servers(config: RunConfig, stage: Stage) -> bool:
         Stage.data: answers and config.data.regenerate.enabled,
         Stage.answers: answers,
         Stage.capture: captures,
+        Stage.cells: has_cells(config) and (answers or captures),
         Stage.train: captures and config.capture.mode is CaptureMode.online,
     }.get(stage, False)
 
@@ -66,4 +67,5 @@ def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:
     capture = config.capture
     torchspec = capture.source is CaptureSource.torchspec
     online = capture.mode is CaptureMode.online and (torchspec or capture.transport is TransportKind.mooncake)
-    return (torchspec and Stage.capture in stages) or (online and Stage.train in stages)
+    captures = Stage.capture in stages or (has_cells(config) and Stage.cells in stages)
+    return (torchspec and captures) or (online and Stage.train in stages)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class ReadResult:
     conversations: list[Conversation]
     num_rows: int
     malformed: list[tuple[str, str]]  # (location, reason), located as `file.jsonl:12` or `file.parquet[11]`
+    categories: list[str] = field(default_factory=list)  # of the conversations, if a column has them
 
     @property
     def num_malformed(self) -> int:
@@ -41,6 +42,7 @@ def read_conversations(
     response_column: str | None = None,
     require_answer: bool = True,
     max_malformed_fraction: float = 0.01,
+    category_column: str | None = None,
     field: str = "data.train",
 ) -> ReadResult:
     """Read every conversation of `source` in order.
@@ -54,12 +56,14 @@ def read_conversations(
         subset: the subset of a hub data set that has several.
         require_answer: if false, prompts without an answer are read too, such as MT-Bench's `turns`.
         max_malformed_fraction: the fraction of the rows that may be malformed.
+        category_column: the column of a row's category, which every row must have.
         field: the recipe's name for `source`, for error messages.
 
     Raises:
         UserError: the source does not exist, has no known schema, no conversation or too many malformed rows.
     """
     conversations: list[Conversation] = []
+    categories: list[str] = []
     malformed: list[tuple[str, str]] = []
     schema: Schema | None = None
     for where, row in _rows(source, split, subset, field):
@@ -70,7 +74,11 @@ def read_conversations(
                 raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
             if schema is None:
                 schema = find_schema(row, source, prompt_column, response_column, require_answer, field)
-            conversations.append(to_conversation(row, schema, require_answer))
+                _require_column(row, category_column, source, field)
+            conversation = to_conversation(row, schema, require_answer)
+            if category_column is not None:
+                categories.append(_category(row, category_column))
+            conversations.append(conversation)
         except MalformedRow as reason:
             malformed.append((where, str(reason)))
     num_rows = len(conversations) + len(malformed)
@@ -86,7 +94,20 @@ def read_conversations(
             f"{max_malformed_fraction} allows. Correct them or raise the limit. The first reasons:"
         )
         raise UserError(field, source, remedy + first_reasons(malformed))
-    return ReadResult(conversations, num_rows, malformed)
+    return ReadResult(conversations, num_rows, malformed, categories)
+
+
+def _require_column(row: dict[str, Any], column: str | None, source: str, field: str) -> None:
+    if column is not None and column not in row:
+        columns = ", ".join(map(str, row))
+        raise UserError(field, source, f"There is no column {column}. The columns are {columns}.")
+
+
+def _category(row: dict[str, Any], column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str | int) or not str(value).strip():
+        raise MalformedRow(f"it has no {column}")
+    return str(value).strip()
 
 
 def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:

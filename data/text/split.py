@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data.text.schemas import Conversation
 from eagle31.errors import UserError
@@ -53,6 +54,13 @@ def shuffled(conversations: Sequence[Conversation], seed: int) -> list[Conversat
 def first_prompt(conversation: Conversation) -> str:
     """Return the text of the first user message."""
     return next(message["content"] for message in conversation.messages if message["role"] == "user")
+
+
+def prompt_hashes(conversations: Sequence[Conversation]) -> NDArray[np.uint64]:
+    """Return a hash of each conversation's prompt, whatever its white space. [C]"""
+    texts = (" ".join(first_prompt(one).split()) for one in conversations)
+    digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return np.frombuffer(digests, dtype=np.uint64)
 
 
 def _rank(prompt: str, seed: int) -> bytes:

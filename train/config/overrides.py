@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -19,9 +20,11 @@ from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+DOMAINS = "evaluate.matrix.domains"
 FREE_FORM = (
     "data.template_kwargs",
     "drafter.rope_parameters",
+    DOMAINS,
     "target.architecture",
     "vllm.engine_args",
 )  # dictionaries whose keys are not ours
@@ -54,8 +57,15 @@ def checked(arguments: Iterable[str]) -> list[str]:
     Raises:
         UserError: names the key, the value, and the nearest keys or values that exist.
     """
-    known = schema_types() | {"recipe": str}
-    return [_checked(argument, known) for argument in arguments]
+    known = schema_types() | {"recipe": str, "eval": str}
+    return [_of_domain(_checked(argument, known)) for argument in arguments]
+
+
+def _of_domain(argument: str) -> str:
+    """Return an argument for a domain in the form in which Hydra can add the domain, too."""
+    key, _, text = argument.lstrip("+").partition("=")
+    found = re.fullmatch(rf"{re.escape(DOMAINS)}\.([\w-]+)\.(\w+)", key)
+    return argument if found is None else f"++{DOMAINS}={{{found[1]}:{{{found[2]}:{text}}}}}"
 
 
 def _checked(argument: str, known: dict[str, object]) -> str:

@@ -47,8 +47,11 @@ def groups(schema: type = RunConfig, key: str = "") -> Iterator[Group]:
     """Yield the groups of settings in the schema's order, each before the groups within it."""
     yield Group(key, schema)
     for name, kind in typing.get_type_hints(schema).items():
+        inner = f"{key}.{name}" if key else name
         if dataclasses.is_dataclass(kind):
-            yield from groups(typing.cast(type, kind), f"{key}.{name}" if key else name)
+            yield from groups(typing.cast(type, kind), inner)
+        elif typing.get_origin(kind) is dict and dataclasses.is_dataclass(typing.get_args(kind)[1]):
+            yield from groups(typing.get_args(kind)[1], f"{inner}.NAME")
 
 
 def descriptions(cls: type) -> dict[str, str]:

@@ -25,6 +25,7 @@ from data.transport.protocol import Arrivals, Producer, Transport
 from data.vllm.arguments import CaptureEngine
 from data.vllm.client import capture_through_vllm
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
+from train.config.evaluate import longest_cell_sample
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World
@@ -83,7 +84,21 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     capture = context.config.capture
     if capture.mode is CaptureMode.offline:
         datasets["train"] = training_samples(context)
-    fields = {
+    # Replay equals serving only if it reads the exact states.
+    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": training_encoding(context)}
+    specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
+    SOURCES[capture.source](context, specs, manifest_fields(context))
+    stores = {name: HiddenStateStore(directory / name) for name in datasets}
+    return {
+        "num_samples": {name: len(store) for name, store in stores.items()},
+        "num_tokens": {name: sum(store.lengths) for name, store in stores.items()},
+        "num_bytes": sum(path.stat().st_size for path in directory.rglob("*.safetensors")),
+    }
+
+
+def manifest_fields(context: RunContext) -> dict[str, Any]:
+    """Return the description of how this run's states are made."""
+    return {
         "target": context.config.target.model,
         "target_revision": context.config.target.revision,
         "target_fingerprint": context.parts.fingerprint,
@@ -91,16 +106,6 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         "template_fingerprint": template_fingerprint(context.tokenizer, context.template_kwargs),
         "aux_layer_ids": list(context.aux_layer_ids),
         "dtype": str(context.parts.embed_tokens.dtype).removeprefix("torch."),
-    }
-    # Replay equals serving only if it reads the exact states.
-    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": training_encoding(context)}
-    specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
-    SOURCES[capture.source](context, specs, fields)
-    stores = {name: HiddenStateStore(directory / name) for name in datasets}
-    return {
-        "num_samples": {name: len(store) for name, store in stores.items()},
-        "num_tokens": {name: sum(store.lengths) for name, store in stores.items()},
-        "num_bytes": sum(path.stat().st_size for path in directory.rglob("*.safetensors")),
     }
 
 
@@ -322,7 +327,9 @@ def torchspec_states(context: RunContext) -> Iterator[TorchSpecStates]:
     """Open TorchSpec's engines, which rank 0 starts and the other ranks find."""
     config, target, rank = context.config, context.captured_target, context.world.rank
     # A held-out sample is a prompt and the target's completion of it.
-    max_tokens = config.data.max_tokens + config.evaluate.max_new_tokens
+    max_tokens = max(
+        config.data.max_tokens + config.evaluate.max_new_tokens, longest_cell_sample(config.evaluate)
+    )
     states = TorchSpecStates(
         torchspec_settings(target, config.capture, max_tokens),
         target.parts.head.norm,

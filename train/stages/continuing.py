@@ -50,7 +50,7 @@ CHANGEABLE_OPTIM = frozenset(
         "max_skipped_steps",
     }
 )
-_LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
+_LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.cells)
 
 
 def fixed_inputs(context: RunContext) -> dict[str, Any]:

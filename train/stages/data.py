@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
@@ -22,7 +23,7 @@ from data.text.sources import (
     read_conversations,
     source_fingerprint,
 )
-from data.text.split import choose_prompts, drop_prompts, held_out_split, shuffled
+from data.text.split import choose_prompts, drop_prompts, held_out_split, prompt_hashes, shuffled
 from data.text.template import TemplateRefused, prompt_ids, render_prompt, template_fingerprint
 from data.text.tokenize import Enough, tokenize
 from eagle31.errors import UserError
@@ -31,6 +32,7 @@ from train.config.target import TargetEngine
 from train.context import RunContext
 
 HELD_OUT = ("validation", "test")
+TRAINING_PROMPTS = "training_prompts.npy"  # hashes of the prompts that training sees
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
 # Conversations that are tokenized whatever capture.max_samples is: the draft vocabulary counts their tokens.
@@ -85,6 +87,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     conversations, held_out, summary = _read(context)
     prompts = _held_out_prompts(context, held_out)
     write_json(directory / "held_out.json", prompts)
+    np.save(directory / TRAINING_PROMPTS, prompt_hashes(conversations))
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     limit = context.config.capture.max_samples
     augmentation = _augmentation(context)
@@ -193,7 +196,8 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
             refusals.append((conversation.id, refused.remedy))
             continue
         if len(ids) <= _prompt_room(context):
-            rendered.append({"id": conversation.id, "input_ids": list(ids)})
+            messages = {"messages": list(conversation.messages), "tools": conversation.tools}
+            rendered.append({"id": conversation.id, "input_ids": list(ids)} | messages)
     if refusals:
         _print_refused(refusals)
     num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))

@@ -106,7 +106,7 @@ def _probe_key(context: RunContext) -> str:
 @contextmanager
 def _probed_directory(context: RunContext, users: Sequence[Stage]) -> Iterator[Transport | None]:
     """Open a spool in the output directory if the servers write stores there."""
-    if Stage.capture not in users or not writes_stores_directly(context.config):
+    if not {Stage.capture, Stage.cells} & set(users) or not writes_stores_directly(context.config):
         yield None
         return
     name = f"{rank_name(context.output_dir, context.world.rank)}-probe"

@@ -1,0 +1,398 @@
+"""The cells stage: the target completes the prompts of the robustness matrix. Every rank runs it."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, load_from_disk
+
+from data.capture.offline import StoreSpec
+from data.generation.answers import AnswerGenerator, answer_prompts, answers_dataset
+from data.samples import CapturedSample
+from data.store import DamagedShard, HiddenStateStore
+from data.store.codec import Encoding
+from data.store.index import FORMAT
+from data.text.perturbation import PromptSetting, template_source
+from data.text.schemas import Conversation
+from data.text.sources import source_fingerprint
+from data.text.template import prompt_ids
+from eagle31.errors import UserError
+from eagle31.json_files import read_json, write_json
+from train.artifact import Artifact
+from train.config.evaluate import MatrixConfig
+from train.config.run import Stage, has_cells
+from train.context import RunContext
+from train.distributed import wait_for
+from train.evaluation.cells import (
+    CELLS,
+    EVALUATION,
+    LISTING,
+    VALIDATION,
+    Cell,
+    FinishedCell,
+    LeftOut,
+    RenderedCell,
+    listing,
+    read_listing,
+    rendered_cell,
+    settings_of,
+)
+from train.evaluation.domains import (
+    Domain,
+    DomainSource,
+    chosen_domain,
+    document_of,
+    prompt_messages,
+    read_domains,
+)
+from train.inference.inputs import target_inputs
+from train.stages.capture import SOURCE_INPUTS, SOURCES, manifest_fields
+from train.stages.data import HELD_OUT_INPUTS, TRAINING_PROMPTS, save_dataset
+
+_RENDERED = "rendered.json"
+
+
+def cells_inputs(context: RunContext) -> dict[str, Any]:
+    """Return what the cells depend on, after checking names and sources.
+
+    Raises:
+        UserError: a source cannot be read, or a validation cell has a name that no cell has.
+    """
+    config = context.config
+    matrix = config.evaluate.matrix
+    if not has_cells(config):
+        return {}
+    check_names(matrix, domain_sources(context))
+    data = context.artifacts[Stage.data].inputs
+    return {
+        "data": {name: data[name] for name in sorted(HELD_OUT_INPUTS)},
+        "domains": {
+            name: asdict(domain)
+            | {
+                "source": domain.source
+                and source_fingerprint(
+                    domain.source,
+                    split=domain.split,
+                    subset=domain.subset,
+                    field=f"evaluate.matrix.domains.{name}.source",
+                    cache_dir=context.cache_dir,
+                )
+            }
+            for name, domain in matrix.domains.items()
+        },
+        "templates": {name: template_source(name) for name in matrix.templates},
+        "systems": list(matrix.systems),
+        "context_tokens": list(matrix.context_tokens),
+        "crossed": matrix.crossed,
+        "validation_cells": list(matrix.validation_cells),
+        "max_prompt_tokens": max_prompt_tokens(context),
+        "completion": completion_inputs(context),
+    }
+
+
+def completion_inputs(context: RunContext) -> dict[str, Any]:
+    """Return what a cell's captured completions depend on apart from its prompts."""
+    config = context.config
+    captured = target_inputs(config.target, context.parts.fingerprint)
+    return {
+        "written": context.completion_inputs(),
+        "captured": captured | SOURCE_INPUTS[config.capture.source](config),
+        "source": config.capture.source.value,
+        "aux_layer_ids": list(context.aux_layer_ids),
+        "eos_token_ids": list(context.eos_token_ids),
+        "max_new_tokens": config.evaluate.max_new_tokens,
+        "format": FORMAT,
+    }
+
+
+def domain_sources(context: RunContext) -> dict[str, list[DomainSource]]:
+    """Read the sources of the domains that have one, by the recipe's name of the domain."""
+    return {
+        name: read_domains(
+            name,
+            domain.source,
+            split=domain.split,
+            subset=domain.subset,
+            prompt_column=domain.prompt_column,
+            category_column=domain.category_column,
+            num_prompts=domain.num_prompts,
+            field=f"evaluate.matrix.domains.{name}.source",
+        )
+        for name, domain in context.config.evaluate.matrix.domains.items()
+        if domain.source is not None
+    }
+
+
+def check_names(matrix: MatrixConfig, sources: dict[str, list[DomainSource]]) -> None:
+    """Raise UserError for a validation cell that the matrix does not have."""
+    domains = [
+        one
+        for name in matrix.domains
+        for one in ([d.name for d in sources[name]] if name in sources else [name])
+    ]
+    known = [Cell(domain, setting).name for domain in domains for setting in matrix_settings(matrix)]
+    for name in matrix.validation_cells:
+        if name not in known:
+            remedy = f"There is no such cell. The cells are {', '.join(known)}."
+            raise UserError("evaluate.matrix.validation_cells", name, remedy)
+
+
+def matrix_settings(matrix: MatrixConfig) -> list[PromptSetting]:
+    """Return the settings of each domain."""
+    return settings_of(matrix.templates, matrix.systems, matrix.context_tokens, crossed=matrix.crossed)
+
+
+def max_prompt_tokens(context: RunContext) -> int:
+    """Return the longest prompt that leaves room for its completion in the target and in the drafter."""
+    config, parts = context.config, context.parts
+    drafter = context.drafter_config(context.shape.draft_vocab_size or parts.vocab_size)
+    positions = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
+    room = min(positions or drafter.max_position_embeddings, drafter.max_position_embeddings)
+    return min(room, context.longest_held_out) - config.evaluate.max_new_tokens
+
+
+def run_cells(context: RunContext, directory: Path) -> dict[str, Any]:
+    """Complete and capture the cells that are not finished yet, and list all of them in `cells.json`.
+
+    The artifacts of the cells are next to the stage's, so that another matrix reuses those that it shares.
+    """
+    rendered_path = directory / _RENDERED
+    if context.world.is_main:
+        write_json(rendered_path, complete_cells(context))
+    wait_for(rendered_path)
+    content = read_json(rendered_path)
+    begun = {cell["artifact"]: cell_artifact(context, cell["inputs"]) for cell in content["cells"]}
+    unfinished = [artifact for artifact in begun.values() if not artifact.finished]
+    if unfinished:
+        specs = [
+            StoreSpec(one.directory / "states", load_from_disk(str(one.directory / "prompts")), Encoding())
+            for one in unfinished
+        ]
+        SOURCES[context.config.capture.source](context, specs, manifest_fields(context))
+    if not context.world.is_main:
+        return {}
+    for artifact in unfinished:
+        num_tokens = sum(HiddenStateStore(artifact.directory / "states").lengths)
+        artifact.finish(0.0, {"num_tokens": num_tokens})
+    finished = [finished_cell(cell, begun[cell["artifact"]]) for cell in content["cells"]]
+    left_out = [LeftOut(**fields) for fields in content["left_out"]]
+    write_json(directory / LISTING, listing(finished, left_out))
+    return {
+        "num_cells": len(finished),
+        "num_left_out": len(left_out),
+        "num_prompts": sum(len(cell.prompt_ids) for cell in finished),
+    }
+
+
+def complete_cells(context: RunContext) -> dict[str, Any]:
+    """Have the target complete the prompts of each cell greedily; return the cells and their artifacts.
+
+    Raises:
+        UserError: no cell is left, or a validation cell has no prompts.
+    """
+    cells, left_out = render_cells(context)
+    found: list[dict[str, Any]] = []
+    artifacts = [cell_artifact(context, cell_inputs(context, cell)) for cell in cells]
+    missing = [one for one in artifacts if not (one.directory / "prompts").exists()]
+    if missing:
+        with context.open_generator() as generator:
+            for cell, artifact in zip(cells, artifacts, strict=True):
+                if not (artifact.directory / "prompts").exists():
+                    complete_cell(context, generator, cell, artifact.directory)
+    for cell, artifact in zip(cells, artifacts, strict=True):
+        if not len(load_from_disk(str(artifact.directory / "prompts"))):
+            reason = "the target completes none of its prompts"
+            if cell.purpose == VALIDATION:
+                raise no_validation(cell.cell, reason)
+            left_out.append(LeftOut(cell.cell.name, reason))
+            continue
+        found.append(
+            {
+                "domain": cell.cell.domain,
+                "setting": asdict(cell.cell.setting),
+                "purpose": cell.purpose,
+                "artifact": artifact.key,
+                "inputs": artifact.inputs,
+            }
+        )
+    for one in left_out:
+        print(f"cells: {one.name} is left out: {one.reason}", flush=True)
+    check_left(context.config.evaluate.matrix, found, left_out)
+    return {"cells": found, "left_out": [asdict(one) for one in left_out]}
+
+
+def check_left(matrix: MatrixConfig, found: Sequence[dict[str, Any]], left_out: Sequence[LeftOut]) -> None:
+    """Raise UserError if no cell of the evaluation is left."""
+    if not any(cell["purpose"] == EVALUATION for cell in found):
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in left_out)
+        remedy = f"None of its cells can be measured: {reasons}"
+        raise UserError("evaluate.matrix.domains", ", ".join(matrix.domains), remedy)
+
+
+def no_validation(cell: Cell, reason: str) -> UserError:
+    remedy = (
+        f"It has no prompts for validation: {reason}. Validation needs other prompts than the evaluation; "
+        "lower num_prompts of its domain, or choose another cell."
+    )
+    return UserError("evaluate.matrix.validation_cells", cell.name, remedy)
+
+
+def render_cells(context: RunContext) -> tuple[list[RenderedCell], list[LeftOut]]:
+    """Render the prompts of all cells, for evaluation and of some for validation."""
+    matrix, config = context.config.evaluate.matrix, context.config
+    limits = {EVALUATION: max_prompt_tokens(context)}
+    # Validation packs its samples into rows of training.
+    limits[VALIDATION] = min(limits[EVALUATION], config.train.row_tokens - config.evaluate.max_new_tokens)
+    rendered: list[RenderedCell] = []
+    left_out: list[LeftOut] = []
+    for domain in domains(context):
+
+        def render(conversation: Conversation, setting: PromptSetting, domain: Domain = domain) -> list[int]:
+            return prompt_ids(
+                context.tokenizer,
+                prompt_messages(conversation),
+                conversation.tools,
+                context.template_kwargs,
+                setting,
+                domain.documents,
+            )
+
+        for setting in matrix_settings(matrix):
+            cell = Cell(domain.name, setting)
+            purposes = [(EVALUATION, domain.evaluation)]
+            if cell.name in matrix.validation_cells:
+                purposes.append((VALIDATION, domain.validation))
+            for purpose, conversations in purposes:
+                one = rendered_cell(cell, purpose, conversations, render, limits[purpose])
+                if isinstance(one, RenderedCell):
+                    rendered.append(one)
+                elif purpose == VALIDATION:
+                    raise no_validation(cell, one.reason)
+                else:
+                    left_out.append(one)
+    return rendered, left_out
+
+
+def domains(context: RunContext) -> list[Domain]:
+    """Return the domains with their prompts, without those that training has seen."""
+    directory = context.artifacts[Stage.data].directory
+    held_out = read_json(directory / "held_out.json")
+    if not (directory / TRAINING_PROMPTS).exists():
+        remedy = "An earlier version wrote it, without what cells need; give another output_dir."
+        raise UserError("output_dir", directory, remedy)
+    seen, sources = np.load(directory / TRAINING_PROMPTS), domain_sources(context)
+    found: list[Domain] = []
+    for name, settings in context.config.evaluate.matrix.domains.items():
+        if name in sources:
+            found += [chosen_domain(source, seen, context.config.seed) for source in sources[name]]
+        else:
+            found.append(held_out_domain(name, held_out, settings.num_prompts))
+    for domain in found:
+        if domain.num_left_out:
+            print(
+                f"cells: {domain.name}: {domain.num_left_out} prompts are left out, because they are in the "
+                "training data",
+                flush=True,
+            )
+    return found
+
+
+def held_out_domain(name: str, held_out: dict[str, list[dict[str, Any]]], num_prompts: int) -> Domain:
+    """Return the run's held-out prompts: those for the evaluation, and those for validation."""
+    conversations = {
+        part: [
+            Conversation(one["id"], tuple(one["messages"]), one["tools"] and tuple(one["tools"]))
+            for one in prompts
+        ]
+        for part, prompts in held_out.items()
+    }
+    documents = [document_of(one) for part in conversations.values() for one in part]
+    test, validation = (conversations[part][:num_prompts] for part in ("test", "validation"))
+    return Domain(name, test, validation, documents)
+
+
+def cell_inputs(context: RunContext, cell: RenderedCell) -> dict[str, Any]:
+    """Return what a cell's captured completions depend on: its prompts' tokens and how they are completed."""
+    prompts = hashlib.sha256(json.dumps([cell.prompt_ids, cell.prompts]).encode()).hexdigest()
+    return {"prompts": prompts, **completion_inputs(context)}
+
+
+def cell_artifact(context: RunContext, inputs: dict[str, Any]) -> Artifact:
+    return Artifact.locate(context.output_dir / "artifacts", "cell", inputs)
+
+
+def complete_cell(
+    context: RunContext, generator: AnswerGenerator, cell: RenderedCell, directory: Path
+) -> None:
+    """Write the prompts with their completions into `prompts/` (Arrow)."""
+    completions = answer_prompts(
+        generator,
+        cell.prompts,
+        context.sampling(context.config.evaluate.max_new_tokens, temperature=0.0),
+        output=directory / "completions.jsonl",
+        model_fingerprint=context.parts.fingerprint,
+        progress=True,
+    )
+    # Where a completion ends at its first token there is no draft.
+    kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
+    columns = [[values[index] for index in kept] for values in (cell.prompts, completions, cell.prompt_ids)]
+    save_dataset(answers_dataset(*columns), directory / "prompts")
+
+
+def finished_cell(cell: dict[str, Any], artifact: Artifact) -> FinishedCell:
+    """Return a captured cell; prompts that the engine refused are not in its store."""
+    dataset: Dataset = load_from_disk(str(artifact.directory / "prompts"))
+    store = HiddenStateStore(artifact.directory / "states")
+    ids, lengths = dataset["id"], dataset["num_prompt_tokens"]
+    return FinishedCell(
+        Cell(cell["domain"], PromptSetting(**cell["setting"])),
+        cell["purpose"],
+        store.directory,
+        tuple(ids[index] for index in store.sample_ids),
+        sum(lengths[index] for index in store.sample_ids) / len(store),
+    )
+
+
+def link_cells(context: RunContext) -> None:
+    """Point the link `cells` in the output directory at this run's cells. Rank 0 calls."""
+    link, partial = context.output_dir / CELLS, context.output_dir / f".{CELLS}.partial"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(os.path.relpath(context.artifacts[Stage.cells].directory, context.output_dir))
+    os.replace(partial, link)
+
+
+def run_cells_of(context: RunContext, purpose: str) -> list[FinishedCell]:
+    """Return the run's cells of a purpose; none without a matrix."""
+    if not has_cells(context.config):
+        return []
+    cells, _ = read_listing(context.artifacts[Stage.cells].directory)
+    return [cell for cell in cells if cell.purpose == purpose]
+
+
+def verified(context: RunContext, cell: FinishedCell) -> FinishedCell:
+    """Compare the checksums of a cell's store; every rank that calls verifies all of it.
+
+    Raises:
+        DamagedShard: a shard was altered; the next run captures it again.
+    """
+    try:
+        cell.open().verify(cache_dir=context.cache_dir)
+    except DamagedShard:
+        Artifact("cell", {}, cell.directory.parent).reopen()
+        context.artifacts[Stage.cells].reopen()
+        raise
+    return cell
+
+
+def validation_samples(context: RunContext) -> dict[str, list[CapturedSample]]:
+    """Return the samples of the validation cells by the cells' names."""
+    found: dict[str, list[CapturedSample]] = {}
+    for cell in run_cells_of(context, VALIDATION):
+        store = verified(context, cell).open()
+        found[cell.name] = store.get_many(range(len(store)))
+    return found
