@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from train.evaluation.bootstrap import Floats, Interval, Resamples, interval
 from train.evaluation.cells import FinishedCell, LeftOut
 from train.evaluation.replay import PromptAcceptance
+from train.resampling.bootstrap import Floats, Interval, Resamples, interval
 
 NUM_WORST = 3
 
@@ -79,11 +79,11 @@ def ratio_at(cell: Mapping[str, Any], base: Mapping[str, Any], index: int) -> di
     if not common:
         return None
     chosen = [[side[one] for one in common] for side in positions]
-    counts = [
+    (drafts, accepted), (base_drafts, base_accepted) = (
         [np.asarray(side["by_prompt"][name][index], float)[indices] for name in ("drafts", "accepted")]
         for side, indices in zip((cell, base), chosen, strict=True)
-    ]
-    found = paired_ratio(*counts[0], *counts[1], Resamples(len(common)))
+    )
+    found = paired_ratio(drafts, accepted, base_drafts, base_accepted, Resamples(len(common)))
     return {"value": found.value, "low": found.low, "high": found.high, "num_prompts": len(common)}
 
 

@@ -340,8 +340,12 @@ def complete_cell(
     )
     # Where a completion ends at its first token there is no draft.
     kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
-    columns = [[values[index] for index in kept] for values in (cell.prompts, completions, cell.prompt_ids)]
-    save_dataset(answers_dataset(*columns), directory / "prompts")
+    dataset = answers_dataset(
+        [cell.prompts[index] for index in kept],
+        [completions[index] for index in kept],
+        [cell.prompt_ids[index] for index in kept],
+    )
+    save_dataset(dataset, directory / "prompts")
 
 
 def finished_cell(cell: dict[str, Any], artifact: Artifact) -> FinishedCell:

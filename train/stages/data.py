@@ -196,8 +196,8 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
             refusals.append((conversation.id, refused.remedy))
             continue
         if len(ids) <= _prompt_room(context):
-            messages = {"messages": list(conversation.messages), "tools": conversation.tools}
-            rendered.append({"id": conversation.id, "input_ids": list(ids)} | messages)
+            said = {"messages": list(conversation.messages), "tools": conversation.tools}
+            rendered.append({"id": conversation.id, "input_ids": list(ids), **said})
     if refusals:
         _print_refused(refusals)
     num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
