@@ -99,7 +99,8 @@ def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundR
     check_stored(config)
     world.use_device()
     stages = list(Stage)
-    before = [one for one in stages[: stages.index(Stage.train)] if one in STAGES and one != Stage.cells]
+    before: list[Stage] = [one for one in stages[: stages.index(Stage.train)] if one in STAGES]
+    before.remove(Stage.cells)
     context = RunContext(replace(config, stages=before), world)
     quiet_libraries(world)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():

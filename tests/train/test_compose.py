@@ -5,6 +5,7 @@ import pytest
 from eagle31.errors import UserError
 from train import compose
 from train.compose import compose_config, composed, recipe_name
+from train.config.overrides import choices
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 
@@ -42,3 +43,11 @@ def test_a_mistake_in_a_recipes_file_is_named(tmp_path: Path, monkeypatch: pytes
     assert caught.value.field == "recipe"
     assert "max_step" in caught.value.remedy
     assert "HYDRA_FULL_ERROR" not in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", choices("eval"))
+def test_every_evaluation_fits_every_recipe(name: str) -> None:
+    values = {"any_target": NEEDED}
+    for recipe in choices("recipe"):
+        config = composed([f"recipe={recipe}", f"eval={name}", *values.get(recipe, [])])
+        assert bool(config.evaluate.matrix.domains) == (name != "held_out")

@@ -22,6 +22,7 @@ CELLS = "cells"  # the link in an output directory to the newest run's cells
 LISTING = "cells.json"
 EVALUATION, VALIDATION = "evaluation", "validation"
 UNPERTURBED = PromptSetting()
+_MIN_FILLED = 0.9  # of the tokens to which a setting lengthens a prompt
 
 # Returns the token ids of a conversation's prompt under a setting, or raises a UserError.
 Render = Callable[[Conversation, PromptSetting], list[int]]
@@ -171,6 +172,9 @@ def rendered_cell(
             reasons.append(
                 f"{len(ids)} tokens, and at most {max_prompt_tokens} leave room for the completion"
             )
+            continue
+        if len(ids) < _MIN_FILLED * (cell.setting.context_tokens or 0):
+            reasons.append(f"the texts of its domain lengthen a prompt to {len(ids)} tokens only")
             continue
         prompt_ids.append(f"{int(prompt_hashes([conversation])[0]):016x}")
         prompts.append(ids)
