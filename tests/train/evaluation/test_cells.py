@@ -63,7 +63,8 @@ def test_prompts_that_are_refused_or_have_no_room_are_left_out(capsys: pytest.Ca
     assert isinstance(none, LeftOut)
     short = Cell("d", PromptSetting(context_tokens=5))
     found = rendered_cell(short, EVALUATION, [conversation("four"), conversation("fives")], render, 5)
-    assert isinstance(found, RenderedCell) and found.prompts == [[0] * 5]
+    assert isinstance(found, RenderedCell)
+    assert found.prompts == [[0] * 5]
 
 
 def test_a_prompt_ends_before_the_turn_that_the_target_writes() -> None:
