@@ -76,7 +76,9 @@ def test_the_matrix_of_a_run(
     assert set(cells) == {f"{one}{suffix}" for one in domains for suffix in ("", "/plain", "/context_100")}
     # The same prompts and completions as the test prompts of the run: the figures are the same.
     assert cells["own"]["by_prompt"] == before["trained"]["by_prompt"]
-    assert [cell["num_prompts"] for cell in cells.values()] == [6] * 3 + [2] * 6
+    assert cells["own"]["num_prompts"] == cells["own/plain"]["num_prompts"] == 6
+    # Prompts of more than 100 tokens are not lengthened.
+    assert 0 < cells["own/context_100"]["num_prompts"] < 6
     for name, cell in cells.items():
         assert [row["k"] for row in cell["by_draft_length"]] == list(range(1, 9))
         assert all((row["ratio"] is None) == ("/" not in name) for row in cell["by_draft_length"])
