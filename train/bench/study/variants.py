@@ -1,0 +1,84 @@
+"""The variants of the drafter and of its training that the study compares."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eagle31.errors import UserError
+from train.bench.quality.sides import Side
+
+REFERENCE = "eagle3"
+_DATA_KEYS = ("data.", "capture.")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A trained drafter that differs from the others in its settings."""
+
+    name: str
+    overrides: tuple[str, ...]  # of the recipe
+
+    @property
+    def side(self) -> Side:
+        """What is trained, for the runner of bench/quality."""
+        return Side(self.name, tuple(one for one in self.overrides if not one.startswith(_DATA_KEYS)))
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The overrides that change the training data, so that the target has to be captured again."""
+        return tuple(one for one in self.overrides if one.startswith(_DATA_KEYS))
+
+
+# One norm at a time between EAGLE 3 and EAGLE 3.1.
+DRAFTERS = (
+    Variant(REFERENCE, ("drafter=eagle3",)),
+    Variant("fc_norm", ("drafter.fc_norm=true", "drafter.norm_output=false")),
+    Variant("norm_output", ("drafter.fc_norm=false", "drafter.norm_output=true")),
+    Variant("eagle3.1", ("drafter=eagle31",)),
+    Variant("norm_before_residual", ("drafter=eagle31", "drafter.norm_before_residual=true")),
+)
+# EAGLE 3.1 with one option for robustness each.
+TRAININGS = (
+    Variant("templates", ("data.augment.template_probability=0.3",)),
+    Variant("systems", ("data.augment.system_probability=0.3",)),
+    Variant("documents", ("data.augment.documents_probability=0.3", "data.augment.documents_tokens=256")),
+    Variant("position_gaps", ("train.position_gap_probability=0.3", "train.position_gap_tokens=512")),
+    Variant("window", ("drafter.sliding_window=128",)),
+)
+
+
+def chosen_variants(names: Sequence[str], further: Sequence[str]) -> list[Variant]:
+    """Return the variants of --variants and --variant.
+
+    Args:
+        names: names of `DRAFTERS` and `TRAININGS`.
+        further: NAME=OVERRIDES, with any number of overrides of the recipe.
+
+    Raises:
+        UserError: a name is unknown, or there are two variants of one name, or none.
+    """
+    known = {variant.name: variant for variant in (*DRAFTERS, *TRAININGS)}
+    for name in names:
+        if name not in known:
+            raise UserError("--variants", name, f"Choose from {', '.join(known)}.")
+    variants = [known[name] for name in names] + [parse_variant(text) for text in further]
+    for index, variant in enumerate(variants):
+        if variant.name in {other.name for other in variants[:index]}:
+            raise UserError("--variant", variant.name, "There are two variants of this name.")
+    if not variants:
+        raise UserError("--variants", "", "Give at least one variant.")
+    return variants
+
+
+def parse_variant(text: str) -> Variant:
+    """Parse NAME=OVERRIDES, such as `deep=drafter.num_hidden_layers=2 train.ttt_steps=6`.
+
+    Raises:
+        UserError: it has no name that can be that of a directory, or no override.
+    """
+    name, _, rest = text.partition("=")
+    overrides = tuple(shlex.split(rest))
+    if not re.fullmatch(r"[\w.+-]+", name) or not overrides or not all("=" in one for one in overrides):
+        raise UserError("--variant", text, 'Give NAME=OVERRIDES, such as "deep=drafter.num_hidden_layers=2".')
+    return Variant(name, overrides)
