@@ -91,7 +91,8 @@ def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
             check_sampling(server, info)
 
     if world.is_main:
-        with _probed_directory(context, users) as spool:
+        # Servers that only write completions deliver no states.
+        with _probed_directory(context, users if captures else []) as spool:
             check_servers(servers.endpoints(everywhere=True), check, spool, key=_probe_key(context))
     if Stage.train in users and world.leads_node:
         with opened_transport(context, training_encoding(context)) as (transport, _):

@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from train.bench.quality.curves import drawn_seeds
 from train.evaluation.cells import FinishedCell
 from train.resampling.bootstrap import Floats, Interval, Resamples, interval
+
+ALL = "all"  # conditions
+
+# A cell, and by variant what was measured of each seed.
+MeasuredCell: TypeAlias = "tuple[FinishedCell, Mapping[str, Sequence[Mapping[str, Any]]]]"
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,11 @@ class CellCounts:
     drafts: Floats  # [S, K, P]
     accepted: Floats  # [S, K, P], accepted tokens
     by_position: Floats  # [S, K, P], accepted tokens by position of the longest draft
+
+    def of_prompts(self, cell: FinishedCell, prompt_ids: Sequence[str]) -> "CellCounts":
+        """Return the counts of some of the cell's prompts, in the given order."""
+        places = [cell.prompt_ids.index(one) for one in prompt_ids]
+        return CellCounts(self.drafts[..., places], self.accepted[..., places], self.by_position[..., places])
 
     @staticmethod
     def of(measured: Sequence[Mapping[str, Any]]) -> "CellCounts":
@@ -101,16 +111,56 @@ def compare(
     )
 
 
-def geometric_mean(
-    cells: Sequence[tuple[FinishedCell, Mapping[str, Sequence[Mapping[str, Any]]]]], reference: str, k: int
-) -> dict[str, Interval]:
-    """Return each variant's ratio to the reference, as the geometric mean over cells, with its interval."""
-    logs: dict[str, list[Floats]] = {}
-    for _, measured in cells:
+@dataclass(frozen=True)
+class Condition:
+    """One setting over all domains: geometric means of ratios of acceptance lengths, by variant."""
+
+    name: str  # empty for that of training
+    num_domains: int
+    ratios: dict[str, Interval]  # to the reference under the same condition
+    kept: dict[str, Interval]  # to the same variant in the domains' base cells; all 1 for these
+
+
+def by_condition(cells: Sequence[MeasuredCell], reference: str, k: int) -> list[Condition]:
+    """Return the conditions in the order of the cells, and `ALL` of them.
+
+    Both sides of a ratio have the same prompts and seeds in each resample. In `kept` these are the prompts
+    that the cell and its base cell share.
+    """
+    bases = {cell.cell.domain: (cell, measured) for cell, measured in cells if cell.cell.is_base}
+    ratios: dict[str, list[dict[str, Floats]]] = {}
+    kept: dict[str, list[dict[str, Floats]]] = {}
+    for cell, measured in cells:
         counts = {name: CellCounts.of(by_seed) for name, by_seed in measured.items()}
-        resamples = Resamples(counts[reference].drafts.shape[-1])
-        base = counts[reference].lengths(k, resamples)
-        for name, one in counts.items():
-            if name != reference:
-                logs.setdefault(name, []).append(np.log(one.lengths(k, resamples) / base))
-    return {name: interval(np.exp(np.mean(found, axis=0))) for name, found in logs.items()}
+        logs = _log_lengths(counts, k)
+        condition = cell.cell.condition
+        ratios.setdefault(condition, []).append(
+            {name: one - logs[reference] for name, one in logs.items() if name != reference}
+        )
+        base, of_base = bases[cell.cell.domain]
+        common = [prompt for prompt in cell.prompt_ids if prompt in base.prompt_ids]
+        here, there = (
+            _log_lengths(
+                {name: CellCounts.of(by_seed).of_prompts(side, common) for name, by_seed in all_.items()}, k
+            )
+            for side, all_ in ((cell, measured), (base, of_base))
+        )
+        kept.setdefault(condition, []).append({name: here[name] - there[name] for name in here})
+    found = [
+        Condition(name, len(ratios[name]), _geometric_means(ratios[name]), _geometric_means(kept[name]))
+        for name in ratios
+    ]
+    every = [one for of_condition in ratios.values() for one in of_condition]
+    others = [one for name, of_condition in kept.items() if name for one in of_condition]
+    return [*found, Condition(ALL, len(bases), _geometric_means(every), _geometric_means(others))]
+
+
+def _log_lengths(counts: Mapping[str, CellCounts], k: int) -> dict[str, Floats]:
+    resamples = Resamples(next(iter(counts.values())).drafts.shape[-1])
+    return {name: np.log(one.lengths(k, resamples)) for name, one in counts.items()}
+
+
+def _geometric_means(logs: Sequence[Mapping[str, Floats]]) -> dict[str, Interval]:
+    if not logs:
+        return {}
+    return {name: interval(np.exp(np.mean([one[name] for one in logs], axis=0))) for name in logs[0]}

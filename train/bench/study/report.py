@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from train.bench.study.comparison import CellComparison
+from train.bench.study.comparison import CellComparison, Condition
 from train.reporting.colors import COLORS
 from train.reporting.plots import Panel, save_png
 from train.resampling.bootstrap import Interval
@@ -14,6 +14,7 @@ from train.resampling.bootstrap import Interval
 _LIGHT = {name: light for name, (light, _) in COLORS.items()}
 _COLORS = (_LIGHT["warning"], "#62b492", "#7a5ca8", _LIGHT["accent"], _LIGHT["muted"], "#1c2127")
 _MARKERS = "os^Dv*"
+_BASE = "as in training"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -33,16 +34,22 @@ def length_table(cells: Sequence[CellComparison], k: int) -> list[str]:
     return markdown(rows)
 
 
-def ratio_table(
-    cells: Sequence[CellComparison], k: int, reference: str, over_all: Mapping[str, Interval]
-) -> list[str]:
-    """Return the ratios to the reference in each cell, and their geometric mean."""
-    names = list(over_all)
-    rows = [["cell", f"{reference}", *names]]
-    for cell in cells:
-        shown = [_marked(cell.ratios[k][name]) for name in names]
-        rows.append([cell.name, f"{cell.lengths[k][reference].value:.2f}", *shown])
-    rows.append(["geometric mean", "", *(_marked(over_all[name]) for name in names)])
+def condition_table(conditions: Sequence[Condition]) -> list[str]:
+    """Return the ratios to the reference under each condition, geometric means over domains."""
+    names = list(conditions[0].ratios)
+    rows = [["condition", "domains", *names]]
+    for one in conditions:
+        rows.append([one.name or _BASE, str(one.num_domains), *(_marked(one.ratios[name]) for name in names)])
+    return markdown(rows)
+
+
+def kept_table(conditions: Sequence[Condition]) -> list[str]:
+    """Return what each variant keeps of its acceptance length under each condition."""
+    changed = [one for one in conditions if one.name and one.kept]
+    names = list(changed[0].kept) if changed else []
+    rows = [["condition", "domains", *names]]
+    for one in changed:
+        rows.append([one.name, str(one.num_domains), *(_shown(one.kept[name]) for name in names)])
     return markdown(rows)
 
 
@@ -86,34 +93,43 @@ def drift_table(cells: Sequence[CellComparison]) -> list[str]:
     return markdown(rows)
 
 
-def plot(cells: Sequence[CellComparison], path: Path, *, k: int, reference: str, note: str) -> None:
-    """Plot acceptance by position in the first cell, the ratios in all cells, and the drift."""
-    first = cells[0]
+def plot(
+    first: CellComparison,
+    conditions: Sequence[Condition],
+    path: Path,
+    *,
+    k: int,
+    reference: str,
+    note: str,
+) -> None:
+    """Plot acceptance by position in the first cell, the ratios under all conditions, and the drift."""
+    colors = dict(zip(first.rates, zip(_COLORS, _MARKERS, strict=True), strict=False))
     panels = [
         Panel(
             "positions",
             "Acceptance by position",
             f"{first.name}, k = {len(first.rates[reference])}, greedy; band: 95 % over seeds and prompts",
-            lambda axes: _draw_positions(axes, first),
+            lambda axes: _draw_positions(axes, first, colors),
         ),
         Panel(
             "ratios",
             f"Acceptance length, divided by {reference}'s",
-            f"k = {k}; line: 95 % over seeds and prompts",
-            lambda axes: _draw_ratios(axes, cells, k),
+            f"k = {k}, mean over {conditions[0].num_domains} domains; line: 95 % over seeds and prompts",
+            lambda axes: _draw_ratios(axes, conditions, colors),
         ),
         Panel(
             "drift",
             "Attention on the draft's own tokens",
             note,
-            lambda axes: _draw_own_attention(axes, first),
+            lambda axes: _draw_own_attention(axes, first, colors),
         ),
     ]
     save_png(panels, path, panel_inches=5.6)
 
 
-def _draw_positions(axes: Axes, cell: CellComparison) -> None:
-    for (name, rates), color, marker in zip(cell.rates.items(), _COLORS, _MARKERS, strict=False):
+def _draw_positions(axes: Axes, cell: CellComparison, colors: Mapping[str, tuple[str, str]]) -> None:
+    for name, rates in cell.rates.items():
+        color, marker = colors[name]
         x = range(1, len(rates) + 1)
         axes.fill_between(
             x, [r.low for r in rates], [r.high for r in rates], color=color, alpha=0.13, linewidth=0
@@ -126,26 +142,24 @@ def _draw_positions(axes: Axes, cell: CellComparison) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize="small")
 
 
-def _draw_ratios(axes: Axes, cells: Sequence[CellComparison], k: int) -> None:
-    names = list(cells[0].ratios[k])
-    colors = dict(zip(cells[0].rates, _COLORS, strict=False))
-    markers = dict(zip(cells[0].rates, _MARKERS, strict=False))
+def _draw_ratios(axes: Axes, conditions: Sequence[Condition], colors: Mapping[str, tuple[str, str]]) -> None:
     axes.axvline(1, color=_LIGHT["muted"], linewidth=0.8)
-    for row, cell in enumerate(cells):
-        for index, name in enumerate(names):
-            found = cell.ratios[k][name]
-            y = row + 0.7 * ((index + 0.5) / len(names) - 0.5)
-            axes.plot([found.low, found.high], [y, y], color=colors[name], linewidth=1.1)
-            axes.plot([found.value], [y], markers[name], color=colors[name], markersize=3.5)
-    axes.set_yticks(range(len(cells)), [cell.name for cell in cells], fontsize=6.5 if len(cells) > 14 else 8)
-    axes.set_ylim(len(cells) - 0.4, -0.6)
+    for row, one in enumerate(conditions):
+        for index, (name, found) in enumerate(one.ratios.items()):
+            color, marker = colors[name]
+            y = row + 0.7 * ((index + 0.5) / len(one.ratios) - 0.5)
+            axes.plot([found.low, found.high], [y, y], color=color, linewidth=1.2)
+            axes.plot([found.value], [y], marker, color=color, markersize=3.5)
+    axes.set_yticks(range(len(conditions)), [one.name or _BASE for one in conditions], fontsize=7.5)
+    axes.set_ylim(len(conditions) - 0.4, -0.6)
     axes.set_xlabel("ratio")
 
 
-def _draw_own_attention(axes: Axes, cell: CellComparison) -> None:
-    for (name, records), color, marker in zip(cell.drift.items(), _COLORS, _MARKERS, strict=False):
+def _draw_own_attention(axes: Axes, cell: CellComparison, colors: Mapping[str, tuple[str, str]]) -> None:
+    for name, records in cell.drift.items():
         if not records:
             continue
+        color, marker = colors[name]
         num = min(len(record["depth"]) for record in records)
         own = [
             np.mean([[layer["own"] for layer in record["depth"][step]["layers"]] for record in records])

@@ -1,20 +1,23 @@
 """The study's numbers from made-up counts. A trained run is measured in tests/train/bench/quality."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from data.text.perturbation import UNCHANGED, PromptSetting
 from eagle31.errors import UserError
-from train.bench.study.comparison import CellCounts, compare, geometric_mean
+from train.bench.study.comparison import CellCounts, by_condition, compare
 from train.bench.study.report import (
+    condition_table,
     drift_table,
+    kept_table,
     length_table,
     plot,
     position_table,
-    ratio_table,
     seed_table,
 )
 from train.bench.study.variants import DRAFTERS, TRAININGS, Variant, chosen_variants, parse_variant
@@ -24,10 +27,15 @@ from train.resampling.bootstrap import Resamples
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "study"))
 NUM_PROMPTS, NUM_POSITIONS = 30, 8
-CELLS = [
-    FinishedCell(Cell(name), "evaluation", Path(f"{name}-key/states"), ("some",) * NUM_PROMPTS, 100.0)
-    for name in ("held_out", "code")
-]
+
+
+def cell(domain: str, template: str = UNCHANGED) -> FinishedCell:
+    prompt_ids = tuple(f"{domain} {number}" for number in range(NUM_PROMPTS))
+    of = Cell(domain, PromptSetting(template=template))
+    return FinishedCell(of, "evaluation", Path(f"{of.name}-key/states"), prompt_ids, 100.0)
+
+
+CELLS = [cell(name) for name in ("held_out", "code")]
 
 
 def measured_seed(seed: int, better_by: float = 1.0) -> dict[str, Any]:
@@ -53,6 +61,9 @@ def measured() -> dict[str, list[dict[str, Any]]]:
         "same": [measured_seed(0), measured_seed(1)],
         "better": [measured_seed(0, 1.3), measured_seed(1, 1.3)],
     }
+
+
+NOT_BETTER = [measured_seed(0), measured_seed(1)]
 
 
 def test_lengths_rates_and_ratios_with_intervals() -> None:
@@ -81,36 +92,60 @@ def test_an_interval_is_wider_where_seeds_differ() -> None:
     assert width(measured_seed(0), measured_seed(0, 1.5)) > 2 * alike
 
 
-def test_the_mean_over_cells_is_geometric() -> None:
-    other = measured() | {"better": [measured_seed(0), measured_seed(1)]}
-    found = geometric_mean([(CELLS[0], measured()), (CELLS[1], other)], "eagle3", 8)
+def test_conditions_are_geometric_means_over_domains() -> None:
+    cells = [
+        (cell(name, template), measured() if name == "held_out" else measured() | {"better": NOT_BETTER})
+        for name in ("held_out", "code")
+        for template in (UNCHANGED, "plain")
+    ]
+    base, plain, every = by_condition(cells, "eagle3", 8)
     alone = compare(CELLS[0], measured(), "eagle3", [8]).ratios[8]["better"]
-    assert found["same"].value == 1
-    assert found["better"].value == pytest.approx(alone.value**0.5)
+    assert (base.name, plain.name, base.num_domains) == ("", "plain", 2)
+    assert base.ratios["same"].value == every.ratios["same"].high == 1
+    assert base.ratios["better"].value == pytest.approx(alone.value**0.5)
+    assert every.ratios["better"].value == pytest.approx(alone.value**0.5)
+    assert (
+        every.kept["better"].value == plain.kept["better"].low == 1
+    )  # the counts of both cells are the same
+
+
+def test_what_is_kept_is_of_the_prompts_that_both_cells_have() -> None:
+    base, other = cell("held_out"), cell("held_out", "plain")
+    other = replace(other, prompt_ids=("new", *base.prompt_ids[1:]))
+    worse = {name: [measured_seed(5), measured_seed(6)] for name in ("eagle3", "better")}
+    of_base = {name: measured()[name] for name in worse}
+    (_, plain, _) = by_condition([(base, of_base), (other, worse)], "eagle3", 8)
+
+    def length(seeds: list[dict[str, Any]]) -> float:
+        totals = [np.sum(np.array(one["accepted"])[7, 1:]) / (40 * (NUM_PROMPTS - 1)) for one in seeds]
+        return float(1 + np.mean(totals))
+
+    expected = length(worse["eagle3"]) / length(of_base["eagle3"])
+    assert plain.kept["eagle3"].value == pytest.approx(expected)
 
 
 def test_the_tables_and_the_picture(tmp_path: Path) -> None:
     cells = [compare(cell, measured(), "eagle3", [4, 8]) for cell in CELLS]
-    over_all = geometric_mean([(cell, measured()) for cell in CELLS], "eagle3", 8)
-    ratios = ratio_table(cells, 8, "eagle3", over_all)
+    conditions = by_condition(
+        [(cell("held_out", name), measured()) for name in (UNCHANGED, "plain")], "eagle3", 8
+    )
+    ratios = condition_table(conditions)
     assert [line.split(" | ")[0] for line in ratios] == [
-        "| cell",
+        "| condition",
         "| ---",
-        "| held_out",
-        "| code",
-        "| geometric mean",
+        "| as in training",
+        "| plain",
+        "| all",
     ]
     assert "1.00 (1.00-1.00) | **1." in ratios[2]  # bold: the interval does not hold 1
-    for lines in (
-        length_table(cells, 4),
-        position_table(cells[0]),
-        seed_table(cells[0], 8),
-        drift_table(cells),
-    ):
+    kept = kept_table(conditions)
+    assert [line.split(" | ")[0] for line in kept[2:]] == ["| plain", "| all"]
+    tables = (length_table(cells, 4), position_table(cells[0]), seed_table(cells[0], 8), drift_table(cells))
+    for lines in (*tables, ratios, kept):
         assert len({line.count("|") for line in lines}) == 1
     assert "| held_out | better | 8 | 10.0 % | 14.0 % | 8.00 |" in drift_table(cells)
     path = tmp_path / "study.png"
-    plot(cells, path, k=8, reference="eagle3", note="small")
+    plot(cells[0], conditions, path, k=8, reference="eagle3", note="small")
     assert path.stat().st_size > 20_000
 
 
