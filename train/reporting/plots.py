@@ -100,23 +100,44 @@ def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inch
 
     All are as high as the highest one.
     """
+    num_lines = max(len(_note_lines(panel, panel_inches)) for panel in panels)
+    _save([[panel] for panel in panels], path, headline, panel_inches, num_lines)
+
+
+def save_columns(
+    columns: Sequence[Sequence[Panel]], path: Path, headline: str = "", panel_inches: float = 4.6
+) -> None:
+    """Draw columns of panels next to each other, like `save_png`. The panels of a column share its height."""
+    _save(columns, path, headline, panel_inches, num_lines=1)
+
+
+def _save(
+    columns: Sequence[Sequence[Panel]], path: Path, headline: str, panel_inches: float, num_lines: int
+) -> None:
+    """Draw columns of panels; the notes of all get at least so many lines, which aligns titles of a row."""
     with matplotlib.rc_context(_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.04)
-        height = max(panel.height for panel in panels)
-        size = (panel_inches * len(panels), height + 0.6 + 0.3 * bool(headline))
-        figure = Figure(figsize=size, layout=layout)
+        height = max(sum(panel.height + 0.6 for panel in column) for column in columns)
+        figure = Figure(figsize=(panel_inches * len(columns), height + 0.3 * bool(headline)), layout=layout)
         if headline:
             figure.suptitle(headline, x=0.012, ha="left", fontsize=13.5, fontweight="bold")
-        notes = [textwrap.wrap(panel.note, int(panel_inches * 14.5)) for panel in panels]
-        num_lines = max(map(len, notes))
-        axes_row = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, panel, note in zip(axes_row, panels, notes, strict=True):
-            panel.draw(axes)
-            lines = note + [""] * (num_lines - len(note))  # aligns the titles of a row
-            axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED, pad=9)
-            above = (0, 11.5 * num_lines + 11)
-            _label(axes, panel.title, (0, 1), above, INK, fontsize=11.5, fontweight="bold", fraction=True)
+        num_rows = math.lcm(*map(len, columns))
+        grid = figure.add_gridspec(num_rows, len(columns))
+        for index, column in enumerate(columns):
+            span = num_rows // len(column)
+            for place, panel in enumerate(column):
+                axes = figure.add_subplot(grid[place * span : (place + 1) * span, index])
+                panel.draw(axes)
+                note = _note_lines(panel, panel_inches)
+                lines = note + [""] * (num_lines - len(note))
+                axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED, pad=9)
+                above = (0, 11.5 * len(lines) + 11)
+                _label(axes, panel.title, (0, 1), above, INK, fontsize=11.5, fontweight="bold", fraction=True)
         figure.savefig(path, dpi=180, facecolor="white")
+
+
+def _note_lines(panel: Panel, panel_inches: float) -> list[str]:
+    return textwrap.wrap(panel.note, int(panel_inches * 14.5))
 
 
 def to_svg(panel: Panel) -> str:

@@ -10,6 +10,8 @@ from train.reporting.results import GREEDY, acceptances
 from train.resampling.bootstrap import Interval
 from train.resampling.paired import paired_ratio
 
+MAX_NAMED = 3  # cells in a sentence
+
 
 @dataclass(frozen=True)
 class Place:
@@ -92,10 +94,16 @@ def answers(runs: Sequence[Run], found: Sequence[Place]) -> list[str]:
             for verdict, same in _by_verdict(list(members), index):
                 where = f"{group}, k = {_ranges([place.k for place in same])}"
                 if not group:
-                    where = f"in {len(same)} cells ({', '.join(place.group for place in same)})"
+                    where = f"in {_cell_names(same)}"
                 said.append(f"{verdict} {where}" if not group else f"{verdict} at {where}")
         lines.append(f"{run.name}, compared with {runs[0].name}: {'; '.join(said)}.")
     return lines
+
+
+def _cell_names(same: Sequence[Place]) -> str:
+    if len(same) > MAX_NAMED:
+        return f"{len(same)} cells of the matrix"
+    return f"the cells {'; '.join(place.group for place in same)}"
 
 
 def _by_verdict(members: Sequence[Place], index: int) -> list[tuple[str, list[Place]]]:

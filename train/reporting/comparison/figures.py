@@ -15,7 +15,8 @@ from train.resampling.bootstrap import Interval
 # Okabe and Ito's, which differ for every kind of color vision, on a light and a dark page alike.
 COLORS = ("#5c6570", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a6761d", "#56b4e9", "#e69f00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_ROW_INCHES = 0.2
+_ROW_INCHES = 0.17
+_LEGEND_ROWS = 1.4
 _MARGIN_INCHES = 1.25
 
 
@@ -33,7 +34,7 @@ def comparison_panels(runs: Sequence[Run], found: Sequence[Place]) -> dict[str, 
         Panel(
             "difference",
             "Which is better, where",
-            f"acceptance length, relative to {runs[0].name}; bars: 95 % interval over the same prompts",
+            f"relative to {runs[0].name}; bars: 95 % interval",
             lambda axes: _draw_differences(axes, runs, chosen),
             height=_MARGIN_INCHES + max(_ROW_INCHES * num_marks, 0.26 * len(chosen), 1.6),
         ),
@@ -97,7 +98,7 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], chosen: Sequence[Place]) 
         shifted = [Interval(one.value - 1, one.low - 1, one.high - 1) for one in ratios]
         _mark_rows(axes, rows, shifted, index, runs[index].name)
     axes.set_yticks(range(len(chosen)), [_place_name(place, chosen[0].group) for place in chosen])
-    axes.set_ylim(len(chosen) - 0.4, -0.6)
+    axes.set_ylim(len(chosen) - 0.4, -0.6 - _LEGEND_ROWS)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel(f"shorter than {runs[0].name}  |  longer")
@@ -165,7 +166,7 @@ def _draw_cells(axes: Axes, runs: Sequence[Run], cells: Sequence[Place]) -> None
         rows = [row + offset for row in range(len(cells))]
         _mark_rows(axes, rows, lengths, index, run.name)
     axes.set_yticks(range(len(cells)), [place.group for place in cells])
-    axes.set_ylim(len(cells) - 0.4, -0.6)
+    axes.set_ylim(len(cells) - 0.4, -0.6 - _LEGEND_ROWS)
     axes.set_xlabel("tokens per target forward")
     _rows_style(axes)
     _legend(axes)
@@ -196,6 +197,5 @@ def _rows_style(axes: Axes) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, borderpad=0.2, handletextpad=0.3
-    )
+    # On a narrow page names in one row would leave the figure.
+    axes.legend(loc="upper left", ncols=2, frameon=False, borderpad=0.2, handletextpad=0.2, columnspacing=1)

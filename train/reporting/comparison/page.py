@@ -9,10 +9,11 @@ from train.reporting.comparison.figures import comparison_panels
 from train.reporting.comparison.history import training_rows
 from train.reporting.comparison.runs import Run, comparable, different_settings
 from train.reporting.page import render_page
-from train.reporting.plots import save_png
+from train.reporting.plots import save_columns
 from train.tables import aligned
 
-PICTURE = ("difference", "lengths", "positions")
+# The columns of the picture.
+PICTURE = (("difference",), ("lengths", "positions", "minutes"))
 
 
 def comparison_lines(runs: Sequence[Run]) -> list[str]:
@@ -56,7 +57,8 @@ def write_comparison(runs: Sequence[Run], directory: Path) -> list[Path]:
     picture.unlink(missing_ok=True)
     if not panels:
         return [page]
-    save_png([panels[name] for name in PICTURE], picture, " · ".join(run.name for run in kept))
+    columns = [[panels[name] for name in names if name in panels] for names in PICTURE]
+    save_columns([one for one in columns if one], picture, " · ".join(run.name for run in kept))
     return [page, picture]
 
 
