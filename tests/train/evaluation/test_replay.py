@@ -1,0 +1,39 @@
+import torch
+
+from data.batches.loader import pack_row
+from data.samples import CapturedSample
+from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from train.evaluation.replay import replay_greedily, sampling_report
+
+NUM_PROMPT_TOKENS = 6
+
+
+def sample(num_tokens: int, changed: int | None = None) -> CapturedSample:
+    """Make a prompt and a completion; the token at index `changed` is another one."""
+    batch = random_batch((40,), tiny_config(), seed=3, dtype=torch.float32)
+    ids = batch.input_ids.clone()
+    if changed is not None:
+        ids[changed] = (ids[changed] + 1) % tiny_config().vocab_size
+    mask = torch.arange(40) >= NUM_PROMPT_TOKENS
+    parts = (ids, mask, batch.aux_hidden_states, batch.final_hidden_states)
+    return CapturedSample(*(part[:num_tokens] for part in parts))
+
+
+def test_the_hash_is_of_the_prompts_and_not_of_completions_or_rows() -> None:
+    drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
+
+    def hash_of(*rows: list[CapturedSample]) -> str | None:
+        batches = [pack_row(row, sum(len(one.input_ids) for one in row)) for row in rows]
+        return replay_greedily(drafter, frozen, batches, 2).prompts_hash
+
+    first, second = sample(30), sample(40, changed=0)
+    known = hash_of([first, second])
+    assert known is not None
+    assert hash_of([first], [second]) == known
+    assert hash_of([sample(35, changed=20), second]) == known
+    assert hash_of([sample(30, changed=NUM_PROMPT_TOKENS - 1), second]) != known
+    assert hash_of([second, first]) != known
+    batch = pack_row([first, second], 70)
+    sampled = sampling_report(drafter, frozen, [batch], 2, temperature=0.7)
+    assert sampled is not None
+    assert sampled["greedy_drafts"]["prompts_hash"] == sampled["sampled_drafts"]["prompts_hash"] == known
