@@ -52,7 +52,7 @@ def comparison_panels(runs: Sequence[Run], found: Sequence[Place]) -> dict[str, 
         ),
     ]
     if any(validations(run) for run in runs):
-        note = "temperature 0, longest drafts of the validation, by replay of held-out prompts"
+        note = "temperature 0, the validation's longest drafts"
         panels += [
             Panel(
                 "steps",
@@ -161,7 +161,7 @@ def _draw_history(axes: Axes, runs: Sequence[Run], in_minutes: bool) -> None:
 def _draw_cells(axes: Axes, runs: Sequence[Run], cells: Sequence[Place]) -> None:
     num = len(runs)
     for index, run in enumerate(runs):
-        offset = 0.5 * (index - (num - 1) / 2) / max(num - 1, 1)
+        offset = 0.36 * (index - (num - 1) / 2) / max(num - 1, 1)
         lengths = [place.lengths[index] for place in cells]
         rows = [row + offset for row in range(len(cells))]
         _mark_rows(axes, rows, lengths, index, run.name)
