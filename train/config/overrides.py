@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
@@ -12,7 +13,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle31.errors import UserError
@@ -107,10 +108,16 @@ def _parsed(argument: str) -> Override:
 
 def _check_type(key: str, text: str, value: object, kind: object) -> None:
     try:
-        OmegaConf.update(OmegaConf.structured(RunConfig), key, value)
+        OmegaConf.update(_scratch(), key, value)
     except OmegaConfBaseException as error:
         remedy = _expected(kind, value) or f"{str(error).splitlines()[0]}."
         raise UserError(key, text, remedy) from None
+
+
+@functools.cache
+def _scratch() -> DictConfig:
+    """Return the configuration that values are tried on: its types stay, whatever its values become."""
+    return OmegaConf.structured(RunConfig)
 
 
 def _expected(kind: object, value: object) -> str | None:
