@@ -14,6 +14,7 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.json_files import write_text
+from tests.data.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, target_path
 from tests.train.torchrun import ROOT
 from train.parity.compare import Comparison, check_case
@@ -79,6 +80,7 @@ def decode_job(name: str, case: str, export: Path | None, trained: Path) -> Deco
         bare=export is not None and layout_of(read_raw_config(export)) is Layout.speculators,
         max_model_len=max(map(len, prompts)) + MAX_NEW_TOKENS + draft_room(K),
         max_num_seqs=NUM_PROMPTS,
+        extra={"kv_cache_memory_bytes": KV_CACHE_BYTES},
     )
     return DecodeJob(name, engine, prompts, MAX_NEW_TOKENS, record_drafts=export is not None)
 

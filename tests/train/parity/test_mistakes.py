@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.target.spec import TargetSpec
+from tests.data.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.engines import EngineResults, K, decode_job, run_together, write_section
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import require_export, target_path
@@ -139,7 +140,14 @@ def check_serving(
 ) -> subprocess.CompletedProcess[str]:
     command = [preloaded_python(), "scripts/check_serving", str(export), "--target", str(target)]
     return subprocess.run(
-        [*command, "--json", str(out), *arguments],
+        [
+            *command,
+            "--json",
+            str(out),
+            "--engine-args",
+            f"kv_cache_memory_bytes={KV_CACHE_BYTES}",
+            *arguments,
+        ],
         cwd=ROOT,
         env=os.environ | {"EAGLE31_VLLM_PYTHON": str(python)},
         capture_output=True,
