@@ -3,6 +3,7 @@
 import gc
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,21 @@ def vllm_python() -> Path:
 @pytest.fixture(scope="session")
 def preloaded_vllm(vllm_python: Path) -> Path:
     """An interpreter that has imported vLLM. See `tests.preloaded.start`."""
-    modules = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama_eagle3")
+    modules = (
+        "vllm.entrypoints.llm",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.llama_eagle3",
+    )
     return interpreter("vllm", str(vllm_python), modules, environment(vllm_python))
+
+
+@pytest.fixture(scope="module")
+def preloaded_servers(preloaded_vllm: Path) -> Iterator[Path]:
+    """The vLLM servers that the module's tests start are run by `preloaded_vllm`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
+        yield preloaded_vllm
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 """
 
 import array
+import ctypes
 import json
 import os
 import signal
@@ -14,6 +15,12 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def main() -> None:
+    if "-S" in sys.argv:  # without packages it starts as quickly itself
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    if "--multiprocessing-fork" in sys.argv:  # multiprocessing has no supervisor that would end it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # More than the standard ones where the parent passes some.
+    numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if is_open(number)]
     directory = os.open(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.O_RDONLY)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(f"/proc/self/fd/{directory}/socket")  # the address of a socket may have 108 characters
@@ -22,9 +29,11 @@ def main() -> None:
         "environment": dict(os.environ),
         "directory": os.getcwd(),
         "process": os.getpid(),
+        "executable": os.path.abspath(__file__),
+        "descriptors": numbers,
     }
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    descriptors = array.array("i", [0, 1, 2])
+    descriptors = array.array("i", numbers)
     server.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
     process = int(server.recv(32))
     for number in FORWARDED:
@@ -36,6 +45,14 @@ def main() -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 main()

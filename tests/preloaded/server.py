@@ -8,9 +8,11 @@ library only, because it runs in several environments.
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -18,11 +20,14 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 _FLAGS = ("-u", "-I", "-P")
+_MAX_DESCRIPTORS, _FIRST_FREE = 64, 500  # passed by a client; above those that it can pass
 
 
 def serve(path: str, watched: int) -> dict[str, Any]:
@@ -47,14 +52,12 @@ def serve(path: str, watched: int) -> dict[str, Any]:
 def guard(connection: socket.socket) -> dict[str, Any]:
     """Fork the program, and report its exit status to the client; kill it when the client ends before it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, _MAX_DESCRIPTORS)
     request: dict[str, Any] = json.loads(message)
     process = os.fork()
     if process == 0:
         connection.close()
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+        take_over(request["descriptors"], descriptors)
         return request
     for number in (0, 1, 2, *descriptors):
         os.close(number)
@@ -69,6 +72,16 @@ def guard(connection: socket.socket) -> dict[str, Any]:
     with contextlib.suppress(ConnectionError):
         connection.send(b"%d" % status)
     os._exit(0)
+
+
+def take_over(numbers: Sequence[int], received: Sequence[int]) -> None:
+    """Give the descriptors that a client has sent the numbers that they have there."""
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_FREE) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def run(request: dict[str, Any], base: list[str]) -> None:
@@ -98,12 +111,21 @@ def run(request: dict[str, Any], base: list[str]) -> None:
     sys.path[:] = [*filter(None, extra), *base]
     importlib.invalidate_caches()
     safe = isolated or "-P" in flags or bool(os.environ.get("PYTHONSAFEPATH"))
+    # The processes that it starts are forks, too.
+    sys.executable = request["executable"]
+    multiprocessing.spawn.set_executable(request["executable"])
     if arguments[0] == "-m":
         if not safe:
             sys.path.insert(0, os.getcwd())
         sys.argv = arguments[1:]
         sys.modules.pop(arguments[1], None)  # or runpy warns
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        if not safe:
+            sys.path.insert(0, "")
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(main))
     elif arguments[0].startswith("-"):
         raise SystemExit(f"{__file__} does not know the option {arguments[0]}")
     else:

@@ -1,8 +1,8 @@
 """Interpreters that start at once: a program is run by a fork of a process that has imported its modules.
 
-Most of the time of a short run is spent on imports. A test starts a real interpreter where it kills a
-process, or looks at its memory, its threads or its command line: among them are tests of torchrun and of
-train/main.py.
+Most of the time of a short run is spent on imports. Killing such an interpreter kills its program. A test
+starts a real one where it looks at a process's memory, threads, command line or children: among them are
+tests of torchrun, of train/main.py and of a vLLM server.
 """
 
 import fcntl

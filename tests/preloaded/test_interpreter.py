@@ -68,6 +68,48 @@ def test_a_program_ends_as_it_would_end(python: Path, program: Path, line: str) 
     assert run(python, program, PYTHONPATH="/some") == run(sys.executable, program, PYTHONPATH="/some")
 
 
+def test_a_command_sees_what_it_would_see(python: Path) -> None:
+    line = "import sys; print(__name__, sys.argv, sys.path[0])"
+    assert run(python, "-c", line, "a b") == run(sys.executable, "-c", line, "a b")
+
+
+def test_descriptors_are_passed(python: Path, program: Path) -> None:
+    program.write_text("import os, sys\nos.write(int(sys.argv[1]), b'here')\n")
+    readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
+    for reader, writer in zip(readers, writers, strict=True):
+        subprocess.run([python, program, str(writer)], pass_fds=writers, check=True, timeout=60)
+        assert os.read(reader, 10) == b"here"
+    for descriptor in (*readers, *writers):
+        os.close(descriptor)
+
+
+SPAWNING = """
+import multiprocessing, sys, time
+
+def work(pipe):
+    pipe.send(sys.modules["json"].__name__)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=work, args=(theirs,))
+    child.start()
+    print(child.pid, ours.recv(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_spawned_process_is_a_fork_that_ends_with_its_parent(python: Path, program: Path) -> None:
+    program.write_text(SPAWNING)
+    with subprocess.Popen([python, program], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        process, module = started.stdout.readline().split()
+        assert module == "json"
+        assert str(python) in Path(f"/proc/{process}/cmdline").read_text()
+        started.kill()
+        assert started.stdout.read() == ""  # the child has the other end, too
+
+
 def test_an_error_has_its_traceback(python: Path, program: Path) -> None:
     program.write_text("raise KeyError('lost')\n")
     status, _, errors = run(python, program)

@@ -72,7 +72,7 @@ def spec(root: Path) -> TargetSpec:
 
 
 @pytest.fixture(scope="module")
-def server(vllm_python: Path, spec: TargetSpec, root: Path) -> Iterator[ServerProcess]:
+def server(preloaded_servers: Path, spec: TargetSpec, root: Path) -> Iterator[ServerProcess]:
     """A server that prefills in chunks, with prefix caching."""
     chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": True}
     process = ServerProcess(
@@ -329,11 +329,16 @@ def test_nothing_is_lost_when_the_client_is_killed(
 
 
 def test_the_engines_of_one_server_share_a_capture(
-    vllm_python: Path, spec: TargetSpec, tmp_path: Path, request: pytest.FixtureRequest
+    vllm_python: Path,
+    spec: TargetSpec,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two data-parallel engines; one of them is killed on the way."""
     if not request.config.getoption("--full"):
         pytest.skip("--full runs it: it starts two engines, twice")
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))  # it looks for an engine among its children
     two: dict[str, object] = {"data_parallel_size": 2, "distributed_executor_backend": "uni"}
     process = ServerProcess(
         capture_engine(spec, IDS, tmp_path, **two).command_line(),

@@ -124,7 +124,10 @@ def start(tmp_path: Path, *arguments: str, limit_seconds: float = START_SECONDS)
     )
 
 
-def test_a_server_that_cannot_start_says_why(vllm_python: Path, tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_says_why(
+    preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
     server = start(tmp_path, "--model", str(tmp_path / "target"))
     for _ in range(2):  # the reason is kept
         with pytest.raises(UserError, match=r"status 1 before it was ready:\n  \| (.|\n)*server\.log"):

@@ -13,6 +13,7 @@ from data.store import HiddenStateStore
 from data.transport.spool import MEMORY
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
+from tests.data.vllm.targets import KV_CACHE_BYTES
 from tests.train import small_run
 from tests.train.small_run import MAIN, RECIPE
 from tests.train.torchrun import run_here, torchrun
@@ -58,11 +59,15 @@ def in_transformers(
 
 @pytest.fixture(scope="module")
 def in_vllm(
-    vllm_python: Path, small_target: EmbeddedTarget, data: Path, tmp_path_factory: pytest.TempPathFactory
+    preloaded_servers: Path,
+    small_target: EmbeddedTarget,
+    data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """The whole pipeline with two ranks and without any server: the run starts the one that it needs."""
     directory = tmp_path_factory.mktemp("vllm") / "run"
     engine = ["target.engine=vllm", "capture=vllm_online", "capture.spool_gb=0.02"]
+    engine.append(f"vllm.engine_args={{kv_cache_memory_bytes: {KV_CACHE_BYTES}}}")
     torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), *engine, num_processes=2)
     return directory
 
