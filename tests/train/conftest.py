@@ -53,7 +53,17 @@ def captured(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFact
 def finished(
     small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
-    """The output directory of a full run and what the run printed."""
+    """The output directory of a full run and what the run printed.
+
+    The session's workers run it once, and each has a copy.
+    """
+
+    def make(directory: Path) -> None:
+        shutil.copytree(captured, directory / "run")
+        printed = torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory / "run"))
+        (directory / "printed").write_text(printed)
+
+    shared = make_once(tmp_path_factory, "finished", make)
     directory = tmp_path_factory.mktemp("finished") / "run"
-    shutil.copytree(captured, directory)
-    return directory, torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, directory))
+    shutil.copytree(shared / "run", directory, symlinks=True)
+    return directory, (shared / "printed").read_text()

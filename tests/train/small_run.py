@@ -1,7 +1,9 @@
 """The small run of most tests here: its settings, starting and ending it, and its results."""
 
+import contextlib
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.train.torchrun import ROOT, environment, torchrun_command
 MAIN = "train/main.py"
 RECIPE = "any_target"
 STEPS = 24
+RUN_VARIABLE = "EAGLE31_TEST_RUN"  # the output directory, in the environment of a run's processes
 TEXT_STAGES = "stages=[data,vocab,answers,capture]"
 
 
@@ -43,17 +46,34 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
     ]
 
 
-def start(target: EmbeddedTarget, directory: Path, *extra: str, num_processes: int = 1) -> subprocess.Popen:
+def start(
+    target: EmbeddedTarget,
+    directory: Path,
+    *extra: str,
+    num_processes: int = 1,
+    python: str = sys.executable,
+) -> subprocess.Popen:
+    """Start a run. With `preloaded_python()`, `processes_of` finds its processes, and its children do not."""
     command = torchrun_command(
         MAIN, f"recipe={RECIPE}", *arguments(target, directory), *extra, num_processes=num_processes
     )
     return subprocess.Popen(
-        command,
+        [python, *command[1:]],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | {"PYTHON_EXEC": python, RUN_VARIABLE: str(directory)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def processes_of(directory: Path) -> list[psutil.Process]:
+    """Return the processes that a run has started as programs, torchrun among them."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+            if process.environ().get(RUN_VARIABLE) == str(directory):
+                found.append(process)
+    return found
 
 
 def wait_for_step(directory: Path, step: int) -> None:
@@ -69,12 +89,11 @@ def wait_for_step(directory: Path, step: int) -> None:
     raise AssertionError(f"step {step} was never reached")
 
 
-def end_with(process: subprocess.Popen, number: int) -> None:
+def end_with(process: subprocess.Popen, directory: Path, number: int) -> None:
     if number == signal.SIGKILL:
-        agent = psutil.Process(process.pid)
-        ranks = agent.children(recursive=True)
-        assert ranks, "no rank is left that could be killed"
-        for one in [*ranks, agent]:
+        found = processes_of(directory)
+        assert len(found) > 1, "no rank is left that could be killed"
+        for one in found:
             one.kill()
     else:
         process.send_signal(number)

@@ -18,25 +18,24 @@ from tests.train.small_run import (
     arguments,
     assert_faithful,
     metrics_of,
+    processes_of,
     start,
     wait_for_step,
 )
-from tests.train.torchrun import torchrun
+from tests.train.torchrun import preloaded_python, torchrun
 
 
-def hf_workers(process: subprocess.Popen) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "data.capture.hf_worker" in child.cmdline()]
+def hf_workers(directory: Path) -> list[psutil.Process]:
+    return [one for one in processes_of(directory) if "data.capture.hf_worker" in one.cmdline()]
 
 
-def kill_trainers(process: subprocess.Popen) -> None:
+def kill_trainers(process: subprocess.Popen, directory: Path) -> None:
     """Kill the launcher and the ranks; their capture workers must notice and exit."""
-    workers = hf_workers(process)
-    agent = psutil.Process(process.pid)
-    for one in [*agent.children(recursive=True), agent]:
-        if one not in workers:
-            one.kill()
+    workers = hf_workers(directory)
+    trainers = [one for one in processes_of(directory) if one not in workers]
+    assert len(trainers) > 2
+    for one in trainers:
+        one.kill()
     process.wait()
     assert len(workers) == 2
     assert not psutil.wait_procs(workers, timeout=30)[1]
@@ -57,11 +56,11 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
         "evaluate.untrained=false",
     ]
     settings += ["capture.spool_gb=0.01", f"capture.spool_dir={spools}"]
-    process = start(small_target, directory, *settings, num_processes=2)
+    process = start(small_target, directory, *settings, num_processes=2, python=preloaded_python())
     wait_for_step(directory, 1)
-    hf_workers(process)[0].kill()
+    hf_workers(directory)[0].kill()
     wait_for_step(directory, 5)
-    kill_trainers(process)
+    kill_trainers(process, directory)
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
     assert sum(record["producer_restarts"] for record in before) >= 1
     assert len(list(spools.iterdir())) == 2
