@@ -3,6 +3,7 @@
 import gc
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from data.vllm.environment import ROOT, environment, find_python
 from tests.eagle31.export.reload import reload_in_this_process
 from tests.order import arrange, extend_time_limits
 from tests.preloaded.start import begin_session, end_session, interpreter
+from tests.train.torchrun import preloaded_python
 from train.drafter import export_checks
 
 MAKE_SECONDS = 1100
@@ -76,6 +78,14 @@ def preloaded_servers(preloaded_vllm: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
         yield preloaded_vllm
+
+
+@pytest.fixture(scope="module")
+def preloaded_children() -> Iterator[None]:
+    """The processes that the project's code starts in the module's tests are run by `preloaded_python`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", preloaded_python())
+        yield
 
 
 @pytest.fixture

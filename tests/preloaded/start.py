@@ -19,6 +19,7 @@ _HERE = Path(__file__).parent
 _DIRECTORY, _SESSION = "EAGLE31_TEST_INTERPRETERS", "EAGLE31_TEST_SESSION"
 _START_SECONDS = 280
 # A fork has only the thread that makes it. PyArrow starts one when it is imported.
+PYTHON = sys.executable  # a fixture may replace that
 _NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
@@ -51,7 +52,7 @@ def interpreter(name: str, python: str, modules: Sequence[str], environment: dic
             _start(directory, python, modules, environment)
             (directory / "lib").symlink_to(Path(python).parent.parent / "lib")  # where programs look for it
             path.parent.mkdir()
-            path.write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{(_HERE / 'client.py').read_text()}")
+            path.write_text(f"#!{os.path.realpath(PYTHON)} -IS\n{(_HERE / 'client.py').read_text()}")
             path.chmod(0o755)
     return path
 

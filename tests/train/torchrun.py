@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from tests.preloaded.start import interpreter
+from tests.preloaded.start import PYTHON, interpreter
 from train.compose import compose_config
 from train.config.run import RunConfig
 from train.distributed import World
@@ -25,6 +25,8 @@ MODULES = (
     "train.parity.inputs",
     "train.parity.speed",
     "data.text.inspection",
+    "data.capture.hf",
+    "data.generation.hf",
     "transformers.models.qwen3.modeling_qwen3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which DeepSpeed imports for any optimizer
 )
@@ -43,7 +45,7 @@ def environment() -> dict[str, str]:
 
 def preloaded_python() -> str:
     """Return an interpreter that has imported what a run needs. See `tests.preloaded.start`."""
-    return str(interpreter("ours", sys.executable, MODULES, environment()))
+    return str(interpreter("ours", PYTHON, MODULES, environment()))
 
 
 def torchrun(

@@ -41,6 +41,7 @@ from tests.data.vllm.targets import make_hostile_directory
 from tests.train.torchrun import ROOT
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
 def _request(key: str, length: int) -> StateRequest:
