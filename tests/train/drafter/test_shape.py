@@ -3,12 +3,19 @@
 from typing import Any
 
 import pytest
-from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from eagle31.errors import UserError
 from eagle31.model.config import MlaShape
 from train.config.drafter import Attention, DrafterShape
-from train.drafter.shape import attention_heads
+from train.drafter.shape import attention_heads, sliding_window
 
 DEEPSEEK = DeepseekV3Config(
     hidden_size=96,
@@ -75,3 +82,21 @@ def test_widths_of_the_other_attention_are_refused(shape: dict, field: str) -> N
     with pytest.raises(UserError) as raised:
         heads(DEEPSEEK, **shape)
     assert raised.value.field == f"drafter.{field}"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (LLAMA, None),
+        (MistralConfig(sliding_window=4096), 4096),
+        (MistralConfig(sliding_window=None), None),
+        (Qwen3Config(use_sliding_window=False, sliding_window=512), None),
+        (Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]), None),
+        (GptOssConfig(num_hidden_layers=2, sliding_window=128), None),  # every second layer
+    ],
+    ids=["llama", "mistral", "mistral without", "qwen3", "mixed", "gpt-oss"],
+)
+def test_a_window_that_vllm_would_take_from_the_target_is_trained(target: Any, expected: int | None) -> None:
+    assert sliding_window(DrafterShape(), target) == expected
+    assert sliding_window(DrafterShape(sliding_window=64), target) == 64
+    assert sliding_window(DrafterShape(attention=Attention.mla), target) is None

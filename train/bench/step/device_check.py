@@ -17,6 +17,7 @@ from train.bench.step.documents import packed_rows
 from train.bench.step.inputs import random_batch, random_weights
 from train.bench.step.shapes import Shape
 
+VARIANTS = ("eagle3.1", "eagle3", "frozen head", "full vocabulary", "mla", "sliding window")
 # Relative to the norm of the reference's gradient; bfloat16 keeps 8 bits of every product and state.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 _SHAPE = Shape(
@@ -52,9 +53,9 @@ class DeviceCheck:
 
 
 def check_device(device: torch.device) -> Iterator[DeviceCheck]:
-    """Check EAGLE 3.1, EAGLE 3, a frozen head, the full vocabulary and MLA, in float32 and bfloat16."""
+    """Check each of `VARIANTS` in float32 and bfloat16."""
     for dtype, bound in BOUNDS.items():
-        for variant in ("eagle3.1", "eagle3", "frozen head", "full vocabulary", "mla"):
+        for variant in VARIANTS:
             config = _config(variant)
             generator = torch.Generator().manual_seed(0)
             rows, _ = packed_rows(_SHAPE, 1, None)
@@ -76,6 +77,8 @@ def _config(variant: str) -> DrafterConfig:
         return replace(config, fc_norm=False, norm_output=False)
     if variant == "full vocabulary":
         return replace(config, draft_vocab_size=config.vocab_size)
+    if variant == "sliding window":
+        return replace(config, sliding_window=40)
     if variant == "mla":
         return replace(config, num_key_value_heads=_SHAPE.num_attention_heads, head_dim=96, mla=_MLA)
     return config
