@@ -462,7 +462,7 @@ def main() -> None:
     # One process with the stages that differ most, two with all of them.
     stages = (0, 1, 2, 3) if world.size > 1 else (0, 3)
     results = {f"zero{stage}": losses_at(stage, False, world) for stage in stages}
-    results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in (*stages, 1)}
+    results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in sorted({*stages, 1})}
     results |= muon_runs(stages, world, full="--full" in sys.argv)
     results |= late_heads(world, full="--full" in sys.argv)
     if world.size > 1:
