@@ -37,6 +37,7 @@ class Panel:
     note: str  # the conditions of the numbers
     draw: Callable[[Axes], None]
     height: float = 3.1  # inches of the figure on the page
+    label_inches: float = 0.0  # width of the labels on the left, where they are wide
 
 
 def build_panels(
@@ -137,7 +138,7 @@ def _save(
 
 
 def _note_lines(panel: Panel, panel_inches: float) -> list[str]:
-    return textwrap.wrap(panel.note, int(panel_inches * 14.5))
+    return textwrap.wrap(panel.note, int((panel_inches - panel.label_inches) * 14.5))
 
 
 def to_svg(panel: Panel) -> str:
