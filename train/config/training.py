@@ -143,6 +143,9 @@ class TrainConfig:
     ema_decay: float | None = None
     log_every: int = 10  # Steps between two records in metrics.jsonl.
     validate_every: int = 200  # Steps between two validations, from which the best checkpoint is chosen.
+    # Training ends after this many validations in a row that are not better than the best one. The learning
+    # rate follows its schedule for all steps until then. null: training never ends early.
+    early_stop_validations: int | None = None
     # Steps between two records of drift in metrics.jsonl; there is one before the first step and after the
     # last step too. Each takes less time than a step. 0: none.
     diagnose_every: int = 50
@@ -206,7 +209,8 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
     """
     counts = ("ttt_steps", "row_tokens", "rows_per_step", "num_epochs", "position_gap_tokens")
     intervals = ("log_every", "validate_every", "save_every", "keep_checkpoints", "keep_weights_every")
-    require_positive({f"train.{name}": getattr(train, name) for name in (*counts, *intervals)})
+    positive = (*counts, *intervals, "early_stop_validations")
+    require_positive({f"train.{name}": getattr(train, name) for name in positive})
     for name in ("lk_eta", "diagnose_every"):
         if not getattr(train, name) >= 0:
             raise UserError(f"train.{name}", getattr(train, name), "It must not be negative.")

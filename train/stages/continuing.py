@@ -214,7 +214,19 @@ def validation_key(context: RunContext) -> str:
     """Return a fingerprint of what the acceptance length in validation depends on, apart from the drafter."""
     # Without `max_samples`, because another number of training samples leaves the held-out prompts.
     answers = context.artifacts[Stage.answers].key
-    return fingerprint({"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens})
+    held_out = {"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens}
+    return fingerprint(held_out | validation_inputs(context))
+
+
+def validation_inputs(context: RunContext) -> dict[str, Any]:
+    """Return what the acceptance in the validation cells depends on; empty without such cells."""
+    names = context.config.evaluate.matrix.validation_cells
+    if not names:
+        return {}
+    # Not the key of all cells: another cell of the evaluation changes no training.
+    cells = context.artifacts[Stage.cells].inputs
+    fields = ("data", "domains", "templates", "max_prompt_tokens", "completion")
+    return {"validation_cells": {"names": list(names)} | {name: cells[name] for name in fields}}
 
 
 def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
@@ -250,8 +262,16 @@ def prepared(state: TrainState, context: RunContext) -> TrainState:
     if state.order != order:
         begun = state.epoch + (1 if state.row else 0)
         state = replace(state, order=order, epoch=begun, row=0, first_epoch=begun)
+    if state.step == state.continued_at:  # the earlier training may have stopped early
+        state = replace(state, validations_since_best=0)
     if state.validated_on != validated_on:
-        state = replace(state, validated_on=validated_on, best_step=None, best_acceptance_length=0.0)
+        state = replace(
+            state,
+            validated_on=validated_on,
+            best_step=None,
+            best_acceptance_length=0.0,
+            validations_since_best=0,
+        )
     return state
 
 

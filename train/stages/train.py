@@ -32,6 +32,7 @@ from train.stages.building import (
     row_loader,
 )
 from train.stages.capture import open_store, opened_source, training_samples
+from train.stages.cells import validation_samples
 from train.stages.continuing import (
     CHANGEABLE_OPTIM,
     check_world_size,
@@ -39,6 +40,7 @@ from train.stages.continuing import (
     keep_vocab,
     plain,
     prepared,
+    validation_inputs,
 )
 from train.stages.vocab import load_vocab
 from train.trainer.average import WeightAverage
@@ -47,7 +49,7 @@ from train.trainer.continuation import CONTINUED
 from train.trainer.loop import LoopSettings, train
 from train.trainer.model_engine import ensure_process_group, release_memory
 from train.trainer.tracking import open_tracker
-from train.trainer.validation import ReplayValidation
+from train.trainer.validation import HELD_OUT, ReplayValidation
 from train.trainer.window import Speed
 
 _OPENED = "stages/train/opened"
@@ -68,6 +70,8 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "seed",
     ):
         training.pop(name)
+    if training["early_stop_validations"] is None:  # as before there was this setting
+        training.pop("early_stop_validations")
     optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
     optim.pop("max_skipped_steps")
     return {
@@ -78,6 +82,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "optim": plain(optim),
         "train": plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
+        **validation_inputs(context),
     } | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
 
 
@@ -117,7 +122,8 @@ def train_on(
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
     samples = held_out.get_many(range(len(held_out)))
-    validation = ReplayValidation(samples, config.train.row_tokens, config.evaluate.draft_tokens, world)
+    sets = {HELD_OUT: samples, **validation_samples(context)}
+    validation = ReplayValidation(sets, config.train.row_tokens, config.evaluate.draft_tokens, world)
     diagnosis = drift_diagnosis(context, samples)
     tracker = open_tracker(
         config.tracking.mode,
@@ -234,6 +240,7 @@ def loop_settings(context: RunContext, state: TrainState, max_steps: int, speed:
         keep_weights_every=config.train.keep_weights_every,
         draft_tokens=config.evaluate.draft_tokens,
         diagnose_every=config.train.diagnose_every,
+        early_stop_validations=config.train.early_stop_validations,
         speed=speed,
     )
 

@@ -29,7 +29,8 @@ class TrainState:
 
     step: int = 0  # optimizer steps done
     best_step: int | None = None
-    best_acceptance_length: float = 0.0
+    best_acceptance_length: float = 0.0  # the mean over the sets that validation has
+    validations_since_best: int = 0  # in a row, that were not better than the best one
     supervised_positions: int = 0  # trained on so far, over all ranks
     step_seconds: float = 0.0  # of the steps and their waits for data, up to the last record of metrics
     skipped_steps: int = 0

@@ -14,7 +14,6 @@ from torch import Tensor
 from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.progress import Progress
-from eagle31.decoding.acceptance import AcceptanceStats
 from train.distributed import World, sum_over_ranks
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
@@ -24,7 +23,7 @@ from train.trainer.learning_rate import learning_rate
 from train.trainer.model_engine import full_state
 from train.trainer.optimizer import GuardedAdamW, divisor_correction
 from train.trainer.tracking import Tracker
-from train.trainer.validation import DriftDiagnosis, ReplayValidation
+from train.trainer.validation import HELD_OUT, ByLength, DriftDiagnosis, ReplayValidation, choosing_length
 from train.trainer.window import Speed, WindowSums, source_metrics
 
 
@@ -47,6 +46,8 @@ class LoopSettings:
     decay_shape: str = "linear"
     head_start: int = 0  # the first step that changes the draft head
     diagnose_every: int = 1  # if the loop is given a diagnosis
+    # Training ends after this many validations in a row that are not better than the best one; None: never.
+    early_stop_validations: int | None = None
     speed: Speed = field(default_factory=Speed)
 
 
@@ -83,7 +84,9 @@ def train(
     average: WeightAverage | None = None,
     diagnosis: DriftDiagnosis | None = None,
 ) -> TrainState:
-    """Trains from `state.step` to `settings.max_steps`; leaves the best weights in `checkpoints`.
+    """Trains from `state.step` to `settings.max_steps` or to an early stop.
+
+    The best weights are left in `checkpoints`.
 
     Args:
         average: the average of the weights, from which the best ones are then chosen.
@@ -108,7 +111,7 @@ def train(
         if state.step == 0 and diagnosis is not None:
             with window.timed("diagnosis"):
                 diagnose(model_engine, diagnosis, tracker, state, world, dtype)
-        while state.step < settings.max_steps:
+        while state.step < settings.max_steps and not stops_early(state, settings):
             window.steps.begin()
             waited_before = rows.waited_seconds
             step_rows = rows.of_step(state.step)
@@ -184,6 +187,10 @@ def train(
                         average,
                         choose=choose,
                     )
+                if stops_early(state, settings):
+                    saves = True
+                    if world.is_main:
+                        print(_early_stop(state, settings), flush=True)
             if diagnosis is not None and diagnoses:
                 with window.timed("diagnosis"):
                     diagnose(model_engine, diagnosis, tracker, state, world, dtype)
@@ -198,11 +205,25 @@ def train(
                 state.grad_norm_reference = guard.reference
                 with window.timed("checkpoint"):
                     checkpoints.save(model_engine, state, average)
-            if stop and state.step < settings.max_steps:
+            if stop and state.step < settings.max_steps and not stops_early(state, settings):
                 if world.is_main:
                     print(f"train: saved after step {state.step} and stopped; the same command resumes")
                 raise Preempted(143)
     return state
+
+
+def stops_early(state: TrainState, settings: LoopSettings) -> bool:
+    """Whether so many validations in a row were not better that training ends."""
+    patience = settings.early_stop_validations
+    return patience is not None and state.validations_since_best >= patience
+
+
+def _early_stop(state: TrainState, settings: LoopSettings) -> str:
+    return (
+        f"train: stopped after step {state.step} of {settings.max_steps}: the last "
+        f"{state.validations_since_best} validations were not better than the best one, after step "
+        f"{state.best_step} (acceptance length {state.best_acceptance_length:.2f})"
+    )
 
 
 def keeps_weights(step: int, settings: LoopSettings) -> bool:
@@ -287,25 +308,33 @@ def validate(
     weights: dict[str, dict[str, Tensor]] = {}
     with averaged_weights(average):
         stats = validation.run(model_engine.module, world.device, dtype) if averages else plain
-        chosen = stats[settings.draft_tokens]
+        length = choosing_length(stats, settings.draft_tokens)
         # On a tie the later one, which has been trained for longer, is better.
-        best = state.best_step is None or chosen.acceptance_length >= state.best_acceptance_length
+        best = state.best_step is None or length >= state.best_acceptance_length
         if choose and best:
             weights["drafter"] = full_state(model_engine, keep=world.is_main)
     if averages and weights:
         weights["plain"] = full_state(model_engine, keep=world.is_main)
+    held_out = stats[HELD_OUT]
     record = {
         "kind": "validation",
         "step": state.step,
-        "acceptance_length": _lengths(stats),
-        "num_drafts": chosen.num_drafts,
-        "conditional_acceptance": list(chosen.conditional_acceptance),
+        "acceptance_length": _lengths(held_out),
+        "num_drafts": held_out[settings.draft_tokens].num_drafts,
+        "conditional_acceptance": list(held_out[settings.draft_tokens].conditional_acceptance),
     }
     if averages:
-        record["plain_acceptance_length"] = _lengths(plain)
+        record["plain_acceptance_length"] = _lengths(plain[HELD_OUT])
+    if len(stats) > 1:
+        record["cells"] = {name: _lengths(one) for name, one in stats.items() if name != HELD_OUT}
+        record["mean_acceptance_length"] = length
     tracker.log(record | {"seconds": time.perf_counter() - started})
+    if state.best_step is None or length > state.best_acceptance_length:
+        state.validations_since_best = 0
+    elif choose:
+        state.validations_since_best += 1
     if weights:
-        state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
+        state.best_step, state.best_acceptance_length = state.step, length
         if world.is_main:
             checkpoints.save_best(weights, state)
 
@@ -331,5 +360,5 @@ def averaged_weights(average: WeightAverage | None) -> AbstractContextManager[No
     return average.in_place_of_weights() if average is not None and average.begun else nullcontext()
 
 
-def _lengths(stats: dict[int, AcceptanceStats]) -> dict[str, float]:
+def _lengths(stats: ByLength) -> dict[str, float]:
     return {str(k): one.acceptance_length for k, one in stats.items()}

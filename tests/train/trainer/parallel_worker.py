@@ -44,7 +44,7 @@ from train.trainer.model_engine import (
 )
 from train.trainer.muon import MuonSettings
 from train.trainer.tracking import flatten_metrics
-from train.trainer.validation import DriftDiagnosis, ReplayValidation
+from train.trainer.validation import HELD_OUT, DriftDiagnosis, ReplayValidation
 from train.trainer.window import WindowSums
 
 ROWS_PER_STEP, NUM_STEPS, ROW_TOKENS = 4, 4, 48
@@ -287,8 +287,8 @@ def losses_at(
     assert stops == [0, 0, 1, 0]
     weights = full_state(model_engine, keep=world.is_main)
     assert bool(weights) == world.is_main
-    validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
-    stats = validation.run(model_engine.module, world.device, dtype)
+    validation = ReplayValidation({HELD_OUT: validation_samples()}, ROW_TOKENS, 3, world)
+    stats = validation.run(model_engine.module, world.device, dtype)[HELD_OUT]
     partitioned = zero_stage == 3
     diagnosis = DriftDiagnosis(validation_samples(), 99, 8, world, on_every_rank=partitioned)
     drift = diagnosis.run(model_engine.module, world.device, dtype)
