@@ -20,7 +20,12 @@ from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
 from tests.train.torchrun import preloaded_python
 from train.evaluation import checkpoint as evaluation
+from train.evaluation import checkpoint_matrix
 from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint
+from train.evaluation.checkpoint_matrix import CheckpointMatrix, evaluate_matrix, parse_domains
+from train.reporting.matrix_plot import matrix_panels
+from train.reporting.matrix_text import format_matrix
+from train.reporting.plots import save_png
 from train.reporting.results import format_evaluation
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate"
@@ -129,3 +134,30 @@ def test_script_says_what_is_wrong_in_one_line(
     with pytest.raises(SystemExit, match=r"^2$"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert capsys.readouterr().err == "error: --draft-tokens=0: Give at least 1.\n"
+
+
+def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"q": f"how is {n}", "kind": n} for n in ("red", "blue")]
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    domains = parse_domains([asked.data, f"other={tmp_path / 'other.jsonl'}"])
+    assert list(domains) == ["data", "other"]
+    with pytest.raises(UserError, match="two domains called data"):
+        parse_domains([asked.data, "data=x.jsonl"])
+    asked_for = replace(asked, response_column=None, max_new_tokens=4, json=tmp_path / "out.json")
+    settings = CheckpointMatrix(
+        asked_for, domains, templates=["plain"], systems=["short"], output=tmp_path / "cells"
+    )
+    matrix = evaluate_matrix(settings)["matrix"]
+    names = [f"{domain}{suffix}" for domain in domains for suffix in ("", "/plain", "/system_short")]
+    assert [cell["name"] for cell in matrix["cells"]] == names
+    assert [cell["num_prompts"] for cell in matrix["cells"]] == [3, 3, 3, 2, 2, 2]
+    assert json.loads((tmp_path / "out.json").read_text())["matrix"] == json.loads(json.dumps(matrix))
+    assert f"{names[1]} " in format_matrix(matrix)
+    save_png(list(matrix_panels({"matrix": matrix}).values()), tmp_path / "out.png")
+    # All cells are on disk, so that the target is not needed again.
+    monkeypatch.setattr(checkpoint_matrix, "open_target", lambda *_: pytest.fail("the target was loaded"))
+    assert evaluate_matrix(settings)["matrix"] == matrix
+    with pytest.raises(UserError, match="Choose from"):
+        evaluate_matrix(replace(settings, templates=["nothing"]))
+    with pytest.raises(UserError, match="No cell can be measured"):
+        evaluate_matrix(replace(settings, evaluation=replace(asked_for, max_new_tokens=10**6)))

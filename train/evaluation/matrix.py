@@ -7,30 +7,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from train.evaluation.cells import FinishedCell, LeftOut
+from train.evaluation.cells import Cell, LeftOut
 from train.evaluation.replay import PromptAcceptance
 from train.resampling.bootstrap import Floats, Interval, Resamples, interval
 
 NUM_WORST = 3
 
 
-def cell_result(cell: FinishedCell, acceptance: PromptAcceptance) -> dict[str, Any]:
+def cell_result(
+    cell: Cell, prompt_ids: Sequence[str], mean_prompt_tokens: float, acceptance: PromptAcceptance
+) -> dict[str, Any]:
     """Return what evaluation.json has of one cell, but for the comparison with its base cell."""
     return cell_names(cell) | {
         "num_prompts": len(acceptance.by_prompt),
-        "mean_prompt_tokens": cell.mean_prompt_tokens,
-        "prompt_ids": list(cell.prompt_ids),
+        "mean_prompt_tokens": mean_prompt_tokens,
+        "prompt_ids": list(prompt_ids),
         **acceptance.to_json(),
     }
 
 
-def cell_names(cell: FinishedCell) -> dict[str, Any]:
+def cell_names(cell: Cell) -> dict[str, Any]:
     """Return what a cell is called and what it differs in; other cells can have the same prompts."""
     return {
         "name": cell.name,
-        "domain": cell.cell.domain,
-        "condition": cell.cell.condition,
-        "setting": asdict(cell.cell.setting),
+        "domain": cell.domain,
+        "condition": cell.condition,
+        "setting": asdict(cell.setting),
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.reporting.results import at_draft_length, interval_of, with_interval
+from train.tables import aligned
 
 
 def matrix_of(evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -50,3 +51,9 @@ def describe_left_out(matrix: Mapping[str, Any]) -> list[str]:
     for one in matrix["left_out"]:
         names.setdefault(one["reason"], []).append(one["name"])
     return [f"Left out: {', '.join(found)}. {reason}" for reason, found in names.items()]
+
+
+def format_matrix(matrix: Mapping[str, Any]) -> str:
+    """Return the table and the worst cells for the terminal."""
+    lines = [*aligned(matrix_table(matrix)), "", describe_worst(matrix), *describe_left_out(matrix)]
+    return "\n".join(lines)

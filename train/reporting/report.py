@@ -18,7 +18,13 @@ from train.reporting.draft_length import (
 )
 from train.reporting.drift_plots import drift_panels, shown_drift
 from train.reporting.matrix_plot import matrix_panels
-from train.reporting.matrix_text import describe_left_out, describe_worst, matrix_of, matrix_table
+from train.reporting.matrix_text import (
+    describe_left_out,
+    describe_worst,
+    format_matrix,
+    matrix_of,
+    matrix_table,
+)
 from train.reporting.model_card import (
     DRAFT_TOKENS,
     describe_samples,
@@ -114,13 +120,7 @@ def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
         lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
         matrix = matrix_of(evaluation)
         if matrix is not None:
-            lines += [
-                *aligned(matrix_table(matrix)),
-                "",
-                describe_worst(matrix),
-                *describe_left_out(matrix),
-                "",
-            ]
+            lines += [format_matrix(matrix), ""]
         rows = summary_rows(evaluation)
     rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
     for warning in _warnings(evaluation, run_info):

@@ -217,10 +217,11 @@ def replay_matrix(
 
         def compute(cell: FinishedCell = cell) -> dict[str, Any]:
             opened = verified(context, cell)
-            return cell_result(cell, replay_cell(opened, drafter, frozen, longest_draft(draft_tokens)))
+            acceptance = replay_cell(opened, drafter, frozen, longest_draft(draft_tokens))
+            return cell_result(cell.cell, cell.prompt_ids, cell.mean_prompt_tokens, acceptance)
 
         # The same prompts can have another name, of which the result has a part.
-        found.append(passes.run(cell.key, compute) | cell_names(cell))
+        found.append(passes.run(cell.key, compute) | cell_names(cell.cell))
     return matrix_result(found, read_listing(context.artifacts[Stage.cells].directory)[1], draft_tokens)
 
 
