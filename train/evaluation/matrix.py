@@ -4,12 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from train.evaluation.cells import Cell, LeftOut
 from train.evaluation.replay import PromptAcceptance
-from train.resampling.bootstrap import Floats, Interval, Resamples, interval
+from train.resampling.paired import paired_ratio
 
 NUM_WORST = 3
 
@@ -80,30 +77,18 @@ def ratio_at(cell: Mapping[str, Any], base: Mapping[str, Any], index: int) -> di
     common = [one for one in positions[0] if one in positions[1]]
     if not common:
         return None
-    chosen = [[side[one] for one in common] for side in positions]
-    (drafts, accepted), (base_drafts, base_accepted) = (
-        [np.asarray(side["by_prompt"][name][index], float)[indices] for name in ("drafts", "accepted")]
-        for side, indices in zip((cell, base), chosen, strict=True)
+    ours, theirs = (
+        _of_prompts(side, [places[one] for one in common], index)
+        for side, places in zip((cell, base), positions, strict=True)
     )
-    found = paired_ratio(drafts, accepted, base_drafts, base_accepted, Resamples(len(common)))
+    found = paired_ratio(ours, theirs, 0)
     return {"value": found.value, "low": found.low, "high": found.high, "num_prompts": len(common)}
 
 
-def paired_ratio(
-    drafts: ArrayLike,
-    accepted: ArrayLike,
-    base_drafts: ArrayLike,
-    base_accepted: ArrayLike,
-    resamples: Resamples,
-) -> Interval:
-    """Return one acceptance length divided by another, of the same prompts. All: [P]."""
-
-    def length(num_drafts: ArrayLike, num_accepted: ArrayLike) -> Floats:
-        totals = [resamples.prompts @ np.asarray(one, float) for one in (num_accepted, num_drafts)]
-        found: Floats = 1 + totals[0] / totals[1].clip(min=1)
-        return found
-
-    return interval(length(drafts, accepted) / length(base_drafts, base_accepted))
+def _of_prompts(side: Mapping[str, Any], prompts: Sequence[int], index: int) -> dict[str, Any]:
+    """Return the counts of some prompts at one draft length."""
+    counts = side["by_prompt"]
+    return {"by_prompt": {name: [[counts[name][index][one] for one in prompts]] for name in counts}}
 
 
 def worst_cells(cells: Sequence[dict[str, Any]], draft_tokens: int) -> list[str]:

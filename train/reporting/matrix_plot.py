@@ -26,12 +26,12 @@ def matrix_panels(evaluation: Mapping[str, Any]) -> dict[str, Panel]:
         return {}
     conditions, domains = _axes_of(matrix["cells"])
     note = (
-        f"k = {matrix['k']}, temperature 0, by replay. Numbers: acceptance length. Colors: ratio to the same "
+        f"k = {matrix['k']}, temperature 0, by replay. Colors: ratio to the same "
         "prompts without the change. Bold: the 95 % interval of the ratio excludes 1."
     )
     panel = Panel(
         "matrix",
-        "Robustness",
+        "Acceptance length by cell",
         note,
         lambda axes: _draw(axes, matrix["cells"], matrix["k"], conditions, domains),
         height=1.1 + _ROW_INCHES * len(conditions),
