@@ -14,6 +14,7 @@ from tests.train.small_run import RECIPE, arguments
 from tests.train.torchrun import composed, run_here
 from train.config.run import Stage, check, needed_stages, selected_stages
 from train.evaluation.cells import finished_cells
+from train.planning.work import cell_tokens
 
 
 def matrix(other: Path, templates: str = "plain") -> list[str]:
@@ -119,6 +120,9 @@ def test_cells_are_made_where_they_are_measured() -> None:
     robust = composed("quickstart", "eval=robustness", "stages=[evaluate]")
     assert selected_stages(robust) == [Stage.cells, Stage.evaluate]
     assert Stage.cells in needed_stages(robust)
+    # The base cell, four templates and four system prompts with the recipe's longest samples; two lengths.
+    assert cell_tokens(robust) == 32 * (9 * (512 + 96) + 1024 + 96 + 4096 + 96)
+    assert cell_tokens(base) == 0
     trained = composed("quickstart", "eval=robustness", "stages=[train]")
     assert selected_stages(trained) == [Stage.train]
     assert Stage.cells not in needed_stages(trained)
