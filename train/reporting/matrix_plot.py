@@ -48,7 +48,7 @@ def _axes_of(cells: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
 
 def _draw(
     axes: Axes,
-    cells: Sequence[Mapping[str, Any]],
+    cells: Sequence[dict[str, Any]],
     draft_tokens: int,
     conditions: Sequence[str],
     domains: Sequence[str],
