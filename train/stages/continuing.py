@@ -56,7 +56,7 @@ _LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.cells)
 def fixed_inputs(context: RunContext) -> dict[str, Any]:
     """Return the settings that cannot change when a training is continued."""
     config = context.config
-    drafter = plain(asdict(config.drafter))
+    drafter = without_unused(plain(asdict(config.drafter)))
     drafter.pop("init_revision")
     if drafter.pop("init_from") is not None:
         drafter["init_from"] = context.initial_fingerprint
@@ -74,6 +74,17 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
         "seed": context.train_seed,
     }
     return json.loads(json.dumps(fixed))  # as it is read from a file
+
+
+def without_unused(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without those of options that are off and that earlier versions did not have.
+
+    So the fingerprint of a training is what it was, and its result is reused and continued.
+    """
+    off = {name for name in ("sliding_window", "early_stop_validations") if settings.get(name, 0) is None}
+    if not settings.get("position_gap_probability", True):
+        off |= {"position_gap_probability", "position_gap_tokens"}
+    return {name: value for name, value in settings.items() if name not in off}
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from train.stages.continuing import (
     plain,
     prepared,
     validation_inputs,
+    without_unused,
 )
 from train.stages.vocab import load_vocab
 from train.trainer.average import WeightAverage
@@ -70,8 +71,6 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "seed",
     ):
         training.pop(name)
-    if training["early_stop_validations"] is None:  # as before there was this setting
-        training.pop("early_stop_validations")
     optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
     optim.pop("max_skipped_steps")
     return {
@@ -80,7 +79,7 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "max_samples": config.capture.max_samples,
         "vocab": context.artifacts[Stage.vocab].key,
         "optim": plain(optim),
-        "train": plain(training),
+        "train": plain(without_unused(training)),
         "draft_tokens": config.evaluate.draft_tokens,
         **validation_inputs(context),
     } | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})

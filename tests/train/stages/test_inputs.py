@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -175,3 +176,30 @@ def test_other_conversations_are_other_data(small_target: EmbeddedTarget, tmp_pa
     before = _keys(*settings)
     source.write_text(source.read_text().replace("return", "yield!", 1))
     assert _changed(before, _keys(*settings)) == set(STAGES)
+
+
+def test_options_that_are_off_leave_no_trace_in_what_a_training_depends_on(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    settings = arguments(small_target, tmp_path)
+
+    def of_training(*changes: str) -> dict[str, Any]:
+        context = RunContext(composed(RECIPE, *settings, *changes), World(rank=0, local_rank=0, size=1))
+        for stage, definition in STAGES.items():
+            context.artifacts[stage] = Artifact.locate(tmp_path, stage.value, definition.inputs(context))
+            if stage is Stage.train:
+                break
+        return context.artifacts[Stage.train].inputs
+
+    before = of_training()
+    assert "sliding_window" not in before["fixed"]["drafter"]
+    assert not {"position_gap_probability", "position_gap_tokens", "early_stop_validations"} & set(
+        before["train"]
+    )
+    assert of_training("drafter.sliding_window=16")["fixed"]["drafter"]["sliding_window"] == 16
+    on = of_training("train.position_gap_probability=0.5", "train.early_stop_validations=3")["train"]
+    assert on.items() - before["train"].items() == {
+        ("position_gap_probability", 0.5),
+        ("position_gap_tokens", 2048),
+        ("early_stop_validations", 3),
+    }
