@@ -27,7 +27,7 @@ def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
     assert list(found) == ["environment", "parity"]
     names = {one["name"] for one in found["environment"]["figures"]}
     assert names >= {"torch", "transformers", "deepspeed", "vLLM", "processor"}
-    assert len(found["parity"]["checks"]) == 10
+    assert len(found["parity"]["checks"]) == 12
     assert "2 passed, 0 failed, 0 not run" in done.stdout
     assert "2 passed, 0 failed, 0 not run" in (tmp_path / "index.html").read_text()
 
