@@ -17,6 +17,10 @@ class StateRequest:
     loss_mask: Tensor  # bool [T]
 
 
+class ReceiverGone(FileNotFoundError):
+    """The error of a delivery to a trainer that has ended."""
+
+
 class Arrivals(Protocol):
     """The trainer's side of a transport."""
 
@@ -40,6 +44,9 @@ class Transport(Arrivals, Protocol):
         """Deliver a sample, on the producer's side.
 
         aux [T, A, Ht]; final [T, Ht] is before the final norm.
+
+        Raises:
+            ReceiverGone: the trainer has ended.
         """
         ...
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.samples import CapturedSample
 from data.store.codec import Encoding, decode, encode, encoded_bytes, kept_rows
-from data.transport.protocol import StateRequest
+from data.transport.protocol import ReceiverGone, StateRequest
 from eagle31.errors import UserError
 
 MEMORY = Path("/dev/shm")
@@ -54,7 +54,7 @@ class Spool:
 
         Raises:
             UserError: the disk is full.
-            FileNotFoundError: the directory no longer exists.
+            ReceiverGone: the directory no longer exists.
         """
         sample = CapturedSample(request.input_ids, request.loss_mask, aux, final)
         tensors = {name: value.cpu().contiguous() for name, value in encode(sample, self.encoding).items()}
@@ -67,9 +67,8 @@ class Spool:
             temporary.replace(self._path(request.key))
         except (FileNotFoundError, SafetensorError) as error:
             if not self.directory.is_dir():
-                raise FileNotFoundError(
-                    f"{self.directory}: the trainer that made this directory has ended"
-                ) from error
+                reason = f"{self.directory}: the trainer that made this directory has ended"
+                raise ReceiverGone(reason) from error
             if _DISK_FULL in str(error):
                 remedy = "The disk is full: free some space, or lower capture.spool_gb."
                 raise UserError("capture.spool_dir", self.directory, remedy) from error

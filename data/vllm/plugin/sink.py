@@ -2,6 +2,7 @@
 
 import json
 import queue
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from data.samples import CapturedSample
 from data.store.codec import Encoding
 from data.store.writer import StoreWriter
 from data.transport.opening import open_transport
-from data.transport.protocol import StateRequest, Transport
+from data.transport.protocol import ReceiverGone, StateRequest, Transport
 from data.vllm.capture_request import CaptureRequest
 from data.vllm.plugin.cache_copy import HostCopy
 
@@ -113,7 +114,12 @@ class StateSink:
         else:
             if name not in self._transports:
                 self._transports[name] = open_transport(capture.destination)
-            self._transports[name].put(StateRequest(capture.key, pending.input_ids, mask), aux, final)
+            try:
+                self._transports[name].put(StateRequest(capture.key, pending.input_ids, mask), aux, final)
+            except ReceiverGone as reason:
+                # Nobody waits for these states, and other trainers may use this server.
+                del self._transports[name]
+                print(f"states of {capture.key} are dropped: {reason}", file=sys.stderr, flush=True)
 
 
 def _open_writer(destination: Mapping[str, Any], name: str) -> StoreWriter:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from data.samples import CapturedSample
 from data.store.codec import CODECS, Encoding, decode, encode
-from data.transport.protocol import StateRequest
+from data.transport.protocol import ReceiverGone, StateRequest
 from data.transport.spool import MEMORY, Spool, file_bytes, open_spool
 from eagle31.errors import UserError
 
@@ -109,7 +109,7 @@ def test_a_sample_may_be_discarded_while_it_is_put(base: Path, monkeypatch: pyte
 
 def test_a_spool_that_is_gone_is_an_error(tmp_path: Path) -> None:
     request = _request()
-    with pytest.raises(FileNotFoundError, match="has ended"):
+    with pytest.raises(ReceiverGone, match="has ended"):
         Spool(tmp_path / "gone", Encoding()).put(request, *_states(request))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, captured_ids
+from data.transport.spool import Spool
 from data.vllm.capture_request import CaptureRequest, store_destination
 from data.vllm.plugin.cache_copy import CacheReader
 from data.vllm.plugin.sink import PendingWrite, StateSink
@@ -83,3 +84,21 @@ def test_what_cannot_be_written_is_reported(tmp_path: Path) -> None:
         sink.close()
     with pytest.raises(FileExistsError):
         sink.check()
+
+
+def test_a_trainer_that_has_ended_costs_its_own_states_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "alive").mkdir()
+    spools = {name: Spool(tmp_path / name, Encoding("exact", "all")) for name in ("gone", "alive")}
+    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20)
+    input_ids, mask = torch.arange(6), torch.ones(6, dtype=torch.bool)
+    for number, name in enumerate(("gone", "alive", "gone", "alive")):
+        copy = CacheReader(make_cache()).copy([5, 2, 6], 6)
+        capture = CaptureRequest.of(spools[name].to_json(), f"key-{number}", input_ids.tolist(), mask)
+        sink.submit(PendingWrite(capture, input_ids, copy))
+    sink.close()
+    assert [spools["alive"].arrived(f"key-{number}") for number in range(4)] == [False, True, False, True]
+    dropped = capsys.readouterr().err
+    assert [f"key-{number} are dropped" in dropped for number in range(4)] == [True, False, True, False]
+    assert sink.has_room(1 << 20)
