@@ -77,10 +77,20 @@ def parse_side(text: str) -> Side:
     Raises:
         UserError: it has no name that can be that of a directory, or no override.
     """
-    name, _, rest = text.partition("=")
-    overrides = tuple(shlex.split(rest))
-    if not re.fullmatch(r"[\w.+-]+", name) or not overrides or not all("=" in one for one in overrides):
-        raise UserError("--side", text, 'Give NAME=OVERRIDES, such as "linear=optim.schedule=linear".')
+    name, overrides = named_overrides("--side", text, example="linear=optim.schedule=linear")
     if name in known_sides():
         raise UserError("--side", text, f"{name} is the name of another side; choose another name.")
     return Side(name, overrides)
+
+
+def named_overrides(option: str, text: str, *, example: str) -> tuple[str, tuple[str, ...]]:
+    """Parse NAME=OVERRIDES, with any number of overrides of the recipe.
+
+    Raises:
+        UserError: it has no name that can be that of a directory, or no override.
+    """
+    name, _, rest = text.partition("=")
+    overrides = tuple(shlex.split(rest))
+    if not re.fullmatch(r"[\w.+-]+", name) or not overrides or not all("=" in one for one in overrides):
+        raise UserError(option, text, f'Give NAME=OVERRIDES, such as "{example}".')
+    return name, overrides

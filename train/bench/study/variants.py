@@ -1,12 +1,10 @@
 """The variants of the drafter and of its training that the study compares."""
 
-import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle31.errors import UserError
-from train.bench.quality.sides import Side
+from train.bench.quality.sides import Side, named_overrides
 
 REFERENCE = "eagle3"
 _DATA_KEYS = ("data.", "capture.")
@@ -77,8 +75,4 @@ def parse_variant(text: str) -> Variant:
     Raises:
         UserError: it has no name that can be that of a directory, or no override.
     """
-    name, _, rest = text.partition("=")
-    overrides = tuple(shlex.split(rest))
-    if not re.fullmatch(r"[\w.+-]+", name) or not overrides or not all("=" in one for one in overrides):
-        raise UserError("--variant", text, 'Give NAME=OVERRIDES, such as "deep=drafter.num_hidden_layers=2".')
-    return Variant(name, overrides)
+    return Variant(*named_overrides("--variant", text, example="deep=drafter.num_hidden_layers=2"))
