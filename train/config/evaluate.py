@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from data.text.perturbation import PromptSetting, check_setting
+from data.text.perturbation import check_system, check_template
 from eagle31.errors import UserError, require_positive
 
 # A lengthened prompt can have this many tokens more than the setting names, for where texts are joined.
@@ -99,13 +99,12 @@ def check_matrix(matrix: MatrixConfig) -> None:
         if domain.source is None and domain.category_column is not None:
             remedy = "The run's held-out prompts have no categories; give a source."
             raise UserError(f"{key}.category_column", domain.category_column, remedy)
-    for field_name, settings in {
-        "templates": [PromptSetting(template=one) for one in matrix.templates],
-        "systems": [PromptSetting(system=one) for one in matrix.systems],
-        "context_tokens": [PromptSetting(context_tokens=one) for one in matrix.context_tokens],
-    }.items():
-        for setting in settings:
-            check_setting(setting, f"evaluate.matrix.{field_name}")
+    for template in matrix.templates:
+        check_template(template, "evaluate.matrix.templates")
+    for system in matrix.systems:
+        check_system(system, "evaluate.matrix.systems")
+    for num_tokens in matrix.context_tokens:
+        require_positive({"evaluate.matrix.context_tokens": num_tokens})
     if matrix.validation_cells and not matrix.domains:
         remedy = "There are no cells; give evaluate.matrix.domains, for example with eval=robustness."
         raise UserError("evaluate.matrix.validation_cells", matrix.validation_cells, remedy)
