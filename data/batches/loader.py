@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from data.batches.balance import balanced
-from data.batches.packing import pack_epoch
 from data.batches.position_gaps import PositionGaps
+from data.batches.row_order import RowOrder
 from data.batches.row_schedule import RowSchedule, check_divisible
 from data.samples import CapturedSample, HiddenStateSource
 from eagle31.errors import UserError
@@ -35,6 +36,14 @@ class OrderedSource(HiddenStateSource, Protocol):
     def expect(self, indices: Sequence[int]) -> None: ...
     def collect_stats(self) -> SourceStats: ...
     def stop(self) -> None: ...
+
+
+@runtime_checkable
+class StoredSource(HiddenStateSource, Protocol):
+    """A source whose samples are in files, each of which holds several."""
+
+    @property
+    def files(self) -> NDArray: ...  # the file of each sample, from 0, int [num_samples]
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class RowLoader:
         steps_announced: how many steps are announced to an `OrderedSource`, at most one epoch.
         begin: where the first step begins that is loaded.
         position_gaps: the gaps in the samples' positions; None for none.
+        shuffle_window_tokens: rows are shuffled within windows of whole files with at least this many tokens
+            (`RowOrder`), which takes a source that is a `StoredSource`; None shuffles over all samples.
 
     Raises:
         UserError: the rows of a step cannot be divided equally among the ranks, or the data has too few rows
@@ -86,6 +97,7 @@ class RowLoader:
         steps_announced: int = 64,
         begin: RowPosition = RowPosition(),
         position_gaps: PositionGaps | None = None,
+        shuffle_window_tokens: int | None = None,
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
@@ -99,8 +111,15 @@ class RowLoader:
         self.steps_ahead = steps_ahead
         self.begin = begin
         self.position_gaps = position_gaps
-        self._packed = {begin.epoch: pack_epoch(source.lengths, row_tokens, seed, begin.epoch)}
-        self.rows_per_epoch = len(self._packed[begin.epoch])
+        self._order = RowOrder(
+            source.lengths,
+            row_tokens,
+            seed,
+            files=None if shuffle_window_tokens is None else files_of(source),
+            window_tokens=shuffle_window_tokens,
+            begin_epoch=begin.epoch,
+        )
+        self.rows_per_epoch = self._order.rows_per_epoch
         self.steps_announced = min(steps_announced, self.rows_per_epoch // self.schedule.final)
         # A single thread reads the steps in the order in which they are announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
@@ -111,7 +130,7 @@ class RowLoader:
 
     def rows(self, step: int) -> list[list[int]]:
         """Return the sample indices of each of this rank's rows of a step."""
-        rows = [self._row(epoch, index) for epoch, index in self._positions(step)]
+        rows = [self._order.row(epoch, index) for epoch, index in self._positions(step)]
         if self.costs is None or self.world_size == 1:
             return rows[self.rank :: self.world_size]
         costs = [sum(self.costs[sample] for sample in row) for row in rows]
@@ -132,13 +151,8 @@ class RowLoader:
 
     def step_samples(self, step: int) -> list[int]:
         """Return the sample indices of a step on all ranks, ascending."""
-        epochs = dict(self._packed)  # the background thread replaces it
-        found: list[int] = []
-        for epoch, row_index in self._positions(step):
-            if epoch not in epochs:
-                epochs[epoch] = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)
-            found += epochs[epoch][row_index]
-        return sorted(found)
+        rows = (self._order.row(epoch, index) for epoch, index in self._positions(step))
+        return sorted(index for row in rows for index in row)
 
     def read_ahead(self, step: int) -> None:
         """Start to read this step and the following ones, `steps_ahead` in all, in the background.
@@ -203,12 +217,11 @@ class RowLoader:
         for ahead in range(start, self._announced):
             source.expect([index for row in self.rows(ahead) for index in row])
 
-    def _row(self, epoch: int, row_index: int) -> list[int]:
-        if epoch not in self._packed:
-            # Announced rows can belong to the epoch after the one that is being read.
-            packed = pack_epoch(self.source.lengths, self.row_tokens, self.seed, epoch)
-            self._packed = {e: rows for e, rows in self._packed.items() if e == epoch - 1} | {epoch: packed}
-        return self._packed[epoch][row_index]
+
+def files_of(source: HiddenStateSource) -> NDArray:
+    """Return the file of each sample of a source that has files, int [num_samples]."""
+    assert isinstance(source, StoredSource), source
+    return source.files
 
 
 def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:

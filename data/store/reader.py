@@ -70,6 +70,7 @@ class HiddenStateStore:
         index = read_index(self.directory, manifest)
         self.sample_ids: list[int] = index["sample_ids"].tolist()  # in the tokenised dataset; ascending
         self.lengths: list[int] = index["rows"][:, 0].tolist()
+        self.files: NDArray = index["shards"]  # the shard of each sample, int32 [num_samples]
         self._reader = SampleReader(self.directory, [shard["file"] for shard in self.shards], index)
 
     def __len__(self) -> int:

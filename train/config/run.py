@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, CaptureSource, check_capture
+from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, check_capture
 from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
 from train.config.evaluate import EvaluateConfig, check_evaluate
@@ -101,6 +101,7 @@ def check(config: RunConfig) -> None:
     check_launcher(config.launcher)
     check_lengths(config)
     check_head(config)
+    check_order(config)
     if config.target.engine is TargetEngine.vllm:
         check_temperatures(
             {
@@ -161,6 +162,19 @@ def check_head(config: RunConfig) -> None:
     if fraction and not config.drafter.train_lm_head:
         remedy = "The draft head is not trained: give 0, or drafter.train_lm_head=true."
         raise UserError("optim.head_start_fraction", fraction, remedy)
+
+
+def check_order(config: RunConfig) -> None:
+    """Raise UserError for windows that are smaller than a row, or that there cannot be without a store."""
+    tokens = config.train.shuffle_window_tokens
+    if tokens is None:
+        return
+    if config.capture.mode is CaptureMode.online:
+        remedy = "States that training reads online are in no files: give null, or capture.mode=offline."
+        raise UserError("train.shuffle_window_tokens", tokens, remedy)
+    if tokens < config.train.row_tokens:
+        remedy = f"A window must hold more than a row ({config.train.row_tokens} tokens); give null for none."
+        raise UserError("train.shuffle_window_tokens", tokens, remedy)
 
 
 def check_lengths(config: RunConfig) -> None:

@@ -128,6 +128,10 @@ class TrainConfig:
     position_gap_probability: float = 0.0
     position_gap_tokens: int = 2048  # The longest jump; shorter ones are as likely.
     row_tokens: int = 2048  # Length of a packed row in tokens; the longest sample must fit.
+    # Shuffle within windows of this many tokens instead of over all samples: files of the store are joined
+    # in random order, so that a file is read during one window only. For capture.mode=offline with stores
+    # that are slow to read at random (docs/capture.md). null: over all samples.
+    shuffle_window_tokens: int | None = None
     rows_per_step: int = 8  # Packed rows of one optimizer step, over all ranks.
     # Packed rows of the first optimizer steps, over all ranks; the number doubles until it is rows_per_step.
     # null: every step has rows_per_step. No ablation supports it yet.
@@ -209,7 +213,7 @@ def check_train(train: TrainConfig, *, pruned: bool) -> None:
     """
     counts = ("ttt_steps", "row_tokens", "rows_per_step", "num_epochs", "position_gap_tokens")
     intervals = ("log_every", "validate_every", "save_every", "keep_checkpoints", "keep_weights_every")
-    positive = (*counts, *intervals, "early_stop_validations")
+    positive = (*counts, *intervals, "early_stop_validations", "shuffle_window_tokens")
     require_positive({f"train.{name}": getattr(train, name) for name in positive})
     for name in ("lk_eta", "diagnose_every"):
         if not getattr(train, name) >= 0:

@@ -6,7 +6,8 @@ from functools import partial
 import deepspeed
 import torch
 
-from data.batches.loader import RowLoader, RowPosition
+from data.batches.loader import RowLoader, RowPosition, files_of
+from data.batches.row_order import RowOrder
 from data.batches.row_schedule import RowSchedule
 from data.capture.tokens import dataset_supervision
 from data.samples import CapturedSample, HiddenStateSource
@@ -97,6 +98,24 @@ def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequen
     return [str(name) for name in training_samples(context).select(indices)["id"]]
 
 
+def num_rows_per_epoch(context: RunContext, source: HiddenStateSource, epoch: int) -> int:
+    """Return the number of packed rows that every epoch of the source has.
+
+    Args:
+        epoch: any; it saves work if it is the one that is read next.
+    """
+    window_tokens = context.config.train.shuffle_window_tokens
+    order = RowOrder(
+        source.lengths,
+        context.config.train.row_tokens,
+        context.train_seed,
+        files=files_of(source) if window_tokens else None,
+        window_tokens=window_tokens,
+        begin_epoch=epoch,
+    )
+    return order.rows_per_epoch
+
+
 def row_loader(
     context: RunContext,
     source: HiddenStateSource,
@@ -117,6 +136,7 @@ def row_loader(
         pin_memory=world.device.type == "cuda",
         begin=begin,
         position_gaps=position_gaps_of(config.train, context.train_seed),
+        shuffle_window_tokens=config.train.shuffle_window_tokens,
     )
 
 

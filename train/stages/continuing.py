@@ -81,7 +81,8 @@ def without_unused(settings: dict[str, Any]) -> dict[str, Any]:
 
     So the fingerprint of a training is what it was, and its result is reused and continued.
     """
-    off = {name for name in ("sliding_window", "early_stop_validations") if settings.get(name, 0) is None}
+    optional = ("sliding_window", "early_stop_validations", "shuffle_window_tokens")
+    off = {name for name in optional if settings.get(name, 0) is None}
     if not settings.get("position_gap_probability", True):
         off |= {"position_gap_probability", "position_gap_tokens"}
     return {name: value for name, value in settings.items() if name not in off}

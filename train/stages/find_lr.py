@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowPosition
-from data.batches.packing import pack_epoch
 from data.batches.row_schedule import RowSchedule
 from data.samples import HiddenStateSource
 from eagle31.errors import UserError
@@ -25,7 +24,7 @@ from train.optim.short_runs import (
     rounded,
     scaled_rate,
 )
-from train.stages.building import new_drafter, new_engine, row_loader
+from train.stages.building import new_drafter, new_engine, num_rows_per_epoch, row_loader
 from train.stages.capture import open_source
 from train.stages.train import steps_of_epochs
 from train.stages.vocab import load_vocab
@@ -83,8 +82,7 @@ def _max_steps(context: RunContext, source: HiddenStateSource) -> int:
     train = context.config.train
     if train.max_steps is not None:
         return train.max_steps
-    num_rows = len(pack_epoch(source.lengths, train.row_tokens, context.train_seed, epoch=0))
-    return steps_of_epochs(train, num_rows, TrainState())
+    return steps_of_epochs(train, num_rows_per_epoch(context, source, epoch=0), TrainState())
 
 
 def _short_run(

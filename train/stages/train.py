@@ -28,6 +28,7 @@ from train.stages.building import (
     expected_speed,
     new_drafter,
     new_engine,
+    num_rows_per_epoch,
     row_flops,
     row_loader,
 )
@@ -208,8 +209,8 @@ def run_steps(context: RunContext, source: HiddenStateSource, state: TrainState)
     if train.max_steps is not None:
         max_steps = train.max_steps
     else:
-        rows = pack_epoch(source.lengths, train.row_tokens, context.train_seed, state.epoch)
-        max_steps = steps_of_epochs(train, len(rows), state)
+        rows_per_epoch = num_rows_per_epoch(context, source, state.epoch)
+        max_steps = steps_of_epochs(train, rows_per_epoch, state)
     if state.step and state.step == state.continued_at and state.step >= max_steps:
         remedy = f"These epochs end with step {max_steps}, and the training to continue is at {state.step}."
         raise UserError("train.num_epochs", train.num_epochs, f"{remedy} Give more, or give train.max_steps.")

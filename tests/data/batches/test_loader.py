@@ -210,7 +210,7 @@ def test_steps_are_announced_to_an_ordered_source(rank: int, monkeypatch: pytest
         packed.append(epoch)
         return pack_epoch(lengths, row_tokens, seed, epoch)
 
-    monkeypatch.setattr("data.batches.loader.pack_epoch", pack)
+    monkeypatch.setattr("data.batches.row_order.pack_epoch", pack)
     source = OrderedListSource()
     loader = RowLoader(
         source, row_tokens=ROW_TOKENS, rows_per_step=2, rank=rank, world_size=2, seed=0, steps_announced=100

@@ -307,3 +307,22 @@ def test_a_frozen_head_is_not_trained_late() -> None:
     config.drafter.train_lm_head = False
     with pytest.raises(UserError, match=r"optim\.head_start_fraction=0\.5: .* drafter\.train_lm_head=true"):
         check(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"train.shuffle_window_tokens": 0}, "greater than 0"),
+        ({"train.shuffle_window_tokens": 1000, "train.row_tokens": 2048}, "more than a row"),
+        ({"train.shuffle_window_tokens": 1 << 20, "capture.mode": CaptureMode.online}, "capture.mode=offline"),
+    ],
+)
+def test_windows_need_files_and_room_for_a_row(changes: dict[str, Any], remedy: str) -> None:
+    config = RunConfig()
+    for key, value in changes.items():
+        group, name = key.split(".")
+        setattr(getattr(config, group), name, value)
+    with pytest.raises(UserError, match=rf"train\.shuffle_window_tokens.*{remedy}"):
+        check(config)
+    config.train.shuffle_window_tokens = None
+    check(config)
