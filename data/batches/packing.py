@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle31.errors import UserError
 
 
-def pack_epoch(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def pack_epoch(lengths: Sequence[int] | NDArray, row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Pack every sample once into rows of at most `row_tokens` tokens: shuffled best-fit decreasing.
 
     Packing the longest samples first wastes the fewest tokens. It also gives every epoch the same number of
@@ -34,7 +35,7 @@ def pack_epoch(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -
     return [rows[i] for i in generator.permutation(len(rows))]
 
 
-def _best_fit(samples: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+def _best_fit(samples: Sequence[int], lengths: Sequence[int] | NDArray, row_tokens: int) -> list[list[int]]:
     """Put each sample, in order, into the row in which it leaves the least room."""
     rows: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]

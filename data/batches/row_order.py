@@ -53,7 +53,8 @@ class RowOrder:
         self._packed: OrderedDict[tuple[int, int], list[list[int]]] = OrderedDict()
         self._ends: dict[int, tuple[NDArray, NDArray]] = {}
         self._lock = Lock()
-        self._num_rows = np.array([len(self._rows(begin_epoch, w)) for w in range(len(self._windows or [0]))])
+        num_windows = 1 if self._windows is None else len(self._windows)
+        self._num_rows = np.array([len(self._rows(begin_epoch, window)) for window in range(num_windows)])
         self.rows_per_epoch = int(self._num_rows.sum())
 
     def row(self, epoch: int, index: int) -> list[int]:

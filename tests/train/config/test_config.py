@@ -314,7 +314,10 @@ def test_a_frozen_head_is_not_trained_late() -> None:
     [
         ({"train.shuffle_window_tokens": 0}, "greater than 0"),
         ({"train.shuffle_window_tokens": 1000, "train.row_tokens": 2048}, "more than a row"),
-        ({"train.shuffle_window_tokens": 1 << 20, "capture.mode": CaptureMode.online}, "capture.mode=offline"),
+        (
+            {"train.shuffle_window_tokens": 1 << 20, "capture.mode": CaptureMode.online},
+            "capture.mode=offline",
+        ),
     ],
 )
 def test_windows_need_files_and_room_for_a_row(changes: dict[str, Any], remedy: str) -> None:
