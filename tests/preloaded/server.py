@@ -8,16 +8,19 @@ library only, because it runs in several environments.
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
 import json
 import multiprocessing.spawn
 import os
+import platform
 import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 _FLAGS = ("-u", "-I", "-P")
 _MAX_DESCRIPTORS, _FIRST_FREE = 64, 500  # passed by a client; above those that it can pass
+_NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # the last one hides those of other processes
 
 
 def serve(path: str, watched: int) -> dict[str, Any]:
@@ -54,8 +58,14 @@ def guard(connection: socket.socket) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, _MAX_DESCRIPTORS)
     request: dict[str, Any] = json.loads(message)
+    try:
+        enter_namespaces_of(connection)
+    except FileNotFoundError:
+        os._exit(0)  # the client has ended
     process = os.fork()
     if process == 0:
+        with contextlib.suppress(ConnectionError):
+            connection.send(b"%d" % os.getpid())  # in the client's namespace, unlike `process`
         connection.close()
         take_over(request["descriptors"], descriptors)
         return request
@@ -63,8 +73,6 @@ def guard(connection: socket.socket) -> dict[str, Any]:
         os.close(number)
     os.setsid()
     end = os.pidfd_open(process)
-    with contextlib.suppress(ConnectionError):
-        connection.send(b"%d" % process)
     sources: list[Any] = [connection, end]
     if end not in select.select(sources, [], [])[0]:
         os.kill(process, signal.SIGKILL)
@@ -72,6 +80,22 @@ def guard(connection: socket.socket) -> dict[str, Any]:
     with contextlib.suppress(ConnectionError):
         connection.send(b"%d" % status)
     os._exit(0)
+
+
+def enter_namespaces_of(connection: socket.socket) -> None:
+    """Enter those namespaces of the client that are not this process's; its program then starts in them."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    client = Path(f"/proc/{struct.unpack('3i', credentials)[0]}/ns")
+    with contextlib.ExitStack() as stack:
+        descriptors = [
+            stack.enter_context((client / name).open())
+            for name in _NAMESPACES
+            if os.readlink(client / name) != os.readlink(f"/proc/self/ns/{name}")
+        ]
+        libc = ctypes.CDLL(None, use_errno=True)
+        for descriptor in descriptors:
+            if libc.setns(descriptor.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
 
 
 def take_over(numbers: Sequence[int], received: Sequence[int]) -> None:
@@ -96,6 +120,7 @@ def run(request: dict[str, Any], base: list[str]) -> None:
     os.setsid()
     client = request["process"]
     os.getppid = lambda: _parent_of(client)
+    platform._uname_cache = None  # type: ignore[attr-defined]  # the client may have another host name
     arguments = request["arguments"]
     flags = set()
     while arguments[0] in _FLAGS:

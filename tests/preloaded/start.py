@@ -1,8 +1,8 @@
 """Interpreters that start at once: a program is run by a fork of a process that has imported its modules.
 
-Most of the time of a short run is spent on imports. Killing such an interpreter kills its program. A test
-starts a real one where it looks at a process's memory, threads, command line or children: among them are
-tests of torchrun, of train/main.py and of a vLLM server.
+Most of the time of a short run is spent on imports. Killing such an interpreter kills its program, which runs
+in the interpreter's namespaces. A test starts a real one where it looks at a process's memory, threads,
+command line or children: among them are tests of torchrun, of train/main.py and of a vLLM server.
 """
 
 import fcntl
@@ -34,6 +34,11 @@ def end_session() -> None:
     shutil.rmtree(os.environ.pop(_DIRECTORY), ignore_errors=True)
 
 
+def interpreters() -> Path:
+    """Return the directory of the session's interpreters."""
+    return Path(os.environ[_DIRECTORY])
+
+
 def interpreter(name: str, python: str, modules: Sequence[str], environment: dict[str, str]) -> Path:
     """Return the path of an interpreter; the first caller of the session starts its server.
 
@@ -43,7 +48,7 @@ def interpreter(name: str, python: str, modules: Sequence[str], environment: dic
         modules: the modules that its programs find imported.
         environment: the environment variables at the time of these imports.
     """
-    directory = Path(os.environ[_DIRECTORY]) / name
+    directory = interpreters() / name
     directory.mkdir(exist_ok=True)
     path = directory / "bin" / "python"
     with (directory / "lock").open("w") as lock:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.preloaded.start import interpreter
+from tests.train.launch.machines import SEPARATE, Machine, namespaces, require_namespaces
 
 PROGRAM = """
 import os, sys
@@ -108,6 +109,21 @@ def test_a_spawned_process_is_a_fork_that_ends_with_its_parent(python: Path, pro
         assert str(python) in Path(f"/proc/{process}/cmdline").read_text()
         started.kill()
         assert started.stdout.read() == ""  # the child has the other end, too
+
+
+def test_a_program_is_in_the_namespaces_of_its_parent(python: Path) -> None:
+    require_namespaces()
+    line = "import os, platform; print(os.getpid(), platform.node(), os.listdir('/sys/class/net'))"
+    setup = "hostname apart && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /mnt && touch /mnt/apart"
+    line += "; print(os.listdir('/mnt'), os.listdir('/proc/self/task') == [str(os.getpid())])"
+    with namespaces(SEPARATE, setup) as process:
+        machine = Machine("apart", "", process)
+        printed = subprocess.run(
+            machine.inside(str(python), "-c", line), capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    number, host, rest = printed.split(maxsplit=2)
+    assert int(number) < 100
+    assert (host, rest) == ("apart", "['lo']\n['apart'] True\n")
 
 
 def test_an_error_has_its_traceback(python: Path, program: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 PROGRAMS = ("unshare", "nsenter", "ip", "mount", "hostname")
 PRIVATE = (Path("/dev/shm"), Path("/tmp"))
+SEPARATE = ("--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc")
 _HUB_ADDRESS, _ADDRESSES = "10.77.0.1/24", "10.77.0.{}"
 _FIRST_DESCRIPTOR = 10  # bash uses lower ones itself
 
@@ -73,8 +74,7 @@ def running_machines(
         run(machines.at_hub("ip", "link", "set", "hub", "up"))
         for number, name in enumerate(names, 2):
             setup = machine_setup(name, shared, [*PRIVATE, *private])
-            separate = ["--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc"]
-            process_id = stack.enter_context(namespaces(separate, setup))
+            process_id = stack.enter_context(namespaces(SEPARATE, setup))
             machine = Machine(name, _ADDRESSES.format(number), process_id)
             peer = ["peer", "name", "eth0", "netns", str(process_id)]
             run(machines.at_hub("ip", "link", "add", name, "type", "veth", *peer))

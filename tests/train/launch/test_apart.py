@@ -1,7 +1,6 @@
 """Recipes on nodes that share neither loopback nor /dev/shm nor /tmp, on stand-ins. Needs root.
 
-Each runs by the command for two nodes in its header. A run takes about 100 CPU seconds, 25 of them for
-vLLM's start.
+Each runs by the command for two nodes in its header.
 """
 
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from data.vllm.environment import KEY_VARIABLE, check_mooncake
 from eagle31.json_files import read_json
+from tests.preloaded.start import PYTHON, interpreters
 from tests.recipes.headers import RECIPES, header_commands
 from tests.recipes.stand_ins import StandIn, save_stand_in, small_run
 from tests.train.launch.machines import Machine
@@ -27,7 +27,10 @@ STEPS = 3
 NUM_LAYERS, AUX_LAYER_IDS = 4, [1, 2, 3]
 UP_TO_TRAINING = "stages=[data,vocab,answers,capture,train]"
 RUN_SECONDS = 500
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("preloaded_servers", "preloaded_children"),
+]
 
 
 def small_stand_in(recipe: str, directory: Path) -> StandIn:
@@ -44,7 +47,7 @@ def stand_in(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Sta
 def nodes(stand_in: StandIn, output_dir: Path, shared: bool) -> Iterator[tuple[Cluster, Machine, Machine]]:
     """Start two nodes that see the stand-in, each with its own output directory unless that is shared."""
     output_dir.mkdir()
-    seen = [stand_in.train.parent, *([output_dir] if shared else [])]
+    seen = [stand_in.train.parent, interpreters(), *([output_dir] if shared else [])]
     # Also where the test's directory is not in /tmp.
     own = [] if shared else [output_dir]
     with running_apart_cluster(seen, own) as cluster:
@@ -81,7 +84,7 @@ def key_of_servers(output_dir: Path) -> str | None:
     """Return the key in the environment of the run's scripts/serve_target; None: it has not started yet."""
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if f"output_dir={output_dir}" in command and str(ROOT / "scripts" / "serve_target") in command[:2]:
+        if f"output_dir={output_dir}" in command and str(ROOT / "scripts" / "serve_target") in command[:4]:
             return process.environ().get(KEY_VARIABLE)
     return None
 
@@ -109,11 +112,16 @@ def test_a_server_on_another_node_with_a_shared_output_directory(
 
 
 def test_a_server_on_another_node_with_nothing_shared_but_mooncake(
-    stand_in: StandIn, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
+    stand_in: StandIn,
+    vllm_python: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not request.config.getoption("--full"):
         pytest.skip("--full runs it: another run on two nodes")
     check_mooncake(vllm_python)
+    monkeypatch.setattr(sys, "executable", PYTHON)  # the job finds mooncake_master next to it
     output_dir = tmp_path / "run"
     through = ["capture.transport=mooncake", "capture.mooncake.segment_gb=0.05"]
     with nodes(stand_in, output_dir, shared=False) as (cluster, first, second):
