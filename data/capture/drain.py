@@ -3,15 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from data.capture.offline import (
-    CapturedStates,
-    StoreSpec,
-    check_space,
-    finish_store,
-    open_store,
-    store_fields,
-)
+from data.capture.finishing import finish_store
 from data.capture.online import OnlineStates
+from data.capture.opening import CapturedStates, StoreSpec, check_space, open_store, store_fields
 from data.progress import Progress
 from data.store.shards import refuse
 from data.store.writer import StoreWriter

@@ -1,62 +1,22 @@
-"""Capture to a store: its missing samples, capture in this process, and finishing it."""
+"""Capture to a store in this process."""
 
-import shutil
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from datasets import Dataset
-from numpy.typing import NDArray
-from safetensors import safe_open
 
-from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
+from data.capture.finishing import STALL_SECONDS, finish_store
+from data.capture.opening import CapturedStates, StoreSpec, check_space, open_store, store_fields
+from data.capture.tokens import TokenRows, dataset_lengths
 from data.capture.worker import TargetCapture
-from data.progress import Progress, tracked
+from data.progress import Progress
 from data.samples import CapturedSample
-from data.store.codec import Encoding, Rows, encoded_bytes
-from data.store.index import (
-    MANIFEST,
-    as_read_back,
-    claim,
-    is_written,
-    manifest_content,
-    missing_ids,
-    write_manifest,
-)
-from data.store.shards import FinishedShards, ShardRecord
-from data.store.writer import StoreWriter, disk_full, remove_all_leftovers
-from eagle31.errors import UserError
-
-_POLL_SECONDS = 0.5
-
-
-class CapturedStates(Protocol):
-    """The properties that decide how large captured states are."""
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
+from data.store.writer import StoreWriter
 
 
 class SizedCapture(CapturedStates, TargetCapture, Protocol):
     """Runs the target and says how large its states are."""
-
-
-@dataclass(frozen=True)
-class StoreSpec:
-    """A store that is to be filled with the states of a dataset."""
-
-    directory: Path
-    dataset: Dataset  # columns input_ids and loss_mask
-    encoding: Encoding
 
 
 def capture_to_store(
@@ -69,6 +29,7 @@ def capture_to_store(
     world_size: int = 1,
     manifest_fields: Mapping[str, Any],
     progress: bool = False,
+    stall_seconds: float = STALL_SECONDS,
 ) -> None:
     """Capture this rank's part of the missing samples; return on every rank once the store is finished.
 
@@ -78,10 +39,11 @@ def capture_to_store(
         shard_tokens: the approximate number of tokens per file, which memory holds until it is written.
         batch_tokens: the most tokens in one forward pass, with padding.
         manifest_fields: JSON values that describe how the states are made.
+        stall_seconds: the longest time without a new sample while rank 0 waits for the other ranks.
 
     Raises:
-        UserError: the disk cannot hold the store, or the directory holds another store. Finished shards are
-            kept.
+        UserError: the disk cannot hold the store, the directory holds another store, or other ranks hang.
+            Finished shards are kept.
     """
     dataset, output_dir, encoding = store.dataset, store.directory, store.encoding
     fields = store_fields(store, manifest_fields)
@@ -98,7 +60,7 @@ def capture_to_store(
             for sample_id, sample in capture_samples(dataset, lengths, mine, capture, batch_tokens):
                 writer.append(sample_id, sample)
                 bar.update(len(sample.input_ids))
-    finish_store(store, fields, rank, progress=progress)
+    finish_store(store, fields, rank, progress=progress, stall_seconds=stall_seconds)
 
 
 def capture_samples(
@@ -118,38 +80,6 @@ def capture_samples(
             yield sample_id, CapturedSample(*row, aux, final)
 
 
-def store_fields(store: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a store's description: `manifest_fields`, its encoding, and its dataset."""
-    return as_read_back(
-        {
-            **manifest_fields,
-            "encoding": store.encoding.to_json(),
-            "tokens_fingerprint": tokens_fingerprint(store.dataset),
-            "dataset_samples": len(store.dataset),
-        }
-    )
-
-
-def open_store(directory: Path, fields: Mapping[str, Any], rank: int = 0) -> list[int]:
-    """Reserve the directory for this capture. Every rank calls this.
-
-    Args:
-        fields: from `store_fields`.
-
-    Returns:
-        The ids of the missing samples, ascending. Other writers may be capturing them.
-
-    Raises:
-        UserError: the directory holds another capture.
-    """
-    claim(directory, fields, rank)
-    missing = missing_ids(directory, FinishedShards(directory).records(), fields["dataset_samples"])
-    if missing and rank == 0:
-        # The store was finished and has lost a shard.
-        (directory / MANIFEST).unlink(missing_ok=True)
-    return missing
-
-
 def rank_slice(lengths: Sequence[int], missing: Sequence[int], rank: int, world_size: int) -> list[int]:
     """Return the missing samples that this rank captures.
 
@@ -160,72 +90,6 @@ def rank_slice(lengths: Sequence[int], missing: Sequence[int], rank: int, world_
     mine = np.zeros(len(lengths), dtype=bool)
     mine[by_length[rank::world_size]] = True
     return [sample_id for sample_id in missing if mine[sample_id]]
-
-
-def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) -> int:
-    """Return the size of samples in a store without its headers. rows int64 [n, 3], from `dataset_rows`."""
-    num_layers, total = len(states.aux_layer_ids), Rows(*map(int, rows.sum(axis=0)))
-    return encoded_bytes(encoding, total, num_layers, states.hidden_size, states.dtype)
-
-
-def check_space(store: StoreSpec, missing: Sequence[int], states: CapturedStates) -> None:
-    """Print how much will be captured, and refuse what the disk cannot hold.
-
-    Raises:
-        UserError: the disk has too little free space.
-    """
-    rows = dataset_rows(store.dataset, store.encoding)[missing]
-    needed, free = estimate_bytes(rows, states, store.encoding), shutil.disk_usage(store.directory).free
-    print(
-        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {store.directory}, "
-        f"{needed / 1e9:.2f} GB ({store.encoding.codec}) of {free / 1e9:.2f} GB free",
-        file=sys.stderr,
-    )
-    if needed > free:
-        what = f"The store needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free"
-        raise disk_full(store.directory, what)
-
-
-def finish_store(
-    store: StoreSpec, fields: Mapping[str, Any], rank: int = 0, *, progress: bool = False
-) -> None:
-    """Wait until every sample is captured or refused. Rank 0 declares the store finished; the others wait.
-
-    Args:
-        fields: from `store_fields`.
-
-    Raises:
-        UserError: a shard holds other tokens than the dataset, or has another encoding.
-    """
-    directory, dataset = store.directory, store.dataset
-    shards = FinishedShards(directory)
-    while missing_ids(directory, shards.records(), len(dataset)):
-        time.sleep(_POLL_SECONDS)
-    if rank == 0:
-        remove_all_leftovers(directory)
-    records = shards.records()
-    content = manifest_content(directory, records, fields)
-    if rank == 0 and not is_written(directory, content):
-        tokens = TokenRows(dataset)
-        for record in tracked(records, "check the store", "shards", shown=progress):
-            _check_shard(directory, record, tokens, fields)
-        write_manifest(directory, fields)
-    # The manifest of an earlier run may still exist while a damaged shard is replaced.
-    while not is_written(directory, content):
-        time.sleep(_POLL_SECONDS)
-
-
-def _check_shard(directory: Path, record: ShardRecord, tokens: TokenRows, fields: Mapping[str, Any]) -> None:
-    path = directory / record.file
-    if record.encoding.to_json() != fields["encoding"]:
-        raise UserError("capture", path, f"Its encoding is {record.encoding.to_json()}; delete it.")
-    with safe_open(path, framework="np") as file:
-        ids, mask = file.get_tensor("input_ids"), file.get_tensor("loss_mask")
-    lengths, expected_ids, expected_mask = tokens.flat(record.sample_ids)
-    same = np.array_equal(lengths, record.lengths) and np.array_equal(ids, expected_ids)
-    if not same or not np.array_equal(mask, expected_mask):
-        remedy = "It holds other tokens than the dataset; delete it and run again to capture it again."
-        raise UserError("capture", path, remedy)
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -106,23 +106,35 @@ def manifest_content(
     return as_read_back(content)
 
 
-def write_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
+def write_manifest(
+    directory: Path, fields: Mapping[str, Any], records: Sequence[ShardRecord] | None = None
+) -> None:
     """Declare the store finished: write the index, then the manifest.
 
     Args:
         fields: what the states were made with: target, revision, fingerprints, layer ids, dtype, encoding.
+        records: the shards, by name; by default all that are finished now. Of those whose samples are all in
+            earlier ones, the manifest lists none.
     """
-    records = FinishedShards(directory).records()
+    records = FinishedShards(directory).records() if records is None else records
+    counting = np.unique(build_index(records)["shards"])
+    records = [records[index] for index in counting]
     arrays = build_index(records)
     sha256, _ = write_tensors(directory / INDEX, {n: [torch.from_numpy(a)] for n, a in arrays.items()})
     content = manifest_content(directory, records, fields)
     write_json(directory / MANIFEST, {**content, "index_sha256": sha256})
 
 
-def is_written(directory: Path, content: Mapping[str, Any]) -> bool:
-    """Return whether the manifest exists with this content and the index is intact."""
+def describes(directory: Path, fields: Mapping[str, Any], records: Sequence[ShardRecord]) -> bool:
+    """Return whether the manifest has these fields and lists only these shards, and its index is intact.
+
+    There may be other shards, with duplicates that were written after the manifest.
+    """
     manifest = read_manifest(directory)
-    if manifest is None or manifest | {"index_sha256": None} != {**content, "index_sha256": None}:
+    if manifest is None or any(manifest.get(name) != value for name, value in as_read_back(fields).items()):
+        return False
+    present = {(record.file, record.sha256, record.num_bytes) for record in records}
+    if any((one["file"], one["sha256"], one["num_bytes"]) not in present for one in manifest["shards"]):
         return False
     path = directory / INDEX
     return path.exists() and file_sha256(path) == manifest["index_sha256"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.capture.offline import StoreSpec, check_space, finish_store, open_store, store_fields
+from data.capture.finishing import finish_store
+from data.capture.opening import StoreSpec, check_space, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.progress import Progress
 from data.store.shards import FinishedShards, refuse

@@ -11,8 +11,9 @@ from datasets import Dataset, load_from_disk
 
 from data.capture.drain import drain_to_store
 from data.capture.hf_producer import hf_producer
-from data.capture.offline import StoreSpec, capture_to_store
+from data.capture.offline import capture_to_store
 from data.capture.online import OnlineStates
+from data.capture.opening import StoreSpec
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding

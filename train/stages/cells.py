@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, load_from_disk
 
-from data.capture.offline import StoreSpec
+from data.capture.opening import StoreSpec
 from data.generation.answers import AnswerGenerator, answer_prompts, answers_dataset
 from data.samples import CapturedSample
 from data.store import DamagedShard, HiddenStateStore

@@ -1,3 +1,4 @@
+import json
 import multiprocessing
 import random
 from collections import Counter, namedtuple
@@ -11,20 +12,15 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from data.capture.finishing import finish_store
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import (
-    StoreSpec,
-    capture_to_store,
-    estimate_bytes,
-    finish_store,
-    open_store,
-    rank_slice,
-    store_fields,
-)
+from data.capture.offline import capture_to_store, rank_slice
+from data.capture.opening import StoreSpec, estimate_bytes, open_store, store_fields
 from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
 from data.samples import CapturedSample
 from data.store import DamagedShard, HiddenStateStore
 from data.store.codec import Encoding, decode, encode
+from data.store.manage import merge
 from data.store.shards import FinishedShards, read_sidecar, refuse
 from data.store.writer import StoreWriter
 from eagle31.errors import UserError
@@ -201,8 +197,14 @@ def test_other_data_of_the_same_lengths_is_refused(tmp_path: Path, capture: Coun
     assert manifest["tokens_fingerprint"] == tokens_fingerprint(make_dataset())
 
 
-def _fill(directory: Path, dataset: Dataset, ids: Sequence[int], encoding: Encoding = ENCODING) -> None:
-    with StoreWriter(directory, "other", encoding, 1000) as writer:
+def _fill(
+    directory: Path,
+    dataset: Dataset,
+    ids: Sequence[int],
+    encoding: Encoding = ENCODING,
+    name: str = "other",
+) -> None:
+    with StoreWriter(directory, name, encoding, 1000) as writer:
         for i in ids:
             row = dataset[i]
             states = torch.zeros(len(row["input_ids"]), 3, 4)
@@ -235,6 +237,62 @@ def test_refused_samples_count_as_done(tmp_path: Path) -> None:
     _fill(tmp_path, dataset, open_store(tmp_path, fields))
     finish_store(expected, fields)
     assert HiddenStateStore(tmp_path).sample_ids == [i for i in range(12) if i != 7]
+
+
+def _finish_as_follower(store: StoreSpec, fields: dict) -> Thread:
+    follower = Thread(target=finish_store, args=(store, fields, 1), daemon=True)
+    follower.start()
+    return follower
+
+
+def test_duplicates_that_are_written_late_change_no_finished_store_and_stop_no_rank(tmp_path: Path) -> None:
+    dataset = make_dataset()
+    store = StoreSpec(tmp_path, dataset, ENCODING)
+    fields = store_fields(store, FIELDS)
+    open_store(tmp_path, fields)
+    _fill(tmp_path, dataset, range(12), name="b")
+    _fill(tmp_path, dataset, [3, 4], name="c")  # all of it duplicates
+    finish_store(store, fields)
+    manifest = (tmp_path / "manifest.json").read_bytes()
+    assert [shard["file"] for shard in json.loads(manifest)["shards"]] == ["shard-b-00000.safetensors"]
+    _fill(tmp_path, dataset, [0, 5], name="a")  # by name before the shard that counts
+    follower = _finish_as_follower(store, fields)
+    follower.join(timeout=10)
+    assert not follower.is_alive()
+    finish_store(store, fields)
+    assert (tmp_path / "manifest.json").read_bytes() == manifest
+    assert HiddenStateStore(tmp_path).sample_ids == list(range(12))
+    assert merge([tmp_path], tmp_path / "compact") == 0
+    assert sorted(chain(*_shard_ids(tmp_path / "compact"))) == list(range(12))
+
+
+def test_a_rank_does_not_take_the_manifest_of_shards_that_are_gone(tmp_path: Path) -> None:
+    dataset = make_dataset()
+    store = StoreSpec(tmp_path, dataset, ENCODING)
+    fields = store_fields(store, FIELDS)
+    open_store(tmp_path, fields)
+    _fill(tmp_path, dataset, range(6), name="a")
+    _fill(tmp_path, dataset, range(6, 12), name="b")
+    finish_store(store, fields)
+    (tmp_path / "shard-b-00000.safetensors").unlink()
+    follower = _finish_as_follower(store, fields)  # before rank 0 has removed the manifest
+    follower.join(timeout=1)
+    assert follower.is_alive()
+    assert open_store(tmp_path, fields) == list(range(6, 12))
+    _fill(tmp_path, dataset, range(6, 12), name="c")
+    finish_store(store, fields)
+    follower.join(timeout=10)
+    assert not follower.is_alive()
+
+
+def test_a_rank_that_hangs_ends_the_wait_with_what_is_missing(tmp_path: Path) -> None:
+    dataset = make_dataset()
+    store = StoreSpec(tmp_path, dataset, ENCODING)
+    fields = store_fields(store, FIELDS)
+    open_store(tmp_path, fields)
+    _fill(tmp_path, dataset, range(9))
+    with pytest.raises(UserError, match=r"No sample has come for 0\.2 s and 3 are missing, such as 9"):
+        finish_store(store, fields, stall_seconds=0.2)
 
 
 def test_too_small_a_disk_is_refused_before_it_starts(

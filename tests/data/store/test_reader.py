@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from data.store import DamagedShard, HiddenStateStore
 from data.store.codec import CODECS, Encoding
-from data.store.index import is_written, manifest_content, missing_ids, write_manifest
+from data.store.index import describes, missing_ids, write_manifest
 from data.store.shards import FinishedShards, captured_ids, read_sidecar, refuse, refused
 from eagle31.errors import UserError
 from tests.data.store.samples import (
@@ -82,8 +82,8 @@ def test_the_manifest_lists_the_shards_and_does_not_grow_with_the_samples(tmp_pa
     records = FinishedShards(tmp_path).records()
     assert manifest["shards"] == [record.summary for record in records]
     assert manifest["num_bytes"] == sum((tmp_path / record.file).stat().st_size for record in records)
-    assert is_written(tmp_path, manifest_content(tmp_path, records, settings()))
-    assert not is_written(tmp_path, manifest_content(tmp_path, records[1:], settings()))
+    assert describes(tmp_path, settings(), records)
+    assert not describes(tmp_path, settings(), records[1:])
 
 
 def test_opening_reads_the_index_and_no_sidecar(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_damaged_index_is_found_at_open(tmp_path: Path, damage: str) -> None:
     with pytest.raises(DamagedShard, match=r"index\.safetensors.*makes it again"):
         HiddenStateStore(tmp_path)
     records = FinishedShards(tmp_path).records()
-    assert not is_written(tmp_path, manifest_content(tmp_path, records, settings()))
+    assert not describes(tmp_path, settings(), records)
     write_manifest(tmp_path, settings())
     assert_equal(HiddenStateStore(tmp_path)[4], make_sample(4))
 

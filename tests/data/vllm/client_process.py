@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from data.capture.offline import StoreSpec
+from data.capture.opening import StoreSpec
 from data.store.codec import Encoding
 from data.target.spec import TargetSpec
 from data.vllm.client import capture_through_vllm

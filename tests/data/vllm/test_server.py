@@ -19,8 +19,8 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import StoreSpec
 from data.capture.online import OnlineStates, StateShape
+from data.capture.opening import StoreSpec
 from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling

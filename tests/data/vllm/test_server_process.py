@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import StoreSpec, capture_to_store
+from data.capture.offline import capture_to_store
+from data.capture.opening import StoreSpec
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.shards import captured_ids

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import StoreSpec, batches_by_length, capture_to_store
+from data.capture.offline import batches_by_length, capture_to_store
+from data.capture.opening import StoreSpec
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.store.codec import Encoding
 from data.target.loading import load_target

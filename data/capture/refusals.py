@@ -1,0 +1,51 @@
+"""The samples that a target does not take: how many a capture may leave out, and what it says about them."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from eagle31.errors import UserError
+
+MAX_REFUSED_FRACTION = 0.01
+_ALWAYS_ALLOWED = 8  # a small dataset may lack this many, unless they are more than half of it
+_SHOWN_REASONS, _SHOWN_SAMPLES = 5, 8
+
+
+def check_refusals(refused: Mapping[int, str], num_samples: int, fraction: float, remedy: str = "") -> None:
+    """Raise UserError where more samples are refused than a capture may leave out.
+
+    Args:
+        refused: the reasons by sample id.
+        num_samples: the number of samples of the dataset.
+        fraction: `capture.max_refused_fraction`.
+        remedy: what to do once the reason is removed.
+    """
+    if len(refused) <= max(fraction * num_samples, min(_ALWAYS_ALLOWED, num_samples // 2)):
+        return
+    what = f"{len(refused):,} of {num_samples:,} samples refused"
+    *_, last = refused.values()
+    raise UserError(
+        "capture.max_refused_fraction",
+        fraction,
+        f"Too many: {what}; the last one because: {last} {remedy}".strip(),
+    )
+
+
+def retry_remedy(directory: Path) -> str:
+    """Return how the refused samples of a store are captured again."""
+    return f"To have the next run capture them again: scripts/store retry {directory}"
+
+
+def refusal_lines(refused: Mapping[int, str], num_samples: int) -> Iterator[str]:
+    """Yield lines that say how many samples were refused and why, the most frequent reasons first."""
+    if not refused:
+        return
+    yield f"{len(refused):,} of {num_samples:,} samples were refused:"
+    by_reason: dict[str, list[int]] = {}
+    for sample_id, reason in refused.items():
+        by_reason.setdefault(reason, []).append(sample_id)
+    reasons = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    for reason, ids in reasons[:_SHOWN_REASONS]:
+        shown = ", ".join(map(str, ids[:_SHOWN_SAMPLES])) + (", ..." if len(ids) > _SHOWN_SAMPLES else "")
+        yield f"  {len(ids):,} (sample {shown}): {reason}"
+    if len(reasons) > _SHOWN_REASONS:
+        yield f"  and {sum(len(ids) for _, ids in reasons[_SHOWN_REASONS:]):,} for other reasons"
