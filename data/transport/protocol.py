@@ -54,6 +54,10 @@ class Transport(Arrivals, Protocol):
         """Return what a producer's process needs to open its end."""
         ...
 
+    def close(self) -> None:
+        """Close this side of the transport."""
+        ...
+
 
 class Producer(Protocol):
     """Runs the target for online training."""

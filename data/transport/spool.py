@@ -101,6 +101,9 @@ class Spool:
         self._path(key).unlink(missing_ok=True)
         self._remove_unfinished(key)
 
+    def close(self) -> None:
+        """Nothing is open between two samples."""
+
     def _read(self, path: Path) -> CapturedSample | None:
         """Return the sample, or None where no complete file exists.
 

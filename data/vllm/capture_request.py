@@ -1,22 +1,18 @@
 """The part of a request to vLLM that concerns hidden states: `kv_transfer_params={"eagle31": ...}`."""
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.store.codec import Encoding
-
 PARAMS = "eagle31"
-_KEY = re.compile(r"[A-Za-z0-9_-]+")
-DESCRIBE = {PARAMS: {"describe": True}}
+_KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")  # part of a file's name
+_SAMPLE_ID = re.compile(r"[0-9]{1,18}")  # an int64
 
 
 @dataclass(frozen=True)
@@ -26,12 +22,14 @@ class CaptureRequest:
     destination: where the states go; from `store_destination` or a transport's `to_json`.
     key: the key in the transport; in a store, the sample id.
     loss_spans: the start and the exclusive end of each assistant span.
+    client: who sends it. A destination that failed stays failed for the clients that used it.
     """
 
     destination: Mapping[str, Any]
     key: str
     tokens_sha256: str
     loss_spans: tuple[tuple[int, int], ...]
+    client: str = ""
 
     @staticmethod
     def of(
@@ -46,24 +44,28 @@ class CaptureRequest:
             "key": self.key,
             "tokens_sha256": self.tokens_sha256,
             "loss_spans": [list(span) for span in self.loss_spans],
+            "client": self.client,
         }
         return {PARAMS: content}
 
     @staticmethod
-    def from_params(content: Mapping[str, Any]) -> "CaptureRequest":
-        """Read a request from the value of `eagle31`.
+    def from_params(content: Mapping[str, Any], num_tokens: int) -> "CaptureRequest":
+        """Read a request for a prompt of this length from the value of `eagle31`.
 
         Raises:
             KeyError, TypeError, ValueError: the content is no capture request.
         """
         spans = tuple((int(start), int(end)) for start, end in content["loss_spans"])
+        edges = [edge for span in spans for edge in span]
+        if edges != sorted(set(edges)) or not all(0 <= edge <= num_tokens for edge in edges):
+            raise ValueError(f"the loss spans are not ascending within the {num_tokens} tokens")
         destination, key = dict(content["destination"]), str(content["key"])
         if not _KEY.fullmatch(key):
-            raise ValueError(f"the key {key!r} may only have letters, digits, - and _")
-        if "store" in destination:
-            Encoding(**destination["encoding"])
-            int(key), int(destination["shard_tokens"])
-        return CaptureRequest(destination, key, str(content["tokens_sha256"]), spans)
+            raise ValueError(f"the key {key[:200]!r} may only have 1 to 128 letters, digits, - and _")
+        if "store" in destination and not _SAMPLE_ID.fullmatch(key):
+            raise ValueError(f"in a store the key is a sample id of at most 18 digits, not {key!r}")
+        client = str(content.get("client", ""))
+        return CaptureRequest(destination, key, str(content["tokens_sha256"]), spans, client)
 
     def loss_mask(self, num_tokens: int) -> Tensor:
         """Return the loss mask, bool [T]."""
@@ -73,33 +75,24 @@ class CaptureRequest:
         return mask
 
 
-def store_destination(directory: Path, encoding: Encoding, shard_tokens: int) -> dict[str, Any]:
-    """Return the destination for a store, which the server reaches under the same path."""
-    path = str(directory.resolve())
-    return {"store": path, "encoding": encoding.to_json(), "shard_tokens": shard_tokens}
+def describe_params(client: str = "", flush: bool = False) -> dict[str, Any]:
+    """Return the parameters of a request for the server info.
 
-
-def refusal(
-    destination: Mapping[str, Any], roots: Sequence[str], mooncake_masters: Sequence[str]
-) -> str | None:
-    """Return why a server refuses to write to a destination, or None.
-
-    Raises:
-        KeyError, TypeError: `destination` is no destination.
+    Args:
+        client: also report the destinations of this client that failed.
+        flush: also close the open shards, so that everything that was captured is seen.
     """
-    if "mooncake" in destination:
-        master = destination["mooncake"]["master"]
-        return (
-            None
-            if master in mooncake_masters
-            else f"{master} is not one of the Mooncake stores that the server may use."
-        )
-    directory = destination["store"] if "store" in destination else destination["spool"]
-    if not below(directory, roots):
-        return f"{directory} is not below {', '.join(roots)}."
-    if "spool" in destination and not os.path.isdir(directory):
-        return f"{directory} does not exist on the machine of the server."
-    return None
+    return {PARAMS: {"describe": True, "client": client, "flush": flush}}
+
+
+def asks_for_info(params: Mapping[str, Any]) -> bool:
+    """Return whether these are parameters of `describe_params`."""
+    return bool(params.get(PARAMS, {}).get("describe"))
+
+
+def with_client(params: Mapping[str, Any], client: str) -> dict[str, Any]:
+    """Return the parameters of a capture request as sent by this client."""
+    return {name: {**content, "client": client} for name, content in params.items()}
 
 
 def tokens_sha256(input_ids: Sequence[int]) -> str:
@@ -110,11 +103,3 @@ def mask_spans(mask: Tensor) -> tuple[tuple[int, int], ...]:
     """Return the start and the exclusive end of each span of true values, in order. mask bool [T]."""
     edges = torch.diff(mask.to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
     return tuple((int(start), int(end)) for start, end in edges.view(-1, 2))
-
-
-def below(directory: str, roots: Sequence[str]) -> bool:
-    """Return whether a directory is one of the roots or inside one, after links are resolved."""
-    if not os.path.isabs(directory):
-        return False
-    path = Path(directory).resolve()
-    return any(path.is_relative_to(Path(root).resolve()) for root in roots)

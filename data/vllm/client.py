@@ -12,7 +12,8 @@ from data.capture.opening import StoreSpec, check_space, open_store, store_field
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.progress import Progress
 from data.store.shards import FinishedShards, refuse
-from data.vllm.capture_request import CaptureRequest, below, store_destination
+from data.vllm.capture_request import CaptureRequest
+from data.vllm.destinations import below, store_destination
 from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Origin, Prompt
 from data.vllm.endpoint import Endpoint, ExpectedTarget, check_target, other_server
 from data.vllm.server_info import ServerInfo, info_path

@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import math
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from data.sampling import Sampling
-from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
-from data.vllm.server_info import ServerInfo, read_info
+from data.vllm.capture_request import with_client
+from data.vllm.endpoint import DestinationFailed, Endpoint, Refused, Unavailable, describe
+from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
 PATIENCE_SECONDS = 300.0  # time to start a server again and load its model
@@ -121,6 +123,7 @@ class Dispatcher:
         self.links = [Link(endpoint) for endpoint in endpoints]
         self.patience_seconds = patience_seconds
         self._check, self._answered, self._refused = check, answered, refused
+        self._client = secrets.token_hex(8)
         self._prompts: asyncio.PriorityQueue[Prompt] = asyncio.PriorityQueue()
         self._heard_at: dict[str, float] = {}  # when each engine answered last
 
@@ -143,7 +146,8 @@ class Dispatcher:
         """Send prompts until this is cancelled.
 
         Raises:
-            UserError: an endpoint is not set up as required, or none has been up for too long.
+            UserError: an endpoint is not set up as required or could not write what it was sent, or none has
+                been up for too long.
         """
         tasks = [asyncio.create_task(self._keep_up(link)) for link in self.links]
         for link in self.links:
@@ -161,14 +165,15 @@ class Dispatcher:
         """Find out whether the endpoint is up and which engine it is.
 
         Raises:
-            UserError: it is not set up as required, or has ended and left the reason.
+            UserError: it is not set up as required, or could not write what this dispatcher had sent.
         """
-        _raise_failure(link)
         try:
-            info = await describe(link.endpoint)
+            info = await describe(link.endpoint, self._client, flush=True)
         except Unavailable as error:
             link.went_down(str(error))
             return
+        except DestinationFailed as error:
+            raise _not_written(link, error) from error
         except Refused as error:
             raise UserError("vllm.servers", link.endpoint.name, str(error)) from error
         self._note_engine(link, info)
@@ -207,10 +212,12 @@ class Dispatcher:
                 continue
             try:
                 async with link.turn(alone=prompt.num_losses >= _LOST_IN_COMPANY):
-                    info, output_ids = await _compute(link.endpoint, prompt)
+                    info, output_ids = await self._compute(link.endpoint, prompt)
                 info = info or link.info
                 self._note_engine(link, info)
                 self._answered(prompt, Origin(info.id, link), output_ids)
+            except DestinationFailed as error:
+                raise _not_written(link, error) from error
             except Refused as error:
                 self._refused(prompt, str(error))
             except Unavailable as error:
@@ -220,6 +227,13 @@ class Dispatcher:
                     self._refused(prompt, f"It ended the engine, even when sent alone: {error}")
                 else:
                     self.add(prompt)
+
+    async def _compute(self, endpoint: Endpoint, prompt: Prompt) -> tuple[ServerInfo | None, list[int]]:
+        """Return the info of the engine that computed a prompt, if it tells, and the completion."""
+        if isinstance(prompt.task, Sampling):
+            return None, await endpoint.generate(prompt.input_ids, prompt.task)
+        answer = await endpoint.send(prompt.input_ids, with_client(prompt.task, self._client))
+        return ServerInfo.from_json(answer["engine"]) if "engine" in answer else None, []
 
     def _check_patience(self) -> None:
         since = [link.down_since for link in self.links if link.down_since is not None]
@@ -233,12 +247,9 @@ class Dispatcher:
         raise UserError("vllm.servers", [link.endpoint.name for link in self.links], remedy)
 
 
-async def _compute(endpoint: Endpoint, prompt: Prompt) -> tuple[ServerInfo | None, list[int]]:
-    """Return the info of the engine that computed a prompt, if it tells, and the completion."""
-    if isinstance(prompt.task, Sampling):
-        return None, await endpoint.generate(prompt.input_ids, prompt.task)
-    answer = await endpoint.send(prompt.input_ids, prompt.task)
-    return ServerInfo.from_json(answer["engine"]) if "engine" in answer else None, []
+def _not_written(link: Link, error: DestinationFailed) -> UserError:
+    remedy = f"It could not write the states: {error} Finished work is kept."
+    return UserError("vllm.servers", link.endpoint.name, remedy)
 
 
 def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
@@ -253,13 +264,3 @@ def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
         )
         return f"Its {tokens} are more than the {info.max_tokens} that vLLM was started for."
     return None
-
-
-def _raise_failure(link: Link) -> None:
-    """Raise UserError where an engine left the reason why it ended: it would end in the same way again."""
-    for info in link.engines.values():
-        for root in info.roots:
-            last_info = read_info(root, info.id)
-            if last_info is not None and last_info.failure is not None:
-                remedy = f"It ended for this reason: {last_info.failure} Finished work is kept."
-                raise UserError("vllm.servers", link.endpoint.name, remedy)

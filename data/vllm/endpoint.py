@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from data.sampling import Sampling
-from data.vllm.capture_request import DESCRIBE, PARAMS
+from data.vllm.capture_request import PARAMS, describe_params
 from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
@@ -23,6 +23,10 @@ class Refused(Exception):
     """The endpoint will never answer this prompt."""
 
 
+class DestinationFailed(Refused):
+    """The endpoint cannot write to the destination of the prompt, or of one that this client sent before."""
+
+
 class Endpoint(Protocol):
     name: str
     concurrency: int  # prompts under way
@@ -31,7 +35,7 @@ class Endpoint(Protocol):
         """Compute a prompt and return the connector's answer.
 
         Raises:
-            Unavailable, Refused: see these classes.
+            Unavailable, Refused, DestinationFailed: see these classes.
             UserError: the endpoint is not set up as required, or has ended for good.
         """
         ...
@@ -43,12 +47,25 @@ class Endpoint(Protocol):
     async def close(self) -> None: ...
 
 
-async def describe(endpoint: Endpoint) -> ServerInfo:
-    """Return the server info; raise what `send` does, and UserError for a server without the connector."""
-    answer = await endpoint.send([0], DESCRIBE)
+async def describe(endpoint: Endpoint, client: str = "", flush: bool = False) -> ServerInfo:
+    """Return the server info.
+
+    Args:
+        client: the name under which this process has sent capture requests.
+        flush: have the server close its open shards for this client.
+
+    Raises:
+        Unavailable, Refused: as with `Endpoint.send`.
+        DestinationFailed: the server could not write what this client had sent before.
+        UserError: the server has no connector.
+    """
+    answer = await endpoint.send([0], describe_params(client, flush))
     if "id" not in answer:
         remedy = "It runs without eagle31's connector; start it with scripts/serve_target."
         raise UserError("vllm.servers", endpoint.name, remedy)
+    failures = answer.pop("failures", [])
+    if failures:
+        raise DestinationFailed(failures[0])
     return ServerInfo.from_json(answer)
 
 
@@ -108,8 +125,12 @@ def other_server(endpoint: Endpoint, what: str, found: str) -> UserError:
 
 
 def connector_answer(params: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the connector's answer in `kv_transfer_params`; raise Refused where it is an error."""
+    """Return the connector's answer in `kv_transfer_params`.
+
+    Raises:
+        Refused, DestinationFailed: it is an error.
+    """
     answer = (params or {}).get(PARAMS) or {}
     if "error" in answer:
-        raise Refused(answer["error"])
+        raise (DestinationFailed if answer.get("destination") else Refused)(answer["error"])
     return answer

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from data.sampling import Sampling
-from data.vllm.capture_request import DESCRIBE
+from data.vllm.capture_request import asks_for_info
 from data.vllm.endpoint import Refused, Unavailable, check_finished, connector_answer, sampling_fields
 from data.vllm.environment import KEY_VARIABLE
 from data.vllm.server_info import INFO_PATH
@@ -61,7 +61,7 @@ class VllmServer:
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         body = {"max_tokens": 1, "temperature": 0.0, "kv_transfer_params": params}
         answer = await self._complete(input_ids, body, _ANSWER_SECONDS)
-        if params == DESCRIBE and answer.get("kv_transfer_params") is None:
+        if asks_for_info(params) and answer.get("kv_transfer_params") is None:
             return await self._info_without_connector()
         return connector_answer(answer.get("kv_transfer_params"))
 

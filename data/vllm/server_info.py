@@ -1,19 +1,17 @@
 """The description of a vLLM server, in its answers and in a file in each of its roots.
 
-The file shows that server and client see the same directories, and holds the reason why a server has ended.
+The file shows that server and client see the same directories.
 """
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import write_json
 
 INFO_PATH = "/v1/eagle31"  # where a server without the connector gives its info
 # vLLM needs room for one token after a prompt. Without it, vLLM keeps no states of any prompt in the batch.
 ROOM_TOKENS = 1
-_FAILURE_LETTERS = 1000  # together with the other fields less than a page
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class ServerInfo:
     vocab_size: int
     max_tokens: int  # the longest prompt that is captured, or prompt and completion together
     roots: tuple[str, ...]  # it writes in these directories only
-    failure: str | None = None
 
     @property
     def layer_ids(self) -> list[int]:
@@ -80,23 +77,7 @@ def write_info(info: ServerInfo) -> None:
         write_json(info_path(root, info.id), info.to_json())
 
 
-def write_failure(info: ServerInfo, reason: str) -> None:
-    """Write the reason why a server ends into its existing files, as the disk may be full."""
-    text = json.dumps(replace(info, failure=reason[:_FAILURE_LETTERS]).to_json())
-    for root in info.roots:
-        with info_path(root, info.id).open("r+") as file:
-            file.write(text)
-            file.truncate()
-
-
 def remove_info(info: ServerInfo) -> None:
-    """Remove the files of a server that ends normally. One that failed leaves the reason."""
+    """Remove the files of a server that ends."""
     for root in info.roots:
-        path = info_path(root, info.id)
-        if path.exists() and read_json(path)["failure"] is None:
-            path.unlink()
-
-
-def read_info(root: str, server_id: str) -> ServerInfo | None:
-    path = info_path(root, server_id)
-    return ServerInfo.from_json(read_json(path)) if path.exists() else None
+        info_path(root, info.id).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from data.transport.protocol import StateRequest, Transport
-from data.vllm.capture_request import CaptureRequest
+from data.vllm.capture_request import CaptureRequest, with_client
 from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
 from data.vllm.server import VllmServer
@@ -73,15 +73,17 @@ async def _probe(server: VllmServer, transport: Transport, key: str) -> None:
     input_ids, loss_mask = torch.tensor([0, 0]), torch.tensor([False, True])
     request = StateRequest(f"{key}-{secrets.token_hex(8)}", input_ids, loss_mask)
     capture = CaptureRequest.of(transport.to_json(), request.key, input_ids.tolist(), loss_mask)
-    where = transport.to_json()
+    where, client = transport.to_json(), secrets.token_hex(8)
     place = where["mooncake"]["master"] if "mooncake" in where else where["spool"]
     try:
-        await server.send(input_ids.tolist(), capture.to_params())
+        await server.send(input_ids.tolist(), with_client(capture.to_params(), client))
+        sample = transport.take(request, _ARRIVAL_SECONDS)
+        if sample is None:
+            await describe(server, client)  # it may know why
     except (Refused, Unavailable) as error:
         raise UserError(
             "vllm.servers", server.name, f"It cannot deliver states to {place}: {error}"
         ) from error
-    sample = transport.take(request, _ARRIVAL_SECONDS)
     if sample is None:
         remedy = (
             f"It wrote a test sample to {place}, which has not arrived here in {_ARRIVAL_SECONDS:.0f} "

@@ -6,10 +6,14 @@ scheduler's half of this connector checks the request and keeps the blocks. The 
 blocks to host memory and frees them, and a thread writes the copies. Where the thread is slower, blocks are
 kept longer, and vLLM admits fewer prompts: memory is bounded by `max_pending_gb` and the cache.
 
+What is wrong with a request or its destination never ends vLLM: the answer has the reason. A destination that
+fails after the answer is reported by the worker's half to the scheduler's half, which refuses the client's
+next requests for it and names it where the client asks for the server info.
+
 With tensor parallelism every worker has the same states, and rank 0 writes them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +23,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from data.vllm.capture_request import PARAMS, CaptureRequest, refusal, tokens_sha256
+from data.vllm.capture_request import PARAMS, CaptureRequest, tokens_sha256
+from data.vllm.destinations import Accepted, name_of, refusal, resolved
 from data.vllm.plugin.cache_copy import CacheReader
-from data.vllm.plugin.sink import PendingWrite, StateSink
-from data.vllm.server_info import ServerInfo, engine_info, remove_info, write_failure, write_info
+from data.vllm.plugin.outlet import PendingWrite
+from data.vllm.plugin.sink import Failure, Failures, StateSink
+from data.vllm.server_info import ServerInfo, engine_info, remove_info, write_info
 
+_REASON_LETTERS = 1000
 _STATES_LAYER = "cache_only_layers."  # the layer's name in vLLM's ExtractHiddenStatesModel
 
 
@@ -49,6 +58,18 @@ class PendingCopies(KVConnectorMetadata):
     """The copies that the scheduler hands to the workers with every step."""
 
     copies: list[PendingCopy] = field(default_factory=list)
+    flushing: list[str] = field(default_factory=list)  # clients whose open shards are to be closed
+
+
+@dataclass
+class News(KVConnectorWorkerMetadata):
+    """The destinations that have failed, which rank 0 reports to the scheduler."""
+
+    failures: list[Failure]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "News":
+        assert isinstance(other, News)
+        return News(self.failures + other.failures)
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -66,7 +87,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._info = _server_info(vllm_config, self._settings)
         self._group = _states_group(kv_cache_config)
+        self._accepted = _accepted(self._info, self._settings)
         self._copies: list[PendingCopy] = []
+        self._flushing: list[str] = []
+        self._failed = Failures()
         self._reader: CacheReader | None = None
         self._sink: StateSink | None = None
         self._copying: dict[str, Any] = {}
@@ -81,35 +105,55 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         own = (request.kv_transfer_params or {}).get(PARAMS)
         if own is None:
             return False, None
+        try:
+            return self._answer(own, request, block_ids)
+        except Exception as error:  # Other clients use this engine, too.
+            reason = f"This is no request for hidden states: {type(error).__name__}: {error}"
+            return False, {PARAMS: {"error": reason[:_REASON_LETTERS]}}
+
+    def _answer(
+        self, own: dict[str, Any], request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any]]:
         if own.get("describe"):
-            return False, {PARAMS: self._info.to_json()}
+            return False, {PARAMS: self._describe(str(own.get("client", "")), bool(own.get("flush")))}
         done = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         if not done or request.num_computed_tokens < request.num_prompt_tokens:
             return False, {PARAMS: {"error": f"vLLM gave the request up: {request.status.name}"}}
         input_ids = list(request.prompt_token_ids)
-        try:
-            capture = CaptureRequest.from_params(own)
-            reason = self._refusal(capture, input_ids)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"This is no request for hidden states: {error!r}"
+        capture = CaptureRequest.from_params(own, len(input_ids))
+        if tokens_sha256(input_ids) != capture.tokens_sha256:
+            return False, {
+                PARAMS: {"error": "The token ids that vLLM computed are not those that were sent."}
+            }
+        if len(input_ids) > self._info.max_tokens:
+            longest = f"the {self._info.max_tokens} that are captured"
+            return False, {PARAMS: {"error": f"{len(input_ids)} tokens are more than {longest}."}}
+        reason = refusal(capture.destination, self._accepted)
+        if reason is None:
+            capture = replace(capture, destination=resolved(capture.destination))
+            reason = self._failed.reason(capture)
         if reason is not None:
-            return False, {PARAMS: {"error": reason}}
+            return False, {PARAMS: {"error": reason, "destination": True}}
         self._copies.append(PendingCopy(request.request_id, capture, input_ids, block_ids[self._group]))
         return True, {PARAMS: {"engine": self._info.to_json()}}
+
+    def _describe(self, client: str, flush: bool) -> dict[str, Any]:
+        if flush:
+            self._flushing.append(client)
+        return self._info.to_json() | {"failures": self._failed.of_client(client)}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def _refusal(self, capture: CaptureRequest, input_ids: list[int]) -> str | None:
-        if tokens_sha256(input_ids) != capture.tokens_sha256:
-            return "The token ids that vLLM computed are not those that were sent."
-        if len(input_ids) > self._info.max_tokens:
-            return f"{len(input_ids)} tokens are more than the {self._info.max_tokens} that are captured."
-        return refusal(capture.destination, self._info.roots, self._settings["mooncake_masters"])
-
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         copies, self._copies = self._copies, []
-        return PendingCopies(copies)
+        flushing, self._flushing = self._flushing, []
+        return PendingCopies(copies, flushing)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, News):
+            self._failed.add(news.failures)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
@@ -142,28 +186,45 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Start copies for which there is room, and return the requests whose blocks are free again."""
         if self._sink is None or self._reader is None:
             return None, None
-        self._fail_with_the_sink()
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PendingCopies)
         self._copies.extend(metadata.copies)
-        while self._copies and self._sink.has_room(self._reader.bytes_of(len(self._copies[0].input_ids))):
-            pending = self._copies.pop(0)
-            copy = self._reader.copy(pending.block_ids, len(pending.input_ids))
-            self._sink.submit(PendingWrite(pending.capture, torch.tensor(pending.input_ids), copy))
-            self._copying[pending.request_id] = copy
-        finished = {request_id for request_id, copy in self._copying.items() if copy.finished()}
+        finished = self._start_copies(self._sink, self._reader)
+        for client in metadata.flushing:
+            self._sink.flush(client)
+        self._sink.fail_stuck()
+        finished |= {request_id for request_id, copy in self._copying.items() if copy.finished()}
         for request_id in finished:
-            del self._copying[request_id]
+            self._copying.pop(request_id, None)
         return finished or None, None
 
-    def _fail_with_the_sink(self) -> None:
-        """Raise the sink's failure, which ends vLLM: states that cannot be written are wasted work."""
-        assert self._sink is not None
-        try:
-            self._sink.check()
-        except BaseException as error:
-            write_failure(self._info, f"{type(error).__name__}: {error}")
-            raise
+    def _start_copies(self, sink: StateSink, reader: CacheReader) -> set[str]:
+        """Start the copies for which there is room, and return the requests whose destination has failed.
+
+        The requests of a destination are copied in order.
+        """
+        dropped: set[str] = set()
+        waiting: list[PendingCopy] = []
+        without_room: set[str] = set()
+        for pending in self._copies:
+            name = name_of(pending.capture.destination)
+            if sink.has_failed(pending.capture):
+                dropped.add(pending.request_id)
+            elif name in without_room or not sink.has_room(
+                pending.capture, reader.bytes_of(len(pending.input_ids))
+            ):
+                without_room.add(name)
+                waiting.append(pending)
+            else:
+                copy = reader.copy(pending.block_ids, len(pending.input_ids))
+                sink.submit(PendingWrite(pending.capture, torch.tensor(pending.input_ids), copy))
+                self._copying[pending.request_id] = copy
+        self._copies = waiting
+        return dropped
+
+    def build_connector_worker_meta(self) -> News | None:
+        news = [] if self._sink is None else self._sink.take_news()
+        return News(news) if news else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -219,6 +280,17 @@ def _server_info(config: VllmConfig, settings: dict[str, Any]) -> ServerInfo:
         settings.get("target_fingerprint"),
         aux,
         tuple(str(Path(root).resolve()) for root in settings["roots"]),
+    )
+
+
+def _accepted(info: ServerInfo, settings: dict[str, Any]) -> Accepted:
+    item_bytes = getattr(torch, info.dtype).itemsize
+    return Accepted(
+        roots=info.roots,
+        mooncake_masters=settings["mooncake_masters"],
+        num_aux_layers=len(info.aux_layer_ids),
+        hidden_size=info.hidden_size,
+        token_bytes=(len(info.aux_layer_ids) + 1) * info.hidden_size * item_bytes,
     )
 
 

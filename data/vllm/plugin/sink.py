@@ -1,127 +1,174 @@
 """The sink next to vLLM's worker: it writes copied states to stores and transports in the background."""
 
-import json
-import queue
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from torch import Tensor
-
-from data.samples import CapturedSample
-from data.store.codec import Encoding
-from data.store.writer import StoreWriter
-from data.transport.opening import open_transport
-from data.transport.protocol import ReceiverGone, StateRequest, Transport
 from data.vllm.capture_request import CaptureRequest
-from data.vllm.plugin.cache_copy import HostCopy
+from data.vllm.destinations import name_of
+from data.vllm.plugin.outlet import Outlet, OutletTimes, PendingWrite
 
-# The client cannot end a shard, so a pause of this length does.
-IDLE_SECONDS = 1.0
+# Each has a thread, and a store its open shard.
+MAX_DESTINATIONS = 64
+_FAILURES_KEPT = 1000
+_REASON_LETTERS = 1000
 
 
-@dataclass(frozen=True)
-class PendingWrite:
-    """One sample that is to be written."""
+class Failure(NamedTuple):
+    """A destination that failed for a client."""
 
-    capture: CaptureRequest
-    input_ids: Tensor  # int64 [T]
-    copy: HostCopy
+    client: str
+    destination: str
+    reason: str
+
+
+class Failures:
+    """The destinations that failed, by client. It forgets the oldest of very many."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[str, str], str] = {}
+
+    def add(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            if failure.client:  # Nobody could ask for the others.
+                self._reasons[failure.client, failure.destination] = failure.reason
+        while len(self._reasons) > _FAILURES_KEPT:
+            del self._reasons[next(iter(self._reasons))]
+
+    def reason(self, capture: CaptureRequest) -> str | None:
+        """Return why the request's destination failed for its client, or None."""
+        return self._reasons.get((capture.client, name_of(capture.destination)))
+
+    def of_client(self, client: str) -> list[str]:
+        """Return the reasons for all destinations of a client that failed."""
+        return [reason for (one, _), reason in self._reasons.items() if one == client]
 
 
 class StateSink:
-    """A thread that writes. At most `max_bytes` of copies wait for it.
+    """An outlet for each destination. At most `max_bytes` of copies wait for all of them.
+
+    A destination that fails or is stuck costs its own samples only. One that takes no more samples for a
+    while holds no more than half of the memory, the next such one half of the rest, and so on.
 
     Args:
         name: the name of this process among the writers of a store.
         num_aux_layers: A. The first A columns of the states are the aux layers; the last one is the last
             layer's output.
+        max_destinations: how many may be open. More open ones fail, unless one has nothing to write.
     """
 
-    def __init__(self, name: str, num_aux_layers: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_aux_layers: int,
+        max_bytes: int,
+        max_destinations: int = MAX_DESTINATIONS,
+        times: OutletTimes | None = None,
+    ) -> None:
         self.name = name
         self.num_aux_layers = num_aux_layers
         self.max_bytes = max_bytes
-        self._queue: queue.SimpleQueue[PendingWrite | None] = queue.SimpleQueue()
+        self.max_destinations = max_destinations
+        self._times = times or OutletTimes()
+        self._lock = threading.Lock()  # guards the fields below, and those of the outlets that say so
         self._bytes = 0
-        self._lock = threading.Lock()
-        self._writers: dict[str, StoreWriter] = {}  # by destination
-        self._unflushed: set[str] = set()
-        self._transports: dict[str, Transport] = {}
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="eagle31-states", daemon=True)
-        self._thread.start()
+        self._outlets: dict[str, Outlet] = {}  # by destination, the one that was used last at the end
+        self._ending: dict[str, Outlet] = {}  # by destination
+        self._failed = Failures()
+        self._news: list[Failure] = []
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Return whether another copy may wait. A single one of any size may always wait."""
-        return self._bytes == 0 or self._bytes + num_bytes <= self.max_bytes
+    def has_room(self, capture: CaptureRequest, num_bytes: int) -> bool:
+        """Return whether another copy for this destination may wait. A single one of any size may always."""
+        with self._lock:
+            outlet = self._outlets.get(name_of(capture.destination))
+            held, free = 0 if outlet is None else outlet.held_bytes, self.max_bytes - self._bytes
+            return self._bytes == 0 or (num_bytes <= free and (held == 0 or held + num_bytes <= free))
+
+    def has_failed(self, capture: CaptureRequest) -> bool:
+        """Return whether the request's destination failed for its client."""
+        with self._lock:
+            return self._failed.reason(capture) is not None
 
     def submit(self, pending: PendingWrite) -> None:
-        """Queue a sample for writing."""
+        """Queue a sample for writing, or drop it where its destination has failed."""
+        name, num_bytes = name_of(pending.capture.destination), pending.copy.states.nbytes
         with self._lock:
-            self._bytes += pending.copy.states.nbytes
-        self._queue.put(pending)
+            if self._failed.reason(pending.capture) is not None:
+                return
+            outlet = self._outlets.pop(name, None) or self._new_outlet(name)
+            if outlet is None:
+                what = f"The server writes to {self.max_destinations} destinations already."
+                self._note([Failure(pending.capture.client, name, what)])
+                return
+            self._outlets[name] = outlet
+            if outlet.held_bytes == 0:
+                outlet.progressed = time.monotonic()
+            outlet.clients.add(pending.capture.client)
+            outlet.held_bytes += num_bytes
+            self._bytes += num_bytes
+            outlet.put(pending)
 
-    def check(self) -> None:
-        """Raise the error that ended the thread, if any."""
-        if self._failure is not None:
-            raise self._failure
+    def flush(self, client: str) -> None:
+        """Close the open shards of a client, in the background."""
+        with self._lock:
+            for outlet in self._outlets.values():
+                if client in outlet.clients:
+                    outlet.flush()
+
+    def fail_stuck(self) -> None:
+        """Give up the destinations that have made no progress for too long."""
+        before = time.monotonic() - self._times.stuck
+        with self._lock:
+            stuck = [one for one in self._outlets.values() if one.held_bytes and one.progressed < before]
+        for outlet in stuck:
+            outlet.abandon()
+            self._fail(outlet, TimeoutError(f"no state was written for {self._times.stuck:.0f} seconds"))
+
+    def take_news(self) -> list[Failure]:
+        """Return the failures since the last call."""
+        with self._lock:
+            news, self._news = self._news, []
+        return news
 
     def close(self) -> None:
         """Return when everything submitted is written."""
-        self._queue.put(None)
-        self._thread.join()
-        self.check()
-
-    def _run(self) -> None:
-        try:
-            while self._write_next():
-                pass
-            for writer in self._writers.values():
-                writer.close()
-        except BaseException as error:
-            self._failure = error
-
-    def _write_next(self) -> bool:
-        try:
-            pending = self._queue.get(timeout=IDLE_SECONDS if self._unflushed else None)
-        except queue.Empty:
-            while self._unflushed:
-                self._writers[self._unflushed.pop()].flush()
-            return True
-        if pending is None:
-            return False
-        pending.copy.wait()
-        self._write(pending)
         with self._lock:
+            outlets = [*self._ending.values(), *self._outlets.values()]
+        for outlet in outlets:
+            outlet.end()
+        for outlet in outlets:
+            outlet.join()
+
+    def _new_outlet(self, name: str) -> Outlet | None:
+        """Return an outlet, if there may be another one; the one that was used least recently makes room."""
+        self._ending = {key: one for key, one in self._ending.items() if not one.has_ended}
+        if len(self._outlets) >= self.max_destinations:
+            idle = next((key for key, one in self._outlets.items() if one.held_bytes == 0), None)
+            if idle is None:
+                return None
+            self._ending[idle] = self._outlets.pop(idle)
+            self._ending[idle].end()
+        after = self._ending.pop(name, None)
+        return Outlet(name, self.name, self.num_aux_layers, self._times, after, self._written, self._fail)
+
+    def _written(self, outlet: Outlet, pending: PendingWrite) -> None:
+        with self._lock:
+            outlet.held_bytes -= pending.copy.states.nbytes
             self._bytes -= pending.copy.states.nbytes
-        return True
 
-    def _write(self, pending: PendingWrite) -> None:
-        capture, states = pending.capture, pending.copy.states
-        mask = capture.loss_mask(len(states))
-        aux, final = states[:, : self.num_aux_layers], states[:, -1]
-        name = json.dumps(capture.destination, sort_keys=True)
-        if "store" in capture.destination:
-            if name not in self._writers:
-                self._writers[name] = _open_writer(capture.destination, self.name)
-            sample = CapturedSample(pending.input_ids, mask, aux, final)
-            self._writers[name].append(int(capture.key), sample)
-            self._unflushed.add(name)
-        else:
-            if name not in self._transports:
-                self._transports[name] = open_transport(capture.destination)
-            try:
-                self._transports[name].put(StateRequest(capture.key, pending.input_ids, mask), aux, final)
-            except ReceiverGone as reason:
-                # Nobody waits for these states, and other trainers may use this server.
-                del self._transports[name]
-                print(f"states of {capture.key} are dropped: {reason}", file=sys.stderr, flush=True)
+    def _fail(self, outlet: Outlet, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"[:_REASON_LETTERS]
+        with self._lock:
+            if self._outlets.get(outlet.name) is outlet:
+                del self._outlets[outlet.name]
+            self._note(Failure(client, outlet.name, reason) for client in sorted(outlet.clients))
 
-
-def _open_writer(destination: Mapping[str, Any], name: str) -> StoreWriter:
-    encoding = Encoding(**destination["encoding"])
-    return StoreWriter(Path(destination["store"]), name, encoding, destination["shard_tokens"])
+    def _note(self, failures: Iterable[Failure]) -> None:
+        failures = list(failures)
+        self._failed.add(failures)
+        self._news += failures
+        for failure in failures:
+            what = f"eagle31: states for {failure.destination} are dropped: {failure.reason}"
+            print(what, file=sys.stderr, flush=True)

@@ -3,15 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data.vllm.capture_request import DESCRIBE
+from data.vllm.capture_request import PARAMS, asks_for_info
 from data.vllm.dispatch import Dispatcher, Origin, Prompt
-from data.vllm.endpoint import Refused, Unavailable
-from data.vllm.server_info import ServerInfo, read_info, remove_info, write_failure, write_info
+from data.vllm.endpoint import DestinationFailed, Refused, Unavailable
+from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
 NUM_PROMPTS = 12
@@ -32,12 +31,13 @@ class Computer:
         self.name, self.concurrency, self.compute = name, concurrency, compute
         self.under_way = self.most_under_way = self.num_starts = 0
         self.is_down = False
+        self.failures: list[str] = []  # of destinations
 
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        if params == DESCRIBE:
+        if asks_for_info(params):
             self.is_down = False
             self.num_starts += 1
-            return self.engines[0].to_json()
+            return self.engines[0].to_json() | {"failures": self.failures}
         if self.is_down:
             raise Unavailable("connection refused")
         self.under_way += 1
@@ -60,6 +60,7 @@ def dispatch(
     *endpoints: Computer,
     prompts: list[list[int]] | None = None,
     check: Callable[[object, ServerInfo], None] = lambda endpoint, info: None,
+    task: dict[str, Any] | None = None,
 ) -> tuple[list[int], dict[int, str]]:
     """Return the answered prompts, in order, and the refused ones."""
     prompts = [[i] for i in range(NUM_PROMPTS)] if prompts is None else prompts
@@ -75,7 +76,7 @@ def dispatch(
             patience_seconds=0.5,
         )
         for place, input_ids in enumerate(prompts):
-            dispatcher.add(Prompt(place, str(place), input_ids, {}))
+            dispatcher.add(Prompt(place, str(place), input_ids, task or {}))
         running = asyncio.create_task(dispatcher.run())
         while not running.done() and len(answered) + len(refused) < len(prompts):
             await asyncio.sleep(0.01)
@@ -138,20 +139,31 @@ def test_what_no_engine_can_compute_is_not_sent() -> None:
     assert "more than the 20" in refused[6]
 
 
-def test_an_engine_that_says_why_it_ended_is_not_tried_again(tmp_path: Path) -> None:
-    facts = replace(FACTS, roots=(str(tmp_path),))
-    write_info(facts)
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_destination_that_fails_ends_the_client_with_the_reason(answered: bool) -> None:
+    def fails(computer: Computer, token: int) -> None:
+        if token == 5:
+            computer.failures = ["the disk is full"]
+            if not answered:
+                raise DestinationFailed("the disk is full")
+            computer.is_down = True  # so that the client asks for the server info
 
-    def ends(computer: Computer, token: int) -> None:
-        write_failure(facts, "the disk is full")
-        computer.is_down = True
-
-    one = Computer("one", 1, ends, facts)
-    with pytest.raises(UserError, match="for this reason: the disk is full"):
+    one = Computer("one", 1, fails)
+    with pytest.raises(UserError, match=r"vllm.servers=one: .*write the states: the disk is full"):
         dispatch(one)
-    assert one.num_starts == 1
-    remove_info(facts)
-    assert read_info(str(tmp_path), facts.id).failure == "the disk is full"  # type: ignore[union-attr]
+
+
+def test_a_dispatcher_names_itself_in_all_its_requests() -> None:
+    clients: list[str] = []
+
+    class Noting(Computer):
+        async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+            clients.append(params[PARAMS]["client"])
+            return await super().send(input_ids, params)
+
+    for _ in range(2):
+        dispatch(Noting("one", 1, computes), prompts=[[1], [2]], task={PARAMS: {"key": "7"}})
+    assert [len(set(clients[:3])), len(set(clients[3:])), len(set(clients)), len(clients)] == [1, 1, 2, 6]
 
 
 def test_an_engine_after_a_load_balancer_is_lost_once_it_is_silent_after_a_failure() -> None:

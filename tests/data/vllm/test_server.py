@@ -32,8 +32,9 @@ from data.target.modules import locate
 from data.target.spec import TargetSpec
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
-from data.vllm.capture_request import DESCRIBE
+from data.vllm.capture_request import PARAMS, CaptureRequest, describe_params
 from data.vllm.client import ExpectedStates, capture_through_vllm, check_server
+from data.vllm.destinations import store_destination
 from data.vllm.dispatch import PATIENCE_SECONDS
 from data.vllm.environment import KEY_VARIABLE, ROOT
 from data.vllm.producer import VllmProducer
@@ -59,6 +60,7 @@ from tests.data.vllm.targets import (
 IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 240
 ENCODING = Encoding("exact", "all")
+NO_MASTER = "127.0.0.1:9"  # the discard port
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +77,9 @@ def spec(root: Path) -> TargetSpec:
 def server(preloaded_servers: Path, spec: TargetSpec, root: Path) -> Iterator[ServerProcess]:
     """A server that prefills in chunks, with prefix caching."""
     chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": True}
+    engine = replace(capture_engine(spec, IDS, root, **chunked), mooncake_masters=[NO_MASTER])
     process = ServerProcess(
-        capture_engine(spec, IDS, root, **chunked).command_line(),
+        engine.command_line(),
         host="127.0.0.1",
         port=None,
         key=KEY,
@@ -199,7 +202,12 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
 def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
-    body = {"model": spec.model, "prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": DESCRIBE}
+    body = {
+        "model": spec.model,
+        "prompt": [1, 2, 3],
+        "max_tokens": 1,
+        "kv_transfer_params": describe_params(),
+    }
     # vLLM takes such requests at these paths, too, and its own key does not protect the second one.
     others = ["/inference/v1/generate", "/invocations", "/v1/chat/completions", "/tokenize", "/docs"]
     entries = {None: 401, "another": 401, KEY: 404}
@@ -219,6 +227,61 @@ def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
         )
     assert "the-key-of" not in str(caught.value)
     assert KEY not in (root / "server.log").read_text()
+
+
+def test_what_a_request_asks_for_fails_for_its_client_only(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    headers, mask = {"Authorization": f"Bearer {KEY}"}, torch.ones(3, dtype=torch.bool)
+
+    def ask(params: object) -> dict:
+        body = {"model": spec.model, "prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": params}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200
+        return answer.json()["kv_transfer_params"][PARAMS]
+
+    num_starts, store = server.num_starts, store_destination(root / "asked", ENCODING, 100)
+    good = CaptureRequest.of(store, "7", [1, 2, 3], mask).to_params()[PARAMS] | {"client": "mine"}
+    (root / "file").write_text("no directory")
+    mooncake = {"mooncake": {"master": NO_MASTER, "segment_bytes": 0}, "dtype": "bfloat16"}
+    spool = {"spool": str(root), "encoding": {"codec": "int4"}}
+    refusals: dict[str, object] = {
+        "capture.codec=int4": {"destination": spool},
+        "at most 18 digits": {"key": "9" * 20},
+        "letters, digits": {"key": "../../7"},
+        "shard_tokens must be": {"destination": store | {"shard_tokens": 10**12}},
+        "is not below": {"destination": store | {"store": f"{root}/../elsewhere"}},
+        "Mooncake stores that the server may use": {
+            "destination": {"num_aux_layers": 5, "hidden_size": 64}
+            | mooncake
+            | {"mooncake": {"master": "127.0.0.1:1", "segment_bytes": 0}}
+        },
+        "ascending": {"loss_spans": [[0, 10**9]]},
+    }
+    for reason, change in refusals.items():
+        assert reason in ask({PARAMS: good | change})["error"]  # type: ignore[operator]
+    for nonsense in ("eagle31", 3, [1], {"destination": "here"}):
+        assert "no request for hidden states" in ask({PARAMS: nonsense})["error"]
+    # What fails after the answer is reported with the next one, and to nobody else.
+    failing = {
+        "FileExistsError": good | {"destination": store | {"store": str(root / "file")}},
+        NO_MASTER: good | {"destination": mooncake | {"num_aux_layers": 5, "hidden_size": 64}},
+    }
+    for reason, params in failing.items():
+        assert "engine" in ask({PARAMS: params})
+        wait_for(lambda: "error" in ask({PARAMS: params}), 60)  # noqa: B023
+        again = ask({PARAMS: params})
+        assert reason in again["error"]
+        assert again["destination"] is True
+    assert len(ask(describe_params("mine"))["failures"]) == len(failing)
+    assert ask(describe_params("another"))["failures"] == []
+    engine = ask({PARAMS: good})["engine"]["id"]
+    ask(describe_params("mine", flush=True))
+    wait_for(lambda: captured_ids(root / "asked") == {7}, 60)
+    (root / "unwritable" / f".writer-{engine}.lock").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"It could not write the states: IsADirectoryError"):
+        capture(server, make_samples(2), root / "unwritable", expected_states(spec, IDS))
+    assert server.num_starts == num_starts
 
 
 def test_a_producer_says_why_it_has_ended(server: ServerProcess, spec: TargetSpec, root: Path) -> None:

@@ -16,8 +16,9 @@ from data.store.codec import Encoding
 from data.store.shards import FinishedShards, ShardRecord
 from data.target.parts import load_target_parts
 from data.vllm.arguments import CaptureEngine
-from data.vllm.capture_request import CaptureRequest, store_destination
-from data.vllm.plugin.sink import IDLE_SECONDS
+from data.vllm.capture_request import CaptureRequest, with_client
+from data.vllm.destinations import store_destination
+from data.vllm.endpoint import describe
 from data.vllm.server import VllmServer
 from data.vllm.server_process import ServerProcess
 from data.vllm.supervisor import descendants
@@ -25,6 +26,7 @@ from train.bench.capture.timing import PREFILL, RunSide, Task, Timing
 
 _POLL_SECONDS = 0.05
 _START_SECONDS = 1800.0  # time to load a target
+_CLIENT = "bench"
 _CONCURRENCY = 256  # vLLM's scheduler chooses among so many prompts
 
 Pass = Callable[[], Coroutine[None, None, Timing]]
@@ -116,7 +118,7 @@ async def _pass(
     if store is not None and encoding is not None:
         destination = store_destination(store, encoding, task.shard_tokens)
         requests = [
-            CaptureRequest.of(destination, str(i), ids, mask).to_params()
+            with_client(CaptureRequest.of(destination, str(i), ids, mask).to_params(), _CLIENT)
             for i, (ids, mask) in enumerate(samples)
         ]
     endpoint = await server.started(samples[0][0])
@@ -126,19 +128,20 @@ async def _pass(
     )
     seconds = time.perf_counter() - started
     if store is not None:
+        await describe(endpoint, _CLIENT, flush=True)
         seconds = max(seconds, await _written(store, len(samples)) - begun)
     return Timing(seconds, server.cpu_seconds() - cpu_before)
 
 
 async def _written(store: Path, num_samples: int) -> float:
-    """Return when the last sample was on disk, less the pause after which an open shard is closed."""
+    """Return when the last sample was on disk, by the file system's clock."""
     shards = FinishedShards(store)
     shard_records: list[ShardRecord] = []
     while sum(len(record.sample_ids) for record in shard_records) < num_samples:
         await asyncio.sleep(_POLL_SECONDS)
         shard_records = shards.records() if store.exists() else []
     times = [(store / record.file).stat().st_mtime for record in shard_records]
-    return max(times) - IDLE_SECONDS
+    return max(times)
 
 
 def _cpu_seconds(process: int) -> float:
