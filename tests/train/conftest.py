@@ -8,7 +8,7 @@ import pytest
 from data.embedded.corpus import standard_library
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_embedded_target
 from data.embedded.training import TrainingSettings
-from tests.shared import make_once
+from tests.shared import TRAINING_CODE, make_cached, make_once
 from tests.train.small_run import MAIN, RECIPE, TEXT_STAGES, arguments
 from tests.train.torchrun import run_here, torchrun
 
@@ -29,6 +29,10 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTarget:
     """The small target with its tokenizer and conversations; all workers share it."""
 
     def make(directory: Path) -> None:
+        cached = make_cached("small_target", [*TRAINING_CODE, Path(__file__)], build)
+        shutil.copytree(cached, directory, dirs_exist_ok=True)
+
+    def build(directory: Path) -> None:
         ensure_target(directory)
 
     return ensure_target(make_once(tmp_path_factory, "small_target", make))

@@ -5,9 +5,11 @@ python parity_cases.py DIRECTORY TARGET_STEPS ROWS_PER_STEP TTT_STEPS NAME...: t
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from data.embedded.training import TrainingSettings, encode, initialize, pretrai
 from eagle31.json_files import write_text
 from eagle31.malloc import keep_freed_memory
 from tests.eagle31.export.reload import reload_in_this_process
+from tests.shared import TRAINING_CODE, make_cached
 from train.compose import composed
 from train.distributed import World, leave_process_group
 from train.drafter import export_checks
@@ -263,8 +266,11 @@ def target_path(name: str, directory: Path) -> Path:
 def train_case(name: str, directory: Path, target_steps: int, rows_per_step: int, ttt_steps: int) -> None:
     """Runs the pipeline up to the export; runs of one target share its finished stages."""
     target = directory / "targets" / CASES[name].target
-    if not (target / "model" / "config.json").exists():
-        build_target(TARGETS[CASES[name].target], target, target_steps)
+    if not target.exists():
+        case = TARGETS[CASES[name].target]
+        build = partial(build_target, case, steps=target_steps)
+        cached = make_cached(f"{CASES[name].target}-{target_steps}", [*TRAINING_CODE, Path(__file__)], build)
+        shutil.copytree(cached, target)
     config = composed(recipe_arguments(name, directory, rows_per_step, ttt_steps))
     run_pipeline(config, World.from_environment())
     link = export_path(name, directory)
