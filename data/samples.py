@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -21,7 +23,7 @@ class HiddenStateSource(Protocol):
     """A sequence of captured samples that training reads: a store on disk, or the running target."""
 
     @property
-    def lengths(self) -> Sequence[int]: ...
+    def lengths(self) -> Sequence[int] | NDArray[np.int64]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> CapturedSample: ...
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]: ...

@@ -37,7 +37,7 @@ class RowOrder:
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | NDArray,
         row_tokens: int,
         seed: int,
         *,

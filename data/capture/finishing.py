@@ -102,7 +102,7 @@ def _wait_for_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
         state = (stat.st_ino, stat.st_mtime_ns)
         if state != seen or time.monotonic() - looked > _LOOK_SECONDS:
             seen, looked = state, time.monotonic()
-            if describes(directory, fields, FinishedShards(directory).records()):
+            if describes(directory, fields):
                 return
         time.sleep(_POLL_SECONDS)
 

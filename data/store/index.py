@@ -1,23 +1,31 @@
 """The samples that a store holds and their locations: a manifest for people and an index for programs."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
-import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 
-from data.store.shards import DamagedShard, FinishedShards, ShardRecord, file_sha256, refused, write_tensors
+from data.store.shard_file import file_checksum, write_tensors
+from data.store.shards import DamagedShard, FinishedShards, ShardRecord, file_sha256, refused
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
+from eagle31.tensor_files import read_header
 
-FORMAT = 3
+FORMAT = 4
+# The version of what the states are; part of the fingerprint of a capture.
+STATES_VERSION = 3
+_FORMAT_WITHOUT_CHECKSUMS = 3  # its shards have the file's sha256; it is read and continued
 SETTINGS = "capture.json"
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
+_NO_CHECKSUM = -1
+_SHA256_BYTES = 32
+_INDEX_DTYPES = {"I64": np.int64, "I32": np.int32, "U8": np.uint8}
 
 
 def claim(directory: Path, settings: Mapping[str, Any], rank: int = 0) -> None:
@@ -61,15 +69,21 @@ def missing_ids(directory: Path, records: Sequence[ShardRecord], num_samples: in
 
 
 def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
-    """Return the location of each of N samples, by ascending id. The first shard that has a sample counts.
+    """Return where each of N samples is, by ascending id. The first shard that has a sample counts.
 
     Returns:
         sample_ids int64 [N], shards int32 [N], and for the shard's tokens, aux states and final-layer states
-        starts int64 [N, 3] and rows int32 [N, 3].
+        starts int64 [N, 3] and rows int32 [N, 3]; checksums int64 [N], -1 in shards of earlier versions.
+        Of each of S shards: shard_files uint8 [S, W], the names padded with zeros; shard_bytes int64 [S];
+        shard_checksums int64 [S]; shard_sha256 uint8 [S, 32], or [0, 32] if all shards have checksums.
     """
     ids = [np.asarray(record.sample_ids, dtype=np.int64) for record in records]
     rows = [
         np.stack([record.lengths, record.aux_rows, record.last_rows], axis=1).astype(np.int64)
+        for record in records
+    ]
+    checksums = [
+        np.asarray(record.checksums or [_NO_CHECKSUM] * len(record.sample_ids), dtype=np.int64)
         for record in records
     ]
     starts = [shard_rows.cumsum(axis=0) - shard_rows for shard_rows in rows]
@@ -81,29 +95,62 @@ def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
         "shards": shards[first],
         "starts": np.concatenate([*starts, none])[first],
         "rows": np.concatenate([*rows, none])[first].astype(np.int32),
+        "checksums": np.concatenate([*checksums, np.empty(0, np.int64)])[first],
+        **_shard_arrays(
+            [(one.file, one.num_bytes, one.checksum, one.sha256) for one in records],
+        ),
     }
 
 
-def manifest_content(
-    directory: Path, records: Sequence[ShardRecord], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the manifest of these shards as it reads back, without the index's checksum."""
-    rows = build_index(records)["rows"]
-    captured = {sample_id for record in records for sample_id in record.sample_ids}
-    content = {
-        "format": FORMAT,
-        **fields,
-        "num_samples": len(rows),
-        "num_tokens": int(rows[:, 0].sum()),
-        "num_bytes": sum(record.num_bytes for record in records),
-        "shards": [record.summary for record in records],
-        "refused": [
-            {"sample_id": sample_id, "reason": reason}
-            for sample_id, reason in refused(directory).items()
-            if sample_id not in captured
-        ],
+def _shard_arrays(shards: Sequence[tuple[str, int, int | None, str | None]]) -> dict[str, NDArray]:
+    """Return the index's arrays of the shards, from file, num_bytes, checksum and sha256 of each."""
+    names = np.array([file.encode() for file, *_ in shards], dtype=bytes)
+    digests = [bytes.fromhex(sha256 or "") or bytes(_SHA256_BYTES) for *_, sha256 in shards]
+    if all(sha256 is None for *_, sha256 in shards):
+        digests = []
+    return {
+        "shard_files": names.view(np.uint8).reshape(len(shards), names.itemsize),
+        "shard_bytes": np.array([num_bytes for _, num_bytes, *_ in shards], dtype=np.int64),
+        "shard_checksums": np.array(
+            [_NO_CHECKSUM if checksum is None else checksum for *_, checksum, _ in shards], dtype=np.int64
+        ),
+        "shard_sha256": np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _SHA256_BYTES),
     }
-    return as_read_back(content)
+
+
+class ShardEntry(NamedTuple):
+    """What a finished store knows about a shard."""
+
+    file: str
+    num_bytes: int
+    checksum: int | None  # None for a shard of an earlier version
+    sha256: str | None  # of such a shard
+
+
+class ShardTable(Sequence[ShardEntry]):
+    """The shards of a finished store. index: from `read_index` or `build_index`."""
+
+    def __init__(self, index: Mapping[str, NDArray]) -> None:
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index["shard_bytes"])
+
+    @overload
+    def __getitem__(self, index: int) -> ShardEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ShardEntry]: ...
+    def __getitem__(self, index: int | slice) -> ShardEntry | list[ShardEntry]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        checksum: int | None = int(self._index["shard_checksums"][index])
+        sha256 = None
+        if checksum == _NO_CHECKSUM:
+            checksum, sha256 = None, self._index["shard_sha256"][index].tobytes().hex()
+        return ShardEntry(self.file(index), int(self._index["shard_bytes"][index]), checksum, sha256)
+
+    def file(self, index: int) -> str:
+        return self._index["shard_files"][index].tobytes().rstrip(b"\0").decode()
 
 
 def write_manifest(
@@ -114,55 +161,95 @@ def write_manifest(
     Args:
         fields: what the states were made with: target, revision, fingerprints, layer ids, dtype, encoding.
         records: the shards, by name; by default all that are finished now. Of those whose samples are all in
-            earlier ones, the manifest lists none.
+            earlier ones, the manifest counts none.
     """
     records = FinishedShards(directory).records() if records is None else records
     counting = np.unique(build_index(records)["shards"])
     records = [records[index] for index in counting]
-    arrays = build_index(records)
-    sha256, _ = write_tensors(directory / INDEX, {n: [torch.from_numpy(a)] for n, a in arrays.items()})
-    content = manifest_content(directory, records, fields)
-    write_json(directory / MANIFEST, {**content, "index_sha256": sha256})
+    index = build_index(records)
+    write_tensors(directory / INDEX, {name: [torch.tensor(array)] for name, array in index.items()})
+    captured, reasons = index["sample_ids"], refused(directory)
+    left_out = np.setdiff1d(np.fromiter(reasons, np.int64, len(reasons)), captured).tolist()
+    content = {
+        "format": FORMAT,
+        **fields,
+        "num_samples": len(captured),
+        "num_tokens": int(index["rows"][:, 0].sum(dtype=np.int64)),
+        "num_bytes": sum(record.num_bytes for record in records),
+        "num_shards": len(records),
+        "refused": [{"sample_id": sample_id, "reason": reasons[sample_id]} for sample_id in left_out],
+        "index_checksum": file_checksum(directory / INDEX),
+    }
+    write_json(directory / MANIFEST, content)
 
 
-def describes(directory: Path, fields: Mapping[str, Any], records: Sequence[ShardRecord]) -> bool:
+def describes(
+    directory: Path, fields: Mapping[str, Any], records: Sequence[ShardRecord] | None = None
+) -> bool:
     """Return whether the manifest has these fields and lists only these shards, and its index is intact.
 
     There may be other shards, with duplicates that were written after the manifest.
+
+    Args:
+        records: the shards that are there; by default the listed shards have to be in the directory, which
+            takes one listing and reads no sidecar.
     """
     manifest = read_manifest(directory)
     if manifest is None or any(manifest.get(name) != value for name, value in as_read_back(fields).items()):
         return False
-    present = {(record.file, record.sha256, record.num_bytes) for record in records}
-    if any((one["file"], one["sha256"], one["num_bytes"]) not in present for one in manifest["shards"]):
+    try:
+        listed = ShardTable(read_index(directory, manifest))
+    except DamagedShard:
         return False
-    path = directory / INDEX
-    return path.exists() and file_sha256(path) == manifest["index_sha256"]
+    if records is None:
+        return {listed.file(index) for index in range(len(listed))} <= set(os.listdir(directory))
+    present = {(one.file, one.num_bytes, one.checksum, one.sha256) for one in records}
+    return all(shard in present for shard in listed)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest, or None while the store is unfinished.
 
     Raises:
-        UserError: another version of eagle31 wrote it.
+        UserError: a version of eagle31 wrote it whose stores this one cannot read.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
         return None
     manifest = read_json(path)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in (FORMAT, _FORMAT_WITHOUT_CHECKSUMS):
         remedy = f"The store has format {manifest.get('format')}, not {FORMAT}; delete it and capture again."
         raise UserError("capture", path, remedy)
     return manifest
 
 
 def read_index(directory: Path, manifest: Mapping[str, Any]) -> dict[str, NDArray]:
-    """Return the index; raise DamagedShard where it is missing or altered."""
+    """Return the arrays of `build_index`, mapped from the file: the processes of a machine share its memory.
+
+    Raises:
+        DamagedShard: the index is missing or altered.
+    """
     path = Path(directory) / INDEX
-    if not path.exists() or file_sha256(path) != manifest["index_sha256"]:
+    old = manifest["format"] == _FORMAT_WITHOUT_CHECKSUMS
+    if not path.exists() or (
+        file_sha256(path) != manifest["index_sha256"]
+        if old
+        else file_checksum(path) != manifest["index_checksum"]
+    ):
         remedy = "The index is missing or altered; run again with the capture stage, which makes it again."
         raise DamagedShard(str(path), None, remedy)
-    return safetensors.numpy.load_file(path)
+    with path.open("rb") as file:
+        entries = read_header(file, path)
+    mapped = np.asarray(np.memmap(path, np.uint8, "r"))
+    index = {
+        name: mapped[entry.start : entry.stop].view(_INDEX_DTYPES[entry.dtype]).reshape(entry.shape)
+        for name, entry in entries.items()
+    }
+    if old:
+        index["checksums"] = np.full(len(index["sample_ids"]), _NO_CHECKSUM)
+        shards = manifest["shards"]
+        index |= _shard_arrays([(one["file"], one["num_bytes"], None, one["sha256"]) for one in shards])
+    return index
 
 
 def as_read_back(content: Mapping[str, Any]) -> dict[str, Any]:

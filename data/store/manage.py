@@ -13,6 +13,8 @@ from data.progress import Progress, tracked
 from data.store.codec import CODECS, FINAL_STATES, Encoding, Rows, decode, encoded_bytes
 from data.store.index import (
     SETTINGS,
+    ShardEntry,
+    ShardTable,
     build_index,
     claim,
     differing,
@@ -70,7 +72,12 @@ class Contents:
 def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
     """Read every shard and yield what is wrong with it, with its sidecar or with the index."""
     manifest = read_manifest(directory)
-    listed = {shard["file"]: shard for shard in manifest["shards"]} if manifest else {}
+    listed: dict[str, ShardEntry] = {}
+    if manifest:
+        try:
+            listed = {shard.file: shard for shard in ShardTable(read_index(directory, manifest))}
+        except DamagedShard as error:
+            yield error
     sidecars = {path.with_suffix(".safetensors").name for path in directory.glob("shard-*.json")}
     files = sorted(sidecars | listed.keys())
     for file in tracked(files, "verify", "shards", shown=progress):
@@ -78,22 +85,17 @@ def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
             _check(directory, file, listed.get(file))
         except UserError as error:
             yield error
-    if manifest:
-        try:
-            read_index(directory, manifest)
-        except DamagedShard as error:
-            yield error
 
 
-def _check(directory: Path, file: str, listed: Mapping[str, Any] | None) -> None:
+def _check(directory: Path, file: str, listed: ShardEntry | None) -> None:
     if listed:
-        check_size(directory, file, listed["num_bytes"])
-        check_content(directory, file, listed["sha256"])
+        check_size(directory, file, listed.num_bytes)
+        check_content(directory, file, listed.checksum, listed.sha256)
     record = read_sidecar((directory / file).with_suffix(".json"))
     if not listed:
         check_size(directory, file, record.num_bytes)
-    if not listed or record.sha256 != listed["sha256"]:
-        check_content(directory, file, record.sha256)
+    if not listed or (record.checksum, record.sha256) != (listed.checksum, listed.sha256):
+        check_content(directory, file, record.checksum, record.sha256)
     check_sidecar(directory, record)
 
 
@@ -170,7 +172,7 @@ def _write(
             raise UserError("OUT", output, "This is one of the stores; choose another directory.")
         # A damaged sample must not get a new, valid checksum.
         for record in tracked(source.records, f"verify {source.directory}", "shards", shown=progress):
-            check_content(source.directory, record.file, record.sha256)
+            check_content(source.directory, record.file, record.checksum, record.sha256)
     claim(output, settings)
     encoding = Encoding(**settings["encoding"])
     records = FinishedShards(output).records()
@@ -205,7 +207,7 @@ def _write(
 def _samples(contents: Contents) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the samples by ascending id, as they are encoded."""
     index = build_index(contents.records)
-    reader = SampleReader(contents.directory, [record.file for record in contents.records], index)
+    reader = SampleReader(contents.directory, index)
     for index_row, sample_id in enumerate(index["sample_ids"].tolist()):
         yield sample_id, reader.encoded(index_row)
 

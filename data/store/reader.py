@@ -1,57 +1,101 @@
 """The reader of a finished store, in the order of its samples."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor
 
 from data.file_hashes import sha256_of_files
 from data.progress import tracked
 from data.samples import CapturedSample
-from data.store.codec import ROWS_OF, decode
-from data.store.index import MANIFEST, read_index, read_manifest
-from data.store.shards import check_content, check_size
+from data.store.codec import decode
+from data.store.index import MANIFEST, ShardTable, read_index, read_manifest
+from data.store.shard_file import ShardFile
+from data.store.shards import DamagedShard, check_content, check_size, open_shard
 from eagle31.errors import UserError
 
-_KINDS = ("tokens", "aux", "final")
+# Open files of a reader: a process may have 1,024 by default.
+_MAX_OPEN_SHARDS = 128
 
 
 class SampleReader:
-    """Reads the encoded samples of some shards by their position in the index; maps files on first use.
+    """Reads the encoded samples of some shards by their position in the index, in any number of threads.
+
+    Shards are opened on first use, and those that were not used for longest are closed again.
 
     Args:
-        files: the shards that `index`, from `build_index`, refers to.
+        index: from `read_index` or `build_index`.
+        locate: returns the local path of a shard's file by its name; by default it is in the directory.
     """
 
-    def __init__(self, directory: Path, files: Sequence[str], index: Mapping[str, NDArray]) -> None:
-        self._paths = [Path(directory) / file for file in files]
-        self._index = index
-        self._files: dict[int, tuple[Any, list[str]]] = {}
+    def __init__(
+        self,
+        directory: Path,
+        index: Mapping[str, NDArray],
+        *,
+        locate: Callable[[str], Path] | None = None,
+        max_open_shards: int = _MAX_OPEN_SHARDS,
+    ) -> None:
+        self._directory = Path(directory)
+        self._locate = locate or self._directory.joinpath
+        self._index, self._table = index, ShardTable(index)
+        self._max_open_shards = max_open_shards
+        self._lock = threading.Lock()  # guards the field below
+        self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
 
     def encoded(self, index: int) -> dict[str, Tensor]:
-        file, names = self._open(int(self._index["shards"][index]))
-        starts = self._index["starts"][index]
-        stops = starts + self._index["rows"][index]
-        bounds = zip(_KINDS, starts.tolist(), stops.tolist(), strict=True)
-        slices = {kind: slice(start, stop) for kind, start, stop in bounds}
-        return {name: file.get_slice(name)[slices[ROWS_OF[name]]] for name in names}
+        """Return a sample's tensors after comparing their checksum.
 
-    def _open(self, shard: int) -> tuple[Any, list[str]]:
-        if shard not in self._files:
-            file = safe_open(self._paths[shard], framework="pt").__enter__()
-            self._files[shard] = file, [name for name in file.keys() if name in ROWS_OF]  # noqa: SIM118
-        return self._files[shard]
+        Raises:
+            DamagedShard: the shard is missing, or the sample was altered.
+        """
+        shard = int(self._index["shards"][index])
+        starts, rows = self._index["starts"][index].tolist(), self._index["rows"][index].tolist()
+        expected = int(self._index["checksums"][index])
+        file = self._open(shard)
+        try:
+            tensors, checksum = file.read(starts, rows, checked=expected >= 0)
+        except OSError as error:
+            raise self._damaged(shard, index, str(error)) from error
+        if checksum is not None and checksum != expected:
+            raise self._damaged(shard, index, f"its checksum was {expected} and is {checksum}")
+        return tensors
+
+    def _open(self, shard: int) -> ShardFile:
+        with self._lock:
+            found = self._open_shards.get(shard)
+            if found is not None:
+                self._open_shards.move_to_end(shard)
+                return found
+        opened = open_shard(self._locate(self._table.file(shard)))
+        with self._lock:
+            self._open_shards[shard] = opened
+            while len(self._open_shards) > self._max_open_shards:
+                # A thread that is reading from it keeps it open.
+                self._open_shards.popitem(last=False)
+        return opened
+
+    def _damaged(self, shard: int, index: int, what: str) -> DamagedShard:
+        path = self._directory / self._table.file(shard)
+        sample_id = int(self._index["sample_ids"][index])
+        remedy = f"The sample was altered ({what}); delete the shard and run again with the capture stage: "
+        return DamagedShard(
+            str(path), f"sample {sample_id}", f"{remedy}only the shard's samples are captured again."
+        )
 
 
 class HiddenStateStore:
     """Reads a finished store. Samples are in the order of their ids.
 
+    Opening reads the manifest and maps the index. A sample is compared with its checksum when it is read.
+
     Raises:
-        DamagedShard: a shard is missing or has changed its size, or the index is damaged.
+        DamagedShard: the index is damaged.
         UserError: the store has no manifest.
     """
 
@@ -64,14 +108,12 @@ class HiddenStateStore:
             )
             raise UserError("capture", self.directory, remedy)
         self.manifest = manifest
-        self.shards: list[dict[str, Any]] = manifest["shards"]
-        for shard in self.shards:
-            check_size(self.directory, shard["file"], shard["num_bytes"])
         index = read_index(self.directory, manifest)
-        self.sample_ids: list[int] = index["sample_ids"].tolist()  # in the tokenised dataset; ascending
-        self.lengths: list[int] = index["rows"][:, 0].tolist()
-        self.files: NDArray = index["shards"]  # the shard of each sample, int32 [num_samples]
-        self._reader = SampleReader(self.directory, [shard["file"] for shard in self.shards], index)
+        self.shards = ShardTable(index)
+        self.sample_ids: NDArray[np.int64] = index["sample_ids"]  # in the tokenised dataset; ascending
+        self.lengths: NDArray[np.int64] = index["rows"][:, 0].astype(np.int64)
+        self.files: NDArray[np.int32] = index["shards"]  # the shard of each sample
+        self._reader = SampleReader(self.directory, index)
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -91,9 +133,10 @@ class HiddenStateStore:
         cache_dir: Path | None = None,
         progress: bool = False,
     ) -> None:
-        """Compare the checksums of this rank's part of the shards.
+        """Check this rank's part of the shards, as far as reading a sample does not.
 
-        A shard that has not changed since its last verification on this machine is not read again.
+        A shard with checksums of its samples has to be there with its size. Shards of earlier versions are
+        read, unless they have not changed since their last verification on this machine.
 
         Args:
             num_processes: the number of ranks on this machine, which share its cores.
@@ -101,12 +144,17 @@ class HiddenStateStore:
                 `cache_directory`.
 
         Raises:
-            DamagedShard: a shard was altered.
+            DamagedShard: a shard is missing or was altered.
         """
         shards = self.shards[rank::world_size]
+        for shard in shards:
+            check_size(self.directory, shard.file, shard.num_bytes)
+        unchecked = [shard for shard in shards if shard.checksum is None]
         found = sha256_of_files(
-            [self.directory / shard["file"] for shard in shards], num_processes=num_processes
+            [self.directory / shard.file for shard in unchecked],
+            num_processes=num_processes,
+            cache_dir=cache_dir,
         )
         with closing(found):
-            for shard in tracked(shards, "verify", "shards", shown=progress):
-                check_content(self.directory, shard["file"], shard["sha256"], next(found))
+            for shard in tracked(unchecked, "verify", "shards", shown=progress and bool(unchecked)):
+                check_content(self.directory, shard.file, None, shard.sha256, next(found))

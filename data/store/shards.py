@@ -1,4 +1,4 @@
-"""One file of a store: concatenated samples in safetensors, with a sidecar that holds their checksum."""
+"""The shards of a store: a file of samples each, and a sidecar with their ids and checksums."""
 
 import hashlib
 import json
@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from data.store.codec import STATES, Encoding, Rows
+from data.store.codec import Encoding
+from data.store.shard_file import (
+    ROWS,
+    SAMPLE_IDS,
+    ShardFile,
+    header,
+    sample_checksum,
+    sample_rows,
+    shard_checksum,
+    shard_columns,
+    tensor_bytes,
+    write_tensors,
+)
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json, write_text
 
@@ -23,16 +33,6 @@ REFUSED = "refused"
 SHARD_NAME = re.compile(r"shard-(?P<writer>.+)-(?P<number>\d{5,})\.safetensors")
 _READ_BYTES = 1 << 22
 _AGAIN = "run again with the capture stage: only this shard is captured again."
-_DTYPES = {
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class DamagedShard(UserError):
@@ -41,31 +41,37 @@ class DamagedShard(UserError):
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard's sidecar. The lists have one item per sample."""
+    """A finished shard's sidecar. The lists have one item per sample.
+
+    Shards of earlier versions have the file's sha256 instead of checksums.
+    """
 
     file: str
-    sha256: str
     num_bytes: int
     encoding: Encoding
     sample_ids: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens
     aux_rows: tuple[int, ...]
     last_rows: tuple[int, ...]
+    checksum: int | None = None
+    checksums: tuple[int, ...] = ()
+    sha256: str | None = None
 
     @cached_property
     def writer(self) -> str:
         return split_name(self.file)[0]
 
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The fields for the manifest, whose size does not depend on the number of samples."""
-        sums = {"num_samples": len(self.sample_ids), "num_tokens": sum(self.lengths)}
-        return {"file": self.file, "sha256": self.sha256, "num_bytes": self.num_bytes, **sums}
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "ShardRecord":
         lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
-        return ShardRecord(**{**content, **lists, "encoding": Encoding(**content["encoding"])})
+        record = ShardRecord(**{**content, **lists, "encoding": Encoding(**content["encoding"])})
+        expected = 0 if record.checksum is None else len(record.sample_ids)
+        if (record.checksum is None) == (record.sha256 is None) or len(record.checksums) != expected:
+            raise ValueError("it has no checksums")
+        return record
 
 
 def split_name(file: str) -> tuple[str, int]:
@@ -87,96 +93,37 @@ def write_shard(
     Raises:
         OSError: the disk is full, for example; no file is left then.
     """
-    ids = tuple(sample_id for sample_id, _ in samples)
-    rows = [Rows(*(len(tensors[name]) for name in ("input_ids", *STATES))) for _, tensors in samples]
-    columns = {name: [tensors[name] for _, tensors in samples] for name in samples[0][1]}
-    # The shard also says which samples it holds, so that the sidecar can be compared with it.
-    columns["sample_ids"] = [torch.tensor(ids)]
-    columns["rows"] = [torch.tensor([[r.tokens, r.aux, r.final] for r in rows], dtype=torch.int32)]
-    sha256, num_bytes = write_tensors(path, columns)
+    rows = [sample_rows(tensors) for _, tensors in samples]
+    checksums = [sample_checksum(tensors) for _, tensors in samples]
+    columns = shard_columns(samples)
+    num_bytes = write_tensors(path, columns)
+    [sample_ids], [row_counts] = columns[SAMPLE_IDS], columns[ROWS]
+    checksum = shard_checksum(header(columns), tensor_bytes(sample_ids), tensor_bytes(row_counts), checksums)
     record = ShardRecord(
         path.name,
-        sha256,
         num_bytes,
         encoding,
-        ids,
+        sample_ids=tuple(sample_id for sample_id, _ in samples),
         lengths=tuple(r.tokens for r in rows),
         aux_rows=tuple(r.aux for r in rows),
         last_rows=tuple(r.final for r in rows),
+        checksum=checksum,
+        checksums=tuple(checksums),
     )
-    write_text(path.with_suffix(".json"), json.dumps(asdict(record)) + "\n")
+    write_text(path.with_suffix(".json"), json.dumps(record.to_json()) + "\n")
     return record
 
 
-def write_tensors(path: Path, columns: Mapping[str, Sequence[Tensor]]) -> tuple[str, int]:
-    """Write a safetensors file of tensors that are given in pieces, concatenated along the first dimension.
-
-    A single pass copies nothing, computes the checksum and lets other threads run, none of which safetensors'
-    own writer does. The file appears once it is on disk.
-
-    Returns:
-        The sha256, and the size in bytes.
-    """
-    # In safetensors' order: wide types first, so that all are aligned.
-    names = sorted(columns, key=lambda name: (-columns[name][0].element_size(), name))
-    partial = path.with_name(f".{path.name}.partial")
-    digest = hashlib.sha256()
-    try:
-        with open(partial, "wb") as file:
-            blocks: list[bytes | memoryview] = [_header(names, columns)]
-            blocks += [_bytes(piece) for name in names for piece in columns[name]]
-            for block in blocks:
-                digest.update(block)
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            num_bytes = file.tell()
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-    return digest.hexdigest(), num_bytes
-
-
-def _header(names: Sequence[str], columns: Mapping[str, Sequence[Tensor]]) -> bytes:
-    """Return the file's header.
-
-    Source: the safetensors format, https://github.com/huggingface/safetensors#format.
-    """
-    header, start = {}, 0
-    for name in names:
-        first = columns[name][0]
-        stop = start + sum(piece.nbytes for piece in columns[name])
-        shape = [sum(len(piece) for piece in columns[name]), *first.shape[1:]]
-        alike = {(piece.dtype, piece.shape[1:]) for piece in columns[name]}
-        assert len(alike) == 1, f"{name}: {alike}"
-        header[name] = {"dtype": _DTYPES[first.dtype], "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the shard's name durable before its sidecar is written."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_sidecar(path: Path) -> ShardRecord:
-    """Read a sidecar; raise UserError where it is damaged."""
+    """Read a sidecar; raise DamagedShard where it is missing or damaged."""
     try:
         return ShardRecord.from_json(read_json(path))
-    except (TypeError, KeyError, AttributeError):
-        remedy = "The file is no shard's sidecar of this version; delete it with its shard and capture again."
-        raise UserError("capture", path, remedy) from None
+    except FileNotFoundError:
+        what = "The shard has lost its sidecar"
+    except (TypeError, KeyError, AttributeError, ValueError):
+        what = "The file is no shard's sidecar of this version"
+    shard = path.with_suffix(".safetensors").name
+    raise DamagedShard(str(path), None, f"{what}; delete it with {shard} and {_AGAIN}")
 
 
 class FinishedShards:
@@ -230,25 +177,50 @@ def check_size(directory: Path, file: str, num_bytes: int) -> None:
         raise DamagedShard(str(path), f"{found} bytes", f"The shard had {num_bytes} bytes; {_AGAIN}")
 
 
-def check_content(directory: Path, file: str, sha256: str, found: str | None = None) -> None:
+def check_content(
+    directory: Path, file: str, checksum: int | None, sha256: str | None, found_sha256: str | None = None
+) -> None:
     """Raise DamagedShard where the shard was altered.
 
     Args:
-        sha256: the checksum that was recorded.
-        found: the file's checksum, if it is known; otherwise the file is read.
+        checksum: the shard's checksum that was recorded; None for a shard of an earlier version.
+        sha256: of such a shard.
+        found_sha256: the file's sha256, if it is known; otherwise the file is read.
     """
     path = directory / file
-    found = found or file_sha256(path)
-    if found != sha256:
-        what = f"The shard's sha256 was {sha256}"
+    if checksum is None:
+        found: object = found_sha256 or file_sha256(path)
+        expected: object = sha256
+        name = "sha256"
+    else:
+        found, expected, name = _found_checksum(path), checksum, "checksum"
+    if found != expected:
+        what = f"The shard's {name} was {expected}"
         raise DamagedShard(str(path), found, f"{what}; delete it and {_AGAIN}")
+
+
+def _found_checksum(path: Path) -> int | str:
+    try:
+        return open_shard(path).checksums()[1]
+    except OSError as error:
+        return str(error)
+
+
+def open_shard(path: Path) -> ShardFile:
+    """Open a shard; raise DamagedShard where the file is missing or its header is damaged."""
+    try:
+        return ShardFile(path)
+    except FileNotFoundError:
+        raise DamagedShard(str(path), None, f"The shard is gone; {_AGAIN}") from None
+    except UserError as error:
+        raise DamagedShard(str(path), "damaged", f"{error.remedy} Delete it and {_AGAIN}") from None
 
 
 def check_sidecar(directory: Path, record: ShardRecord) -> None:
     """Raise DamagedShard where the sidecar names other samples than the shard itself."""
     path = directory / record.file
-    with safe_open(path, framework="np") as file:
-        ids, rows = file.get_tensor("sample_ids"), file.get_tensor("rows")
+    shard = open_shard(path)
+    ids, rows = shard.read_column(SAMPLE_IDS).numpy(), shard.read_column(ROWS).numpy()
     expected = np.stack([record.lengths, record.aux_rows, record.last_rows], axis=1)
     if not (np.array_equal(ids, record.sample_ids) and np.array_equal(rows, expected)):
         sidecar = path.with_suffix(".json").name

@@ -94,7 +94,7 @@ def muon_settings(optim: OptimConfig) -> MuonSettings | None:
 def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequence[int]) -> list[str]:
     """Return the ids in the tokenized data of samples that training reads."""
     if isinstance(source, HiddenStateStore):
-        indices = [source.sample_ids[index] for index in indices]
+        indices = source.sample_ids[list(indices)].tolist()
     return [str(name) for name in training_samples(context).select(indices)["id"]]
 
 
@@ -149,7 +149,7 @@ def sample_costs(
         return None
     supervision = torch.from_numpy(dataset_supervision(training_samples(context)))
     if isinstance(source, HiddenStateStore):
-        supervision = supervision[list(source.sample_ids)]
+        supervision = supervision[source.sample_ids.tolist()]
     return sample_flops(drafter, train.ttt_steps, supervision, context.config.drafter.train_lm_head).tolist()
 
 

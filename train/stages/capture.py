@@ -17,7 +17,7 @@ from data.capture.opening import StoreSpec
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
-from data.store.index import FORMAT
+from data.store.index import STATES_VERSION
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
 from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
@@ -56,7 +56,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
     }
     inputs |= target_inputs(context.config.target, context.parts.fingerprint)
     inputs |= SOURCE_INPUTS[capture.source](context.config)
-    inputs |= {"codec": capture.codec, "final_states": capture.final_states, "format": FORMAT}
+    inputs |= {"codec": capture.codec, "final_states": capture.final_states, "format": STATES_VERSION}
     if capture.mode is CaptureMode.offline:
         inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
     return inputs
@@ -92,7 +92,7 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     return {
         "num_samples": {name: len(store) for name, store in stores.items()},
-        "num_tokens": {name: sum(store.lengths) for name, store in stores.items()},
+        "num_tokens": {name: int(store.lengths.sum()) for name, store in stores.items()},
         "num_bytes": sum(path.stat().st_size for path in directory.rglob("*.safetensors")),
     }
 

@@ -16,7 +16,7 @@ from data.generation.answers import AnswerGenerator, answer_prompts, answers_dat
 from data.samples import CapturedSample
 from data.store import DamagedShard, HiddenStateStore
 from data.store.codec import Encoding
-from data.store.index import FORMAT
+from data.store.index import STATES_VERSION
 from data.text.perturbation import PromptSetting, template_source
 from data.text.schemas import Conversation
 from data.text.sources import source_fingerprint
@@ -106,7 +106,7 @@ def completion_inputs(context: RunContext) -> dict[str, Any]:
         "aux_layer_ids": list(context.aux_layer_ids),
         "eos_token_ids": list(context.eos_token_ids),
         "max_new_tokens": config.evaluate.max_new_tokens,
-        "format": FORMAT,
+        "format": STATES_VERSION,
     }
 
 
@@ -177,7 +177,7 @@ def run_cells(context: RunContext, directory: Path) -> dict[str, Any]:
     if not context.world.is_main:
         return {}
     for artifact in unfinished:
-        num_tokens = sum(HiddenStateStore(artifact.directory / "states").lengths)
+        num_tokens = int(HiddenStateStore(artifact.directory / "states").lengths.sum())
         artifact.finish(0.0, {"num_tokens": num_tokens})
     finished = [finished_cell(cell, begun[cell["artifact"]]) for cell in content["cells"]]
     left_out = [LeftOut(**fields) for fields in content["left_out"]]
@@ -353,12 +353,13 @@ def finished_cell(cell: dict[str, Any], artifact: Artifact) -> FinishedCell:
     dataset: Dataset = load_from_disk(str(artifact.directory / "prompts"))
     store = HiddenStateStore(artifact.directory / "states")
     ids, lengths = dataset["id"], dataset["num_prompt_tokens"]
+    captured = store.sample_ids.tolist()
     return FinishedCell(
         Cell(cell["domain"], PromptSetting(**cell["setting"])),
         cell["purpose"],
         store.directory,
-        tuple(ids[index] for index in store.sample_ids),
-        sum(lengths[index] for index in store.sample_ids) / len(store),
+        tuple(ids[index] for index in captured),
+        sum(lengths[index] for index in captured) / len(store),
     )
 
 

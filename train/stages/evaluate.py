@@ -229,7 +229,7 @@ def replay_verdicts(
     trained: Candidate, store: HiddenStateStore, decoded: DecodedSubset, draft_tokens: int
 ) -> list[str]:
     """Return for each decoded prompt whether decoding did what replay says; see `replay_verdict`."""
-    position = {sample_id: index for index, sample_id in enumerate(store.sample_ids)}
+    position = {sample_id: index for index, sample_id in enumerate(store.sample_ids.tolist())}
     return [
         replay_verdict(*trained, store[position[index]], completion, draft_tokens, decoded.dtype)
         for index, completion in zip(decoded.indices, decoded.completions, strict=True)

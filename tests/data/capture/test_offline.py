@@ -1,4 +1,3 @@
-import json
 import multiprocessing
 import random
 from collections import Counter, namedtuple
@@ -78,8 +77,8 @@ def test_a_store_holds_what_the_target_gives_one_by_one(
     dataset = make_dataset()
     _capture(capture, tmp_path, encoding=encoding)
     store = HiddenStateStore(tmp_path)
-    assert store.sample_ids == list(range(12))
-    assert store.lengths == [len(ids) for ids in dataset["input_ids"]]
+    assert store.sample_ids.tolist() == list(range(12))
+    assert store.lengths.tolist() == [len(ids) for ids in dataset["input_ids"]]
     # Other batches round differently, which may move a state to the next fp8 number.
     tolerance = {"rtol": 0.13, "atol": 1e-2} if encoding.codec == "fp8" else {"rtol": 1e-5, "atol": 1e-5}
     for row, found in zip(dataset, store.get_many(range(12)), strict=True):
@@ -128,7 +127,7 @@ def test_a_store_that_lost_a_shard_is_unfinished_until_it_is_captured_again(
     _capture(capture, tmp_path)
     (tmp_path / "shard-hf-0-00001.safetensors").unlink()
     with pytest.raises(DamagedShard):
-        HiddenStateStore(tmp_path)
+        HiddenStateStore(tmp_path).verify()
     monkeypatch.setattr(capture, "capture", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         _capture(capture, tmp_path)
@@ -145,7 +144,7 @@ def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
 
     def run(rank: int) -> None:
         _capture(capture, tmp_path / "two", rank, world_size=2)
-        lengths.append(HiddenStateStore(tmp_path / "two").lengths)
+        lengths.append(HiddenStateStore(tmp_path / "two").lengths.tolist())
 
     run_late = Thread(target=run, args=(1,))
     run_first = Thread(target=run, args=(0,))
@@ -157,7 +156,7 @@ def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
     run_first.join(timeout=30)
     run_late.join(timeout=30)
     one, two = HiddenStateStore(tmp_path / "one"), HiddenStateStore(tmp_path / "two")
-    assert lengths == [one.lengths] * 2
+    assert lengths == [one.lengths.tolist()] * 2
     assert _captured(capture, make_dataset()) == list(range(12))
     for a, b in zip(one.get_many(range(12)), two.get_many(range(12)), strict=True):
         torch.testing.assert_close(a.aux_hidden_states, b.aux_hidden_states, rtol=1e-5, atol=1e-5)
@@ -236,7 +235,7 @@ def test_refused_samples_count_as_done(tmp_path: Path) -> None:
     assert open_store(tmp_path, fields) == [i for i in range(12) if i != 7]
     _fill(tmp_path, dataset, open_store(tmp_path, fields))
     finish_store(expected, fields)
-    assert HiddenStateStore(tmp_path).sample_ids == [i for i in range(12) if i != 7]
+    assert HiddenStateStore(tmp_path).sample_ids.tolist() == [i for i in range(12) if i != 7]
 
 
 def _finish_as_follower(store: StoreSpec, fields: dict) -> Thread:
@@ -254,14 +253,14 @@ def test_duplicates_that_are_written_late_change_no_finished_store_and_stop_no_r
     _fill(tmp_path, dataset, [3, 4], name="c")  # all of it duplicates
     finish_store(store, fields)
     manifest = (tmp_path / "manifest.json").read_bytes()
-    assert [shard["file"] for shard in json.loads(manifest)["shards"]] == ["shard-b-00000.safetensors"]
+    assert [shard.file for shard in HiddenStateStore(tmp_path).shards] == ["shard-b-00000.safetensors"]
     _fill(tmp_path, dataset, [0, 5], name="a")  # by name before the shard that counts
     follower = _finish_as_follower(store, fields)
     follower.join(timeout=10)
     assert not follower.is_alive()
     finish_store(store, fields)
     assert (tmp_path / "manifest.json").read_bytes() == manifest
-    assert HiddenStateStore(tmp_path).sample_ids == list(range(12))
+    assert HiddenStateStore(tmp_path).sample_ids.tolist() == list(range(12))
     assert merge([tmp_path], tmp_path / "compact") == 0
     assert sorted(chain(*_shard_ids(tmp_path / "compact"))) == list(range(12))
 

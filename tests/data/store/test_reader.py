@@ -1,14 +1,27 @@
 import json
+import os
+import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from data import file_hashes
 from data.store import DamagedShard, HiddenStateStore
-from data.store.codec import CODECS, Encoding
-from data.store.index import describes, missing_ids, write_manifest
+from data.store.codec import CODECS, Encoding, decode
+from data.store.index import (
+    claim,
+    describes,
+    missing_ids,
+    read_index,
+    read_manifest,
+    write_manifest,
+)
+from data.store.manage import damage
+from data.store.reader import SampleReader
 from data.store.shards import FinishedShards, captured_ids, read_sidecar, refuse, refused
 from eagle31.errors import UserError
 from tests.data.store.samples import (
@@ -18,6 +31,7 @@ from tests.data.store.samples import (
     encoded,
     flip_last_byte,
     make_sample,
+    make_version_3,
     settings,
     write_store,
 )
@@ -32,8 +46,8 @@ def test_samples_come_in_one_order_whoever_wrote_them(tmp_path: Path, codec: str
     write_store(tmp_path, encoding)
     store = HiddenStateStore(tmp_path)
     assert len(store) == len(LENGTHS)
-    assert store.lengths == LENGTHS
-    assert store.sample_ids == list(range(7))
+    assert store.lengths.tolist() == LENGTHS
+    assert store.sample_ids.tolist() == list(range(7))
     for i, found in zip([6, 0, 6, *range(7)], store.get_many([6, 0, 6, *range(7)]), strict=True):
         assert_equal(found, encoded(i, encoding))
     store.verify()
@@ -56,7 +70,8 @@ def test_a_sample_that_two_shards_hold_is_the_first_ones(tmp_path: Path) -> None
     store = HiddenStateStore(tmp_path)
     assert store.manifest["num_samples"] == 7
     assert store.manifest["num_tokens"] == sum(LENGTHS)
-    assert_equal(store[1], make_sample(1))
+    for index in range(7):
+        assert_equal(store[index], make_sample(index))
 
 
 def test_refused_samples_are_named_and_left_out(tmp_path: Path) -> None:
@@ -67,20 +82,23 @@ def test_refused_samples_are_named_and_left_out(tmp_path: Path) -> None:
     assert missing_ids(tmp_path, FinishedShards(tmp_path).records(), 8) == [7]
     write_manifest(tmp_path, settings())
     store = HiddenStateStore(tmp_path)
-    assert store.sample_ids == [0, 5, 6]  # sample 5 was captured in the end
+    assert store.sample_ids.tolist() == [0, 5, 6]  # sample 5 was captured in the end
     assert_equal(store[2], make_sample(6))
     named = {one["sample_id"]: one["reason"] for one in store.manifest["refused"]}
     assert named == {1: "too long", 2: "too long", 3: "too long", 4: "too long for c"}
     assert list(refused(tmp_path)) == [1, 2, 3, 4, 5]
 
 
-def test_the_manifest_lists_the_shards_and_does_not_grow_with_the_samples(tmp_path: Path) -> None:
+def test_the_manifest_and_the_index_describe_the_store(tmp_path: Path) -> None:
     write_store(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["target"] == "tiny"
     assert manifest["num_samples"] == 7
     records = FinishedShards(tmp_path).records()
-    assert manifest["shards"] == [record.summary for record in records]
+    assert manifest["num_shards"] == len(records)
+    assert HiddenStateStore(tmp_path).shards[:] == [
+        (record.file, record.num_bytes, record.checksum, None) for record in records
+    ]
     assert manifest["num_bytes"] == sum((tmp_path / record.file).stat().st_size for record in records)
     assert describes(tmp_path, settings(), records)
     assert not describes(tmp_path, settings(), records[1:])
@@ -103,17 +121,101 @@ def test_store_of_an_older_version_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text()) | {"format": 1}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="has format 1, not 3; delete it and capture again"):
+    with pytest.raises(UserError, match="has format 1, not 4; delete it and capture again"):
         HiddenStateStore(tmp_path)
+
+
+def test_an_altered_sample_is_found_when_it_is_read(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    path = tmp_path / "shard-b-00000.safetensors"  # of samples 5 and 3, whose mask comes last
+    flip_last_byte(path)
+    store = HiddenStateStore(tmp_path)
+    store.verify()
+    for index in (0, 1, 2, 4, 5, 6):
+        assert_equal(store[index], make_sample(index))
+    with pytest.raises(
+        DamagedShard, match=r"shard-b-00000\.safetensors=sample 3: The sample was altered.*delete the shard"
+    ):
+        store[3]
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    store = HiddenStateStore(tmp_path)
+    assert_equal(store[3], make_sample(3))
+    path = tmp_path / "shard-b-00000.safetensors"
+    os.truncate(path, path.stat().st_size - 40)
+    with pytest.raises(DamagedShard, match=r"shard-b-00000\.safetensors=sample 3.*ends at byte"):
+        store.get_many(range(7))
+
+
+def test_few_shards_are_open_at_a_time_and_threads_share_them(tmp_path: Path) -> None:
+    claim(tmp_path, settings(60))
+    append_all(tmp_path, range(60), shard_tokens=1)
+    write_manifest(tmp_path, settings(60))
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    reader = SampleReader(tmp_path, read_index(tmp_path, manifest), max_open_shards=2)
+    before = len(os.listdir("/proc/self/fd"))
+    order = random.Random(0).choices(range(60), k=400)
+    with ThreadPoolExecutor(4) as pool:
+        for index, tensors in zip(order, pool.map(reader.encoded, order), strict=True):
+            assert_equal(decode(tensors), make_sample(index))
+    assert len(os.listdir("/proc/self/fd")) - before <= 3  # two shards, and the listing itself
+    with open("/proc/self/maps") as maps:
+        assert str(tmp_path / "shard-") not in maps.read()
+
+
+def test_a_store_of_the_version_before_is_read_and_verified_by_its_files(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    make_version_3(tmp_path)
+    store = HiddenStateStore(tmp_path)
+    for index in range(7):
+        assert_equal(store[index], make_sample(index))
+    store.verify()
+    assert not list(damage(tmp_path))
+    flip_last_byte(tmp_path / "shard-b-00000.safetensors")
+    with pytest.raises(DamagedShard, match="sha256"):
+        store.verify()
+
+
+def test_a_store_of_the_version_before_is_continued_and_finished_by_this_one(tmp_path: Path) -> None:
+    append_all(tmp_path, [6, 1, 4, 0], "a")
+    make_version_3(tmp_path)
+    append_all(tmp_path, [5, 3, 2], "b")
+    records = FinishedShards(tmp_path).records()
+    assert [record.sha256 is None for record in records] == [False, False, True, True]
+    write_manifest(tmp_path, settings())
+    assert describes(tmp_path, settings(), records)
+    store = HiddenStateStore(tmp_path)
+    for index in range(7):
+        assert_equal(store[index], make_sample(index))
+    flip_last_byte(tmp_path / "shard-a-00000.safetensors")
+    with pytest.raises(DamagedShard, match="sha256"):
+        store.verify()
+
+
+def test_verified_files_of_the_version_before_are_remembered_where_the_caller_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path / "store")
+    make_version_3(tmp_path / "store")
+    monkeypatch.setattr(file_hashes, "_REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(file_hashes, "_SETTLED_NANOSECONDS", -(10**12))
+    store, cache = HiddenStateStore(tmp_path / "store"), tmp_path / "cache"
+    store.verify(cache_dir=cache)
+    [memory] = (cache / "file_hashes").glob("*.json")
+    assert len(json.loads(memory.read_text())) == len(store.shards)
 
 
 def test_flipped_byte_is_found_by_verify_and_named(tmp_path: Path) -> None:
     write_store(tmp_path)
+    make_version_3(tmp_path)
     flip_last_byte(tmp_path / "shard-b-00000.safetensors")
     store = HiddenStateStore(tmp_path)
     with pytest.raises(DamagedShard, match=r"shard-b-00000\.safetensors.*sha256.*delete it and run again"):
         store.verify()
-    shards = [shard["file"] for shard in store.shards]
+    shards = [shard.file for shard in store.shards]
     share = shards.index("shard-b-00000.safetensors") % 2
     store.verify(rank=1 - share, world_size=2)
     with pytest.raises(UserError, match="shard-b-00000"):
@@ -121,7 +223,7 @@ def test_flipped_byte_is_found_by_verify_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_missing_or_cut_shard_is_found_at_open_and_only_its_samples_are_missing(
+def test_missing_or_cut_shard_is_found_before_training_and_only_its_samples_are_missing(
     tmp_path: Path, remove: bool
 ) -> None:
     write_store(tmp_path)
@@ -129,7 +231,7 @@ def test_missing_or_cut_shard_is_found_at_open_and_only_its_samples_are_missing(
     lost = read_sidecar(path.with_suffix(".json")).sample_ids
     path.unlink() if remove else path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamagedShard, match=r"shard-a-00000\.safetensors=.*(gone|bytes); run again"):
-        HiddenStateStore(tmp_path)
+        HiddenStateStore(tmp_path).verify()
     assert set(missing_ids(tmp_path, FinishedShards(tmp_path).records(), 7)) == set(lost)
 
 
@@ -156,7 +258,7 @@ def test_a_shard_without_sidecar_does_not_exist(tmp_path: Path) -> None:
 def test_a_sidecar_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     append_all(tmp_path, [0])
     (tmp_path / "shard-a-00000.json").write_text('{"file": "x"}')
-    with pytest.raises(UserError, match=r"shard-a-00000\.json.*delete it with its shard"):
+    with pytest.raises(UserError, match=r"shard-a-00000\.json.*delete it with shard-a-00000\.safetensors"):
         captured_ids(tmp_path)
 
 

@@ -169,7 +169,7 @@ directory = Path(sys.argv[1])
 def captured():
     records = FinishedShards(directory).records()
     for record in records:
-        check_content(directory, record.file, record.sha256)
+        check_content(directory, record.file, record.checksum, record.sha256)
     return sum((record.sample_ids for record in records), ())
 try:
     append_all(directory, range(300))
@@ -227,7 +227,7 @@ def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None
         lost = appended - captured_ids(directory)
         assert sum(LENGTHS[i % 7] for i in lost) <= 2 * SHARD_TOKENS + max(LENGTHS)
         for record in FinishedShards(directory).records():
-            check_content(directory, record.file, record.sha256)
+            check_content(directory, record.file, record.checksum, record.sha256)
             check_sidecar(directory, record)
     held = Counter(i for record in FinishedShards(directory).records() for i in record.sample_ids)
     assert held == Counter(range(num_samples))

@@ -1,0 +1,99 @@
+"""Reading safetensors files that a user may have, with an error that names a damaged file."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from eagle31.errors import UserError
+
+_LENGTH_BYTES = 8
+_LFS_POINTER = b"version https://git-lfs"
+_AGAIN = "download or write it again"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a safetensors file: dtype by its name there, shape, and its bytes `start` to `stop`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of a safetensors file by name, in the order of their bytes; nothing else is read.
+
+    Source: the safetensors format, https://github.com/huggingface/safetensors#format.
+
+    Args:
+        file: opened for reading bytes, at its start.
+        path: for error messages.
+
+    Raises:
+        UserError: the file is a Git LFS pointer, truncated, or not a safetensors file.
+    """
+    size = file.seek(0, 2)
+    file.seek(0)
+    prefix = file.read(len(_LFS_POINTER))
+    if prefix == _LFS_POINTER:
+        remedy = "The file is a Git LFS pointer, not the weights; run `git lfs pull` where it was cloned."
+        raise UserError("file", path, remedy)
+    length = int.from_bytes(prefix[:_LENGTH_BYTES], "little")
+    if size < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
+        what = f"The file has {size:,} bytes" + (
+            "" if size < _LENGTH_BYTES else f", and its header says {length:,} for the header alone"
+        )
+        raise UserError("file", path, f"{what}: it is truncated or no safetensors file; {_AGAIN}.")
+    file.seek(_LENGTH_BYTES)
+    try:
+        content = json.loads(file.read(length))
+        content.pop("__metadata__", None)
+        entries = {
+            name: _entry(value, _LENGTH_BYTES + length)
+            for name, value in sorted(content.items(), key=lambda one: one[1]["data_offsets"])
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        remedy = f"Its header is damaged ({error}), or it is no safetensors file; {_AGAIN}."
+        raise UserError("file", path, remedy) from None
+    end = max((entry.stop for entry in entries.values()), default=_LENGTH_BYTES + length)
+    if end != size:
+        raise UserError("file", path, f"It has {size:,} bytes where its header says {end:,}; {_AGAIN}.")
+    return entries
+
+
+def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
+    start, stop = value["data_offsets"]
+    if not 0 <= start <= stop:
+        raise ValueError(f"data_offsets {start} to {stop}")
+    return TensorEntry(value["dtype"], tuple(map(int, value["shape"])), data_start + start, data_start + stop)
+
+
+@contextmanager
+def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """Open a safetensors file as `safetensors.safe_open` does.
+
+    Raises:
+        UserError: the file is damaged; the message names it.
+        OSError: it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        read_header(file, path)
+    try:
+        opened = safe_open(path, framework=framework)
+    except SafetensorError as error:
+        raise UserError("file", path, f"It is damaged ({error}); {_AGAIN}.") from None
+    with opened as tensors:
+        yield tensors
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read every tensor of a safetensors file. Raise what `open_tensors` does."""
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
