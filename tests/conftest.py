@@ -1,6 +1,7 @@
 """Fixtures and hooks of the whole suite."""
 
 import gc
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
@@ -85,6 +86,7 @@ def preloaded_children() -> Iterator[None]:
     """The processes that the project's code starts in the module's tests are run by `preloaded_python`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", preloaded_python())
+        patch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(preloaded_python()))
         yield
 
 

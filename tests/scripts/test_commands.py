@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.torchrun import ROOT, environment, torchrun_command
+from tests.train.torchrun import ROOT, environment, preloaded_python, torchrun_command
 
 COMMANDS = sorted(
     path
@@ -36,9 +36,9 @@ def test_help_is_help(
     assert printed.err == ""
 
 
-def main_py(*arguments: str) -> subprocess.CompletedProcess[str]:
+def main_py(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "train/main.py", *arguments],
+        [python, "train/main.py", *arguments],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -48,7 +48,7 @@ def main_py(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_entrys_help_shows_the_recipes_and_where_the_keys_are_explained() -> None:
-    done = main_py("--help")
+    done = main_py("--help", python=preloaded_python())
     assert (done.returncode, done.stderr) == (0, "")
     for name in ("recipe=NAME", "quickstart", "qwen3_8b", "docs/configuration.md", "--cfg job"):
         assert name in done.stdout
@@ -56,7 +56,8 @@ def test_the_entrys_help_shows_the_recipes_and_where_the_keys_are_explained() ->
 
 
 def test_cfg_prints_the_full_configuration_and_runs_nothing(tmp_path: Path) -> None:
-    done = main_py("recipe=quickstart", "train.max_steps=7", f"output_dir={tmp_path}/run", "--cfg", "job")
+    settings = ["recipe=quickstart", "train.max_steps=7", f"output_dir={tmp_path}/run"]
+    done = main_py(*settings, "--cfg", "job", python=preloaded_python())
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n  max_steps: 7\n" in done.stdout
     assert "recipe_name: quickstart\n" in done.stdout
@@ -72,6 +73,7 @@ def test_a_mistake_is_one_line_and_status_2() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{MESSAGE}\n")
 
 
+@pytest.mark.usefixtures("preloaded_children")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_torchrun_shows_the_message_once_before_its_table_and_in_it(num_processes: int) -> None:
     command = torchrun_command("train/main.py", MISTAKE, num_processes=num_processes)

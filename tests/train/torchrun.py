@@ -1,11 +1,12 @@
 """Starts real runs, with torchrun and in this process."""
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from tests.preloaded.start import PYTHON, interpreter
 from train.compose import compose_config
@@ -72,7 +73,13 @@ def torchrun(
 
 def composed(recipe: str, *arguments: str) -> RunConfig:
     """Compose the configuration as `train/main.py` does, without checking its values."""
-    return OmegaConf.to_object(compose_config([f"recipe={recipe}", *arguments]))  # type: ignore[return-value]
+    return OmegaConf.to_object(_composed(recipe, arguments))  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=256)
+def _composed(recipe: str, arguments: tuple[str, ...]) -> DictConfig:
+    """Many tests begin with the same configuration, and composing it takes 0.2 s."""
+    return compose_config([f"recipe={recipe}", *arguments])
 
 
 def run_here(recipe: str, *arguments: str) -> None:

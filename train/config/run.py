@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from functools import cache
 from math import isfinite
 from typing import Any
 
@@ -72,6 +73,7 @@ class RunConfig:
     seed: int = 0  # Seed of all random choices.
 
 
+@cache
 def register() -> None:
     """Register the schema under the name by which `recipes/train.yaml` finds it."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)

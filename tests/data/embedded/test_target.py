@@ -103,6 +103,7 @@ def _ensure_and_count(cache: Path, library: Path, started: object) -> None:
     ensure(cache, library)
 
 
+@pytest.mark.usefixtures("preloaded_children")
 def test_one_of_two_processes_builds_and_the_other_waits(library: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)

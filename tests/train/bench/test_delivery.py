@@ -4,14 +4,23 @@ from pathlib import Path
 import pytest
 
 from eagle31.json_files import read_json
-from tests.train.torchrun import ROOT, environment
+from tests.train.torchrun import ROOT, environment, preloaded_python
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     """Return the results and the output of a short round of each side."""
     path: Path = tmp_path_factory.mktemp("bench") / "result.json"
-    command = ["scripts/bench/delivery", "--rounds", "1", "--steps", "3", "--spool-gb", "0.05"]
+    command = [
+        preloaded_python(),
+        "scripts/bench/delivery",
+        "--rounds",
+        "1",
+        "--steps",
+        "3",
+        "--spool-gb",
+        "0.05",
+    ]
     done = subprocess.run(
         [*command, "--output", str(path)],
         cwd=ROOT,

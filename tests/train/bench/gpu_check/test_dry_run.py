@@ -1,18 +1,17 @@
 """`gpu_check --dry-run`: two parts in every suite, all of them in the full one."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from eagle31.json_files import read_json
-from tests.train.torchrun import ROOT, environment
+from tests.train.torchrun import ROOT, environment, preloaded_python
 from train.bench.gpu_check.part import PARTS
 
 
 def dry_run(directory: Path, *arguments: str, seconds: float) -> tuple[subprocess.CompletedProcess, dict]:
-    command = [sys.executable, "scripts/gpu_check", "--dry-run", "--output", str(directory), *arguments]
+    command = [preloaded_python(), "scripts/gpu_check", "--dry-run", "--output", str(directory), *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=seconds
     )
