@@ -119,6 +119,7 @@ def run(request: dict[str, Any], base: list[str]) -> None:
     os.environ.update(request["environment"])
     os.setsid()
     client = request["process"]
+    Path("/proc/self/comm").write_text(f"of {client}")
     os.getppid = lambda: _parent_of(client)
     platform._uname_cache = None  # type: ignore[attr-defined]  # the client may have another host name
     arguments = request["arguments"]

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 _HERE = Path(__file__).parent
 _DIRECTORY, _SESSION = "EAGLE31_TEST_INTERPRETERS", "EAGLE31_TEST_SESSION"
 _START_SECONDS = 280
@@ -60,6 +62,12 @@ def interpreter(name: str, python: str, modules: Sequence[str], environment: dic
             path.write_text(f"#!{os.path.realpath(PYTHON)} -IS\n{(_HERE / 'client.py').read_text()}")
             path.chmod(0o755)
     return path
+
+
+def program_of(client: psutil.Process) -> psutil.Process:
+    """Return the process that runs the program of an interpreter."""
+    [program] = (one for one in psutil.process_iter(["name"]) if one.info["name"] == f"of {client.pid}")
+    return program
 
 
 def _start(directory: Path, python: str, modules: Sequence[str], environment: dict[str, str]) -> None:

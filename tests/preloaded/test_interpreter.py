@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.preloaded.start import interpreter
+from tests.preloaded.start import interpreter, program_of
 from tests.train.launch.machines import SEPARATE, Machine, namespaces, require_namespaces
 
 PROGRAM = """
@@ -151,6 +152,7 @@ def test_a_signal_reaches_the_program(python: Path, program: Path, number: int) 
         assert started.stdout is not None
         process = int(started.stdout.readline())
         assert alive(process)
+        assert program_of(psutil.Process(started.pid)).pid == process
         started.send_signal(number)
         assert started.wait(timeout=30) == -number
         # The program holds the other end.

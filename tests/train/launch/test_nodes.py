@@ -12,10 +12,11 @@ import psutil
 import pytest
 
 from data.embedded.target import EmbeddedTarget
+from tests.preloaded.start import program_of
 from tests.train.launch.slurm_cluster import Cluster, free_ports, running_cluster, wait_for
 from tests.train.small_run import MAIN, RECIPE, metrics_of, saved_steps, wait_for_step
 from tests.train.small_run import arguments as tiny_arguments
-from tests.train.torchrun import ROOT, environment, torchrun
+from tests.train.torchrun import ROOT, environment, preloaded_python, torchrun
 from train.config.launcher import LauncherConfig
 from train.launch.slurm import Submission, render
 
@@ -69,8 +70,11 @@ def test_two_nodes_without_slurm(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with running_cluster() as running:
-        yield running
+    """Jobs start a real torchrun, whose ranks are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHON_EXEC", preloaded_python())
+        with running_cluster() as running:
+            yield running
 
 
 def submit(cluster: Cluster, *more: str) -> str:
@@ -86,8 +90,8 @@ def workers(directory: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if f"output_dir={directory}" in command and command[1:3] == ["-u", str(ROOT / MAIN)]:
-            found.append(process)
+        if f"output_dir={directory}" in command and command[3:5] == ["-u", str(ROOT / MAIN)]:
+            found.append(program_of(process))
     assert len(found) == 2, found
     return found
 
