@@ -5,7 +5,14 @@ from typing import Any
 
 from data.capture.finishing import finish_store
 from data.capture.online import OnlineStates
-from data.capture.opening import CapturedStates, StoreSpec, check_space, open_store, store_fields
+from data.capture.opening import (
+    CapturedStates,
+    StoreSpec,
+    check_space,
+    check_store_refusals,
+    open_store,
+    store_fields,
+)
 from data.progress import Progress
 from data.store.shards import refuse
 from data.store.writer import StoreWriter
@@ -37,6 +44,7 @@ def drain_to_store(
     fields = store_fields(store, manifest_fields)
     missing = open_store(directory, fields, rank)
     if source is not None and missing:
+        check_store_refusals(store)
         check_space(store, missing, states)
         total = sum(source.lengths[sample_id] for sample_id in missing)
         bar = Progress("capture", total, "tokens", shown=progress)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from data.capture.opening import StoreSpec
-from data.capture.refusals import check_refusals, refusal_lines, retry_remedy
+from data.capture.opening import StoreSpec, check_store_refusals
+from data.capture.refusals import refusal_lines
 from data.capture.tokens import TokenRows
 from data.progress import format_seconds, tracked
 from data.store.index import MANIFEST, describes, missing_ids, write_manifest
-from data.store.shards import FinishedShards, ShardRecord, refused
+from data.store.shards import FinishedShards, ShardRecord
 from data.store.writer import remove_all_leftovers
 from eagle31.errors import UserError
 
@@ -51,12 +51,8 @@ def finish_store(
         return
     directory, num_samples = store.directory, len(store.dataset)
     records = _complete_records(directory, num_samples, stall_seconds)
-    left_out = refused(directory)
-    for line in refusal_lines(left_out, num_samples):
+    for line in refusal_lines(check_store_refusals(store), num_samples, directory):
         print(f"capture: {line}", file=sys.stderr)
-    if left_out:
-        print(f"capture: {retry_remedy(directory)}", file=sys.stderr)
-    check_refusals(left_out, num_samples, store.max_refused_fraction, retry_remedy(directory))
     if describes(directory, fields, records):
         return
     remove_all_leftovers(directory)

@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from data.batches.loader import SourceStats
+from data.capture.refusals import MAX_REFUSED_FRACTION, check_refusals
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.samples import CapturedSample
 from data.transport.protocol import Arrivals, Producer, StateRequest
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 120.0  # then the awaited sample is requested again
 _TAKEN_KEPT = 64
-_MAX_REFUSED_FRACTION, _MIN_REFUSED = 0.01, 8
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class OnlineStates:
         sample_bytes: returns the largest size of a sample in the transport, from loss_mask [T].
         spool_gb: the bound, in 1e9 bytes, which `num_sharing` ranks share equally.
         name: letters, digits, - and _; the name of this trainer process in this run.
+        max_refused_fraction: the largest part of the dataset that may be refused.
 
     Raises:
         UserError: from `get_many`: its samples together exceed the bound, or too many are refused.
@@ -76,11 +77,13 @@ class OnlineStates:
         spool_gb: float,
         num_sharing: int = 1,
         name: str,
+        max_refused_fraction: float = MAX_REFUSED_FRACTION,
     ) -> None:
         self.lengths = dataset_lengths(dataset)
         self.limit_bytes = int(spool_gb * 1e9 / num_sharing)
         self._producer, self._transport, self._shape = producer, transport, shape
         self._spool_gb, self._num_sharing = spool_gb, num_sharing
+        self._max_refused_fraction = max_refused_fraction
         self._name = f"{name}-{secrets.token_hex(4)}"
         self._tokens, self._sample_bytes = TokenRows(dataset), sample_bytes
         self._num_announced = 0
@@ -211,9 +214,7 @@ class OnlineStates:
     def _refuse(self, index: int, reason: str) -> None:
         self.refused[index] = reason
         logger.warning("sample %d is left out: %s", index, reason)
-        if len(self.refused) > max(_MIN_REFUSED, _MAX_REFUSED_FRACTION * len(self)):
-            what = f"{len(self.refused)} of {len(self)} samples refused"
-            raise UserError("capture.source", what, f"Too many; the last one because: {reason}")
+        check_refusals(self.refused, len(self), self._max_refused_fraction)
 
     def _without_tokens(self) -> CapturedSample:
         shape, ids = self._shape, torch.empty(0, dtype=torch.int64)

@@ -11,11 +11,11 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from data.capture.refusals import MAX_REFUSED_FRACTION
+from data.capture.refusals import MAX_REFUSED_FRACTION, check_refusals, retry_remedy
 from data.capture.tokens import dataset_rows, tokens_fingerprint
 from data.store.codec import Encoding, Rows, encoded_bytes
 from data.store.index import MANIFEST, as_read_back, claim, missing_ids
-from data.store.shards import FinishedShards
+from data.store.shards import FinishedShards, refused
 from data.store.writer import disk_full
 
 
@@ -70,6 +70,14 @@ def open_store(directory: Path, fields: Mapping[str, Any], rank: int = 0) -> lis
         # The store was finished and has lost a shard.
         (directory / MANIFEST).unlink(missing_ok=True)
     return missing
+
+
+def check_store_refusals(store: StoreSpec) -> dict[int, str]:
+    """Return the reasons of the refused samples; raise UserError where there are too many."""
+    found = refused(store.directory)
+    remedy = retry_remedy(store.directory)
+    check_refusals(found, len(store.dataset), store.max_refused_fraction, remedy)
+    return found
 
 
 def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) -> int:

@@ -35,8 +35,15 @@ def retry_remedy(directory: Path) -> str:
     return f"To have the next run capture them again: scripts/store retry {directory}"
 
 
-def refusal_lines(refused: Mapping[int, str], num_samples: int) -> Iterator[str]:
-    """Yield lines that say how many samples were refused and why, the most frequent reasons first."""
+def refusal_lines(
+    refused: Mapping[int, str], num_samples: int, directory: Path | None = None
+) -> Iterator[str]:
+    """Yield lines that say how many samples were refused and why, the most frequent reasons first.
+
+    Args:
+        refused: the reasons by sample id.
+        directory: the store, if there is one.
+    """
     if not refused:
         return
     yield f"{len(refused):,} of {num_samples:,} samples were refused:"
@@ -49,3 +56,5 @@ def refusal_lines(refused: Mapping[int, str], num_samples: int) -> Iterator[str]
         yield f"  {len(ids):,} (sample {shown}): {reason}"
     if len(reasons) > _SHOWN_REASONS:
         yield f"  and {sum(len(ids) for _, ids in reasons[_SHOWN_REASONS:]):,} for other reasons"
+    if directory is not None:
+        yield retry_remedy(directory)

@@ -12,6 +12,7 @@ from torch import Tensor
 from data.progress import Progress, tracked
 from data.store.codec import CODECS, FINAL_STATES, Encoding, Rows, decode, encoded_bytes
 from data.store.index import (
+    MANIFEST,
     SETTINGS,
     ShardEntry,
     ShardTable,
@@ -31,6 +32,7 @@ from data.store.shards import (
     check_content,
     check_sidecar,
     check_size,
+    forget_refusals,
     read_sidecar,
     refuse,
     refused,
@@ -67,6 +69,20 @@ class Contents:
         missing = missing_ids(directory, records, settings["dataset_samples"])
         finished = read_manifest(directory) is not None
         return Contents(directory, settings, records, refused(directory), missing, finished)
+
+
+def retry(directory: Path) -> dict[int, str]:
+    """Forget which samples were refused, so that the next run captures them; return their reasons.
+
+    Raises:
+        UserError: the directory holds no store.
+    """
+    forgotten = Contents.read(directory).refused
+    if forgotten:
+        # First the manifest, which says that the store is finished without them.
+        (directory / MANIFEST).unlink(missing_ok=True)
+        forget_refusals(directory)
+    return forgotten
 
 
 def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:

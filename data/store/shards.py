@@ -167,6 +167,12 @@ def refused(directory: Path) -> dict[int, str]:
     return dict(sorted((content["sample_id"], content["reason"]) for content in contents))
 
 
+def forget_refusals(directory: Path) -> None:
+    """Forget which samples were refused; they count as missing then."""
+    for path in (Path(directory) / REFUSED).glob("[0-9]*.json"):
+        path.unlink(missing_ok=True)
+
+
 def check_size(directory: Path, file: str, num_bytes: int) -> None:
     """Raise DamagedShard where the shard is missing or has another size."""
     path = directory / file

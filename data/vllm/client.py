@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data.capture.finishing import finish_store
-from data.capture.opening import StoreSpec, check_space, open_store, store_fields
+from data.capture.opening import StoreSpec, check_space, check_store_refusals, open_store, store_fields
+from data.capture.refusals import check_refusals, retry_remedy
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.progress import Progress
 from data.store.shards import FinishedShards, refuse
@@ -58,15 +59,17 @@ def capture_through_vllm(
 
     Raises:
         UserError: the disk cannot hold the stores, a directory holds another store, a server is not suitable,
-            or no server has answered for `patience_seconds`. Finished shards are kept.
+            too many samples are refused, or no server has answered for `patience_seconds`. Finished shards
+            are kept.
     """
     fields = [store_fields(store, manifest_fields) for store in stores]
     captures = []
     for store, store_manifest in zip(stores, fields, strict=True):
         missing = open_store(store.directory, store_manifest, rank)
         if rank == 0 and missing:
+            already_refused = check_store_refusals(store)
             check_space(store, missing, expected)
-            captures.append(_StoreCapture(store, expected, missing, shard_tokens))
+            captures.append(_StoreCapture(store, expected, missing, already_refused, shard_tokens))
     if captures:
         total = sum(capture.lengths[i] for capture in captures for i in capture.unsent)
         with Progress("capture", total, "tokens", shown=progress) as bar:
@@ -120,8 +123,11 @@ class _StoreCapture:
         store: StoreSpec,
         expected: ExpectedStates,
         missing: Sequence[int],
+        already_refused: Mapping[int, str],
         shard_tokens: int,
     ) -> None:
+        self.store = store
+        self.refused = dict(already_refused)
         self.lengths = dataset_lengths(store.dataset)
         self.directory = store.directory
         self.expected = expected
@@ -149,6 +155,9 @@ class _StoreCapture:
             self.under_way.discard(prompt.index)
             refuse(self.directory, _REFUSER, prompt.index, reason)
             bar.write(f"capture: sample {prompt.index} was refused: {reason}")
+            self.refused[prompt.index] = reason
+            fraction, remedy = self.store.max_refused_fraction, retry_remedy(self.directory)
+            check_refusals(self.refused, len(self.lengths), fraction, remedy)
 
         dispatcher = Dispatcher(
             endpoints,

@@ -1,107 +1,34 @@
 """The dispatcher, which keeps any number of endpoints busy with prompts and survives their failures."""
 
 import asyncio
-import contextlib
+import itertools
 import math
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from data.sampling import Sampling
 from data.vllm.capture_request import with_client
 from data.vllm.endpoint import DestinationFailed, Endpoint, Refused, Unavailable, describe
+from data.vllm.link import Link, Origin, Prompt
 from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
 PATIENCE_SECONDS = 300.0  # time to start a server again and load its model
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
-# A prompt that was lost this often with others is sent alone. If it is then lost this often, it is refused.
-_LOST_IN_COMPANY, _LOST_ALONE = 2, 2
-
-
-@dataclass(order=True)
-class Prompt:
-    """A prompt for vLLM. Prompts with a lower `index` go first.
-
-    task: the connector's parameters, or how to sample a completion.
-    """
-
-    index: int
-    key: str = field(compare=False)
-    input_ids: list[int] = field(compare=False)
-    task: dict[str, Any] | Sampling = field(compare=False)
-    num_losses: int = field(default=0, compare=False)
-
-
-class Link:
-    """The state of an endpoint: whether it is up, and how many prompts are under way."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.info: ServerInfo | None = None
-        self.down_since: float | None = time.monotonic()
-        self.reason = "not reached yet"
-        self.num_failures = 0
-        self.failed_at = -math.inf  # when it went down last
-        self.engines: dict[str, ServerInfo] = {}  # that it has reached, by id
-        self._up = asyncio.Event()
-        self._exclusive = asyncio.Lock()
-        self._under_way = 0
-        self._idle = asyncio.Condition()
-
-    @property
-    def is_up(self) -> bool:
-        return self._up.is_set()
-
-    async def until_up(self) -> None:
-        await self._up.wait()
-
-    def went_up(self, info: ServerInfo) -> None:
-        self.info, self.down_since = info, None
-        self.engines[info.id] = info
-        self._up.set()
-
-    def went_down(self, reason: str) -> None:
-        if self.is_up:
-            self._up.clear()
-            self.down_since = self.failed_at = time.monotonic()
-            self.num_failures += 1
-        self.reason = reason
-
-    @contextlib.asynccontextmanager
-    async def turn(self, alone: bool) -> AsyncIterator[None]:
-        """Take a turn to send a prompt; with `alone`, while no other prompt is under way."""
-        async with self._exclusive:
-            if alone:
-                async with self._idle:
-                    await self._idle.wait_for(lambda: self._under_way == 0)
-                yield
-                return
-            self._under_way += 1
-        try:
-            yield
-        finally:
-            async with self._idle:
-                self._under_way -= 1
-                self._idle.notify_all()
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where an answer came from: the id of the engine that computed it, and the endpoint that led to it.
-
-    There may be several engines at one address: data parallel ones, or those of a load balancer.
-    """
-
-    engine: str
-    link: Link
+# A prompt that gets no answer from engines that live, as after a proxy, is sent again after pauses that
+# become longer, for five minutes in all.
+_MAX_INTERRUPTED, _LONGEST_INTERRUPTION_SECONDS = 16, 30.0
+_EXPLAINED_SECONDS = 1.0  # between looks at a prompt that is not sent before its losses are explained
 
 
 class Dispatcher:
-    """Sends prompts to any endpoint with capacity, and sends those again that are lost with their endpoint.
+    """Sends prompts to any endpoint with capacity, and sends those again that get no answer.
+
+    A prompt is refused where the endpoint says so, where three engines have ended with it, two of them while
+    it was the only one under way, and where living engines, as after a proxy, have given no answer for five
+    minutes. Whether an engine has ended is known when its endpoint answers again.
 
     Args:
         check: raises UserError for an engine that is not set up as required.
@@ -124,11 +51,13 @@ class Dispatcher:
         self.patience_seconds = patience_seconds
         self._check, self._answered, self._refused = check, answered, refused
         self._client = secrets.token_hex(8)
-        self._prompts: asyncio.PriorityQueue[Prompt] = asyncio.PriorityQueue()
+        self._prompts: asyncio.PriorityQueue[tuple[tuple[bool, int, int], int, Prompt]]
+        self._prompts = asyncio.PriorityQueue()
+        self._added = itertools.count()  # makes every item of the queue differ before its prompt
         self._heard_at: dict[str, float] = {}  # when each engine answered last
 
     def add(self, prompt: Prompt) -> None:
-        self._prompts.put_nowait(prompt)
+        self._prompts.put_nowait((prompt.rank, next(self._added), prompt))
 
     def is_lost(self, origin: Origin) -> bool:
         """Return whether an engine may have ended before it wrote the states of what it had answered.
@@ -176,13 +105,12 @@ class Dispatcher:
             raise _not_written(link, error) from error
         except Refused as error:
             raise UserError("vllm.servers", link.endpoint.name, str(error)) from error
-        self._note_engine(link, info)
+        self._check_engine(link, info)
         link.went_up(info)
 
-    def _note_engine(self, link: Link, info: ServerInfo) -> None:
+    def _check_engine(self, link: Link, info: ServerInfo) -> None:
         if info.id not in link.engines:
             self._check(link.endpoint, info)
-            link.engines[info.id] = info
         self._heard_at[info.id] = time.monotonic()
 
     async def _keep_up(self, link: Link) -> None:
@@ -195,26 +123,33 @@ class Dispatcher:
             await self.look(link)
             if not link.is_up:
                 self._check_patience()
+                if link.down_since is not None and time.monotonic() - link.down_since > self.patience_seconds:
+                    link.explain_losses(lambda loss: loss.broken)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def _work(self, link: Link) -> None:
         while True:
             await link.until_up()
-            prompt = await self._prompts.get()
+            *_, prompt = await self._prompts.get()
             if not link.is_up:
                 self.add(prompt)
                 continue
+            if prompt.awaits_explanation:
+                self._add_later(prompt, _EXPLAINED_SECONDS)
+                continue
             assert link.info is not None
-            reason = _impossible(prompt, link.info)
+            reason = _hopeless(prompt) or _impossible(prompt, link.info)
             if reason is not None:
                 self._refused(prompt, reason)
                 continue
+            alone = prompt.is_suspect
             try:
-                async with link.turn(alone=prompt.num_losses >= _LOST_IN_COMPANY):
+                async with link.turn(alone):
                     info, output_ids = await self._compute(link.endpoint, prompt)
                 info = info or link.info
-                self._note_engine(link, info)
+                self._check_engine(link, info)
+                link.note_engine(info)
                 self._answered(prompt, Origin(info.id, link), output_ids)
             except DestinationFailed as error:
                 raise _not_written(link, error) from error
@@ -222,11 +157,13 @@ class Dispatcher:
                 self._refused(prompt, str(error))
             except Unavailable as error:
                 link.went_down(str(error))
-                prompt.num_losses += error.lost
-                if prompt.num_losses >= _LOST_IN_COMPANY + _LOST_ALONE:
-                    self._refused(prompt, f"It ended the engine, even when sent alone: {error}")
-                else:
-                    self.add(prompt)
+                if error.lost:
+                    link.note_loss(prompt, alone, error)
+                pause = _FIRST_PAUSE_SECONDS * 2.0**prompt.num_interrupted if prompt.num_interrupted else 0.0
+                self._add_later(prompt, min(pause, _LONGEST_INTERRUPTION_SECONDS))
+
+    def _add_later(self, prompt: Prompt, seconds: float) -> None:
+        asyncio.get_running_loop().call_later(seconds, self.add, prompt)
 
     async def _compute(self, endpoint: Endpoint, prompt: Prompt) -> tuple[ServerInfo | None, list[int]]:
         """Return the info of the engine that computed a prompt, if it tells, and the completion."""
@@ -250,6 +187,18 @@ class Dispatcher:
 def _not_written(link: Link, error: DestinationFailed) -> UserError:
     remedy = f"It could not write the states: {error} Finished work is kept."
     return UserError("vllm.servers", link.endpoint.name, remedy)
+
+
+def _hopeless(prompt: Prompt) -> str | None:
+    """Return why a prompt that got no answer is not sent again, or None."""
+    if prompt.ends_engines:
+        return f"It ended the engine {prompt.num_ended} times, even when sent alone."
+    if prompt.num_interrupted >= _MAX_INTERRUPTED:
+        return (
+            f"It was sent {prompt.num_interrupted} times to engines that live, and no answer came: "
+            "a proxy or a time limit ends such requests."
+        )
+    return None
 
 
 def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:

@@ -12,11 +12,16 @@ from eagle31.errors import UserError
 
 
 class Unavailable(Exception):
-    """The endpoint does not answer now. `lost`: the prompt had been sent, and may have ended the server."""
+    """The endpoint does not answer now.
 
-    def __init__(self, reason: str, lost: bool = False) -> None:
+    Attributes:
+        lost: the prompt had been sent, and may have ended the engine.
+        broken: the server itself broke off, rather than a proxy or a time limit.
+    """
+
+    def __init__(self, reason: str, lost: bool = False, broken: bool = False) -> None:
         super().__init__(reason)
-        self.lost = lost
+        self.lost, self.broken = lost, broken
 
 
 class Refused(Exception):

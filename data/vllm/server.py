@@ -17,6 +17,8 @@ from eagle31.errors import UserError
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
 _TOKEN_SECONDS = 0.5  # per token of a completion, at most, by a loaded server
 _NO_ENTRY = (401, 403)
+_LATER = (408, 425, 429)
+_PROXY = (502, 503, 504)  # what a proxy answers for a server that it does not reach, or in time
 _REFUSALS = (400, 413, 422)  # refuse a prompt; the other 4xx mean that our request is wrong
 
 
@@ -104,12 +106,15 @@ class VllmServer:
         except httpx.TransportError as error:
             self._model = None
             self._check()
-            raise Unavailable(f"The connection to the server broke ({error!r}).", lost=True) from error
+            broken = not isinstance(error, httpx.TimeoutException)
+            reason = f"The connection to the server broke ({error!r})."
+            raise Unavailable(reason, lost=True, broken=broken) from error
         status = response.status_code
         if status in _REFUSALS:
             raise Refused(_reason(response))
-        if status == 429 or status >= 500:
-            raise Unavailable(f"The server answered {status}: {_reason(response)}", lost=status >= 500)
+        if status in _LATER or status >= 500:
+            reason = f"The server answered {status}: {_reason(response)}"
+            raise Unavailable(reason, lost=status >= 500, broken=status >= 500 and status not in _PROXY)
         if status in _NO_ENTRY:
             remedy = f"It demands another key; set {KEY_VARIABLE} to the key that it was started with."
             raise UserError("vllm.servers", self.name, remedy)
@@ -117,7 +122,10 @@ class VllmServer:
             raise _NotFound
         if status >= 400:
             raise UserError("vllm.servers", self.name + path, f"It answered {status}: {_reason(response)}")
-        return response.json()
+        try:
+            return response.json()
+        except json.JSONDecodeError as error:
+            raise Unavailable(f"The answer is no JSON: {response.text[:200]}", lost=True) from error
 
 
 def _reason(response: httpx.Response) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from data.progress import FIRST_LINE_SECONDS, LINE_SECONDS, format_seconds
-from data.vllm.environment import KEY_VARIABLE, LOADER, capture_environment, find_python
+from data.vllm.environment import KEY_VARIABLE, LOADER, ROOT, capture_environment, find_python
 from eagle31.errors import UserError
 
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_SUPERVISOR = ROOT / "data" / "processes" / "supervisor.py"
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _FIELD = "vllm"
 _LOG_LINES = 20

@@ -87,3 +87,18 @@ def test_what_is_no_store_is_refused(store: Store, tmp_path: Path, command: list
     done = store(*arguments)
     assert done.status == 2
     assert done.err.startswith(f"error: STORE={tmp_path}: The directory holds no store")
+
+
+def test_retry_forgets_the_refusals_and_reopens_the_stage(store: Store, tmp_path: Path) -> None:
+    directory = tmp_path / "train"
+    claim(directory, settings())
+    append_all(directory, [0, 1, 2, 3, 4, 6], "all")
+    refuse(directory, "all", 5, "too long for the server")
+    stage = tmp_path / "stage.json"
+    stage.write_text("{}")
+    done = store("retry", directory)
+    assert done.status == 0, done.err
+    assert "1 (sample 5): too long for the server" in done.out
+    assert not stage.exists()
+    assert "no, 1 of 7 samples are missing" in store("info", directory).out
+    assert "No sample was refused" in store("retry", directory).out

@@ -59,6 +59,12 @@ class CaptureConfig:
     codec: str = "exact"
     # Final-layer hidden states that are kept: supervised (where a draft is supervised) or all.
     final_states: str = "supervised"
+    # Largest part of the samples that may be refused, such as prompts that end the engine. A small dataset
+    # may lack up to 8, and half of it at most.
+    max_refused_fraction: float = 0.01
+    # Minutes without progress after which an engine or a worker counts as hung, and is started again. Loading
+    # the target does not count. It has to be longer than the longest forward pass, with compiling.
+    stall_minutes: float = 15.0
     transport: TransportKind = TransportKind.auto  # Path of online states from producer to trainer.
     spool_dir: str | None = None  # Directory of the spool, for mode=online. null: memory (/dev/shm).
     # Limit of the states that wait between producers and trainers, for mode=online, in 10^9 bytes over all
@@ -77,11 +83,15 @@ def check_capture(capture: CaptureConfig) -> None:
             "capture.batch_tokens": capture.batch_tokens,
             "capture.spool_gb": capture.spool_gb,
             "capture.processes": capture.processes,
+            "capture.stall_minutes": capture.stall_minutes,
             "capture.mooncake.segment_gb": capture.mooncake.segment_gb,
         }
     )
     if capture.max_samples is not None and capture.max_samples < 1:
         raise UserError("capture.max_samples", capture.max_samples, "Give at least 1, or null for all.")
+    if not 0 <= capture.max_refused_fraction < 1:
+        remedy = "Give a fraction of the samples, at least 0 and less than 1."
+        raise UserError("capture.max_refused_fraction", capture.max_refused_fraction, remedy)
     Encoding(capture.codec, capture.final_states)
     torchspec = capture.source is CaptureSource.torchspec
     if torchspec and capture.torchspec.python is None:

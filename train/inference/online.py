@@ -96,12 +96,14 @@ def online_states(
     *,
     spool_gb: float,
     name: str,
+    max_refused_fraction: float,
 ) -> OnlineStates:
     """Return the source that training reads while the producer runs the target.
 
     Args:
         spool_gb: the most that may wait between producers and trainers, over all ranks of a node.
         name: this trainer process, from `rank_name`.
+        max_refused_fraction: the largest part of the dataset that may be refused.
     """
     return OnlineStates(
         dataset,
@@ -112,6 +114,7 @@ def online_states(
         spool_gb=spool_gb,
         num_sharing=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         name=name,
+        max_refused_fraction=max_refused_fraction,
     )
 
 

@@ -1,5 +1,6 @@
 """The capture stage: the target's hidden states, in a store or online. Every rank runs it."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from data.capture.hf_producer import hf_producer
 from data.capture.offline import capture_to_store
 from data.capture.online import OnlineStates
 from data.capture.opening import StoreSpec
+from data.capture.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -87,7 +89,10 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         datasets["train"] = training_samples(context)
     # Replay equals serving only if it reads the exact states.
     encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": training_encoding(context)}
-    specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
+    specs = [
+        StoreSpec(directory / name, dataset, encodings[name], capture.max_refused_fraction)
+        for name, dataset in datasets.items()
+    ]
     SOURCES[capture.source](context, specs, manifest_fields(context))
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     return {
@@ -125,6 +130,7 @@ def capture_by_hf(
             world_size=context.world.size,
             manifest_fields=manifest_fields,
             progress=context.world.is_main,
+            stall_seconds=60 * capture.stall_minutes,
         )
 
 
@@ -235,12 +241,25 @@ def online_source(context: RunContext, dataset: Dataset) -> Iterator[OnlineState
     """Run the target alongside training, with the recipe's producer and transport."""
     capture = context.config.capture
     if capture.source is CaptureSource.torchspec:
-        with torchspec_states(context) as states:
-            yield torchspec_source(context, states, dataset)
+        with (
+            torchspec_states(context) as states,
+            reported(torchspec_source(context, states, dataset)) as source,
+        ):
+            yield source
         return
     opened = vllm_states if capture.source is CaptureSource.vllm else hf_states
-    with opened(context, dataset, training_encoding(context)) as source:
+    with opened(context, dataset, training_encoding(context)) as source, reported(source):
         yield source
+
+
+@contextmanager
+def reported(source: OnlineStates) -> Iterator[OnlineStates]:
+    """Report at the end which samples were refused on this rank, and why."""
+    try:
+        yield source
+    finally:
+        for line in refusal_lines(source.refused, len(source)):
+            print(f"capture: {line}", file=sys.stderr)
 
 
 def opened_transport(
@@ -314,6 +333,7 @@ def source_of(
         context.captured_target,
         spool_gb=context.config.capture.spool_gb,
         name=rank_name(context.output_dir, context.world.rank),
+        max_refused_fraction=context.config.capture.max_refused_fraction,
     )
 
 

@@ -170,7 +170,12 @@ def run_cells(context: RunContext, directory: Path) -> dict[str, Any]:
     unfinished = [artifact for artifact in begun.values() if not artifact.finished]
     if unfinished:
         specs = [
-            StoreSpec(one.directory / "states", load_from_disk(str(one.directory / "prompts")), Encoding())
+            StoreSpec(
+                one.directory / "states",
+                load_from_disk(str(one.directory / "prompts")),
+                Encoding(),
+                context.config.capture.max_refused_fraction,
+            )
             for one in unfinished
         ]
         SOURCES[context.config.capture.source](context, specs, manifest_fields(context))

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from data.processes.supervisor import ANSWERED_FD
 from data.vllm.environment import KEY_VARIABLE
 from data.vllm.server_info import INFO_PATH, engine_info
-from data.vllm.supervisor import ANSWERED_FD
 
 _HEALTH_PATH, _COMPLETIONS_PATH = "/health", "/v1/completions"
 # vLLM's own key does not protect /invocations, which takes the same requests as /v1/completions.

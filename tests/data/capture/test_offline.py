@@ -19,7 +19,7 @@ from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprin
 from data.samples import CapturedSample
 from data.store import DamagedShard, HiddenStateStore
 from data.store.codec import Encoding, decode, encode
-from data.store.manage import merge
+from data.store.manage import merge, retry
 from data.store.shards import FinishedShards, read_sidecar, refuse
 from data.store.writer import StoreWriter
 from eagle31.errors import UserError
@@ -226,7 +226,9 @@ def test_tokens_in_shards_are_compared_with_the_dataset(tmp_path: Path) -> None:
         finish_store(expected, fields)
 
 
-def test_refused_samples_count_as_done(tmp_path: Path) -> None:
+def test_refused_samples_count_as_done_until_they_are_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dataset = make_dataset()
     expected = StoreSpec(tmp_path, dataset, ENCODING)
     fields = store_fields(expected, FIELDS)
@@ -235,7 +237,34 @@ def test_refused_samples_count_as_done(tmp_path: Path) -> None:
     assert open_store(tmp_path, fields) == [i for i in range(12) if i != 7]
     _fill(tmp_path, dataset, open_store(tmp_path, fields))
     finish_store(expected, fields)
+    reported = capsys.readouterr().err
+    assert "1 of 12 samples were refused:" in reported
+    assert "1 (sample 7): the server does not take it" in reported
     assert HiddenStateStore(tmp_path).sample_ids.tolist() == [i for i in range(12) if i != 7]
+    assert retry(tmp_path) == {7: "the server does not take it"}
+    with pytest.raises(UserError, match="unfinished"):
+        HiddenStateStore(tmp_path)
+    assert open_store(tmp_path, fields) == [7]
+    _fill(tmp_path, dataset, [7])
+    finish_store(expected, fields)
+    assert HiddenStateStore(tmp_path).sample_ids.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("num_refused", [6, 7])
+def test_a_store_may_lack_half_of_a_few_samples(tmp_path: Path, num_refused: int) -> None:
+    dataset = make_dataset()
+    store = StoreSpec(tmp_path, dataset, ENCODING)
+    fields = store_fields(store, FIELDS)
+    open_store(tmp_path, fields)
+    _fill(tmp_path, dataset, range(num_refused, 12))
+    for sample_id in range(num_refused):
+        refuse(tmp_path, "other", sample_id, "the server takes nothing")
+    if num_refused == 6:
+        finish_store(store, fields)
+        return
+    with pytest.raises(UserError, match=r"Too many: 7 of 12 samples refused.*scripts/store retry"):
+        finish_store(store, fields)
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def _finish_as_follower(store: StoreSpec, fields: dict) -> Thread:

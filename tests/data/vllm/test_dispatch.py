@@ -1,6 +1,7 @@
 """Prompts whose endpoints refuse them, go down, or end with them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,10 @@ FACTS = ServerInfo("a", "target", None, (1,), 2, 8, "float32", "cpu", vocab_size
 
 
 class Computer:
-    """An endpoint that computes prompts by a function, with each engine in turn, and describes the first."""
+    """An endpoint that computes prompts by a function, with each engine in turn, and describes the first.
+
+    An engine that has ended is replaced when the endpoint is described, unless there are several.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,8 @@ class Computer:
 
     async def send(self, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         if asks_for_info(params):
+            if self.is_down and len(self.engines) == 1:
+                self.engines = [replace(self.engines[0], id=f"{self.name}-{self.num_starts}")]
             self.is_down = False
             self.num_starts += 1
             return self.engines[0].to_json() | {"failures": self.failures}
@@ -46,7 +52,7 @@ class Computer:
         try:
             self.compute(self, input_ids[0])
             if self.is_down:
-                raise Unavailable("it ended", lost=True)
+                raise Unavailable("it ended", lost=True, broken=True)
         finally:
             self.under_way -= 1
         self.engines.append(self.engines.pop(0))
@@ -120,15 +126,55 @@ def test_what_is_lost_is_sent_again_first() -> None:
     assert one.num_starts == 2
 
 
-def test_a_prompt_that_ends_every_engine_is_found_and_left_out() -> None:
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_a_prompt_that_ends_engines_is_set_aside_after_three_of_them(num_servers: int) -> None:
     def ends(computer: Computer, token: int) -> None:
         if token == 2:
             computer.is_down = True
 
-    one = Computer("one", 4, ends)
-    _, refused = dispatch(one)
+    servers = [Computer(f"s{i}", 4, ends) for i in range(num_servers)]
+    _, refused = dispatch(*servers)
     assert list(refused) == [2]
-    assert "even when sent alone" in refused[2]
+    assert "ended the engine 3 times, even when sent alone" in refused[2]
+    assert sum(server.num_starts for server in servers) == num_servers + 3
+
+
+def test_prompts_that_were_near_another_that_ends_engines_are_answered() -> None:
+    """Two clients share a server, and one of them has a prompt that ends it."""
+    num_ended = 0
+
+    def ends(computer: Computer, token: int) -> None:
+        nonlocal num_ended
+        if token == 0 and num_ended < 3:
+            num_ended += 1
+            computer.is_down = True
+
+    async def send(input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if not asks_for_info(params) and num_ended < 3 and not one.is_down:
+            ends(one, 0)  # whatever this client sends, the other one's prompt is under way as well
+        return await real_send(input_ids, params)
+
+    one = Computer("one", 4, computes)
+    real_send, one.send = one.send, send  # type: ignore[method-assign]
+    assert dispatch(one)[1] == {}
+    assert num_ended == 3
+
+
+def test_what_living_engines_do_not_answer_is_sent_again_and_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("data.vllm.dispatch._FIRST_PAUSE_SECONDS", 0.0001)
+    monkeypatch.setattr("data.vllm.dispatch._LONGEST_INTERRUPTION_SECONDS", 0.001)
+    num_sent = Counter[int]()
+
+    def interrupted(computer: Computer, token: int) -> None:
+        num_sent[token] += 1
+        if token == 3 or num_sent[token] < 6:
+            raise Unavailable("502", lost=True)
+
+    answered, refused = dispatch(Computer("one", 4, interrupted))
+    assert sorted(answered) == [i for i in range(NUM_PROMPTS) if i != 3]
+    assert "16 times to engines that live" in refused[3]
 
 
 def test_what_no_engine_can_compute_is_not_sent() -> None:

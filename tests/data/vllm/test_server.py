@@ -42,6 +42,7 @@ from data.vllm.server import VllmServer
 from data.vllm.server_process import ServerProcess
 from eagle31.errors import UserError
 from tests.data.vllm.client_process import KEY
+from tests.data.vllm.proxy import INTERRUPTIONS, interrupting
 from tests.data.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
@@ -362,6 +363,36 @@ def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetS
     assert list(refused(store.directory)) == [3]
     assert [one["sample_id"] for one in store.manifest["refused"]] == [3]
     assert captured_ids(store.directory) == {0, 1, 2}
+
+
+def test_what_a_proxy_interrupts_is_captured_and_blamed_on_no_engine(
+    server: ServerProcess, spec: TargetSpec, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.vllm.server._ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr("data.vllm.dispatch._FIRST_PAUSE_SECONDS", 0.01)
+    dataset, directory = make_samples(6), root / "interrupted"
+    with interrupting(server.url) as (url, proxy):
+        capture_through_vllm(
+            [StoreSpec(directory, dataset, ENCODING)],
+            expected_states(spec, IDS),
+            [VllmServer(url, 6, KEY)],
+            shard_tokens=500,
+            manifest_fields={"target": "tiny"},
+        )
+    assert proxy.num_interrupted == dict.fromkeys(INTERRUPTIONS, len(dataset))
+    assert refused(directory) == {}
+    assert HiddenStateStore(directory).sample_ids.tolist() == list(range(len(dataset)))
+
+
+def test_a_server_that_rejects_everything_makes_no_finished_store(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    rows = [[VOCAB_SIZE, 1, number] for number in range(12)]
+    dataset = Dataset.from_dict({"input_ids": rows, "loss_mask": [[True] * 3] * len(rows)})
+    for _ in range(2):  # the same command again says the same
+        with pytest.raises(UserError, match=r"Too many: \d+ of 12 samples refused; .*scripts/store retry"):
+            capture(server, dataset, root / "rejected", expected_states(spec, IDS))
+    assert not (root / "rejected" / "manifest.json").exists()
 
 
 def test_nothing_is_lost_when_the_client_is_killed(

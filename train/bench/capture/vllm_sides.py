@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from data.capture.tokens import TokenRows, dataset_lengths
+from data.processes.supervisor import descendants
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, ShardRecord
 from data.target.parts import load_target_parts
@@ -21,7 +22,6 @@ from data.vllm.destinations import store_destination
 from data.vllm.endpoint import describe
 from data.vllm.server import VllmServer
 from data.vllm.server_process import ServerProcess
-from data.vllm.supervisor import descendants
 from train.bench.capture.timing import PREFILL, RunSide, Task, Timing
 
 _POLL_SECONDS = 0.05

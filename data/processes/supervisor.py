@@ -1,9 +1,9 @@
 """The process between a run and its vLLM server: it ends all processes of the server when the run ends.
 
-`server_process.py` starts it by location as `supervisor.py PARENT COMMAND...`; it uses the standard library
-only. It writes one JSON object per line to stdout: `{"server": PROCESS_ID}` first, `{"answered": true}` after
-the server's first completion, and `{"ended": "signal 9"}` at the end. It ends the server when its stdin has a
-`c` (close), when stdin ends, or when the parent has died.
+`data/vllm/server_process.py` starts it by location as `supervisor.py PARENT COMMAND...`; it uses the standard
+library only. It writes one JSON object per line to stdout: `{"server": PROCESS_ID}` first,
+`{"answered": true}` after the server's first completion, and `{"ended": "signal 9"}` at the end. It ends the
+server when its stdin has a `c` (close), when stdin ends, or when the parent has died.
 """
 
 import contextlib
