@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from data.store.shard_file import file_checksum, write_tensors
-from data.store.shards import DamagedShard, FinishedShards, ShardRecord, file_sha256, refused
+from data.store.shards import DamagedShard, FinishedShards, ShardRecord, file_sha256, refused, refused_ids
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from eagle31.tensor_files import read_header
@@ -60,11 +60,11 @@ def missing_ids(directory: Path, records: Sequence[ShardRecord], num_samples: in
         UserError: the store holds a larger id.
     """
     done = np.zeros(num_samples, dtype=bool)
-    for ids in (*(record.sample_ids for record in records), tuple(refused(directory))):
-        if ids and max(ids) >= num_samples:
-            remedy = f"Holds sample {max(ids)} of a dataset that has {num_samples}; delete it."
-            raise UserError("output_dir", directory, remedy)
-        done[list(ids)] = True
+    ids = np.concatenate([*(record.ids for record in records), np.array(refused_ids(directory), np.int64)])
+    if len(ids) and ids.max() >= num_samples:
+        remedy = f"Holds sample {ids.max()} of a dataset that has {num_samples}; delete it."
+        raise UserError("output_dir", directory, remedy)
+    done[ids] = True
     return np.flatnonzero(~done).tolist()
 
 
@@ -77,13 +77,9 @@ def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
         Of each of S shards: shard_files uint8 [S, W], the names padded with zeros; shard_bytes int64 [S];
         shard_checksums int64 [S]; shard_sha256 uint8 [S, 32], or [0, 32] if all shards have checksums.
     """
-    ids = [np.asarray(record.sample_ids, dtype=np.int64) for record in records]
-    rows = [
-        np.stack([record.lengths, record.aux_rows, record.last_rows], axis=1).astype(np.int64)
-        for record in records
-    ]
+    ids, rows = [record.ids for record in records], [record.rows for record in records]
     checksums = [
-        np.asarray(record.checksums or [_NO_CHECKSUM] * len(record.sample_ids), dtype=np.int64)
+        np.full(len(record.ids), _NO_CHECKSUM) if record.checksums is None else record.checksums
         for record in records
     ]
     starts = [shard_rows.cumsum(axis=0) - shard_rows for shard_rows in rows]

@@ -4,13 +4,15 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from data.store.codec import Encoding
@@ -20,7 +22,6 @@ from data.store.shard_file import (
     ShardFile,
     header,
     sample_checksum,
-    sample_rows,
     shard_checksum,
     shard_columns,
     tensor_bytes,
@@ -32,6 +33,8 @@ from eagle31.json_files import read_json, write_json, write_text
 REFUSED = "refused"
 SHARD_NAME = re.compile(r"shard-(?P<writer>.+)-(?P<number>\d{5,})\.safetensors")
 _READ_BYTES = 1 << 22
+_SETTLED_SECONDS = 2.0  # longer than the resolution of any file system's times
+_ROWS_IN_JSON = ("lengths", "aux_rows", "last_rows")
 _AGAIN = "run again with the capture stage: only this shard is captured again."
 
 
@@ -39,9 +42,9 @@ class DamagedShard(UserError):
     """A shard of a finished store is missing or altered; it can be captured again on its own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardRecord:
-    """A finished shard's sidecar. The lists have one item per sample.
+    """A finished shard's sidecar.
 
     Shards of earlier versions have the file's sha256 instead of checksums.
     """
@@ -49,29 +52,47 @@ class ShardRecord:
     file: str
     num_bytes: int
     encoding: Encoding
-    sample_ids: tuple[int, ...]
-    lengths: tuple[int, ...]  # tokens
-    aux_rows: tuple[int, ...]
-    last_rows: tuple[int, ...]
+    ids: NDArray[np.int64]  # [num_samples]
+    rows: NDArray[np.int64]  # [num_samples, 3]: tokens, aux states, final-layer states
     checksum: int | None = None
-    checksums: tuple[int, ...] = ()
+    checksums: NDArray[np.int64] | None = None  # [num_samples]
     sha256: str | None = None
 
     @cached_property
     def writer(self) -> str:
         return split_name(self.file)[0]
 
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        return tuple(self.ids.tolist())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of each sample."""
+        return tuple(self.rows[:, 0].tolist())
+
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        columns = dict(zip(_ROWS_IN_JSON, self.rows.T.tolist(), strict=True))
+        whole = {"file": self.file, "num_bytes": self.num_bytes, "encoding": self.encoding.to_json()}
+        content = whole | {"sample_ids": self.ids.tolist()} | columns
+        if self.checksums is None:
+            return content | {"sha256": self.sha256}
+        return content | {"checksum": self.checksum, "checksums": self.checksums.tolist()}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "ShardRecord":
-        lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
-        record = ShardRecord(**{**content, **lists, "encoding": Encoding(**content["encoding"])})
-        expected = 0 if record.checksum is None else len(record.sample_ids)
-        if (record.checksum is None) == (record.sha256 is None) or len(record.checksums) != expected:
-            raise ValueError("it has no checksums")
-        return record
+        ids = np.array(content["sample_ids"], dtype=np.int64)
+        rows = np.array([content[name] for name in _ROWS_IN_JSON], dtype=np.int64).T.reshape(len(ids), 3)
+        known = content["file"], content["num_bytes"], _encoding(**content["encoding"]), ids, rows
+        if "checksums" not in content:
+            return ShardRecord(*known, sha256=content["sha256"])
+        checksums = np.array(content["checksums"], dtype=np.int64).reshape(len(ids))
+        return ShardRecord(*known, checksum=content["checksum"], checksums=checksums)
+
+
+@lru_cache
+def _encoding(**content: str) -> Encoding:
+    return Encoding(**content)
 
 
 def split_name(file: str) -> tuple[str, int]:
@@ -93,22 +114,18 @@ def write_shard(
     Raises:
         OSError: the disk is full, for example; no file is left then.
     """
-    rows = [sample_rows(tensors) for _, tensors in samples]
-    checksums = [sample_checksum(tensors) for _, tensors in samples]
     columns = shard_columns(samples)
+    [ids], [rows] = columns[SAMPLE_IDS], columns[ROWS]
+    checksums = [sample_checksum(tensors) for _, tensors in samples]
     num_bytes = write_tensors(path, columns)
-    [sample_ids], [row_counts] = columns[SAMPLE_IDS], columns[ROWS]
-    checksum = shard_checksum(header(columns), tensor_bytes(sample_ids), tensor_bytes(row_counts), checksums)
     record = ShardRecord(
         path.name,
         num_bytes,
         encoding,
-        sample_ids=tuple(sample_id for sample_id, _ in samples),
-        lengths=tuple(r.tokens for r in rows),
-        aux_rows=tuple(r.aux for r in rows),
-        last_rows=tuple(r.final for r in rows),
-        checksum=checksum,
-        checksums=tuple(checksums),
+        ids.numpy(),
+        rows.numpy().astype(np.int64),
+        shard_checksum(header(columns), tensor_bytes(ids), tensor_bytes(rows), checksums),
+        np.array(checksums, dtype=np.int64),
     )
     write_text(path.with_suffix(".json"), json.dumps(record.to_json()) + "\n")
     return record
@@ -127,23 +144,77 @@ def read_sidecar(path: Path) -> ShardRecord:
 
 
 class FinishedShards:
-    """The finished shards of a directory, to which any number of processes may be writing."""
+    """The finished shards of a directory, to which any number of processes may be writing.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
-        self._seen: dict[tuple[str, int], ShardRecord] = {}
+    Args:
+        writer: only the shards of this writer; None for all.
+    """
+
+    def __init__(self, directory: Path, writer: str | None = None) -> None:
+        self.directory, self._writer = Path(directory), writer
+        self._changed: tuple[int, float] | None = None  # the directory's time of change, and when it was seen
+        self._files: dict[
+            str, tuple[int, int]
+        ] = {}  # inodes of a shard and its sidecar, by the sidecar's name
+        self._records: dict[str, ShardRecord] = {}  # by the sidecar's name
+        self._other_size: set[str] = set()  # sidecars whose shard does not have the size that they state
 
     def records(self) -> list[ShardRecord]:
-        """Return, by name, the shards that have a sidecar and the size that it states."""
+        """Return, by name, the shards that have a sidecar and had the size that it states.
+
+        What was seen by an earlier call is not looked at again: a call without news takes one look at the
+        directory, and one with news a listing.
+        """
+        if self._has_changed():
+            self._list()
+        for name in sorted(self._other_size):
+            if self._has_size(self._records[name]):
+                self._other_size.remove(name)
+        return [record for name, record in self._records.items() if name not in self._other_size]
+
+    def _has_changed(self) -> bool:
+        changed, now = os.stat(self.directory).st_mtime_ns, time.monotonic()
+        if self._changed is None or self._changed[0] != changed:
+            self._changed = changed, now
+            return True
+        # A later change may leave the time as it is if it follows too closely.
+        return now - self._changed[1] < _SETTLED_SECONDS
+
+    def _list(self) -> None:
         with os.scandir(self.directory) as entries:
-            stats = {entry.name: entry.stat() for entry in entries if entry.name.startswith("shard-")}
-        # A sidecar may have been written again under the same name.
-        sidecars = [
-            (name, stat.st_mtime_ns) for name, stat in sorted(stats.items()) if name.endswith(".json")
-        ]
-        self._seen = {key: self._seen.get(key) or read_sidecar(self.directory / key[0]) for key in sidecars}
-        sizes = {name: stat.st_size for name, stat in stats.items()}
-        return [record for record in self._seen.values() if sizes.get(record.file) == record.num_bytes]
+            inodes = {entry.name: entry.inode() for entry in entries if entry.name.startswith("shard-")}
+        files = {}
+        for name, inode in inodes.items():
+            shard = inodes.get(name.removesuffix(".json") + ".safetensors")
+            if name.endswith(".json") and shard is not None and self._is_mine(name):
+                files[name] = shard, inode
+        records = {}
+        for name in sorted(files):
+            if self._files.get(name) == files[name]:
+                records[name] = self._records[name]
+                continue
+            try:
+                records[name] = read_sidecar(self.directory / name)
+            except DamagedShard:
+                if (self.directory / name).exists():
+                    raise
+                del files[name]  # removed in the meantime
+                continue
+            self._other_size.add(name)
+        self._files, self._records = files, records
+        self._other_size &= records.keys()
+
+    def _is_mine(self, sidecar: str) -> bool:
+        return (
+            self._writer is None
+            or split_name(sidecar.removesuffix(".json") + ".safetensors")[0] == self._writer
+        )
+
+    def _has_size(self, record: ShardRecord) -> bool:
+        try:
+            return (self.directory / record.file).stat().st_size == record.num_bytes
+        except FileNotFoundError:
+            return False
 
 
 def captured_ids(directory: Path) -> set[int]:
@@ -159,6 +230,11 @@ def refuse(directory: Path, name: str, sample_id: int, reason: str) -> None:
     """
     content = {"sample_id": sample_id, "reason": reason, "writer": name}
     write_json(Path(directory) / REFUSED / f"{sample_id}.json", content)
+
+
+def refused_ids(directory: Path) -> list[int]:
+    """Return the ids of refused samples, ascending, from the names of their files."""
+    return sorted(int(path.stem) for path in (Path(directory) / REFUSED).glob("[0-9]*.json"))
 
 
 def refused(directory: Path) -> dict[int, str]:
@@ -227,8 +303,7 @@ def check_sidecar(directory: Path, record: ShardRecord) -> None:
     path = directory / record.file
     shard = open_shard(path)
     ids, rows = shard.read_column(SAMPLE_IDS).numpy(), shard.read_column(ROWS).numpy()
-    expected = np.stack([record.lengths, record.aux_rows, record.last_rows], axis=1)
-    if not (np.array_equal(ids, record.sample_ids) and np.array_equal(rows, expected)):
+    if not (np.array_equal(ids, record.ids) and np.array_equal(rows, record.rows)):
         sidecar = path.with_suffix(".json").name
         raise DamagedShard(str(path), sidecar, f"The two name other samples; delete both and {_AGAIN}")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.samples import CapturedSample
 from data.store.codec import Encoding, encode
-from data.store.shards import FinishedShards, split_name, write_shard
+from data.store.shards import FinishedShards, write_shard
 from eagle31.errors import UserError
 
 QUEUE_BYTES = 1 << 28
@@ -64,9 +64,10 @@ class StoreWriter:
         if lock is None:
             raise UserError("capture", self.directory, f"Another process writes to it as {name}; end it.")
         self._lock = lock
+        # A number is not used again, not even that of a shard that is gone: whoever has seen that shard would
+        # take the new one for it.
+        self._next_number = 1 + max(_numbers(self.directory, name), default=-1)
         remove_leftovers(self.directory, name)
-        own = [record for record in FinishedShards(self.directory).records() if record.writer == name]
-        self._next_number = 1 + max((split_name(record.file)[1] for record in own), default=-1)
         self._open: list[tuple[int, Mapping[str, Tensor]]] = []
         self._open_tokens = 0
         self._changed = Condition()  # guards the fields below
@@ -212,9 +213,15 @@ def hold_name(directory: Path, name: str) -> IO[str] | None:
     return lock
 
 
+def _numbers(directory: Path, name: str) -> list[int]:
+    """Return the numbers of a writer's files, finished or not."""
+    found = filter(None, map(_SHARD_FILE.match, os.listdir(directory)))
+    return [int(one["number"]) for one in found if one["writer"] == name]
+
+
 def remove_leftovers(directory: Path, name: str) -> None:
     """Remove a writer's unfinished files. Only the process that holds the name may call this."""
-    finished = {Path(record.file).stem for record in FinishedShards(directory).records()}
+    finished = {Path(record.file).stem for record in FinishedShards(directory, name).records()}
     for file in os.listdir(directory):
         found = _SHARD_FILE.match(file)
         if found and found["writer"] == name and (file.startswith(".") or found["stem"] not in finished):

@@ -222,7 +222,7 @@ def test_tokens_in_shards_are_compared_with_the_dataset(tmp_path: Path) -> None:
     (tmp_path / "shard-other-00000.safetensors").unlink()
     assert open_store(tmp_path, fields) == list(range(12))
     _fill(tmp_path, dataset, range(12), Encoding("bf16", "all"))
-    with pytest.raises(UserError, match=r"shard-other-00000\.safetensors.*encoding is .*bf16"):
+    with pytest.raises(UserError, match=r"shard-other-00001\.safetensors.*encoding is .*bf16"):
         finish_store(expected, fields)
 
 

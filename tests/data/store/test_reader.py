@@ -3,6 +3,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from data import file_hashes
-from data.store import DamagedShard, HiddenStateStore
+from data.store import DamagedShard, HiddenStateStore, shards
 from data.store.codec import CODECS, Encoding, decode
 from data.store.index import (
     claim,
@@ -215,8 +216,8 @@ def test_flipped_byte_is_found_by_verify_and_named(tmp_path: Path) -> None:
     store = HiddenStateStore(tmp_path)
     with pytest.raises(DamagedShard, match=r"shard-b-00000\.safetensors.*sha256.*delete it and run again"):
         store.verify()
-    shards = [shard.file for shard in store.shards]
-    share = shards.index("shard-b-00000.safetensors") % 2
+    files = [shard.file for shard in store.shards]
+    share = files.index("shard-b-00000.safetensors") % 2
     store.verify(rank=1 - share, world_size=2)
     with pytest.raises(UserError, match="shard-b-00000"):
         store.verify(rank=share, world_size=2)
@@ -269,13 +270,43 @@ def test_a_sample_beyond_the_dataset_is_refused(tmp_path: Path) -> None:
 
 
 def test_shards_written_again_are_seen(tmp_path: Path) -> None:
-    shards = FinishedShards(tmp_path)
+    finished = FinishedShards(tmp_path)
     append_all(tmp_path, [5])
-    assert [record.sample_ids for record in shards.records()] == [(5,)]
+    assert [record.sample_ids for record in finished.records()] == [(5,)]
     (tmp_path / "shard-a-00000.safetensors").unlink()
-    assert shards.records() == []
     append_all(tmp_path, [3, 4])
-    assert [record.sample_ids for record in shards.records()] == [(3, 4)]
+    assert [record.sample_ids for record in finished.records()] == [(3, 4)]
+
+
+def test_a_poll_reads_what_is_new_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, listed = [], []
+    monkeypatch.setattr(shards, "_SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(shards, "read_sidecar", lambda path: read.append(path.name) or read_sidecar(path))
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+    append_all(tmp_path, range(20), shard_tokens=1)
+    finished = FinishedShards(tmp_path)
+    assert len(finished.records()) == len(read) == 20
+    read.clear(), listed.clear()
+    assert len(finished.records()) == 20
+    assert not read
+    assert not listed
+    append_all(tmp_path, [20], "b")  # it reads its own sidecars only, of which there are none
+    os.utime(tmp_path, ns=(0, time.time_ns()))
+    assert len(finished.records()) == 21
+    assert read == ["shard-b-00000.json"]
+    assert len(missing_ids(tmp_path, finished.records(), 30)) == 9
+
+
+def test_a_shard_whose_size_comes_late_is_seen_then(tmp_path: Path) -> None:
+    append_all(tmp_path, [5])
+    path, finished = tmp_path / "shard-a-00000.safetensors", FinishedShards(tmp_path)
+    content = path.read_bytes()
+    os.truncate(path, 0)
+    assert finished.records() == []
+    with path.open("r+b") as file:  # the same inode
+        file.write(content)
+    assert [record.sample_ids for record in finished.records()] == [(5,)]
 
 
 LEAN = """
