@@ -77,8 +77,7 @@ class VllmGenerator:
 
         def check(endpoint: Endpoint, info: ServerInfo) -> None:
             check_target(endpoint, info, self._expected, longest)
-            if sampling.temperature:
-                check_sampling(endpoint, info)
+            check_unchanged(endpoint, info, sampling.temperature)
 
         dispatcher = Dispatcher(
             self._endpoints,
@@ -114,12 +113,21 @@ def _hand_over(finished: dict[int, list[int]], on_answers: Callable[[Mapping[int
     return len(answers)
 
 
-def check_sampling(endpoint: Endpoint, info: ServerInfo) -> None:
-    """Raise UserError for a server that captures on a CPU, where it cannot sample.
+def check_unchanged(endpoint: Endpoint, info: ServerInfo, temperature: float) -> None:
+    """Raise UserError for a server that captures, where that can change its completions.
 
-    Capture is a kind of speculative decoding, and vLLM 0.32 ignores its temperatures on the CPU.
+    Capture is a kind of speculative decoding to vLLM. With asynchronous scheduling, vLLM continues a
+    completion from the wrong one of two tokens (vllm#56417). On the CPU, vLLM 0.32 ignores temperatures then.
     """
-    if info.device == "cpu" and info.aux_layer_ids:
+    if not info.aux_layer_ids:
+        return
+    if info.async_scheduling:
+        remedy = (
+            "It captures hidden states with asynchronous scheduling, where vLLM may repeat tokens of a "
+            "completion (vllm#56417); start it with scripts/serve_target, or with --no-async-scheduling."
+        )
+        raise UserError("vllm.servers", endpoint.name, remedy)
+    if info.device == "cpu" and temperature:
         remedy = (
             "It captures hidden states on a CPU, where vLLM then ignores the temperature; set "
             "data.regenerate.temperature=0, or name no servers."

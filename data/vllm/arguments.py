@@ -12,7 +12,16 @@ from data.vllm.environment import LOADER
 from data.vllm.server_info import ROOM_TOKENS
 from eagle31.errors import UserError
 
-_PIPELINE = "pipeline_parallel_size"
+# The rank that writes would have a part of the states only.
+_UNDIVIDED = {
+    "pipeline_parallel_size": "Only the last stage would have the hidden states; use tensor_parallel_size.",
+    "decode_context_parallel_size": (
+        "A rank would have the hidden states of a part of the tokens only; use tensor_parallel_size."
+    ),
+    "prefill_context_parallel_size": (
+        "A rank would have the hidden states of a part of the tokens only; use tensor_parallel_size."
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,8 @@ class CaptureEngine:
         extra: further arguments of `vllm.LLM`.
 
     Raises:
-        UserError: `extra` requests pipeline parallelism, or vLLM cannot capture one of the layer ids.
+        UserError: `extra` divides the states among ranks or changes them, or vLLM cannot capture one of the
+            layer ids.
     """
 
     target: str
@@ -44,9 +54,18 @@ class CaptureEngine:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.extra.get(_PIPELINE, 1) != 1:
-            remedy = "Only the last stage would have the hidden states; use tensor_parallel_size."
-            raise UserError(f"vllm.engine_args.{_PIPELINE}", self.extra[_PIPELINE], remedy)
+        for name, reason in _UNDIVIDED.items():
+            if self.extra.get(name, 1) != 1:
+                raise UserError(f"vllm.engine_args.{name}", self.extra[name], reason)
+        cache_dtype = self.extra.get("kv_cache_dtype", "auto")
+        if cache_dtype != "auto":
+            remedy = "It must be auto: it would apply to the hidden states as well."
+            raise UserError("vllm.engine_args.kv_cache_dtype", cache_dtype, remedy)
+        if self.extra.get("async_scheduling"):
+            remedy = (
+                "Leave it out: with it, an engine that captures may repeat tokens of an answer (vllm#56417)."
+            )
+            raise UserError("vllm.engine_args.async_scheduling", True, remedy)
         if self.mla and 0 in self.aux_layer_ids:
             remedy = (
                 "vLLM gives no embedding output of a target with latent attention, and serves no drafter "
@@ -68,6 +87,8 @@ class CaptureEngine:
                 "num_speculative_tokens": 1,
                 "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.layer_ids}},
             },
+            # With it, answers of this engine may repeat tokens: vllm#56417.
+            "async_scheduling": False,
             "kv_transfer_config": {
                 "kv_connector": "HiddenStatesConnector",
                 "kv_connector_module_path": LOADER.stem,

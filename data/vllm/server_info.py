@@ -29,6 +29,7 @@ class ServerInfo:
     vocab_size: int
     max_tokens: int  # the longest prompt that is captured, or prompt and completion together
     roots: tuple[str, ...]  # it writes in these directories only
+    async_scheduling: bool = False  # whether vLLM schedules a step before it has sampled the one before
 
     @property
     def layer_ids(self) -> list[int]:
@@ -65,6 +66,7 @@ def engine_info(
         vocab_size=model.get_vocab_size(),
         max_tokens=model.max_model_len - ROOM_TOKENS,
         roots=roots,
+        async_scheduling=bool(config.scheduler_config.async_scheduling),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from data.generation.vllm import check_sampling
+from data.generation.vllm import check_unchanged
 from data.store.codec import Encoding
 from data.transport.protocol import Transport
 from data.transport.spool import open_spool
@@ -12,11 +12,14 @@ from data.vllm.endpoint import Endpoint, check_target
 from data.vllm.server_info import ServerInfo
 from train.config.capture import CaptureSource
 from train.config.run import Stage
+from train.config.target import TargetEngine
 from train.context import RunContext
 from train.inference.online import rank_name
 from train.inference.probe import check_servers
 from train.requirements import uses_servers
 from train.stages.capture import opened_transport, training_encoding, writes_stores_directly
+
+_WRITERS = {Stage.data, Stage.answers, Stage.cells}  # have the target write completions
 
 
 def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
@@ -87,8 +90,9 @@ def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
             check_server(server, info, expected, None, longest)
         else:
             check_target(server, info, expected, longest)
-        if any(_samples(context, stage) for stage in users):
-            check_sampling(server, info)
+        if context.config.target.engine is TargetEngine.vllm and _WRITERS & set(users):
+            sampled = any(_samples(context, stage) for stage in users)
+            check_unchanged(server, info, context.config.data.regenerate.temperature if sampled else 0.0)
 
     if world.is_main:
         # Servers that only write completions deliver no states.

@@ -40,6 +40,11 @@ from data.vllm.plugin.sink import Failure, Failures, StateSink
 from data.vllm.server_info import ServerInfo, engine_info, remove_info, write_info
 
 _REASON_LETTERS = 1000
+_UNDIVIDED = {
+    "pipeline_parallel_size": "the first stages have none",
+    "decode_context_parallel_size": "each rank has a part",
+    "prefill_context_parallel_size": "each rank has a part",
+}
 _STATES_LAYER = "cache_only_layers."  # the layer's name in vLLM's ExtractHiddenStatesModel
 
 
@@ -272,8 +277,9 @@ def _server_info(config: VllmConfig, settings: dict[str, Any]) -> ServerInfo:
         )
     if config.cache_config.cache_dtype != "auto":
         raise ValueError("kv_cache_dtype must be auto: it would apply to the hidden states as well.")
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError("pipeline_parallel_size must be 1: only the last stage has the hidden states.")
+    for name, who in _UNDIVIDED.items():
+        if getattr(config.parallel_config, name) > 1:
+            raise ValueError(f"{name} must be 1: {who} of the hidden states.")
     return engine_info(
         config,
         config.kv_transfer_config.engine_id,

@@ -1,5 +1,6 @@
 """Random targets of sizes that vLLM's CPU kernels support, and references for capture by vLLM."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     PreTrainedModel,
 )
 
@@ -47,6 +50,25 @@ def save_gqa(directory: Path) -> TargetSpec:
         initializer_range=0.1,
     )
     return _saved(LlamaForCausalLM(config), directory)
+
+
+def save_hybrid(directory: Path) -> TargetSpec:
+    """Layers with and without a sliding window, which vLLM keeps in different cache groups."""
+    torch.manual_seed(0)
+    config = MinistralConfig(
+        **COMMON,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.1,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    spec = _saved(MinistralForCausalLM(config), directory)
+    path = directory / "config.json"  # vLLM has another name for the architecture
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["MistralForCausalLM"]}))
+    return spec
 
 
 def save_mla(directory: Path) -> TargetSpec:

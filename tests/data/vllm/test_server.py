@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 
@@ -55,7 +56,7 @@ from tests.data.vllm.targets import (
     largest_difference,
     make_prompts,
     make_samples,
-    save_gqa,
+    save_hybrid,
 )
 
 IDS = (0, 1, 2, 3, 4)
@@ -71,13 +72,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spec(root: Path) -> TargetSpec:
-    return save_gqa(root / "target")
+    return save_hybrid(root / "target")
 
 
 @pytest.fixture(scope="module")
 def server(preloaded_servers: Path, spec: TargetSpec, root: Path) -> Iterator[ServerProcess]:
-    """A server that prefills in chunks, with prefix caching."""
-    chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": True}
+    """A server that prefills in chunks, with prefix caching and a cache for two of the longest prompts."""
+    chunked = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 34,
+    }
     engine = replace(capture_engine(spec, IDS, root, **chunked), mooncake_masters=[NO_MASTER])
     process = ServerProcess(
         engine.command_line(),
@@ -198,6 +204,38 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     dataset = Dataset.from_dict({"input_ids": rows, "loss_mask": [[True] * len(row) for row in rows]})
     capture(server, dataset, root / "answered", expected)
     assert largest_difference(HiddenStateStore(root / "answered"), dataset, spec, IDS) < 1e-5
+
+
+def test_states_of_preempted_prompts_are_exact(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+    """Growing completions take the cache from prompts that are being captured; these are computed again."""
+
+    def num_preemptions() -> float:
+        metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+        [line] = [one for one in metrics.splitlines() if one.startswith("vllm:num_preemptions_total{")]
+        return float(line.split()[-1])
+
+    dataset, expected, before = make_samples(30, seed=1), expected_states(spec, IDS), num_preemptions()
+    prompts = [prompt[:60] for prompt in make_prompts(16)]
+    answers: dict[bool, list[list[int]]] = {}
+
+    def write(undisturbed: bool) -> None:
+        writer = VllmGenerator([endpoint(server, 1 if undisturbed else 8)], expected)
+        output = root / f"long-{undisturbed}.jsonl"
+        some = prompts[:4] if undisturbed else prompts
+        sampling = Sampling(50, (), temperature=0.0, seed=0)
+        answers[undisturbed] = answer_prompts(writer, some, sampling, output=output, model_fingerprint="f")
+        writer.close()
+
+    writing = Thread(target=write, args=(False,))
+    writing.start()
+    capture(server, dataset, root / "preempted", expected)
+    writing.join()
+    assert num_preemptions() >= before + 5
+    assert largest_difference(HiddenStateStore(root / "preempted"), dataset, spec, IDS) < 1e-5
+    write(undisturbed=True)
+    assert answers[False][:4] == answers[True]
+    # Drafts of the tokens that were just written have been accepted, and have changed nothing (vllm#56417).
+    assert any(one == other for answer in answers[True] for one, other in pairwise(answer))
 
 
 def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
