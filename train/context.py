@@ -249,17 +249,11 @@ class RunContext:
         seed = self.config.train.seed
         return self.config.seed if seed is None else seed
 
-    @property
-    def train_source(self) -> str:
-        if self.config.data.train == EMBEDDED:
-            return str(self.embedded.train)
-        return self.config.data.train
-
-    @property
-    def eval_source(self) -> str | None:
-        if self.config.data.eval == EMBEDDED:
-            return str(self.embedded.held_out)
-        return self.config.data.eval
+    def located(self, source: str, evaluation: bool) -> str:
+        """Return a source of conversations, or the path of the embedded target's."""
+        if source != EMBEDDED:
+            return source
+        return str(self.embedded.held_out if evaluation else self.embedded.train)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,11 +4,12 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
 from data.text.perturbation import UNCHANGED, with_documents, with_system
-from data.text.schemas import Conversation
+from data.text.schemas import Conversation, Conversations
 
 MAX_DOCUMENTS = 1024
 
@@ -26,21 +27,34 @@ class Augmentation:
     seed: int
 
 
-def augmented(
-    conversations: Sequence[Conversation],
-    augmentation: Augmentation,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[Conversation]:
-    """Yield the conversations in order, some of them changed. The ids stay.
+class AugmentedConversations:
+    """The conversations in order, some of them changed when they are read. The ids stay.
 
     What happens to a conversation depends on its id and the seed, and for documents on the first
     `MAX_DOCUMENTS` conversations, whose texts are the documents.
     """
-    documents = []
-    if augmentation.documents_probability > 0:
-        documents = [document_of(one) for one in conversations[:MAX_DOCUMENTS]]
-    for conversation in conversations:
-        yield _changed(conversation, augmentation, documents, tokenizer)
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        augmentation: Augmentation,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._conversations = conversations
+        self._augmentation = augmentation
+        self._tokenizer = tokenizer
+        self._documents: list[str] = []
+        if augmentation.documents_probability > 0:
+            self._documents = [document_of(one) for one in islice(conversations, MAX_DOCUMENTS)]
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __getitem__(self, index: int) -> Conversation:
+        return _changed(self._conversations[index], self._augmentation, self._documents, self._tokenizer)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return (self[index] for index in range(len(self)))
 
 
 def document_of(conversation: Conversation) -> str:

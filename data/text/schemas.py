@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from data.text.perturbation import UNCHANGED
 from eagle31.errors import UserError
@@ -37,17 +37,32 @@ class Conversation:
     template: str = UNCHANGED  # the target's, or a change of it; see `data.text.perturbation.TEMPLATES`
 
 
+class Conversations(Protocol):
+    """Conversations that can be read in any order, such as a list; those on disk are read one by one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Conversation: ...
+    def __iter__(self) -> Iterator[Conversation]: ...
+
+
 class MalformedRow(Exception):
     """The reason why a row is not a conversation."""
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the user's text, of a text that follows it in the prompt, and of the assistant's text.
+
+    None: found by name.
+    """
+
+    prompt: str | None = None
+    input: str | None = None
+    response: str | None = None
+
+
 def find_schema(
-    row: dict[str, Any],
-    source: str,
-    prompt_column: str | None,
-    response_column: str | None,
-    require_answer: bool,
-    field: str,
+    row: dict[str, Any], source: str, columns: Columns, require_answer: bool, field: str
 ) -> Schema:
     """Determine the schema of a source from its first row.
 
@@ -55,13 +70,20 @@ def find_schema(
         UserError: no schema fits, or more than one; the error lists the columns.
     """
     found = f"The columns are {', '.join(map(str, row))}."
-    if prompt_column is not None or response_column is not None:
-        if prompt_column is None or (response_column is None and require_answer):
-            raise UserError(field, source, f"Name both data.prompt_column and data.response_column. {found}")
-        missing = {prompt_column, response_column} - {None, *row}
+    group = field.removesuffix(".source") if field.endswith(".source") else "data"
+    names = f"{group}.prompt_column and {group}.response_column"
+    prompt, response = columns.prompt, columns.response
+    missing = {prompt, columns.input, response} - {None, *row}
+    if prompt is not None or response is not None:
+        if prompt is None or (response is None and require_answer):
+            raise UserError(field, source, f"Name both {names}. {found}")
         if missing:
             raise UserError(field, source, f"There is no column {', '.join(map(str, missing))}. {found}")
-        return partial(_from_pair, prompt_column, response_column)
+        return partial(_from_pair, prompt, columns.input, response)
+    if columns.input is not None:
+        raise UserError(
+            field, source, f"Name {group}.prompt_column, which {group}.input_column follows. {found}"
+        )
     for column in ("messages", "conversations"):
         if column in row:
             return partial(_from_list, column)
@@ -70,25 +92,33 @@ def find_schema(
     pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row and answer in row]
     if not pairs and not require_answer:
         pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row]
-    # Alpaca's `input` is part of the prompt: without it the question would be a different one.
-    if len(pairs) == 1 and not (pairs[0][0] == "instruction" and "input" in row):
-        return partial(_from_pair, *pairs[0])
+    if len(pairs) == 1:
+        [(prompt, response)] = pairs
+        return partial(_from_pair, prompt, "input" if prompt == "instruction" else None, response)
     raise UserError(
         field,
         source,
         f"{'Several schemas fit' if pairs else 'No known schema fits'}. {found} The known schemas are "
         "messages (role, content), conversations (from, value) and two text columns, which "
-        "data.prompt_column and data.response_column name.",
+        f"{names} name.",
     )
 
 
-def _from_pair(prompt: str, response: str | None, row: dict[str, Any]) -> Messages:
+def _from_pair(prompt: str, further: str | None, response: str | None, row: dict[str, Any]) -> Messages:
     if prompt not in row:
         raise MalformedRow(f"there is no {prompt}")
-    messages = [{"role": "user", "content": row[prompt]}]
+    messages = [{"role": "user", "content": _with_input(row[prompt], further and row.get(further))}]
     if response is not None and row.get(response) is not None:
         messages.append({"role": "assistant", "content": row[response]})
     return messages
+
+
+def _with_input(prompt: Any, further: Any) -> Any:
+    """Join a prompt and what it is about, such as Alpaca's `instruction` and `input`."""
+    if further is None:
+        return prompt
+    text = _text(further)
+    return f"{_text(prompt)}\n\n{text}" if text.strip() else prompt
 
 
 def _from_turns(row: dict[str, Any]) -> Messages:
@@ -100,6 +130,8 @@ def _from_turns(row: dict[str, Any]) -> Messages:
 
 def _from_list(column: str, row: dict[str, Any]) -> Messages:
     messages = row.get(column)
+    if isinstance(messages, str) and messages.lstrip().startswith("["):  # in a CSV file
+        messages = _parsed(messages, column)
     if not isinstance(messages, list):
         raise MalformedRow(f"{column} is {_type_name(messages)}, not a list")
     return [_role_and_content(message) for message in messages]

@@ -1,21 +1,24 @@
-"""Reading conversations from JSONL, JSON and Parquet files and from `datasets`, in the known schemas."""
+"""Reading conversations from files and data sets in the known schemas, one after another or all at once."""
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-
 from data.file_hashes import hash_files
-from data.text.schemas import Conversation, MalformedRow, Schema, find_schema, to_conversation
+from data.text.rows import is_file, load, rows
+from data.text.schemas import (
+    Columns,
+    Conversation,
+    MalformedRow,
+    Schema,
+    find_schema,
+    to_conversation,
+)
 from eagle31.errors import UserError
 
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _NUM_SHOWN = 5
 
 
@@ -33,68 +36,114 @@ class ReadResult:
         return len(self.malformed)
 
 
-def read_conversations(
-    source: str,
-    *,
-    split: str = "train",
-    subset: str | None = None,
-    prompt_column: str | None = None,
-    response_column: str | None = None,
-    require_answer: bool = True,
-    max_malformed_fraction: float = 0.01,
-    category_column: str | None = None,
-    field: str = "data.train",
-) -> ReadResult:
-    """Read every conversation of `source` in order.
+class ConversationReader:
+    """Iterates over the conversations of a source in order, of which only a few are in memory.
 
     The schema is determined from the first row: `messages` (OpenAI), `conversations` (ShareGPT), or a prompt
     and a response column (prompt/response, instruction/output, question/answer, or the two given names).
 
     Args:
-        source: a .jsonl, .json or .parquet file, a directory written by `datasets.save_to_disk`, or a hub id.
+        source: a .jsonl, .json, .csv, .tsv or .parquet file, a directory written by `datasets.save_to_disk`,
+            or a hub id.
         split: the split of a hub data set or a saved DatasetDict; files have none.
         subset: the subset of a hub data set that has several.
+        prompt_column: the column of the user's text; None: it is found by name.
+        input_column: the column of a text that follows the user's, such as Alpaca's `input`.
+        response_column: the column of the assistant's text; None: it is found by name.
         require_answer: if false, prompts without an answer are read too, such as MT-Bench's `turns`.
         max_malformed_fraction: the fraction of the rows that may be malformed.
         category_column: the column of a row's category, which every row must have.
         field: the recipe's name for `source`, for error messages.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        split: str = "train",
+        subset: str | None = None,
+        prompt_column: str | None = None,
+        input_column: str | None = None,
+        response_column: str | None = None,
+        require_answer: bool = True,
+        max_malformed_fraction: float = 0.01,
+        category_column: str | None = None,
+        field: str = "data.train",
+    ) -> None:
+        self.source = source
+        self.num_conversations = 0
+        self.malformed: list[tuple[str, str]] = []  # (location, reason)
+        self.category = ""  # of the latest conversation, if a column has it
+        self._split = split
+        self._subset = subset
+        self._columns = Columns(prompt_column, input_column, response_column)
+        self._require_answer = require_answer
+        self._max_malformed_fraction = max_malformed_fraction
+        self._category_column = category_column
+        self._field = field
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_conversations + len(self.malformed)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        """Yield the conversations; malformed rows are counted and left out.
+
+        Raises:
+            UserError: the source does not exist, has no known schema, or, at its end, no conversation or too
+                many malformed rows.
+        """
+        self.num_conversations, self.malformed = 0, []
+        schema: Schema | None = None
+        for where, row in rows(self.source, self._split, self._subset, self._field):
+            try:
+                if isinstance(row, MalformedRow):
+                    raise row
+                if not isinstance(row, dict):
+                    raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
+                if schema is None:
+                    schema = find_schema(row, self.source, self._columns, self._require_answer, self._field)
+                    _require_column(row, self._category_column, self.source, self._field)
+                conversation = to_conversation(row, schema, self._require_answer)
+                if self._category_column is not None:
+                    self.category = _category(row, self._category_column)
+            except MalformedRow as reason:
+                self.malformed.append((where, str(reason)))
+                continue
+            self.num_conversations += 1
+            yield conversation
+        self._check()
+
+    def _check(self) -> None:
+        num_rows, num_malformed = self.num_rows, len(self.malformed)
+        if num_rows == 0:
+            raise UserError(self._field, self.source, "It has no rows; give a source with conversations.")
+        if not self.num_conversations:
+            which = "The only row is" if num_rows == 1 else f"All {num_rows} rows are"
+            remedy = f"{which} malformed; give a source with conversations. The first reasons:"
+            raise UserError(self._field, self.source, remedy + first_reasons(self.malformed))
+        if num_malformed > self._max_malformed_fraction * num_rows:
+            remedy = (
+                f"{num_malformed} of {num_rows} rows are malformed, more than data.max_malformed_fraction="
+                f"{self._max_malformed_fraction} allows. Correct them or raise the limit. The first reasons:"
+            )
+            raise UserError(self._field, self.source, remedy + first_reasons(self.malformed))
+
+
+def read_conversations(source: str, **settings: Any) -> ReadResult:
+    """Read every conversation of `source` in order, with the settings of `ConversationReader`.
 
     Raises:
         UserError: the source does not exist, has no known schema, no conversation or too many malformed rows.
     """
+    reader = ConversationReader(source, **settings)
     conversations: list[Conversation] = []
     categories: list[str] = []
-    malformed: list[tuple[str, str]] = []
-    schema: Schema | None = None
-    for where, row in _rows(source, split, subset, field):
-        try:
-            if isinstance(row, MalformedRow):
-                raise row
-            if not isinstance(row, dict):
-                raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
-            if schema is None:
-                schema = find_schema(row, source, prompt_column, response_column, require_answer, field)
-                _require_column(row, category_column, source, field)
-            conversation = to_conversation(row, schema, require_answer)
-            if category_column is not None:
-                categories.append(_category(row, category_column))
-            conversations.append(conversation)
-        except MalformedRow as reason:
-            malformed.append((where, str(reason)))
-    num_rows = len(conversations) + len(malformed)
-    if num_rows == 0:
-        raise UserError(field, source, "It has no rows; give a source with conversations.")
-    if not conversations:
-        rows = "The only row is" if num_rows == 1 else f"All {num_rows} rows are"
-        remedy = f"{rows} malformed; give a source with conversations. The first reasons:"
-        raise UserError(field, source, remedy + first_reasons(malformed))
-    if len(malformed) > max_malformed_fraction * num_rows:
-        remedy = (
-            f"{len(malformed)} of {num_rows} rows are malformed, more than data.max_malformed_fraction="
-            f"{max_malformed_fraction} allows. Correct them or raise the limit. The first reasons:"
-        )
-        raise UserError(field, source, remedy + first_reasons(malformed))
-    return ReadResult(conversations, num_rows, malformed, categories)
+    for conversation in reader:
+        conversations.append(conversation)
+        if settings.get("category_column") is not None:
+            categories.append(reader.category)
+    return ReadResult(conversations, reader.num_rows, reader.malformed, categories)
 
 
 def _require_column(row: dict[str, Any], column: str | None, source: str, field: str) -> None:
@@ -131,9 +180,9 @@ def source_fingerprint(
     Args:
         cache_dir: the directory in which hashes are remembered; see `hash_files`.
     """
-    if _is_file(source, field):
+    if is_file(source, field):
         return hash_files([Path(source).expanduser()], cache_dir=cache_dir)[0]
-    dataset = _dataset(source, split, subset, field)
+    dataset = load(source, split, subset, field)
     if not Path(source).expanduser().is_dir():
         return dataset._fingerprint
     # The fingerprint of a saved data set stays when its files are changed.
@@ -142,83 +191,40 @@ def source_fingerprint(
     return hashlib.sha256(json.dumps([dataset.column_names, hashes]).encode()).hexdigest()
 
 
-def _is_file(source: str, field: str) -> bool:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return False
-    named_as_file = path.suffix in (*_JSON_SUFFIXES, ".parquet")
-    if path.exists() and not named_as_file:
-        raise UserError(field, source, "Only .jsonl, .json and .parquet files can be read.")
-    if not path.exists() and (named_as_file or not re.fullmatch(r"[\w.-]+/[\w.-]+", source)):
-        raise UserError(
-            field, source, "There is no such file or directory; give a path, or a hub id such as org/name."
+@dataclass(frozen=True)
+class Source:
+    """Where conversations come from, and which columns they have; see `ConversationReader`."""
+
+    location: str
+    field: str  # the recipe's name for `location`
+    split: str = "train"
+    subset: str | None = None
+    prompt_column: str | None = None
+    input_column: str | None = None
+    response_column: str | None = None
+    require_answer: bool = True
+
+    def reader(self, max_malformed_fraction: float) -> ConversationReader:
+        return ConversationReader(
+            self.location,
+            split=self.split,
+            subset=self.subset,
+            prompt_column=self.prompt_column,
+            input_column=self.input_column,
+            response_column=self.response_column,
+            require_answer=self.require_answer,
+            max_malformed_fraction=max_malformed_fraction,
+            field=self.field,
         )
-    return path.exists()
 
+    def fingerprint(self, cache_dir: Path) -> str:
+        """Return what identifies the content; see `source_fingerprint`."""
+        return source_fingerprint(
+            self.location, split=self.split, subset=self.subset, field=self.field, cache_dir=cache_dir
+        )
 
-def _rows(source: str, split: str, subset: str | None, field: str) -> Iterator[tuple[str, Any]]:
-    if not _is_file(source, field):
-        rows: Iterator[Any] = iter(_dataset(source, split, subset, field))
-    elif source.endswith(".parquet"):
-        rows = _parquet_rows(source, field)
-    else:
-        yield from _json_rows(source, field)
-        return
-    for i, row in enumerate(rows):
-        yield f"{source}[{i}]", _without_nulls(row)
-
-
-def _parquet_rows(source: str, field: str) -> Iterator[Any]:
-    try:
-        file = pyarrow.parquet.ParquetFile(Path(source).expanduser())
-        for batch in file.iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(field, source, f"It is not a readable Parquet file: {error}.") from error
-
-
-def _json_rows(source: str, field: str) -> Iterator[tuple[str, Any]]:
-    path = Path(source).expanduser()
-    with path.open("rb") as stream:
-        if stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from _json_array(source, field)
-            return
-        stream.seek(0)
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{source}:{number}", json.loads(line.decode("utf-8-sig"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                yield f"{source}:{number}", MalformedRow(f"the line is not JSON ({error})")
-
-
-def _json_array(source: str, field: str) -> Iterator[tuple[str, Any]]:
-    try:
-        rows = json.loads(Path(source).expanduser().read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(field, source, f"It starts like a JSON array but is not valid: {error}.") from error
-    for i, row in enumerate(rows):
-        yield f"{source}[{i}]", row
-
-
-def _dataset(source: str, split: str, subset: str | None, field: str) -> Dataset:
-    path = Path(source).expanduser()
-    try:
-        loaded = load_from_disk(str(path)) if path.is_dir() else load_dataset(source, subset, split=split)
-    except (OSError, ValueError) as error:  # raised for a missing name, split, config or network
-        reason = " ".join(str(error).split())
-        raise UserError(field, source, f"`datasets` cannot load it (split {split}): {reason}") from error
-    if isinstance(loaded, DatasetDict):
-        if split not in loaded:
-            remedy = f"It has the splits {', '.join(loaded)}, not {split}; name one of them."
-            raise UserError(field, source, remedy)
-        return loaded[split]
-    return loaded
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove null values: Arrow gives every struct all keys, and templates test whether a key exists."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    @property
+    def columns(self) -> list[str | None]:
+        """What identifies the chosen columns; the input column is in it only where it is chosen."""
+        chosen = [self.prompt_column, self.response_column]
+        return chosen if self.input_column is None else [*chosen, self.input_column]

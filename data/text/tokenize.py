@@ -1,16 +1,13 @@
 """Tokenizing conversations into an Arrow dataset of token ids and loss masks, in parallel and in order."""
 
 import json
-import multiprocessing
-import os
 import shutil
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +20,14 @@ from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from data.text import template
 from data.text.choices import Overlong, Turns
-from data.text.schemas import Conversation
+from data.text.parallel import map_in_order
+from data.text.schemas import Conversations
 from data.text.sources import first_reasons
 from data.text.template import RenderedConversation, TemplateRefused, template_fingerprint
 from eagle31.errors import UserError
 
 _REPORT = "report.json"
 _CHUNK_CONVERSATIONS = 64
-_CHUNKS_PER_WORKER = 4
 SAMPLE_SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -90,11 +87,8 @@ class _Chunk:
     refused: list[tuple[str, str]]  # (id, reason)
 
 
-_worker_settings: _Settings | None = None
-
-
 def tokenize(
-    conversations: Iterable[Conversation],
+    conversations: Conversations,
     tokenizer: str | Path | PreTrainedTokenizerBase,
     *,
     turns: Turns,
@@ -113,7 +107,7 @@ def tokenize(
 
     The columns are id (str), input_ids (int32 [N]), loss_mask (bool [N]) and num_prompt_tokens (int64, the
     index of the assistant's first token). The order is that of the conversations for any number of workers,
-    and only a few chunks are in memory at a time.
+    which read the conversations, and only a few chunks are in memory at a time.
 
     Args:
         tokenizer: a tokenizer, its directory or its hub id.
@@ -137,6 +131,7 @@ def tokenize(
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
     counts: Counter[str] = Counter()
     refused: list[tuple[str, str]] = []
+    tokenize_chunk = partial(_tokenize_chunk, settings, conversations)
     with _renamed_when_done(output_dir) as directory:
         # A separate directory, because `datasets` cannot write next to the file that it reads.
         stream = directory / "stream" / "samples.arrow"
@@ -145,7 +140,7 @@ def tokenize(
             pa.OSFile(str(stream), "wb") as sink,
             pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer,
             Progress("tokenize", None, "conversations", shown=progress) as bar,
-            closing(_tokenized_chunks(conversations, settings, num_workers)) as chunks,
+            closing(map_in_order(tokenize_chunk, _chunks(len(conversations)), num_workers)) as chunks,
         ):
             for chunk in chunks:
                 writer.write_batch(chunk.samples)
@@ -165,46 +160,16 @@ def tokenize(
     return report
 
 
-def _tokenized_chunks(
-    conversations: Iterable[Conversation], settings: _Settings, num_workers: int
-) -> Generator[_Chunk, None, None]:
-    """Yield the tokenized chunks in order; at most a few per worker are in progress."""
-    iterator = iter(conversations)
-    chunks = iter(lambda: list(islice(iterator, _CHUNK_CONVERSATIONS)), [])
-    if num_workers <= 1:
-        yield from (_tokenize_chunk(settings, chunk) for chunk in chunks)
-        return
-    # Forked workers inherit the tokenizer, so that nothing is imported or loaded again.
-    fork = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(num_workers, fork, _start_worker, (settings,))
-    pending: deque[Future[_Chunk]] = deque()
-    try:
-        for chunk in chunks:
-            pending.append(pool.submit(_tokenize_in_worker, chunk))
-            if len(pending) > _CHUNKS_PER_WORKER * num_workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _chunks(num_conversations: int) -> Iterator[range]:
+    for start in range(0, num_conversations, _CHUNK_CONVERSATIONS):
+        yield range(start, min(start + _CHUNK_CONVERSATIONS, num_conversations))
 
 
-def _start_worker(settings: _Settings) -> None:
-    global _worker_settings
-    _worker_settings = settings
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _tokenize_in_worker(conversations: list[Conversation]) -> _Chunk:
-    assert _worker_settings is not None
-    return _tokenize_chunk(_worker_settings, conversations)
-
-
-def _tokenize_chunk(settings: _Settings, conversations: list[Conversation]) -> _Chunk:
-    counts = Counter(num_conversations=len(conversations))
+def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: range) -> _Chunk:
+    counts = Counter(num_conversations=len(indices))
     refused: list[tuple[str, str]] = []
     samples: list[tuple[str, RenderedConversation]] = []
-    for conversation in conversations:
+    for conversation in map(conversations.__getitem__, indices):
         try:
             rendered = template.render(
                 settings.tokenizer,

@@ -1,5 +1,6 @@
 """The recipe's schema for the training data."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,18 +43,60 @@ class AugmentConfig:
 
 
 @dataclass
+class SourceConfig:
+    """One of several sources of training conversations, under a name that is chosen freely."""
+
+    source: str = MISSING  # Training conversations, as data.train.
+    split: str = "train"  # Split of a Hub dataset.
+    subset: str | None = None  # Subset of a Hub dataset that has several.
+    prompt_column: str | None = None  # Column of the user's text. null: found by name.
+    input_column: str | None = (
+        None  # Column of a text that follows the user's. null: Alpaca's input, or none.
+    )
+    response_column: str | None = None  # Column of the assistant's text. null: found by name.
+    # Share of the training conversations, relative to the weights of the other sources. Either all sources
+    # have one or none; null: all conversations are used.
+    weight: float | None = None
+    max_conversations: int | None = None  # The most conversations that are used, chosen at random.
+
+
+@dataclass
+class EvaluationSetConfig:
+    """Prompts that training must not see, under a name that is chosen freely."""
+
+    source: str = MISSING  # JSONL, JSON, CSV or Parquet file, or Hub id of a dataset.
+    split: str = "test"  # Split of a Hub dataset.
+    subset: str | None = None  # Subset of a Hub dataset that has several.
+    prompt_column: str | None = None  # Column of the user's text. null: found by name.
+
+
+@dataclass
 class DataConfig:
     """The conversations that training and evaluation use."""
 
-    # Training conversations: JSONL or Parquet file, or Hub id of a dataset. "embedded": those of the embedded
-    # target.
-    train: str = MISSING
+    # Training conversations: JSONL, JSON, CSV or Parquet file, or Hub id of a dataset. "embedded": those of
+    # the embedded target. null: those of data.sources.
+    train: str | None = MISSING
+    # Several sources of training conversations, by name, in place of data.train.
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
     eval: str | None = None  # Source of the held-out prompts, as data.train. null: held out of data.train.
     subset: str | None = None  # Subset of a Hub dataset that has several, such as main of gsm8k.
     split: str = "train"  # Split of a Hub dataset in data.train.
     eval_split: str = "test"  # Split of a Hub dataset in data.eval.
     prompt_column: str | None = None  # Column of the user's text. null: found by name.
+    input_column: str | None = (
+        None  # Column of a text that follows the user's. null: Alpaca's input, or none.
+    )
     response_column: str | None = None  # Column of the assistant's text. null: found by name.
+    # Similarity from which a conversation is a near-duplicate of an earlier one and left out: the fraction of
+    # the sequences of five words of either that both have. null: none is left out.
+    near_duplicates: float | None = None
+    # Whether conversations with a prompt of an evaluation set are left out: of data.eval, of the sources in
+    # evaluate.matrix.domains, and of data.evaluation_sets. Otherwise only those with a prompt of data.eval
+    # are, and the matrix leaves out the prompts that training has seen.
+    drop_evaluation_prompts: bool = False
+    # Further evaluation sets, by name, for data.drop_evaluation_prompts.
+    evaluation_sets: dict[str, EvaluationSetConfig] = field(default_factory=dict)
     turns: Turns = Turns.all  # Which assistant turns are trained on.
     # Arguments of the chat template, such as {enable_thinking: false}. Serving must use the same.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +129,31 @@ def check_data(data: DataConfig) -> None:
         raise UserError("data.regenerate.temperature", regenerate.temperature, "It must not be negative.")
     if data.num_workers is not None and data.num_workers < 1:
         raise UserError("data.num_workers", data.num_workers, "Give at least 1, or null for all cores.")
+    check_sources(data)
     check_augment(data)
+
+
+def check_sources(data: DataConfig) -> None:
+    """Raise UserError for sources that contradict each other, and for shares that no source can have."""
+    if data.train is None and not data.sources:
+        raise UserError("data.train", None, "Give training conversations here or in data.sources.")
+    if data.train is not None and data.sources:
+        remedy = f"data.sources has {', '.join(data.sources)} too; set data.train=null, or leave them out."
+        raise UserError("data.train", data.train, remedy)
+    weighted = [name for name, source in data.sources.items() if source.weight is not None]
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        if source.weight is None and weighted:
+            raise UserError(f"{key}.weight", None, f"Give a weight, because {weighted[0]} has one.")
+        if source.weight is not None and not 0 < source.weight < math.inf:
+            remedy = "It must be greater than 0; leave out a source of which nothing is used."
+            raise UserError(f"{key}.weight", source.weight, remedy)
+        require_positive({f"{key}.max_conversations": source.max_conversations})
+    if data.near_duplicates is not None and not 0 < data.near_duplicates <= 1:
+        raise UserError("data.near_duplicates", data.near_duplicates, "It must be in (0, 1], such as 0.8.")
+    if data.evaluation_sets and not data.drop_evaluation_prompts:
+        remedy = "They have no use without data.drop_evaluation_prompts=true; set it, or leave them out."
+        raise UserError("data.evaluation_sets", ", ".join(data.evaluation_sets), remedy)
 
 
 def check_augment(data: DataConfig) -> None:

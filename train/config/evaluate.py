@@ -14,7 +14,7 @@ _CONTEXT_SLACK = 64
 class DomainConfig:
     """Prompts of one kind, under a name that is chosen freely."""
 
-    # Prompts: JSONL or Parquet file, or Hub id of a dataset. null: the run's held-out prompts.
+    # Prompts: JSONL, JSON, CSV or Parquet file, or Hub id of a dataset. null: the run's held-out prompts.
     source: str | None = None
     split: str = "test"  # Split of a Hub dataset.
     subset: str | None = None  # Subset of a Hub dataset that has several, such as main of openai/gsm8k.

@@ -21,11 +21,11 @@ from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-DOMAINS = "evaluate.matrix.domains"
+NAMED = ("data.evaluation_sets", "data.sources", "evaluate.matrix.domains")  # groups whose members have names
 FREE_FORM = (
     "data.template_kwargs",
     "drafter.rope_parameters",
-    DOMAINS,
+    *NAMED,
     "target.architecture",
     "vllm.engine_args",
 )  # dictionaries whose keys are not ours
@@ -59,14 +59,14 @@ def checked(arguments: Iterable[str]) -> list[str]:
         UserError: names the key, the value, and the nearest keys or values that exist.
     """
     known = schema_types() | {"recipe": str, "eval": str}
-    return [_of_domain(_checked(argument, known)) for argument in arguments]
+    return [_of_member(_checked(argument, known)) for argument in arguments]
 
 
-def _of_domain(argument: str) -> str:
-    """Return an argument for a domain in the form in which Hydra can add the domain, too."""
+def _of_member(argument: str) -> str:
+    """Return an argument for a domain or a source in the form in which Hydra can add the member, too."""
     key, _, text = argument.lstrip("+").partition("=")
-    found = re.fullmatch(rf"{re.escape(DOMAINS)}\.([\w-]+)\.(\w+)", key)
-    return argument if found is None else f"++{DOMAINS}={{{found[1]}:{{{found[2]}:{text}}}}}"
+    found = re.fullmatch(rf"({'|'.join(map(re.escape, NAMED))})\.([\w-]+)\.(\w+)", key)
+    return argument if found is None else f"++{found[1]}={{{found[2]}:{{{found[3]}:{text}}}}}"
 
 
 def _checked(argument: str, known: dict[str, object]) -> str:

@@ -14,22 +14,17 @@ from datasets import Dataset
 from data.generation.answers import answer_prompts
 from data.generation.regenerate import regenerate
 from data.target.tokenizer import tokenizer_fingerprint
-from data.text.augmentation import Augmentation, augmented
+from data.text.augmentation import Augmentation, AugmentedConversations
 from data.text.perturbation import NoEffect, PromptSetting, template_source
-from data.text.sources import (
-    Conversation,
-    ReadResult,
-    first_reasons,
-    read_conversations,
-    source_fingerprint,
-)
-from data.text.split import choose_prompts, drop_prompts, held_out_split, prompt_hashes, shuffled
+from data.text.schemas import Conversation, Conversations
 from data.text.template import TemplateRefused, prompt_ids, render_prompt, template_fingerprint
 from data.text.tokenize import Enough, tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from train.config.target import TargetEngine
 from train.context import RunContext
+from train.conversations.reading import print_left_out, read_conversations, remove_tables
+from train.conversations.sources import evaluation_source, share_inputs, source_inputs
 
 HELD_OUT = ("validation", "test")
 TRAINING_PROMPTS = "training_prompts.npy"  # hashes of the prompts that training sees
@@ -42,19 +37,12 @@ COUNTED_CONVERSATIONS = 20_000
 def data_inputs(context: RunContext) -> dict[str, Any]:
     """Return what the tokenized data depends on."""
     data = context.config.data
+    evaluation = evaluation_source(data, context.located)
+    columns = [data.prompt_column, data.response_column]
     inputs: dict[str, Any] = {
-        "train": source_fingerprint(
-            context.train_source, split=data.split, subset=data.subset, cache_dir=context.cache_dir
-        ),
-        "eval": context.eval_source
-        and source_fingerprint(
-            context.eval_source,
-            split=data.eval_split,
-            subset=data.subset,
-            field="data.eval",
-            cache_dir=context.cache_dir,
-        ),
-        "columns": [data.prompt_column, data.response_column],
+        "train": source_inputs(context.config, context.located, context.cache_dir),
+        "eval": evaluation and evaluation.fingerprint(context.cache_dir),
+        "columns": columns if data.input_column is None else [*columns, data.input_column],
         "tokenizer": tokenizer_fingerprint(context.tokenizer),
         "template": template_fingerprint(context.tokenizer, context.template_kwargs),
         "eos_token_ids": context.eos_token_ids,
@@ -68,6 +56,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         "overlong": data.overlong.value,
         "max_samples": context.config.capture.max_samples,
     }
+    inputs |= share_inputs(data)
     augmentation = _augmentation(context)
     if augmentation is not None:
         inputs["augment"] = asdict(augmentation) | {
@@ -84,10 +73,12 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/` (Arrow) and `held_out.json`."""
     data = context.config.data
-    conversations, held_out, summary = _read(context)
-    prompts = _held_out_prompts(context, held_out)
+    num_workers = data.num_workers or os.cpu_count() or 1
+    read = read_conversations(context.config, context.located, directory, num_workers)
+    conversations, summary = read.training, read.summary
+    prompts = _held_out_prompts(context, read.held_out)
     write_json(directory / "held_out.json", prompts)
-    np.save(directory / TRAINING_PROMPTS, prompt_hashes(conversations))
+    np.save(directory / TRAINING_PROMPTS, read.training_prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     limit = context.config.capture.max_samples
     augmentation = _augmentation(context)
@@ -96,7 +87,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if data.regenerate.enabled:
         blocks = directory / "regenerated"
         if limit is not None:
-            conversations = shuffled(conversations, context.config.seed)
+            conversations = conversations.shuffled(context.config.seed)
         dataset = _regenerated(context, _augmented(context, conversations, augmentation), blocks)
         save_dataset(dataset, directory / "train")
         summary |= _sizes(dataset)
@@ -109,7 +100,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         if limit is not None and len(conversations) > max(limit, COUNTED_CONVERSATIONS):
             # As many conversations as samples, where one has several: samples of all kinds are chosen later.
             enough = Enough(max(limit, COUNTED_CONVERSATIONS), num_samples=limit)
-            conversations = shuffled(conversations, context.config.seed)
+            conversations = conversations.shuffled(context.config.seed)
         report = tokenize(
             _augmented(context, conversations, augmentation),
             context.tokenizer,
@@ -117,7 +108,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             template_kwargs=context.template_kwargs,
             max_tokens=data.max_tokens,
             overlong=data.overlong,
-            num_workers=data.num_workers or os.cpu_count() or 1,
+            num_workers=num_workers,
             output_dir=directory / "train",
             eos_token_ids=context.eos_token_ids,
             enough=enough,
@@ -125,60 +116,14 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             on_refused=_print_refused,
         )
         summary |= asdict(report)
+    remove_tables(directory)
     if not summary["num_samples"]:
         raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
     return summary
 
 
-def _read(context: RunContext) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
-    """Return the training conversations, the held-out ones, and counts; no prompt is in both."""
-    data, seed = context.config.data, context.config.seed
-    shared: dict[str, Any] = {
-        "subset": data.subset,
-        "prompt_column": data.prompt_column,
-        "response_column": data.response_column,
-        "max_malformed_fraction": data.max_malformed_fraction,
-    }
-    read = read_conversations(context.train_source, split=data.split, field="data.train", **shared)
-    _print_malformed(context.train_source, read)
-    summary = {"num_conversations_read": len(read.conversations), "num_malformed": len(read.malformed)}
-    num_held_out = data.num_validation + data.num_test
-    if context.eval_source is None:
-        train, held_out = held_out_split(read.conversations, num_held_out, seed)
-    else:
-        eval_read = read_conversations(
-            context.eval_source,
-            split=data.eval_split,
-            field="data.eval",
-            require_answer=False,
-            **shared,
-        )
-        _print_malformed(context.eval_source, eval_read)
-        held_out = eval_read.conversations
-        train = drop_prompts(read.conversations, held_out)
-        summary["num_dropped_as_held_out"] = len(read.conversations) - len(train)
-    held_out = choose_prompts(held_out, num_held_out, seed)
-    if not train or len(held_out) < 2:
-        raise UserError(
-            "data.train",
-            data.train,
-            f"Only {len(train)} training conversations and {len(held_out)} held-out prompts are left; give "
-            "more data, or lower data.num_validation and data.num_test.",
-        )
-    return train, held_out, summary
-
-
-def _print_malformed(source: str, read: ReadResult) -> None:
-    if read.malformed:
-        _print_left_out(f"of {read.num_rows:,} rows of {source} are malformed", read.malformed)
-
-
 def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
-    _print_left_out("conversations are rejected by the chat template", refused)
-
-
-def _print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
-    print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)
+    print_left_out("conversations are rejected by the chat template", refused)
 
 
 def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict[str, list[dict]]:
@@ -224,11 +169,11 @@ def _augmentation(context: RunContext) -> Augmentation | None:
 
 
 def _augmented(
-    context: RunContext, conversations: Sequence[Conversation], augmentation: Augmentation | None
-) -> Iterable[Conversation]:
+    context: RunContext, conversations: Conversations, augmentation: Augmentation | None
+) -> Conversations:
     if augmentation is None:
         return conversations
-    return augmented(conversations, augmentation, context.tokenizer)
+    return AugmentedConversations(conversations, augmentation, context.tokenizer)
 
 
 def _check_augmentation(context: RunContext, example: Conversation, augmentation: Augmentation) -> None:

@@ -39,7 +39,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "target": context.spec.model,
         "target_fingerprint": context.parts.fingerprint,
         "target_embedded": config.target.model == EMBEDDED,
-        "train_data": config.data.train,
+        "train_data": config.data.train or ", ".join(one.source for one in config.data.sources.values()),
         "drafter_parameters": training["drafter_parameters"],
         "aux_layer_ids": list(context.aux_layer_ids),
         "draft_vocab_size": vocab["draft_vocab_size"],

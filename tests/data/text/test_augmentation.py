@@ -1,7 +1,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from data.text.augmentation import Augmentation, augmented, document_of
+from data.text.augmentation import Augmentation, AugmentedConversations, document_of
 from data.text.perturbation import SYSTEM_PROMPTS, UNCHANGED
 from data.text.schemas import Conversation
 from tests.data.text import chat_templates as templates
@@ -21,7 +21,8 @@ CONVERSATIONS = [
 
 
 def changed(augmentation: Augmentation, conversations=CONVERSATIONS) -> list[Conversation]:
-    return list(augmented(conversations, augmentation, byte_level_tokenizer(templates.CHATML, "<|im_end|>")))
+    tokenizer = byte_level_tokenizer(templates.CHATML, "<|im_end|>")
+    return list(AugmentedConversations(conversations, augmentation, tokenizer))
 
 
 def test_each_change_is_made_as_often_as_its_probability_says():

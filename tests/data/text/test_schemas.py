@@ -68,7 +68,11 @@ def test_named_columns_take_precedence(tmp_path):
     [
         ({"text": "x", "label": 1}, {}, "text, label"),
         ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
-        ({"instruction": "a", "input": "b", "output": "c"}, {}, "instruction, input, output"),
+        (
+            {"instruction": "a", "context": "b", "output": "c"},
+            {"input_column": "context"},
+            "Name data.prompt",
+        ),
         ({"prompt": "a", "response": "b"}, {"prompt_column": "prompt"}, "Name both"),
         (
             {"prompt": "a", "response": "b"},
@@ -145,3 +149,25 @@ def test_ids_come_from_the_row_or_its_content(tmp_path):
     assert first.id == "mine"
     assert second.id == fourth.id
     assert second.id != third.id
+
+
+def test_alpacas_input_follows_the_instruction(tmp_path):
+    rows = [
+        {"instruction": "Add.", "output": "a"},
+        {"instruction": "Add.", "input": "2 and 2", "output": "a"},
+        {"instruction": "Add.", "input": " ", "output": "a"},
+        {"instruction": "Add.", "input": 3, "output": "a"},
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    result = read_conversations(source, max_malformed_fraction=0.3)
+    assert [messages[0][1] for messages in roles_and_contents(result)] == ["Add.", "Add.\n\n2 and 2", "Add."]
+    assert "int, not text" in result.malformed[0][1]
+
+
+def test_an_input_column_can_be_named(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"ask": "Why?", "context": "It is.", "reply": "so"}])
+    columns = {"prompt_column": "ask", "response_column": "reply"}
+    result = read_conversations(source, **columns, input_column="context")
+    assert roles_and_contents(result) == [[("user", "Why?\n\nIt is."), ("assistant", "so")]]
+    with pytest.raises(UserError, match="no column missing"):
+        read_conversations(source, **columns, input_column="missing")

@@ -65,9 +65,9 @@ def test_a_missing_source_is_a_user_error(source, tmp_path, monkeypatch):
 
 
 def test_other_files_and_directories_are_user_errors(tmp_path):
-    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "a.txt").write_text("a,b\n")
     with pytest.raises(UserError, match=r"Only \.jsonl"):
-        read_conversations(str(tmp_path / "a.csv"))
+        read_conversations(str(tmp_path / "a.txt"))
     with pytest.raises(UserError, match="cannot load it"):
         read_conversations(str(tmp_path))
     (tmp_path / "a.parquet").write_text("not Parquet")

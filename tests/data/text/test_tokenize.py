@@ -62,7 +62,7 @@ def test_the_order_and_the_report_do_not_depend_on_the_number_of_workers(tmp_pat
     data = [conversation(str(i), "what " * (1 + 3000 // (1 + i)), "six", "and", "four") for i in range(300)]
     one, three = (
         tokenize(
-            iter(data),
+            data,
             tokenizer,
             output_dir=tmp_path / str(n),
             **options(num_workers=n, turns=Turns.each, max_tokens=10_000),

@@ -1,0 +1,188 @@
+"""Which conversations a run trains on and holds out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.text.split import first_prompt
+from eagle31.errors import UserError
+from tests.data.text.jsonl_files import write_jsonl
+from tests.train.torchrun import composed
+from train.compose import composed as composed_and_checked
+from train.conversations.reading import LEFT_OUT, ReadConversations, read_conversations, remove_tables
+from train.conversations.sources import share_inputs, source_inputs
+
+
+def rows(name: str, number: int) -> list[dict[str, Any]]:
+    return [
+        {"id": f"{name}{i}", "question": f"{name} {i}?", "answer": f"{name}{i} it is"} for i in range(number)
+    ]
+
+
+def read(directory: Path, *settings: str) -> ReadConversations:
+    directory.mkdir(exist_ok=True)
+    config = composed("any_target", "target.model=x", *settings)
+    return read_conversations(config, lambda source, _: source, directory, num_workers=1)
+
+
+def inputs(tmp_path: Path, *settings: str) -> Any:
+    config = composed("any_target", "target.model=x", *settings)
+    return source_inputs(config, lambda source, _: source, tmp_path), share_inputs(config.data)
+
+
+HELD_OUT = ("data.num_validation=3", "data.num_test=2")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> tuple[str, ...]:
+    first = write_jsonl(tmp_path / "a.jsonl", rows("a", 60))
+    csv = tmp_path / "b.csv"
+    csv.write_text("ask,more,reply\n" + "".join(f"b {i}?,context,b{i}\n" for i in range(30)))
+    columns = "prompt_column:ask,input_column:more,response_column:reply"
+    return (
+        "data.train=null",
+        f"data.sources={{one:{{source:{first}}},two:{{source:{csv},{columns}}}}}",
+        *HELD_OUT,
+    )
+
+
+def test_several_sources_are_read_with_their_own_columns(tmp_path: Path, sources: tuple[str, ...]) -> None:
+    found = read(tmp_path / "run", *sources)
+    assert len(found.training) == 85
+    assert len(found.held_out) == 5
+    prompts = [first_prompt(one) for one in found.training]
+    assert len(found.training_prompts) == 85 == len(set(prompts))
+    assert not {first_prompt(one) for one in found.held_out} & set(prompts)
+    assert {prompt.partition("\n\n")[2] for prompt in prompts if prompt.startswith("b")} == {"context"}
+    used = found.summary["num_conversations_used"]
+    assert sum(used.values()) == 85
+    assert found.summary["num_conversations_read"] == 90
+    assert "num_near_duplicates" not in found.summary
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["conversations.arrow"]
+    remove_tables(tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_weights_and_limits_choose_after_prompts_are_held_out(
+    tmp_path: Path, sources: tuple[str, ...]
+) -> None:
+    held_out = [one.id for one in read(tmp_path / "run", *sources).held_out]
+    weights = (
+        "data.sources.one.weight=1",
+        "data.sources.two.weight=3",
+        "data.sources.two.max_conversations=15",
+    )
+    found = read(tmp_path / "run", *sources, *weights)
+    assert found.summary["num_conversations_used"] == {"one": 5, "two": 15}
+    assert len(found.training) == 20
+    assert [one.id for one in found.held_out] == held_out
+    before, after = inputs(tmp_path, *sources), inputs(tmp_path, *sources, *weights)
+    assert before[0] == after[0]  # held-out prompts are not answered again
+    assert before[1] == {}
+    assert after[1] == {"shares": {"one": [1.0, None], "two": [3.0, 15]}}
+
+
+def test_near_duplicates_and_evaluation_prompts_are_left_out_counted_and_named(tmp_path: Path) -> None:
+    long = "one two three four five six seven eight nine ten eleven twelve"
+    train = rows("a", 60)
+    train[10]["question"] = f"{long} thirteen fourteen fifteen sixteen"
+    train[11] |= {"question": f"{long} THIRTEEN fourteen, fifteen sixteen", "answer": "a10 it is"}
+    train[12]["question"] = " From  THE matrix"
+    train[13]["question"] = "from another set"
+    train[14]["question"] = "Held out by  data.eval"
+    files = {
+        "matrix": write_jsonl(tmp_path / "m.jsonl", [{"prompt": "from the matrix"}]),
+        "other": write_jsonl(tmp_path / "o.jsonl", [{"q": "From another set"}]),
+        "eval": write_jsonl(
+            tmp_path / "e.jsonl",
+            [{"question": f"{i}"} for i in range(9)] + [{"question": "held out by data.eval"}],
+        ),
+    }
+    settings = (
+        f"data.train={write_jsonl(tmp_path / 'a.jsonl', train)}",
+        f"data.eval={files['eval']}",
+        f"evaluate.matrix.domains.gsm.source={files['matrix']}",
+        *HELD_OUT,
+    )
+    off = read(tmp_path / "off", *settings)
+    assert len(off.training) == 60
+    assert not (tmp_path / "off" / LEFT_OUT).exists()
+    on = (
+        "data.near_duplicates=0.7",
+        "data.drop_evaluation_prompts=true",
+        f"data.evaluation_sets.other.source={files['other']}",
+        "data.evaluation_sets.other.prompt_column=q",
+    )
+    found = read(tmp_path / "on", *settings, *on)
+    assert found.summary["num_near_duplicates"] == 1
+    assert found.summary["num_with_evaluation_prompts"] == {
+        "data.eval": 1,
+        "evaluate.matrix.domains.gsm": 1,
+        "data.evaluation_sets.other": 1,
+    }
+    kept = {one.id for one in found.training}
+    assert kept == {f"a{i}" for i in range(60)} - {"a11", "a12", "a13", "a14"}
+    lines = [json.loads(line) for line in (tmp_path / "on" / LEFT_OUT).read_text().splitlines()]
+    assert lines == [
+        {"id": "a11", "source": "data.train", "near_duplicate_of": "a10"},
+        {"id": "a12", "source": "data.train", "evaluation_set": "evaluate.matrix.domains.gsm"},
+        {"id": "a13", "source": "data.train", "evaluation_set": "data.evaluation_sets.other"},
+        {"id": "a14", "source": "data.train", "evaluation_set": "data.eval"},
+    ]
+    # Off, they leave no trace in what the data depends on.
+    assert isinstance(inputs(tmp_path, *settings)[0], str)
+    traces = inputs(tmp_path, *settings, *on)[0]
+    assert traces["near_duplicates"] == [0.7, True]
+    assert len(traces["evaluation_sets"]) == 3
+
+
+def test_a_held_out_prompt_in_other_white_space_is_not_trained_on(tmp_path: Path) -> None:
+    train = rows("a", 30)
+    train += [row | {"id": f"again-{row['id']}", "question": row["question"].upper()} for row in train]
+    settings = (f"data.train={write_jsonl(tmp_path / 'a.jsonl', train)}", *HELD_OUT)
+    found = read(tmp_path / "on", *settings, "data.drop_evaluation_prompts=true")
+    held_out = {first_prompt(one).lower() for one in found.held_out}
+    assert not held_out & {first_prompt(one).lower() for one in found.training}
+    dropped = found.summary["num_dropped_as_held_out"]
+    assert dropped == 2 * len(held_out) - 5 > 0
+    assert len(found.training) == 55 - dropped
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "excerpt"),
+    [
+        (("data.train=null",), "data.train", "or in data.sources"),
+        (("data.train=a.jsonl", "data.sources={x:{source:b}}"), "data.train", "data.sources has x too"),
+        (("data.train=null", "data.sources={x:{}}"), "data.sources.x.source", "needs a value"),
+        (
+            ("data.train=null", "data.sources={x:{source:a,weight:1},y:{source:b}}"),
+            "data.sources.y.weight",
+            "because x has one",
+        ),
+        (
+            ("data.train=null", "data.sources={x:{source:a,weight:0}}"),
+            "data.sources.x.weight",
+            "greater than 0",
+        ),
+        (
+            ("data.train=null", "data.sources={x:{source:a,max_conversations:0}}"),
+            "data.sources.x.max_conversations",
+            "greater than 0",
+        ),
+        (("data.train=a", "data.near_duplicates=1.5"), "data.near_duplicates", "in \\(0, 1\\]"),
+        (("data.train=a", "data.evaluation_sets={x:{source:a}}"), "data.evaluation_sets", "no use without"),
+    ],
+)
+def test_sources_that_cannot_be_used_are_refused(settings: tuple[str, ...], field: str, excerpt: str) -> None:
+    with pytest.raises(UserError, match=excerpt) as caught:
+        composed_and_checked(["recipe=any_target", "target.model=x", *settings])
+    assert caught.value.field == field
+
+
+def test_an_unreadable_source_is_named_by_its_key(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"x": "q", "y": "a"}])
+    with pytest.raises(UserError, match=r"data\.sources\.x\.prompt_column") as caught:
+        read(tmp_path / "run", "data.train=null", f"data.sources={{x:{{source:{file}}}}}")
+    assert caught.value.field == "data.sources.x.source"

@@ -1,0 +1,84 @@
+"""A run's sources of conversations by name, and what its data depends on because of them."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from data.text.sources import Source
+from train.config.data import DataConfig
+from train.config.run import RunConfig
+
+TRAIN, EVAL = "data.train", "data.eval"  # the names of the sources with these keys
+
+Located = Callable[[str, bool], str]  # the path of "embedded" for training or evaluation, other sources as is
+
+
+def training_sources(data: DataConfig, located: Located) -> dict[str, Source]:
+    """Return the sources of training conversations by name; a single one is called data.train."""
+    if data.train is not None:
+        columns = (data.prompt_column, data.input_column, data.response_column)
+        return {TRAIN: Source(located(data.train, False), TRAIN, data.split, data.subset, *columns)}
+    found = {}
+    for name, one in data.sources.items():
+        columns = (one.prompt_column, one.input_column, one.response_column)
+        field = f"data.sources.{name}.source"
+        found[name] = Source(located(one.source, False), field, one.split, one.subset, *columns)
+    return found
+
+
+def evaluation_source(data: DataConfig, located: Located) -> Source | None:
+    """Return the source of the held-out prompts, or None if they are held out of the training sources."""
+    if data.eval is None:
+        return None
+    columns = (data.prompt_column, data.input_column, data.response_column)
+    return Source(
+        located(data.eval, True), EVAL, data.eval_split, data.subset, *columns, require_answer=False
+    )
+
+
+def evaluation_sets(config: RunConfig, located: Located) -> dict[str, Source]:
+    """Return the evaluation sets whose prompts are left out of training, by name."""
+    data, found = config.data, {}
+    if not data.drop_evaluation_prompts:
+        return {}
+    held_out = evaluation_source(data, located)
+    if held_out is not None:
+        found[EVAL] = held_out
+    groups: dict[str, Mapping[str, Any]] = {
+        "evaluate.matrix.domains": config.evaluate.matrix.domains,
+        "data.evaluation_sets": data.evaluation_sets,
+    }
+    for group, members in groups.items():
+        for name, one in members.items():
+            if one.source is not None:
+                field = f"{group}.{name}.source"
+                source = located(one.source, True)
+                found[f"{group}.{name}"] = Source(
+                    source, field, one.split, one.subset, one.prompt_column, require_answer=False
+                )
+    return found
+
+
+def source_inputs(config: RunConfig, located: Located, cache_dir: Path) -> Any:
+    """Return what the conversations depend on from which prompts are held out."""
+    data = config.data
+    sources = training_sources(data, located)
+    if data.train is not None:
+        found: Any = sources[TRAIN].fingerprint(cache_dir)
+    else:
+        found = {name: [one.fingerprint(cache_dir), *one.columns] for name, one in sources.items()}
+    screening: dict[str, Any] = {}
+    if data.near_duplicates is not None:
+        screening["near_duplicates"] = [data.near_duplicates, not data.regenerate.enabled]
+    if data.drop_evaluation_prompts:
+        sets = evaluation_sets(config, located)
+        screening["evaluation_sets"] = {
+            name: [one.fingerprint(cache_dir), *one.columns] for name, one in sets.items()
+        }
+    return {"sources": found} | screening if screening else found
+
+
+def share_inputs(data: DataConfig) -> dict[str, Any]:
+    """Return what the choice among several sources depends on; nothing where all of them are used."""
+    shares = {name: [one.weight, one.max_conversations] for name, one in data.sources.items()}
+    return {"shares": shares} if any(share != [None, None] for share in shares.values()) else {}
