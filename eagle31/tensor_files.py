@@ -27,7 +27,7 @@ class TensorEntry:
     stop: int
 
 
-def read_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
+def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name, in the order of their bytes; nothing else is read.
 
     Source: the safetensors format, https://github.com/huggingface/safetensors#format.

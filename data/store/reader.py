@@ -2,9 +2,11 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,9 @@ from data.file_hashes import sha256_of_files
 from data.progress import tracked
 from data.samples import CapturedSample
 from data.store.codec import decode
-from data.store.index import MANIFEST, ShardTable, read_index, read_manifest
+from data.store.index import INDEX, MANIFEST, ShardEntry, ShardTable, read_index, read_manifest
+from data.store.remote import RemoteDirectory, is_url, local_description
+from data.store.sample_cache import CacheSettings, SampleCache
 from data.store.shard_file import ShardFile
 from data.store.shards import DamagedShard, check_content, check_size, open_shard
 from eagle31.errors import UserError
@@ -30,7 +34,8 @@ class SampleReader:
 
     Args:
         index: from `read_index` or `build_index`.
-        locate: returns the local path of a shard's file by its name; by default it is in the directory.
+        open_file: opens a shard's file by its name; by default it is in the directory.
+        cache: where samples are kept that were read once.
     """
 
     def __init__(
@@ -38,11 +43,13 @@ class SampleReader:
         directory: Path,
         index: Mapping[str, NDArray],
         *,
-        locate: Callable[[str], Path] | None = None,
+        open_file: Callable[[str], ShardFile] | None = None,
+        cache: SampleCache | None = None,
         max_open_shards: int = _MAX_OPEN_SHARDS,
     ) -> None:
         self._directory = Path(directory)
-        self._locate = locate or self._directory.joinpath
+        self._open_file = open_file or (lambda name: open_shard(self._directory / name))
+        self._cache = cache
         self._index, self._table = index, ShardTable(index)
         self._max_open_shards = max_open_shards
         self._lock = threading.Lock()  # guards the field below
@@ -57,6 +64,10 @@ class SampleReader:
         shard = int(self._index["shards"][index])
         starts, rows = self._index["starts"][index].tolist(), self._index["rows"][index].tolist()
         expected = int(self._index["checksums"][index])
+        sample_id = int(self._index["sample_ids"][index])
+        kept = None if self._cache is None else self._cache.read(sample_id, rows)
+        if kept is not None and kept[1] == expected:
+            return kept[0]
         file = self._open(shard)
         try:
             tensors, checksum = file.read(starts, rows, checked=expected >= 0)
@@ -64,6 +75,8 @@ class SampleReader:
             raise self._damaged(shard, index, str(error)) from error
         if checksum is not None and checksum != expected:
             raise self._damaged(shard, index, f"its checksum was {expected} and is {checksum}")
+        if self._cache is not None and checksum is not None:
+            self._cache.keep(sample_id, tensors)
         return tensors
 
     def _open(self, shard: int) -> ShardFile:
@@ -72,7 +85,7 @@ class SampleReader:
             if found is not None:
                 self._open_shards.move_to_end(shard)
                 return found
-        opened = open_shard(self._locate(self._table.file(shard)))
+        opened = self._open_file(self._table.file(shard))
         with self._lock:
             self._open_shards[shard] = opened
             while len(self._open_shards) > self._max_open_shards:
@@ -89,40 +102,83 @@ class SampleReader:
         )
 
 
+def store_description(location: Path | str) -> dict[str, Any]:
+    """Return a finished store's manifest without its shards.
+
+    Args:
+        location: its directory, or a URL.
+
+    Raises:
+        UserError: there is no finished store, or it cannot be reached.
+    """
+    manifest = read_manifest(_description_directory(location))
+    if manifest is None:
+        raise UserError("capture.store", location, f"There is no {MANIFEST}: it is no finished store.")
+    parts = {"format", "shards", "num_shards", "num_bytes", "index_sha256", "index_checksum"}
+    return {name: value for name, value in manifest.items() if name not in parts}
+
+
+def _description_directory(location: Path | str) -> Path:
+    if is_url(location):
+        return local_description(RemoteDirectory(str(location)), MANIFEST, INDEX)
+    return Path(location)
+
+
 class HiddenStateStore:
     """Reads a finished store. Samples are in the order of their ids.
 
     Opening reads the manifest and maps the index. A sample is compared with its checksum when it is read.
 
+    Args:
+        location: its directory, or a URL such as s3://bucket/path.
+        num_threads: how many samples of `get_many` are read and decoded at the same time.
+        cache: where samples are kept that were read once; None for nowhere.
+        given: whether the user gave the store, so that the run cannot capture its shards again.
+
     Raises:
         DamagedShard: the index is damaged.
-        UserError: the store has no manifest.
+        UserError: the store has no manifest, cannot be reached, or is damaged and given.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self,
+        location: Path | str,
+        *,
+        num_threads: int = 1,
+        cache: CacheSettings | None = None,
+        given: bool = False,
+    ) -> None:
+        self.location, self._given = location, given
+        self._remote = RemoteDirectory(str(location)) if is_url(location) else None
+        self.directory = _description_directory(location)
         manifest = read_manifest(self.directory)
         if manifest is None:
             remedy = (
                 f"It has no {MANIFEST}: the capture is unfinished; run it again to resume where it stopped."
             )
-            raise UserError("capture", self.directory, remedy)
+            raise UserError("capture.store" if given else "capture", location, remedy)
         self.manifest = manifest
-        index = read_index(self.directory, manifest)
+        with self._explained():
+            index = read_index(self.directory, manifest)
         self.shards = ShardTable(index)
         self.sample_ids: NDArray[np.int64] = index["sample_ids"]  # in the tokenised dataset; ascending
         self.lengths: NDArray[np.int64] = index["rows"][:, 0].astype(np.int64)
         self.files: NDArray[np.int32] = index["shards"]  # the shard of each sample
-        self._reader = SampleReader(self.directory, index)
+        kept = None if cache is None else SampleCache.of_store(cache, manifest)
+        self._reader = SampleReader(self.directory, index, open_file=self._open_file, cache=kept)
+        self._threads = ThreadPoolExecutor(num_threads, "read-samples") if num_threads > 1 else None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
     def __getitem__(self, index: int) -> CapturedSample:
-        return decode(self._reader.encoded(index))
+        with self._explained():
+            return decode(self._reader.encoded(index))
 
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
-        return [self[index] for index in indices]
+        if self._threads is None or len(indices) < 2:
+            return [self[index] for index in indices]
+        return list(self._threads.map(self.__getitem__, indices))
 
     def verify(
         self,
@@ -145,16 +201,45 @@ class HiddenStateStore:
 
         Raises:
             DamagedShard: a shard is missing or was altered.
+            UserError: the same of a store that was given.
         """
         shards = self.shards[rank::world_size]
-        for shard in shards:
-            check_size(self.directory, shard.file, shard.num_bytes)
         unchecked = [shard for shard in shards if shard.checksum is None]
-        found = sha256_of_files(
-            [self.directory / shard.file for shard in unchecked],
-            num_processes=num_processes,
-            cache_dir=cache_dir,
-        )
-        with closing(found):
-            for shard in tracked(unchecked, "verify", "shards", shown=progress and bool(unchecked)):
-                check_content(self.directory, shard.file, None, shard.sha256, next(found))
+        with self._explained():
+            if self._remote is not None:
+                self._verify_remote(self._remote, shards, bool(unchecked))
+                return
+            for shard in shards:
+                check_size(self.directory, shard.file, shard.num_bytes)
+            found = sha256_of_files(
+                [self.directory / shard.file for shard in unchecked],
+                num_processes=num_processes,
+                cache_dir=cache_dir,
+            )
+            with closing(found):
+                for shard in tracked(unchecked, "verify", "shards", shown=progress and bool(unchecked)):
+                    check_content(self.directory, shard.file, None, shard.sha256, next(found))
+
+    def _verify_remote(self, remote: RemoteDirectory, shards: Sequence[ShardEntry], old: bool) -> None:
+        if old:
+            remedy = "It has no checksums of samples: write it again with scripts/store merge, and copy that."
+            raise UserError("capture.store", self.location, remedy)
+        sizes = remote.sizes()
+        for shard in shards:
+            found = sizes.get(shard.file)
+            if found != shard.num_bytes:
+                raise DamagedShard(shard.file, found, f"It had {shard.num_bytes} bytes.")
+
+    def _open_file(self, name: str) -> ShardFile:
+        return open_shard(self.directory / name if self._remote is None else self._remote.file(name))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Give a damage its remedy where no shard can be captured again."""
+        try:
+            yield
+        except DamagedShard as error:
+            if not self._given:
+                raise
+            remedy = f"{error.field} is missing or altered ({error.value}); copy the store again."
+            raise UserError("capture.store", self.location, remedy) from error

@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -145,6 +145,49 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+class PositionedFile(Protocol):
+    """A file that any number of threads can read at any position. path: for messages."""
+
+    @property
+    def path(self) -> Path | str: ...
+
+    def open(self) -> BinaryIO:
+        """Open it for reading from the start."""
+        ...
+
+    def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
+        """Fill memory with the bytes from a position on; raise OSError where they cannot be read."""
+        ...
+
+
+class LocalFile:
+    """A file of this machine, which is closed with its last reference.
+
+    It is read, not mapped: a process may have 65,530 mappings, and the kernel ends a process that touches a
+    mapping of which the file was cut or cannot be delivered.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def open(self) -> BinaryIO:
+        return open(self.path, "rb")
+
+    def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
+        for view, position in pieces:
+            done = 0
+            while done < len(view):
+                count = os.preadv(self._descriptor, [view[done:]], position + done)
+                if not count:
+                    raise OSError(f"{self.path} ends at byte {position + done}")
+                done += count
+
+
 class _Column(NamedTuple):
     dtype: torch.dtype
     row_shape: tuple[int, ...]
@@ -155,17 +198,15 @@ class _Column(NamedTuple):
 class ShardFile:
     """An open shard, from which any number of threads can read. It is closed with its last reference.
 
-    It is read, not mapped: a process may have 65,530 mappings, and the kernel ends a process that touches a
-    mapping of which the file was cut or cannot be delivered.
-
     Raises:
         UserError: the file is no shard, or it is truncated.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with path.open("rb") as file:
-            entries = read_header(file, path)
+    def __init__(self, source: Path | PositionedFile) -> None:
+        self._file: PositionedFile = LocalFile(source) if isinstance(source, Path) else source
+        self.path = self._file.path
+        with self._file.open() as file:
+            entries = read_header(file, self.path)
         self.head_bytes = min((entry.start for entry in entries.values()), default=0)
         self._columns = {
             name: _Column(
@@ -179,12 +220,7 @@ class ShardFile:
         self._lengths = {name: entry.shape[0] for name, entry in entries.items()}
         self._names = [name for name in entries if name in ROWS_OF]
         if not {*STATES, "input_ids", "loss_mask", SAMPLE_IDS, ROWS} <= entries.keys():
-            raise UserError("file", path, "It has not the tensors of a shard.")
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            raise UserError("file", self.path, "It has not the tensors of a shard.")
 
     def read(
         self, starts: Sequence[int], rows: Sequence[int], *, checked: bool = True
@@ -202,20 +238,22 @@ class ShardFile:
         sizes = {name: num[ROWS_OF[name]] * self._columns[name].row_bytes for name in self._names}
         block = torch.empty(sum(sizes.values()), dtype=torch.uint8)
         view, tensors, offset = block.numpy().data, {}, 0
+        pieces = []
         for name, size in sizes.items():
             column = self._columns[name]
             position = column.start + first[ROWS_OF[name]] * column.row_bytes
-            self._fill(view[offset : offset + size], position)
+            pieces.append((view[offset : offset + size], position))
             shape = (num[ROWS_OF[name]], *column.row_shape)
             tensors[name] = block[offset : offset + size].view(column.dtype).reshape(shape)
             offset += size
+        self._file.fill(pieces)
         return tensors, zlib.crc32(view) if checked else None
 
     def read_column(self, name: str) -> Tensor:
         """Return a whole column."""
         column, num_rows = self._columns[name], self._lengths[name]
         block = torch.empty(num_rows * column.row_bytes, dtype=torch.uint8)
-        self._fill(block.numpy().data, column.start)
+        self._file.fill([(block.numpy().data, column.start)])
         return block.view(column.dtype).reshape(num_rows, *column.row_shape)
 
     def checksums(self) -> tuple[list[int], int]:
@@ -225,7 +263,7 @@ class ShardFile:
             OSError: the column `rows` names more rows than the file has, or the file cannot be read.
         """
         head = bytearray(self.head_bytes)
-        self._fill(memoryview(head), 0)
+        self._file.fill([(memoryview(head), 0)])
         ids, rows = self.read_column(SAMPLE_IDS), self.read_column(ROWS)
         counts: NDArray = rows.numpy().astype(np.int64)
         starts = counts.cumsum(axis=0) - counts
@@ -235,14 +273,6 @@ class ShardFile:
             assert checksum is not None
             found.append(checksum)
         return found, shard_checksum(bytes(head), tensor_bytes(ids), tensor_bytes(rows), found)
-
-    def _fill(self, view: memoryview, position: int) -> None:
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], position + done)
-            if not count:
-                raise OSError(f"{self.path} ends at byte {position + done}")
-            done += count
 
 
 def _in_file_order(itemsizes: Mapping[str, int]) -> list[str]:

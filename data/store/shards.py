@@ -19,6 +19,7 @@ from data.store.codec import Encoding
 from data.store.shard_file import (
     ROWS,
     SAMPLE_IDS,
+    PositionedFile,
     ShardFile,
     header,
     sample_checksum,
@@ -288,10 +289,11 @@ def _found_checksum(path: Path) -> int | str:
         return str(error)
 
 
-def open_shard(path: Path) -> ShardFile:
+def open_shard(source: Path | PositionedFile) -> ShardFile:
     """Open a shard; raise DamagedShard where the file is missing or its header is damaged."""
+    path = source if isinstance(source, Path) else source.path
     try:
-        return ShardFile(path)
+        return ShardFile(source)
     except FileNotFoundError:
         raise DamagedShard(str(path), None, f"The shard is gone; {_AGAIN}") from None
     except UserError as error:

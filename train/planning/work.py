@@ -121,6 +121,8 @@ def work_plan(
     flops = row_flops(config, drafter)
     train_flops = None if num_rows is None else flops.total * num_rows
     captured = trained if config.capture.mode is CaptureMode.online else tokens.count
+    if config.capture.store is not None:
+        captured = 0
     # A forward pass multiplies and adds once with every active parameter.
     token_flops = 2 * parameters.active
     return WorkPlan(
@@ -234,6 +236,8 @@ def _store_bytes(config: RunConfig, drafter: DrafterConfig, num_tokens: int | No
     capture = config.capture
     if capture.mode is CaptureMode.online:
         return int(capture.spool_gb * 1e9)
+    if capture.store is not None:
+        return 0
     if num_tokens is None:
         return None
     supervised = round(num_tokens * config.plan.assistant_fraction)

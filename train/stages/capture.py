@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset, load_from_disk
 
 from data.capture.drain import drain_to_store
+from data.capture.given_store import check_samples, check_states
 from data.capture.hf_producer import hf_producer
 from data.capture.offline import capture_to_store
 from data.capture.online import OnlineStates
@@ -20,6 +21,7 @@ from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import STATES_VERSION
+from data.store.sample_cache import CacheSettings
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
 from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
@@ -61,6 +63,9 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
     inputs |= {"codec": capture.codec, "final_states": capture.final_states, "format": STATES_VERSION}
     if capture.mode is CaptureMode.offline:
         inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
+    if capture.store is not None:
+        encoding = training_encoding(context).to_json()
+        inputs["store"] = check_states(capture.store, manifest_fields(context) | {"encoding": encoding})
     return inputs
 
 
@@ -81,11 +86,13 @@ def training_samples(context: RunContext) -> Dataset:
 
 
 def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Write stores of hidden states: `validation/`, `test/`, and `train/` unless capture is online."""
+    """Write stores of hidden states: `validation/`, `test/`, and `train/` if training reads that."""
     answers = context.artifacts[Stage.answers].directory
     datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
     capture = context.config.capture
-    if capture.mode is CaptureMode.offline:
+    if capture.store is not None:
+        check_samples(capture.store, training_samples(context))
+    elif capture.mode is CaptureMode.offline:
         datasets["train"] = training_samples(context)
     # Replay equals serving only if it reads the exact states.
     encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": training_encoding(context)}
@@ -95,6 +102,8 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     ]
     SOURCES[capture.source](context, specs, manifest_fields(context))
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
+    if capture.store is not None:
+        stores["train"] = HiddenStateStore(capture.store, given=True)
     return {
         "num_samples": {name: len(store) for name, store in stores.items()},
         "num_tokens": {name: int(store.lengths.sum()) for name, store in stores.items()},
@@ -219,13 +228,19 @@ def open_source(context: RunContext) -> HiddenStateStore:
 
 
 def open_store(context: RunContext, name: str) -> HiddenStateStore:
-    """Return one of the captured stores; every rank verifies a part of it.
+    """Return one of the captured stores, or the given one; every rank verifies a part of it.
 
     Raises:
         DamagedShard: a shard of this rank's part was altered.
     """
-    world = context.world
-    store = HiddenStateStore(context.artifacts[Stage.capture].directory / name)
+    world, capture = context.world, context.config.capture
+    given = capture.store if name == "train" else None
+    store = HiddenStateStore(
+        given or context.artifacts[Stage.capture].directory / name,
+        num_threads=capture.read_threads,
+        cache=cache_settings(context) if name == "train" else None,
+        given=given is not None,
+    )
     store.verify(
         world.rank,
         world.size,
@@ -234,6 +249,14 @@ def open_store(context: RunContext, name: str) -> HiddenStateStore:
         progress=world.is_main,
     )
     return store
+
+
+def cache_settings(context: RunContext) -> CacheSettings | None:
+    """Return where this node keeps the training samples that it has read; None for nowhere."""
+    capture = context.config.capture
+    if capture.cache_dir is None:
+        return None
+    return CacheSettings(Path(capture.cache_dir), int(capture.cache_gb * 1e9), context.world.ranks_per_node)
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+"""A finished store in object storage, whose samples are read by byte ranges, through fsspec."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+
+from data.cache import cache_directory
+from eagle31.errors import UserError
+
+# The package that fsspec needs for a protocol, where its own message does not name the right one.
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+
+
+def is_url(location: str | Path) -> bool:
+    """Return whether a store's location is a URL such as s3://bucket/path, and not a directory."""
+    return "://" in str(location)
+
+
+class RemoteFile:
+    """An object that any number of threads can read at any position. size: in bytes."""
+
+    def __init__(self, system: Any, path: str) -> None:
+        self.path = path
+        self._system = system
+
+    def open(self) -> BinaryIO:
+        """Open it for reading from the start, a little at a time."""
+        return self._system.open(self.path, "rb", cache_type="readahead", block_size=1 << 16)
+
+    def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
+        """Fill memory with the bytes from a position on, all pieces at once.
+
+        Raises:
+            OSError: the object is missing or ends before these bytes, or the service does not answer.
+        """
+        wanted = [(view, position) for view, position in pieces if len(view)]
+        found = self._system.cat_ranges(
+            [self.path] * len(wanted),
+            [position for _, position in wanted],
+            [position + len(view) for view, position in wanted],
+        )
+        for (view, position), content in zip(wanted, found, strict=True):
+            if len(content) != len(view):
+                raise OSError(f"{self.path} ends at byte {position + len(content)}")
+            view[:] = content
+
+
+class RemoteDirectory:
+    """The files of a store below a URL.
+
+    Credentials, region and endpoint are those that the protocol's package finds by itself: AWS_* variables or
+    ~/.aws for s3://, Google's default credentials for gs://.
+
+    Raises:
+        UserError: the URL's protocol is unknown, or its package is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        protocol = url.partition("://")[0]
+        try:
+            self._system, self._path = fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            package = _PACKAGES.get(protocol)
+            remedy = f"pip install {package}" if package else str(error)
+            raise UserError("capture.store", url, f"Reading it needs another package: {remedy}.") from None
+        except ValueError as error:
+            raise UserError("capture.store", url, f"{error}; give s3://, gs:// or a directory.") from None
+
+    def file(self, name: str) -> RemoteFile:
+        return RemoteFile(self._system, f"{self._path}/{name}")
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file, or None where it is missing.
+
+        Raises:
+            UserError: the service refuses or does not answer.
+        """
+        try:
+            return self._system.cat_file(f"{self._path}/{name}")
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # of the protocol's package, whose errors have no common type
+            remedy = f"It cannot be read ({type(error).__name__}: {error}); check address and credentials."
+            raise UserError("capture.store", self.url, remedy) from error
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files by name, in bytes; nothing where there is no such directory."""
+        self._system.invalidate_cache(self._path)
+        try:
+            listed = self._system.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {
+            entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in listed if entry["type"] == "file"
+        }
+
+    def upload(self, path: Path, name: str) -> None:
+        """Write a local file below the URL. The object appears when it is complete."""
+        self._system.put_file(str(path), f"{self._path}/{name}")
+
+
+def local_description(remote: RemoteDirectory, manifest: str, index: str) -> Path:
+    """Return a directory with a copy of the store's manifest and index, which the processes here share.
+
+    Args:
+        manifest, index: the names of the two files.
+
+    Raises:
+        UserError: the store is unfinished or cannot be read.
+    """
+    content = remote.read(manifest)
+    if content is None:
+        remedy = f"There is no {manifest}: no store, or one that was not copied to its end."
+        raise UserError("capture.store", remote.url, remedy)
+    directory = cache_directory() / "stores" / hashlib.sha256(content).hexdigest()[:32]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in (index, manifest):
+        if not (directory / name).exists():
+            partial = directory / f".{name}.{os.getpid()}.partial"
+            try:
+                partial.write_bytes(content if name == manifest else remote.read(name) or b"")
+                partial.replace(directory / name)
+            finally:
+                partial.unlink(missing_ok=True)
+    return directory

@@ -1,0 +1,98 @@
+"""Runs that read a store which another run has captured, here from object storage."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data.embedded.target import EmbeddedTarget
+from data.store.copying import copy_store
+from data.store.manage import merge
+from eagle31.errors import UserError
+from eagle31.json_files import read_json
+from tests.data.store.s3 import s3_bucket
+from tests.train.small_run import RECIPE, arguments, metrics_of
+from tests.train.torchrun import run_here
+
+
+def _store_of(directory: Path) -> Path:
+    [store] = directory.glob("artifacts/capture-*/train")
+    return store
+
+
+def _with_texts(finished: Path, directory: Path) -> Path:
+    """Return a run's directory that has the results of the stages before capture only."""
+    shutil.copytree(finished, directory, symlinks=True, ignore=shutil.ignore_patterns("capture-*", "train-*"))
+    return directory
+
+
+def test_a_run_reads_the_store_of_another_from_object_storage(
+    small_target: EmbeddedTarget,
+    finished: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("EAGLE31_CACHE", str(tmp_path / "descriptions"))
+    directory = _with_texts(finished[0], tmp_path / "run")
+    with s3_bucket() as bucket:
+        url = f"{bucket}/store"
+        # In several files, of which windows are made.
+        merge([_store_of(finished[0])], tmp_path / "split", shard_tokens=2000)
+        copy_store(tmp_path / "split", url)
+        command = [
+            *arguments(small_target, directory),
+            "stages=[data,vocab,answers,capture,train]",
+            f"capture.store={url}",
+            f"capture.cache_dir={tmp_path / 'cache'}",
+            "capture.read_threads=3",
+        ]
+        run_here(RECIPE, *command)
+        [captured] = directory.glob("artifacts/capture-*")
+        # Only the held-out states are captured here.
+        assert not (captured / "train").exists()
+        expected = read_json(_store_of(finished[0]).parent / "stage.json")["facts"]
+        found = read_json(captured / "stage.json")["facts"]
+        assert {name: found[name] for name in ("num_samples", "num_tokens")} == {
+            name: expected[name] for name in ("num_samples", "num_tokens")
+        }
+        assert metrics_of(directory) == metrics_of(finished[0])
+        kept = list((tmp_path / "cache").glob("*/*/*.safetensors"))
+        assert 0 < len(kept) <= expected["num_samples"]["train"]
+        [trained] = directory.glob("artifacts/train-*")
+        shutil.rmtree(trained)
+        capsys.readouterr()
+        run_here(RECIPE, *command, "train.shuffle_window_tokens=4096", "train.max_steps=2")
+        assert "capture: reused" in capsys.readouterr().out
+        losses = [
+            [r["loss"] for r in metrics_of(one) if r["kind"] == "train"] for one in (directory, finished[0])
+        ]
+        assert len(losses[0]) == 2
+        assert losses[0] != losses[1][:2]
+    with pytest.raises(UserError, match=rf"capture\.store={url}: It cannot be read"):
+        run_here(RECIPE, *command)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        (["capture.codec=fp8"], r"Its encoding is .*exact.* change capture\.codec"),
+        (["drafter.aux_layer_ids=[0,1]"], r"Its aux_layer_ids is .* change drafter\.aux_layer_ids"),
+        (["capture.max_samples=10"], r"samples of other data than this run's 10; "),
+        (["capture.store=/nowhere"], "it is no finished store"),
+    ],
+)
+def test_a_store_of_another_target_or_other_data_is_refused(
+    small_target: EmbeddedTarget,
+    finished: tuple[Path, str],
+    tmp_path: Path,
+    changes: list[str],
+    remedy: str,
+) -> None:
+    directory = _with_texts(finished[0], tmp_path / "run")
+    given = [f"capture.store={_store_of(finished[0])}", *changes]
+    command = [*arguments(small_target, directory), "stages=[data,vocab,answers,capture]", *given]
+    with pytest.raises(UserError, match=remedy) as caught:
+        run_here(RECIPE, *command)
+    assert caught.value.field == "capture.store"
+    assert not list(directory.glob("artifacts/capture-*/train"))
