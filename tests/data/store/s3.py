@@ -1,6 +1,7 @@
 """An S3 server on this machine."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -10,8 +11,9 @@ import pytest
 
 
 @contextmanager
-def s3_bucket(name: str = "bucket") -> Iterator[str]:
+def s3_bucket() -> Iterator[str]:
     """Start moto's S3 server with an empty bucket, where s3:// URLs of this process lead; yield its URL."""
+    name = f"bucket-{secrets.token_hex(4)}"  # all servers of a process have the same buckets
     server_module = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
