@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from data.text.perturbation import (
     with_system,
 )
 from data.text.schemas import Conversation
+from data.text.token_bytes import token_ends
 from eagle31.errors import UserError
 
 _FIELD = "target.chat_template"
@@ -180,6 +181,15 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """A conversation's text, its N tokens, and the byte at which each ends where that is known."""
+
+    text: str
+    ids: list[int]  # [N]
+    ends: list[int] | None  # [N]
+
+
 class _Template:
     """A tokenizer's chat template together with its arguments."""
 
@@ -229,14 +239,14 @@ class _Template:
     def _prefix_spans(
         self, messages: Messages, supervised: Sequence[int], eos_token_ids: Collection[int]
     ) -> tuple[list[int], list[tuple[int, int]], int]:
-        full_text = self.text(messages, add_generation_prompt=False)
-        input_ids = self.encode(full_text)
+        encoded = self._encoded(self.text(messages, add_generation_prompt=False))
+        input_ids = encoded.ids
         spans, num_straddling = [], 0
         for i in supervised:
-            before, start = self._boundary(messages[:i], True, full_text, input_ids)
+            before, start = self._boundary(messages[:i], True, encoded)
             end, after = len(input_ids), len(input_ids)
             if i + 1 < len(messages):
-                end, after = self._boundary(messages[: i + 1], False, full_text, input_ids)
+                end, after = self._boundary(messages[: i + 1], False, encoded)
             last_eos = _last_eos(input_ids, start, end, eos_token_ids)
             spans.append((start, end if last_eos is None else last_eos + 1))
             num_straddling += start - before + (after - end if last_eos is None else 0)
@@ -254,7 +264,8 @@ class _Template:
         input_ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
         first, num_straddling = 0, 0
         if self.turns is not Turns.all:
-            before, first = self._boundary(messages[: supervised[-1]], True, full_text, input_ids)
+            encoded = self._encoded(full_text, input_ids)
+            before, first = self._boundary(messages[: supervised[-1]], True, encoded)
             num_straddling += first - before
         spans = []
         for mark in marks:
@@ -290,8 +301,12 @@ class _Template:
             joined.append((joined.pop()[0] if touches else start, end))
         return text, joined
 
+    def _encoded(self, text: str, ids: list[int] | None = None) -> "_Encoded":
+        ids = self.encode(text) if ids is None else ids
+        return _Encoded(text, ids, token_ends(self.tokenizer, text, ids))
+
     def _boundary(
-        self, history: Messages, add_generation_prompt: bool, full_text: str, input_ids: list[int]
+        self, history: Messages, add_generation_prompt: bool, encoded: "_Encoded"
     ) -> tuple[int, int]:
         """Find where the text of `history` ends in the tokens of the full text.
 
@@ -301,8 +316,13 @@ class _Template:
         """
         text = self.text(history, add_generation_prompt=add_generation_prompt)
         rendered_as = "as a prompt" if add_generation_prompt else "as the last message"
-        self._require_prefix(text, full_text, rendered_as)
-        ids = self.encode(text)
+        self._require_prefix(text, encoded.text, rendered_as)
+        if encoded.ends is not None:
+            position = len(text.encode(errors="replace"))
+            before = bisect_right(encoded.ends, position)
+            is_exact = not position or (before > 0 and encoded.ends[before - 1] == position)
+            return before, before if is_exact else before + 1
+        input_ids, ids = encoded.ids, self.encode(text)
         common = _num_common(ids, input_ids)
         if common == len(ids):
             return common, common

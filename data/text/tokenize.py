@@ -24,6 +24,7 @@ from data.text.parallel import map_in_order
 from data.text.schemas import Conversations
 from data.text.sources import first_reasons
 from data.text.template import RenderedConversation, TemplateRefused, template_fingerprint
+from data.text.token_bytes import token_ends
 from eagle31.errors import UserError
 
 _REPORT = "report.json"
@@ -131,6 +132,7 @@ def tokenize(
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
     counts: Counter[str] = Counter()
     refused: list[tuple[str, str]] = []
+    token_ends(tokenizer, "", [])  # builds its table, which the workers then share
     tokenize_chunk = partial(_tokenize_chunk, settings, conversations)
     with _renamed_when_done(output_dir) as directory:
         # A separate directory, because `datasets` cannot write next to the file that it reads.

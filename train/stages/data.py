@@ -230,11 +230,14 @@ def _regenerated(context: RunContext, conversations: Iterable[Conversation], dir
 
 def _sizes(dataset: Dataset) -> dict[str, int]:
     """Return the counts that `TokenizeReport` has for tokenized data."""
-    masks = dataset.with_format("arrow", columns=["loss_mask"])[:]["loss_mask"]
+    num_tokens = num_supervised_tokens = 0
+    for batch in dataset.with_format("arrow", columns=["loss_mask"]).iter(1000):
+        num_tokens += pc.sum(pc.list_value_length(batch["loss_mask"])).as_py() or 0
+        num_supervised_tokens += pc.sum(pc.list_flatten(batch["loss_mask"])).as_py() or 0
     return {
         "num_samples": len(dataset),
-        "num_tokens": pc.sum(pc.list_value_length(masks)).as_py() or 0,
-        "num_supervised_tokens": pc.sum(pc.list_flatten(masks)).as_py() or 0,
+        "num_tokens": num_tokens,
+        "num_supervised_tokens": num_supervised_tokens,
     }
 
 
