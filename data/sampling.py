@@ -1,7 +1,8 @@
 """Prompts and the sampling settings with which the target answers them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 Prompts = Sequence[Sequence[int]]
 
@@ -12,10 +13,20 @@ class Sampling:
 
     Args:
         stop_token_ids: the first of them ends an answer and is part of it.
-        temperature: 0 is greedy decoding; any other value samples from the full distribution.
+        temperature: 0 is greedy decoding.
+        top_p: the probability of the most likely tokens from which a token is sampled; 1 is all of them.
+        top_k: the number of the most likely tokens from which a token is sampled; 0 is all of them.
     """
 
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     temperature: float
     seed: int
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON values, without those that are off: earlier answers stay valid."""
+        fields = asdict(self) | {"stop_token_ids": sorted(self.stop_token_ids)}
+        off = {"top_p": 1.0, "top_k": 0}
+        return {name: value for name, value in fields.items() if name not in off or value != off[name]}

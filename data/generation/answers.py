@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,8 +73,7 @@ def answer_prompts(
     Raises:
         UserError: `output` was made with other settings or for other prompts, or is not a file of answers.
     """
-    header = {"format": _FORMAT, "engine": generator.engine, "model": model_fingerprint, **asdict(sampling)}
-    header["stop_token_ids"] = sorted(sampling.stop_token_ids)
+    header = {"format": _FORMAT, "engine": generator.engine, "model": model_fingerprint, **sampling.to_json()}
     answers = _read(output, header, prompts)
     missing = [i for i in range(len(prompts)) if i not in answers]
     bar = Progress("generate", len(missing), "answers", shown=progress)

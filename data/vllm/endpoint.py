@@ -76,7 +76,10 @@ async def describe(endpoint: Endpoint, client: str = "", flush: bool = False) ->
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """Return fields of a completion request and of SamplingParams; none is left to the model's settings."""
-    drawn = {"temperature": sampling.temperature, "seed": sampling.seed} if sampling.temperature else {}
+    drawn: dict[str, Any] = {}
+    if sampling.temperature:
+        drawn = {"temperature": sampling.temperature, "seed": sampling.seed}
+        drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": 0.0,

@@ -18,6 +18,11 @@ class RegenerateConfig:
     enabled: bool = False  # Whether the assistant's turns are replaced.
     max_new_tokens: int = 512  # Length limit of a turn, in tokens.
     temperature: float = 0.0  # Sampling temperature; 0 is greedy.
+    # A token is sampled from the most likely tokens that together have this probability. 1: from all.
+    top_p: float = 1.0
+    top_k: int = 0  # A token is sampled from this many of the most likely tokens. 0: from all.
+    # Completions of each conversation, each of which the target writes independently of the others.
+    completions: int = 1
     batch_size: int = 16  # Prompts of one forward pass with target.engine=hf; vLLM batches by itself.
     # Processes that run the target with target.engine=hf. null: one for each GPU of the node, and 1 on a CPU.
     processes: int | None = None
@@ -127,10 +132,27 @@ def check_data(data: DataConfig) -> None:
         raise UserError("data.max_malformed_fraction", data.max_malformed_fraction, "It must be in [0, 1].")
     if not regenerate.temperature >= 0:
         raise UserError("data.regenerate.temperature", regenerate.temperature, "It must not be negative.")
+    check_sampling(regenerate)
     if data.num_workers is not None and data.num_workers < 1:
         raise UserError("data.num_workers", data.num_workers, "Give at least 1, or null for all cores.")
     check_sources(data)
     check_augment(data)
+
+
+def check_sampling(regenerate: RegenerateConfig) -> None:
+    """Raise UserError for settings of sampling that have no meaning, or none for greedy completions."""
+    if not 0 < regenerate.top_p <= 1:
+        raise UserError("data.regenerate.top_p", regenerate.top_p, "It must be in (0, 1]; 1 is off.")
+    if regenerate.top_k < 0:
+        raise UserError("data.regenerate.top_k", regenerate.top_k, "Give at least 1, or 0 for all tokens.")
+    require_positive({"data.regenerate.completions": regenerate.completions})
+    if regenerate.temperature:
+        return
+    default = RegenerateConfig()
+    for name in ("top_p", "top_k", "completions"):
+        if getattr(regenerate, name) != getattr(default, name):
+            remedy = "Greedy completions are always the same; set data.regenerate.temperature above 0."
+            raise UserError(f"data.regenerate.{name}", getattr(regenerate, name), remedy)
 
 
 def check_sources(data: DataConfig) -> None:

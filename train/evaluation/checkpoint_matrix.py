@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def evaluate_matrix(settings: CheckpointMatrix) -> dict[str, Any]:
         "target": parts.fingerprint,
         "checkpoint": Checkpoint(str(directory.resolve())).fingerprint(None),
         "aux_layer_ids": list(loaded.drafter.config.aux_layer_ids),
-        "sampling": asdict(greedy),
+        "sampling": greedy.to_json(),
         "dtype": evaluation.dtype,
         "draft_tokens": longest,
     }

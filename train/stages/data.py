@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from data.generation.answers import answer_prompts
-from data.generation.regenerate import regenerate
+from data.generation.regenerate import regenerate, repeated
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.augmentation import Augmentation, AugmentedConversations
 from data.text.perturbation import NoEffect, PromptSetting, template_source
@@ -21,6 +21,7 @@ from data.text.template import TemplateRefused, prompt_ids, render_prompt, templ
 from data.text.tokenize import Enough, tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
+from train.config.data import RegenerateConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.conversations.reading import print_left_out, read_conversations, remove_tables
@@ -30,6 +31,8 @@ HELD_OUT = ("validation", "test")
 TRAINING_PROMPTS = "training_prompts.npy"  # hashes of the prompts that training sees
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
+# Settings of data.regenerate that leave no trace in what the data depends on where they are off.
+OFF_IN_REGENERATE = {"top_p", "top_k", "completions"}
 # Conversations that are tokenized whatever capture.max_samples is: the draft vocabulary counts their tokens.
 COUNTED_CONVERSATIONS = 20_000
 
@@ -63,7 +66,12 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
             "sources": [template_source(name) for name in augmentation.templates]
         }
     if data.regenerate.enabled:
-        inputs["regenerate"] = asdict(data.regenerate) | context.completion_inputs()
+        default = asdict(RegenerateConfig())
+        inputs["regenerate"] = {
+            name: value
+            for name, value in asdict(data.regenerate).items()
+            if name not in OFF_IN_REGENERATE or value != default[name]
+        } | context.completion_inputs()
         del inputs["regenerate"]["processes"]  # the answers do not depend on it
         if context.config.target.engine is TargetEngine.vllm:
             del inputs["regenerate"]["batch_size"]
@@ -202,7 +210,11 @@ def _check_augmentation(context: RunContext, example: Conversation, augmentation
 
 def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:
     settings = context.config.data.regenerate
-    sampling = context.sampling(settings.max_new_tokens, settings.temperature)
+    sampling = replace(
+        context.sampling(settings.max_new_tokens, settings.temperature),
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+    )
     with context.open_generator() as generator:
 
         def answer(prompts: Sequence[Sequence[int]], output: Path) -> list[list[int]]:
@@ -216,7 +228,7 @@ def _regenerated(context: RunContext, conversations: Iterable[Conversation], dir
             )
 
         return regenerate(
-            conversations,
+            repeated(conversations, settings.completions),
             context.tokenizer,
             answer,
             max_tokens=context.config.data.max_tokens,

@@ -59,6 +59,7 @@ def test_answers_come_in_the_order_of_their_prompts(tmp_path: Path) -> None:
     assert [line["index"] for line in lines] == [3, 2, 1, 0]
     assert (header["engine"], header["model"], header["seed"]) == ("echo", "f", 5)
     assert (header["temperature"], header["stop_token_ids"]) == (0.5, [2, 3])
+    assert not {"top_p", "top_k"} & header.keys()  # as in files that earlier versions wrote
 
 
 def test_existing_answers_are_not_generated_again(tmp_path: Path) -> None:
@@ -91,6 +92,8 @@ def test_a_refused_prompt_is_reported_and_tried_again(
         {"sampling": replace(SAMPLING, max_new_tokens=5)},
         {"sampling": replace(SAMPLING, temperature=1.0)},
         {"sampling": replace(SAMPLING, seed=1)},
+        {"sampling": replace(SAMPLING, top_p=0.9)},
+        {"sampling": replace(SAMPLING, top_k=3)},
     ],
 )
 def test_a_file_with_other_settings_is_a_user_error(tmp_path: Path, change: dict) -> None:

@@ -139,6 +139,14 @@ def test_seeds_differ_by_batch_and_by_seed(
     assert _answers(model, same, tmp_path / "1.jsonl", temperature=2.0, batch_size=1, seed=1) != first
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_sampling_from_the_most_likely_token_alone_is_greedy(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, limit: dict[str, Any]
+) -> None:
+    greedy = _answers(model, prompts, tmp_path / "greedy.jsonl")
+    assert _answers(model, prompts, tmp_path / "one.jsonl", temperature=2.0, **limit) == greedy
+
+
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGenerator]:
     spec = save_target(tmp_path_factory.mktemp("processes"))

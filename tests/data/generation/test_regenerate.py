@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import BLOCK_TURNS, regenerate
+from data.generation.regenerate import BLOCK_TURNS, regenerate, repeated
 from data.sampling import Sampling
 from data.text.schemas import Conversation
 from data.text.template import render_prompt
@@ -266,6 +266,21 @@ def test_blocks_hold_the_same_samples_as_all_at_once(
     assert sorted(rows, key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
     # The conversations have 1, 2, 3 and 1 turns.
     assert len(list((tmp_path / "blocks").glob("*.arrow"))) == {1: 4, 3: 3}[block_turns]
+
+
+def test_each_conversation_is_answered_several_times_independently(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    copies = list(repeated(CONVERSATIONS, 3))
+    assert [one.id for one in copies[:4]] == ["one", "one~1", "one~2", "two"]
+    rows = regenerated(model, tokenizer, tmp_path, conversations=copies, temperature=3.0)
+    by_id = {row["id"]: row for row in rows}
+    assert by_id.keys() >= {f"{name}{copy}/0" for name in TURNS for copy in ("", "~1", "~2")}
+    # A second turn follows its own copy's first one.
+    firsts, seconds = ([by_id[f"two{copy}/{turn}"] for copy in ("", "~1", "~2")] for turn in range(2))
+    answers = [tokenizer.decode(row["input_ids"][row["num_prompt_tokens"] :]) for row in firsts]
+    assert len(set(answers)) == 3
+    assert len({tuple(row["input_ids"][: row["num_prompt_tokens"]]) for row in seconds}) == 3
 
 
 def test_an_interrupted_block_resumes_after_the_finished_ones(

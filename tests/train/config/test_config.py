@@ -38,7 +38,9 @@ def test_every_recipe_composes_and_is_valid(recipe: str) -> None:
     sorted(f"{p.parent.name}={p.stem}" for p in RECIPES.glob("*/*.yaml") if p.parent.name != "recipe"),
 )
 def test_every_group_can_be_chosen(choice: str) -> None:
-    check(composed("any_target", choice, *NEEDED, "capture.torchspec.python=python"))
+    # A choice with several sources replaces the one in NEEDED.
+    sources = ["data.train=null"] if choice == "data=mixture" else []
+    check(composed("any_target", choice, *NEEDED, *sources, "capture.torchspec.python=python"))
 
 
 def test_overrides_reach_their_fields_with_the_right_types() -> None:
@@ -194,6 +196,13 @@ POSITIVE = (
         ("data.augment.systems", ["nope"]),
         ("data.augment.documents_tokens", 0),
         ("data.regenerate.temperature", -1.0),
+        ("data.regenerate.top_p", 0.0),
+        ("data.regenerate.top_k", -1),
+        ("data.regenerate.completions", 0),
+        # Greedy completions are all the same.
+        ("data.regenerate.top_p", 0.9),
+        ("data.regenerate.top_k", 20),
+        ("data.regenerate.completions", 4),
         ("evaluate.max_new_tokens", 2048),
         ("optim.betas", [0.9, 0.95, 0.99]),
         ("evaluate.temperature", 0.0),
