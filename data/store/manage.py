@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from data.progress import Progress, tracked
@@ -38,7 +40,7 @@ from data.store.shards import (
     refused,
 )
 from data.store.writer import StoreWriter, disk_full
-from eagle31.errors import UserError
+from eagle31.errors import UserError, require_positive
 from eagle31.json_files import read_json
 
 SHARD_TOKENS = 1 << 18
@@ -59,13 +61,15 @@ class Contents:
     def encoding(self) -> Encoding:
         return Encoding(**self.settings["encoding"])
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the store was finished and samples are missing: shards or their sidecars are gone."""
+        return self.finished and bool(self.missing)
+
     @staticmethod
     def read(directory: Path) -> "Contents":
-        """Read the contents; raise UserError where the directory holds no store."""
-        path = directory / SETTINGS
-        if not path.exists():
-            raise UserError("STORE", directory, f"The directory holds no store: {SETTINGS} is missing.")
-        settings, records = read_json(path), FinishedShards(directory).records()
+        """Read the contents; raise UserError where the directory holds no store, or a sidecar is damaged."""
+        settings, records = _read_settings(directory), FinishedShards(directory).records()
         missing = missing_ids(directory, records, settings["dataset_samples"])
         finished = read_manifest(directory) is not None
         return Contents(directory, settings, records, refused(directory), missing, finished)
@@ -85,8 +89,20 @@ def retry(directory: Path) -> dict[int, str]:
     return forgotten
 
 
+def _read_settings(directory: Path) -> dict[str, Any]:
+    path = directory / SETTINGS
+    if not path.exists():
+        raise UserError("STORE", directory, f"The directory holds no store: {SETTINGS} is missing.")
+    return read_json(path)
+
+
 def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
-    """Read every shard and yield what is wrong with it, with its sidecar or with the index."""
+    """Read every shard and yield what is wrong with it, with its sidecar or with the index.
+
+    Raises:
+        UserError: the directory holds no store.
+    """
+    _read_settings(directory)
     manifest = read_manifest(directory)
     listed: dict[str, ShardEntry] = {}
     if manifest:
@@ -182,58 +198,75 @@ def _write(
     shard_tokens: int,
     progress: bool,
 ) -> int:
-    """Copy what is missing in the output, and resume where an earlier copy stopped."""
+    """Copy what is missing in the output, and resume where an earlier copy stopped.
+
+    Memory holds the samples that the writer has not written yet, and a few arrays with a number per sample.
+    """
+    require_positive({"--shard-tokens": shard_tokens})
     for source in sources:
         if output.resolve() == source.directory.resolve():
             raise UserError("OUT", output, "This is one of the stores; choose another directory.")
-        # A damaged sample must not get a new, valid checksum.
-        for record in tracked(source.records, f"verify {source.directory}", "shards", shown=progress):
-            check_content(source.directory, record.file, record.checksum, record.sha256)
+    if output.exists() and not (output / SETTINGS).exists() and any(output.iterdir()):
+        raise UserError("OUT", output, "There are other files; choose a new directory.")
+    for source in sources:
+        # A damaged sample must not get a new, valid checksum. The others are checked as they are read.
+        unchecked = [record for record in source.records if record.checksums is None]
+        shown = progress and bool(unchecked)
+        for record in tracked(unchecked, f"verify {source.directory}", "shards", shown=shown):
+            check_content(source.directory, record.file, None, record.sha256)
     claim(output, settings)
     encoding = Encoding(**settings["encoding"])
     records = FinishedShards(output).records()
-    missing = set(missing_ids(output, records, settings["dataset_samples"]))
+    missing = np.zeros(settings["dataset_samples"], dtype=bool)
+    missing[missing_ids(output, records, len(missing))] = True
     needed = sum(_needed_bytes(source, encoding) for source in sources)
     free = shutil.disk_usage(output).free + sum(record.num_bytes for record in records)
     if needed > free:
         raise disk_full(output, f"Needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free")
     writer = StoreWriter(output, "merged", encoding, shard_tokens)
-    bar = Progress(str(output), len(missing), "samples", shown=progress)
+    bar = Progress(str(output), int(missing.sum()), "samples", shown=progress)
     with writer, bar:
         for source, offset in zip(sources, offsets, strict=True):
-            for sample_id, tensors in _samples(source):
-                if sample_id + offset not in missing:
-                    continue
-                missing.remove(sample_id + offset)
+            for sample_id, tensors in _samples(source, missing, offset):
+                missing[sample_id] = False
                 if encoding == source.encoding:
-                    writer.append_encoded(sample_id + offset, tensors)
+                    writer.append_encoded(sample_id, tensors)
                 else:
-                    writer.append(sample_id + offset, decode(tensors))
+                    writer.append(sample_id, decode(tensors))
                 bar.update()
     for source, offset in zip(sources, offsets, strict=True):
         for sample_id, reason in source.refused.items():
-            if sample_id + offset in missing:
+            if missing[sample_id + offset]:
                 refuse(output, "merged", sample_id + offset, reason)
-                missing.remove(sample_id + offset)
-    if not missing:
+                missing[sample_id + offset] = False
+    if not missing.any():
         write_manifest(output, settings)
-    return len(missing)
+    return int(missing.sum())
 
 
-def _samples(contents: Contents) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield the samples by ascending id, as they are encoded."""
+def _samples(
+    contents: Contents, wanted: NDArray[np.bool_], offset: int
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the samples, as they are encoded, in the order in which the shards have them.
+
+    Args:
+        wanted: of each id in the output, whether its sample is to be read.
+        offset: what is added to an id of these contents.
+    """
     index = build_index(contents.records)
     reader = SampleReader(contents.directory, index)
-    for index_row, sample_id in enumerate(index["sample_ids"].tolist()):
-        yield sample_id, reader.encoded(index_row)
+    for index_row in np.lexsort((index["starts"][:, 0], index["shards"])).tolist():
+        sample_id = int(index["sample_ids"][index_row]) + offset
+        if wanted[sample_id]:
+            yield sample_id, reader.encoded(index_row)
 
 
 def _needed_bytes(contents: Contents, encoding: Encoding) -> int:
     """Return the largest possible size in another encoding."""
-    first = next(_samples(contents), None)
-    if first is None:
+    index = build_index(contents.records)
+    if not len(index["sample_ids"]):
         return 0
-    states = decode(first[1]).aux_hidden_states
-    tokens, aux, final = build_index(contents.records)["rows"].sum(axis=0, dtype=int).tolist()
+    states = decode(SampleReader(contents.directory, index).encoded(0)).aux_hidden_states
+    tokens, aux, final = index["rows"].sum(axis=0, dtype=int).tolist()
     _, num_layers, hidden_size = states.shape
     return encoded_bytes(encoding, Rows(tokens, aux, final), num_layers, hidden_size, states.dtype)

@@ -69,6 +69,26 @@ def test_verify_names_the_damaged_shard(store: Store, tmp_path: Path) -> None:
     assert "shard-a" not in done.out
 
 
+@pytest.mark.parametrize("content", [None, '{"file": "x"}', "not JSON", ""])
+def test_a_sidecar_that_is_gone_or_damaged_is_named(
+    store: Store, tmp_path: Path, content: str | None
+) -> None:
+    write_store(tmp_path)
+    sidecar = tmp_path / "shard-b-00000.json"
+    sidecar.unlink() if content is None else sidecar.write_text(content)
+    verified, info = store("verify", tmp_path), store("info", tmp_path)
+    assert verified.status == 1
+    assert f"{sidecar}=" in verified.out
+    assert "delete it with shard-b-00000.safetensors and run again" in verified.out
+    assert len(verified.out.splitlines()) == 1
+    if content is None:
+        assert info.status == 1
+        assert "no, 2 of 7 samples are missing; it was finished and has lost shards" in info.out
+    else:
+        assert info.status == 2
+        assert f"{sidecar}=" in info.err
+
+
 def test_merge_and_convert_leave_a_finished_store(store: Store, tmp_path: Path) -> None:
     write_store(tmp_path / "one")
     write_store(tmp_path / "two", tokens_fingerprint="other")

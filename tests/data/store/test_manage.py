@@ -1,13 +1,14 @@
 import json
+import random
 from pathlib import Path
 
 import pytest
 
-from data.store import HiddenStateStore
+from data.store import HiddenStateStore, reader
 from data.store.codec import Encoding
 from data.store.index import claim, write_manifest
 from data.store.manage import Contents, convert, damage, merge
-from data.store.shards import refuse
+from data.store.shards import FinishedShards, open_shard, refuse
 from eagle31.errors import UserError
 from tests.data.store.samples import (
     EXACT,
@@ -85,6 +86,35 @@ def test_damaged_samples_are_not_copied(tmp_path: Path) -> None:
     flip_last_byte(tmp_path / "one" / "shard-b-00000.safetensors")
     with pytest.raises(UserError, match=r"shard-b-00000\.safetensors"):
         merge([tmp_path / "one"], tmp_path / "out")
+
+
+def test_a_merge_opens_each_shard_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim(tmp_path / "many", settings(300))
+    append_all(tmp_path / "many", random.Random(0).sample(range(300), 300), shard_tokens=10)
+    num_shards = len(FinishedShards(tmp_path / "many").records())
+    assert num_shards > 128  # more than a reader keeps open
+    opened = []
+    monkeypatch.setattr(reader, "open_shard", lambda path: opened.append(path) or open_shard(path))
+    assert merge([tmp_path / "many"], tmp_path / "out", shard_tokens=500) == 0
+    assert len(opened) <= num_shards + 1  # one for the size of a state
+    store = HiddenStateStore(tmp_path / "out")
+    assert len(store.shards) < num_shards / 20
+    for sample_id in range(300):
+        assert_equal(store[sample_id], make_sample(sample_id))
+
+
+def test_the_output_is_a_new_directory_and_shards_hold_tokens(tmp_path: Path) -> None:
+    write_store(tmp_path / "one")
+    (tmp_path / "out").mkdir()
+    assert merge([tmp_path / "one"], tmp_path / "out") == 0  # empty
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"^OUT=.*files: There are other files"):
+        convert(tmp_path / "one", tmp_path / "files", Encoding("fp8"))
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["notes.txt"]
+    with pytest.raises(UserError, match=r"^--shard-tokens=0: It must be greater than 0"):
+        merge([tmp_path / "one"], tmp_path / "other", shard_tokens=0)
+    assert not (tmp_path / "other").exists()
 
 
 def test_converted_is_as_if_captured_so(tmp_path: Path) -> None:
