@@ -35,7 +35,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise _broken(path, error.lineno, error) from error
+        raise _broken(path, error.lineno, error.msg) from error
+    except UnicodeDecodeError as error:
+        raise _broken(path, 1, str(error)) from error
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
@@ -63,7 +65,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise _broken(path, number, error) from error
+            raise _broken(path, number, error.msg) from error
     return records
 
 
@@ -79,9 +81,9 @@ def _encode(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
-def _broken(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
+def _broken(path: Path, line: int, reason: str) -> UserError:
     return UserError(
         "file",
         f"{path}:{line}",
-        f"This is not JSON ({error.msg}); correct it, or delete the file to have it written again.",
+        f"This is not JSON ({reason}); correct it, or delete the file to have it written again.",
     )

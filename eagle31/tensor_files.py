@@ -1,18 +1,20 @@
-"""Reading safetensors files that a user may have, with an error that names a damaged file."""
+"""Reading files of tensors that a user may have, with an error that names a damaged file."""
 
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle31.errors import UserError
 
-_LENGTH_BYTES = 8
+_LENGTH_BYTES, _MAX_HEADER_BYTES = 8, 10**8  # as safetensors has them
 _LFS_POINTER = b"version https://git-lfs"
 _AGAIN = "download or write it again"
 
@@ -42,11 +44,9 @@ def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
     size = file.seek(0, 2)
     file.seek(0)
     prefix = file.read(len(_LFS_POINTER))
-    if prefix == _LFS_POINTER:
-        remedy = "The file is a Git LFS pointer, not the weights; run `git lfs pull` where it was cloned."
-        raise UserError("file", path, remedy)
+    _refuse_pointer(prefix, path)
     length = int.from_bytes(prefix[:_LENGTH_BYTES], "little")
-    if size < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
+    if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
         what = f"The file has {size:,} bytes" + (
             "" if size < _LENGTH_BYTES else f", and its header says {length:,} for the header alone"
         )
@@ -66,6 +66,18 @@ def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
     if end != size:
         raise UserError("file", path, f"It has {size:,} bytes where its header says {end:,}; {_AGAIN}.")
     return entries
+
+
+def check_pointer(path: Path) -> None:
+    """Raise UserError if the file is a Git LFS pointer."""
+    with open(path, "rb") as file:
+        _refuse_pointer(file.read(len(_LFS_POINTER)), path)
+
+
+def _refuse_pointer(prefix: bytes, path: Path) -> None:
+    if prefix == _LFS_POINTER:
+        remedy = "The file is a Git LFS pointer, not the content; run `git lfs pull` where it was cloned."
+        raise UserError("file", path, remedy)
 
 
 def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
@@ -97,3 +109,19 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file. Raise what `open_tensors` does."""
     with open_tensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def load_pickled(path: Path) -> Any:
+    """Read what `torch.save` wrote, onto the CPU and without running code in it.
+
+    Raises:
+        UserError: the file is damaged; the message names it.
+        OSError: it cannot be opened.
+    """
+    check_pointer(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    # torch raises RuntimeError for a damaged archive, and others for what is no archive.
+    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError("file", path, f"It is damaged ({reason}); {_AGAIN}.") from None

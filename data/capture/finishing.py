@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
 from data.capture.opening import StoreSpec, check_store_refusals
 from data.capture.refusals import refusal_lines
 from data.capture.tokens import TokenRows
 from data.progress import format_seconds, tracked
 from data.store.index import MANIFEST, describes, missing_ids, write_manifest
-from data.store.shards import FinishedShards, ShardRecord
+from data.store.shards import FinishedShards, ShardRecord, open_shard
 from data.store.writer import remove_all_leftovers
 from eagle31.errors import UserError
 
@@ -107,8 +106,8 @@ def _check_shard(directory: Path, record: ShardRecord, tokens: TokenRows, fields
     path = directory / record.file
     if record.encoding.to_json() != fields["encoding"]:
         raise UserError("capture", path, f"Its encoding is {record.encoding.to_json()}; delete it.")
-    with safe_open(path, framework="np") as file:
-        ids, mask = file.get_tensor("input_ids"), file.get_tensor("loss_mask")
+    shard = open_shard(path)
+    ids, mask = shard.read_column("input_ids").numpy(), shard.read_column("loss_mask").numpy()
     lengths, expected_ids, expected_mask = tokens.flat(record.sample_ids)
     same = np.array_equal(lengths, record.lengths) and np.array_equal(ids, expected_ids)
     if not same or not np.array_equal(mask, expected_mask):

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCaus
 from data.embedded.corpus import ChatExample
 from data.embedded.muon import Muon
 from data.progress import Progress
+from eagle31.tensor_files import load_pickled
 
 CausalModel: TypeAlias = LlamaForCausalLM | Qwen3ForCausalLM
 Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bool [T]
@@ -231,7 +232,7 @@ def save_checkpoint(
 def _load_checkpoint(path: Path, model: CausalModel, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     if not path.exists():
         return 0
-    state = torch.load(path, weights_only=True)
+    state = load_pickled(path)
     model.load_state_dict(state["model"])
     for optimizer, moments in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(moments)

@@ -1,7 +1,6 @@
 """A safetensors checkpoint, local or on the hub: reading single tensors, and a fingerprint of its weights."""
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -19,6 +17,8 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from data.file_hashes import hash_files
 from eagle31.errors import UserError
+from eagle31.json_files import read_json
+from eagle31.tensor_files import check_pointer, open_tensors, read_header
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,13 +59,17 @@ class Checkpoint:
     def loading(self) -> Iterator[None]:
         """Raise the errors of transformers about a model as a UserError.
 
-        The causes are a missing repository or file, no network, and an unknown architecture.
+        The causes are a missing repository or file, no network, an unknown architecture, and a damaged file,
+        which is named.
         """
         try:
             yield
         except UserError:
             raise
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            self.check_files(texts=True)
+            if not isinstance(error, OSError | ValueError):
+                raise
             reason = " ".join(str(error).split())
             raise UserError("target.model", self.model, f"The model cannot be loaded: {reason}") from error
 
@@ -90,12 +94,12 @@ class Checkpoint:
         """
         index = self.find_file(_INDEX_FILE)
         if index is not None:
-            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return _weight_map(index)
         single = self.find_file(_SINGLE_FILE)
         if single is None:
             remedy = f"It has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert its weights to safetensors."
             raise UserError("target.model", self.model, remedy)
-        with safe_open(single, framework="pt") as file:
+        with open_tensors(single) as file:
             return dict.fromkeys(file.keys(), _SINGLE_FILE)
 
     def read_tensor(self, file_name: str, name: str) -> Tensor:
@@ -109,7 +113,10 @@ class Checkpoint:
             raise UserError(
                 "target.model", self.model, f"The file {file_name} with the tensor {name} is missing."
             )
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
+            if name not in file.keys():  # noqa: SIM118
+                remedy = f"The file has no tensor {name}, which the index has there; download it again."
+                raise UserError("target.model", path, remedy)
             tensor = file.get_tensor(name)
         if tensor.dtype not in _PLAIN_DTYPES:
             remedy = f"{name} is {tensor.dtype}: a weight that is read alone must not be quantized."
@@ -131,20 +138,55 @@ class Checkpoint:
             if commit is None:
                 raise UserError("target.model", self.model, "The hub repository has no config.json.")
             return commit
+        self.check_files()
         files = self._computing_files()
         digest = hashlib.sha256()
         for file, content in zip(files, hash_files(files, cache_dir=cache_dir), strict=True):
             digest.update(f"{file.name} {content}\n".encode())
         return f"{_FILES_PREFIX}{digest.hexdigest()}"
 
+    def check_files(self, *, texts: bool = False) -> None:
+        """Raise UserError for a damaged file in a local directory; of the weights only headers are read.
+
+        Args:
+            texts: JSON files are read as well.
+        """
+        directory = Path(self.path)
+        if not directory.is_dir():
+            return
+        for file in sorted(directory.iterdir()):
+            if file.is_file():
+                check_pointer(file)
+                if texts and file.suffix == ".json":
+                    _read_json(file)
+        for file in self._computing_files():
+            if file.suffix == ".safetensors":
+                with file.open("rb") as opened:
+                    read_header(opened, file)
+
     def _computing_files(self) -> list[Path]:
         """Return the files of a local directory that affect what the model computes, by name."""
         directory = Path(self.path)
         files = {file for pattern in _COMPUTING_FILES for file in directory.glob(pattern)}
         for index in directory.glob("*.safetensors.index.json"):
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            shards = _weight_map(index).values()
             files |= {directory / shard for shard in shards if (directory / shard).exists()}
         return sorted(files)
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    content = _read_json(index)
+    if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+        raise UserError("target.model", index, "The file has no weight_map; download it again.")
+    return content["weight_map"]
+
+
+def _read_json(file: Path) -> object:
+    try:
+        return read_json(file)
+    except ValueError:
+        remedy = "The file is truncated or no JSON; download it again."
+        raise UserError("target.model", file, remedy) from None
 
 
 def comparable_fingerprints(one: str, other: str) -> bool:

@@ -1,6 +1,5 @@
 """Loading the frozen target and its config."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from transformers import (
 
 from data.target.architecture import model_class
 from data.target.spec import TargetSpec
+from eagle31.json_files import read_json
+from eagle31.tensor_files import check_pointer
 
 
 def load_target(spec: TargetSpec, device: torch.device) -> PreTrainedModel:
@@ -89,4 +90,6 @@ def _load_config(spec: TargetSpec, path: Path | None) -> PreTrainedConfig:
 
 
 def _model_type(config_file: Path) -> str | None:
-    return json.loads(config_file.read_text(encoding="utf-8")).get("model_type")
+    check_pointer(config_file)
+    content = read_json(config_file)
+    return content.get("model_type") if isinstance(content, dict) else None

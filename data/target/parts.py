@@ -76,7 +76,8 @@ def _eos_token_ids(spec: TargetSpec, config: PreTrainedConfig) -> tuple[int, ...
     Chat models end a turn with other tokens than a document.
     """
     path = spec.checkpoint.find_file("generation_config.json")
-    eos = None if path is None else GenerationConfig.from_pretrained(path.parent).eos_token_id
+    with spec.checkpoint.loading():
+        eos = None if path is None else GenerationConfig.from_pretrained(path.parent).eos_token_id
     if eos is None:
         eos = getattr(config.get_text_config(), "eos_token_id", None)
     if eos is None:

@@ -6,12 +6,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
+from eagle31.tensor_files import load_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -105,9 +104,9 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
         try:
-            tensors |= load_file(directory / file)
-        except (OSError, SafetensorError) as error:
-            remedy = f"It cannot be read; it is missing or damaged. Download or export it again ({error})."
+            tensors |= load_tensors(directory / file)
+        except OSError as error:
+            remedy = f"It cannot be read. Download or export it again ({error})."
             raise UserError(file, directory, remedy) from error
     return tensors
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.drafter import Drafter
+from eagle31.tensor_files import load_tensors
 from eagle31.training.batch import PackedBatch
 from eagle31.training.rollout import rollout
 from eagle31.training.supervision import supervised_drafts, supervised_positions
@@ -163,8 +163,8 @@ def read_probe(export: Path) -> Probe | None:
     if not path.exists():
         return None
     try:
-        tensors = load_file(path)
+        tensors = load_tensors(path)
         batch = PackedBatch(**{f.name: tensors.pop(f.name) for f in fields(PackedBatch)})
         return Probe(batch=batch, **tensors)
-    except (SafetensorError, OSError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise UserError(f"{DIRECTORY}/{PROBE}", path, f"It cannot be read: {error!r}") from error

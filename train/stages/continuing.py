@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint
 from eagle31.errors import UserError
+from eagle31.tensor_files import load_tensors
 from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.config.training import AUTO, NONE
@@ -210,7 +210,7 @@ def kept_vocab(context: RunContext, natural_key: str) -> str | None:
     for artifacts in (context.output_dir / "artifacts", earlier.artifacts):
         if (artifacts / natural_key / "stage.json").exists():
             return None
-    d2t = load_file(earlier.directory / VOCAB)["d2t"]
+    d2t = load_tensors(earlier.directory / VOCAB)["d2t"]
     return hashlib.sha256(d2t.numpy().tobytes()).hexdigest()[:12]
 
 
@@ -249,7 +249,7 @@ def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
     """
     ours, kept = artifact.directory / VOCAB, directory / VOCAB
     on_main_first(world.is_main, lambda: None if kept.exists() else _copy(ours, kept))
-    if not torch.equal(load_file(ours)["d2t"], load_file(kept)["d2t"]):
+    if not torch.equal(load_tensors(ours)["d2t"], load_tensors(kept)["d2t"]):
         raise UserError(
             "train.continue_from",
             directory,

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import load_from_disk
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
+from eagle31.tensor_files import load_tensors
 from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
@@ -42,7 +43,7 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
             counts += np.bincount(ids[mask], minlength=len(counts))
     special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
     if context.earlier is not None and KEPT in context.artifacts[Stage.vocab].inputs:
-        kept = load_file(context.earlier.directory / VOCAB)
+        kept = load_tensors(context.earlier.directory / VOCAB)
         vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(torch.from_numpy(counts), kept["t2d"]))
     elif context.initial is not None:
         vocab = starting_vocab(context.initial, torch.from_numpy(counts))
@@ -56,6 +57,6 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
 
 
 def load_vocab(artifact: Artifact) -> DraftVocab:
-    tensors = load_file(artifact.directory / VOCAB)
+    tensors = load_tensors(artifact.directory / VOCAB)
     coverage = read_json(artifact.directory / "vocab.json")["coverage"]
     return DraftVocab(tensors["d2t"], tensors["t2d"], coverage)

@@ -10,10 +10,11 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31.json_files import read_json, write_json
+from eagle31.tensor_files import load_pickled, load_tensors
 from train.distributed import World, on_main_first
 from train.trainer.average import WeightAverage
 
@@ -104,7 +105,7 @@ class CheckpointDirectory:
             loaded, _ = model_engine.load_checkpoint(str(path), tag=ENGINE_TAG)
         assert loaded is not None, path
         if average is not None and self._average_path(path).exists():
-            average.load(torch.load(self._average_path(path), map_location="cpu", weights_only=True))
+            average.load(load_pickled(self._average_path(path)))
         return TrainState(**saved)
 
     def newest(self) -> str:
@@ -158,7 +159,7 @@ class CheckpointDirectory:
         description = read_json(self.root / "best" / BEST)
         files = description["files"]
         name = files["drafter"] if averaged else files.get("plain", files["drafter"])
-        return load_file(self.root / "best" / name), description
+        return load_tensors(self.root / "best" / name), description
 
     def _average_path(self, checkpoint: Path) -> Path:
         return checkpoint / f"average-{self.world.rank:05d}.pt"

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,18 +12,71 @@ from transformers import DeepseekV3Config, GptOssConfig, PreTrainedConfig, PreTr
 
 from data.target.architecture import from_architecture, model_class
 from data.target.checkpoint import comparable_fingerprints
+from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
+from tests.data.store.samples import flip_last_byte
 from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, SMALL, VOCAB
 from tests.data.target.tiny_target import save_model, save_target
+from tests.data.text.chat_templates import byte_level_tokenizer
 
 
 def test_a_checkpoint_without_safetensors_is_a_user_error(tmp_path: Path) -> None:
     spec = save_target(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="safetensors"):
+        load_target_parts(spec)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "weights, a pointer": ("model.safetensors", lambda content: POINTER),
+    "weights, cut": ("model.safetensors", lambda content: content[:-100]),
+    "weights, a header of zeros": ("model.safetensors", lambda content: bytes(200) + content[200:]),
+    "config, a pointer": ("config.json", lambda content: POINTER),
+    "config, cut": ("config.json", lambda content: content[:50]),
+    "generation config, cut": ("generation_config.json", lambda content: content[:5]),
+    "index, cut": ("model.safetensors.index.json", lambda content: b'{"weight_'),
+    "index, another": ("model.safetensors.index.json", lambda content: b'{"metadata": {}}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_of_the_target_is_named(tmp_path: Path, damage: str) -> None:
+    spec, (name, alter) = save_target(tmp_path), DAMAGES[damage]
+    path = tmp_path / name
+    path.write_bytes(alter(path.read_bytes() if path.exists() else b""))
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        load_target_parts(spec)
+    if name in ("model.safetensors", "config.json"):  # transformers does without the others
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            load_target(spec, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("content", [POINTER, b'{"version": "1.0", "trunc', b""])
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
+    byte_level_tokenizer(None).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    load_tokenizer(TargetSpec(str(tmp_path)))
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "tokenizer.json"))):
+        load_tokenizer(TargetSpec(str(tmp_path)))
+
+
+def test_damaged_weights_that_only_the_engine_reads_are_named(tmp_path: Path) -> None:
+    spec = save_target(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    files = {name: "layers.safetensors" if ".mlp." in name else "rest.safetensors" for name in weights}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in weights if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    load_target_parts(spec)
+    (tmp_path / "layers.safetensors").write_bytes(POINTER)
+    with pytest.raises(UserError, match=r"layers\.safetensors: The file is a Git LFS pointer"):
         load_target_parts(spec)
 
 
@@ -95,8 +149,7 @@ def test_a_shard_in_a_folder_counts_with_its_content(tmp_path: Path) -> None:
     spec = save_target(tmp_path / "a")
     _rename_a_shard(tmp_path / "a")
     before = spec.checkpoint.fingerprint()
-    with (tmp_path / "a" / "shards" / "one.safetensors").open("ab") as file:
-        file.write(b"x")
+    flip_last_byte(tmp_path / "a" / "shards" / "one.safetensors")
     assert spec.checkpoint.fingerprint() != before
 
 
