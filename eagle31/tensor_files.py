@@ -74,7 +74,7 @@ def check_pointer(path: Path) -> None:
         _refuse_pointer(file.read(len(_LFS_POINTER)), path)
 
 
-def _refuse_pointer(prefix: bytes, path: Path) -> None:
+def _refuse_pointer(prefix: bytes, path: Path | str) -> None:
     if prefix == _LFS_POINTER:
         remedy = "The file is a Git LFS pointer, not the content; run `git lfs pull` where it was cloned."
         raise UserError("file", path, remedy)
