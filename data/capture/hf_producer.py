@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import torch
 
+from data.capture.finishing import STALL_SECONDS
 from data.capture.processes import ProcessProducer
 from data.target.spec import TargetSpec
 from data.transport.protocol import Transport
@@ -19,12 +20,17 @@ def hf_producer(
     transport: Transport,
     batch_tokens: int,
     num_processes: int,
+    *,
+    stall_seconds: float = STALL_SECONDS,
+    start_seconds: float | None = None,
 ) -> ProcessProducer:
     """Start processes that run the target on `device`, unless `spec.device_map` spreads it.
 
     Args:
         batch_tokens: the most tokens in one forward pass, with padding.
         num_processes: the number of processes, each of which holds the target.
+        stall_seconds: the longest time that one may work without progress.
+        start_seconds: the longest time that one may take to load the target.
     """
     settings = {
         "target": asdict(spec),
@@ -33,4 +39,11 @@ def hf_producer(
         "batch_tokens": batch_tokens,
         "transport": transport.to_json(),
     }
-    return ProcessProducer(_WORKER, settings, transport, num_processes)
+    return ProcessProducer(
+        _WORKER,
+        settings,
+        transport,
+        num_processes,
+        stall_seconds=stall_seconds,
+        start_seconds=start_seconds,
+    )

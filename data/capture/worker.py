@@ -2,7 +2,7 @@
 
 import queue
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +25,9 @@ class TargetCapture(Protocol):
 def serve(open_capture: Callable[[dict[str, Any]], TargetCapture]) -> None:
     """Answer requests until the parent ends, or no longer wants any.
 
-    The settings have `transport`, `batch_tokens` and what `open_capture` reads. Answers are `done` or
-    `refused` with a key. A `UserError` is reported before the process ends.
+    The settings have `transport`, `batch_tokens` and what `open_capture` reads. `begun` names the keys of a
+    batch before it is computed, so that the parent knows with which samples a process died. The other answers
+    are `done` or `refused` with a key. A `UserError` is reported before the process ends.
 
     Args:
         open_capture: loads the target. It may take its time.
@@ -38,9 +39,11 @@ def serve(open_capture: Callable[[dict[str, Any]], TargetCapture]) -> None:
         capture, transport = open_capture(settings), open_transport(settings["transport"])
         channel.ready()
         pending: list[StateRequest] = []
+        alone: set[str] = set()
         while True:
-            _receive(channel.requests, pending)
-            batch = next_batch(pending, settings["batch_tokens"])
+            _receive(channel.requests, pending, alone)
+            batch = next_batch(pending, settings["batch_tokens"], alone)
+            channel.answer({"begun": [request.key for request in batch]})
             for request, reason in _capture_batch(capture, transport, batch):
                 if reason is None:
                     channel.answer({"done": request.key})
@@ -51,15 +54,23 @@ def serve(open_capture: Callable[[dict[str, Any]], TargetCapture]) -> None:
         sys.exit(1)
 
 
-def next_batch(pending: list[StateRequest], batch_tokens: int) -> list[StateRequest]:
+def next_batch(
+    pending: list[StateRequest], batch_tokens: int, alone: Set[str] = frozenset()
+) -> list[StateRequest]:
     """Take the oldest request and those closest to it in length, with padding at most `batch_tokens` tokens.
 
     The batch is never empty, and the oldest request is always in it: the trainer waits for that one first.
+
+    Args:
+        alone: the keys of requests that get a batch without others.
     """
+    if pending[0].key in alone:
+        return [pending.pop(0)]
     oldest = len(pending[0].input_ids)
     batch: list[StateRequest] = []
     longest = 0
-    for request in sorted(pending[:_WINDOW], key=lambda request: abs(len(request.input_ids) - oldest)):
+    window = [request for request in pending[:_WINDOW] if request.key not in alone]
+    for request in sorted(window, key=lambda request: abs(len(request.input_ids) - oldest)):
         longest = max(longest, len(request.input_ids))
         if batch and longest * (len(batch) + 1) > batch_tokens:
             break
@@ -69,10 +80,15 @@ def next_batch(pending: list[StateRequest], batch_tokens: int) -> list[StateRequ
     return batch
 
 
-def request_to_json(request: StateRequest) -> Message:
-    """Return the message that asks a worker for a sample."""
+def request_to_json(request: StateRequest, alone: bool = False) -> Message:
+    """Return the message that asks a worker for a sample.
+
+    Args:
+        alone: compute it without others, because a process has died with it.
+    """
     mask = request.loss_mask.int().tolist()
-    return {"key": request.key, "input_ids": request.input_ids.tolist(), "loss_mask": mask}
+    message = {"key": request.key, "input_ids": request.input_ids.tolist(), "loss_mask": mask}
+    return message | ({"alone": True} if alone else {})
 
 
 def _request_from_json(content: Message) -> StateRequest:
@@ -102,9 +118,13 @@ def _capture_batch(
     return [(request, None) for request in batch]
 
 
-def _receive(requests: "queue.SimpleQueue[Message | None]", pending: list[StateRequest]) -> None:
+def _receive(
+    requests: "queue.SimpleQueue[Message | None]", pending: list[StateRequest], alone: set[str]
+) -> None:
     """Add the requests that have come to `pending`; wait for one where there is nothing to do."""
     while not pending or not requests.empty():
         content = requests.get()
         assert content is not None, "the process ends with its parent"
         pending.append(_request_from_json(content))
+        if content.get("alone"):
+            alone.add(content["key"])

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +27,12 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that a launcher such as torchrun sets for a rank."""
     return {name: value for name, value in environment.items() if name not in _LAUNCHER_VARIABLES}
+
+
+def end_group(process_group: int) -> None:
+    """Kill every process of a group, if there is one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process_group, signal.SIGKILL)
 
 
 def module_command(module: str) -> list[str]:
@@ -119,8 +126,8 @@ class ChildProcess:
         self._outgoing.put(None)
 
     def kill(self) -> None:
-        """End the child at once."""
-        self._process.kill()
+        """End the child and all processes of its group at once, also one that is stopped."""
+        end_group(self._process.pid)
 
     def close(self, seconds: float) -> None:
         """End the child, by force after `seconds`, and read its answers to the end."""
@@ -130,6 +137,7 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
+        end_group(self._process.pid)  # what the child has started and left, which may hold its pipes
         self.join()
 
     def join(self) -> None:
@@ -153,6 +161,7 @@ class ChildProcess:
                     break  # The child died in the middle of an answer.
                 self._note(json.loads(line))
         self._process.wait()
+        end_group(self._process.pid)
         self._outgoing.put(None)
         self._began.set()
         self._ended()

@@ -335,6 +335,8 @@ def hf_states(context: RunContext, dataset: Dataset, encoding: Encoding) -> Iter
             transport,
             capture.batch_tokens,
             capture.processes,
+            stall_seconds=60 * capture.stall_minutes,
+            start_seconds=context.start_seconds,
         )
         with closing(producer):
             yield source_of(context, dataset, producer, transport, state_format)

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from data.batches.loader import RowLoader
@@ -29,6 +30,7 @@ from tests.data.capture.delivery import (
     used_bytes,
     write_store,
 )
+from tests.data.capture.faulty_worker import DEADLY, HANGING
 from tests.data.capture.test_online import assert_batches_equal
 from tests.data.target.tiny_target import (
     AUX_LAYER_IDS,
@@ -58,6 +60,11 @@ def test_a_batch_has_the_oldest_request_and_those_of_similar_length() -> None:
         assert oldest in batch
         batches.append(sorted(len(request.input_ids) for request in batch))
     assert batches == [[9, 10, 10, 11], [40], [12], [100]]
+    pending = [_request(str(i), length) for i, length in enumerate([10, 10, 10, 9])]
+    batches = []
+    while pending:
+        batches.append([request.key for request in next_batch(pending, 44, alone={"1", "3"})])
+    assert batches == [["0", "2"], ["1"], ["3"]]
 
 
 def test_a_batch_that_exceeds_memory_is_halved_and_finally_refused(tmp_path: Path) -> None:
@@ -126,6 +133,34 @@ def test_a_process_that_keeps_dying_is_reported_with_its_last_output(tmp_path: P
         pytest.raises(UserError, match=r"ended 3 times without a single sample.*No module named"),
     ):
         _ = states_from(random_dataset(), producer, spool)[0]
+
+
+def test_a_sample_that_ends_or_hangs_its_process_is_set_aside_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.capture.online._POLL_SECONDS", 0.01)
+    clean = random_dataset()
+    faults = {4: DEADLY, 9: HANGING}
+    ids = [[faults.get(i, row[0]), *row[1:]] for i, row in enumerate(clean["input_ids"])]
+    dataset = Dataset.from_dict({"input_ids": ids, "loss_mask": clean["loss_mask"]})
+    with open_memory(f"test-{tmp_path.name}") as spool:
+        settings = {"batch_tokens": 1000, "transport": spool.to_json()}
+        module = "tests.data.capture.faulty_worker"
+        producer = ProcessProducer(module, settings, spool, num_processes=1, stall_seconds=1.0)
+        with closing(producer):
+            source = states_from(dataset, producer, spool)
+            order = list(range(len(dataset)))
+            source.expect(order)
+            samples = source.get_many(order)
+    assert "ended 3 times with it, at last with signal 9" in source.refused.pop(4)
+    assert (
+        "3 times with it, at last after 1.0 s without progress, which capture.stall_minutes"
+        in source.refused.pop(9)
+    )
+    assert source.refused == {}
+    assert producer.num_restarts == 5  # they were in one batch, when the first process died
+    for index, sample in enumerate(samples):
+        assert sample.input_ids.tolist() == ([] if index in faults else dataset[index]["input_ids"])
 
 
 def test_killing_producers_changes_no_batch_and_never_exceeds_the_bound(

@@ -95,6 +95,26 @@ def test_a_child_that_does_not_end_is_killed() -> None:
     assert process.exit_description == "signal 9"
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_a_child_has_started_ends_with_it(stopped: bool) -> None:
+    script = f"""{OPEN}
+import subprocess
+channel = module.Channel()
+channel.ready(started=subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+while channel.requests.get() is not None:
+    pass
+"""
+    process = start(script, lambda _: None)
+    assert process.wait_until_ready(SECONDS)
+    assert process.ready is not None
+    started = psutil.Process(process.ready["started"])
+    if stopped:
+        psutil.Process(process.process_id).suspend()
+        process.kill()
+    process.close(SECONDS)
+    assert not psutil.wait_procs([started], timeout=SECONDS)[1]
+
+
 @pytest.mark.parametrize("exit_with_parent", [False, True])
 def test_a_child_ends_with_its_parent_though_another_process_holds_the_pipe(
     exit_with_parent: bool, tmp_path: Path
