@@ -10,6 +10,7 @@ from tqdm import tqdm
 SHORTEST_SECONDS = 1.0  # a stage that ends sooner prints nothing
 FIRST_LINE_SECONDS = 5.0  # soon enough to show that the stage works
 LINE_SECONDS = 30.0
+STALL_SECONDS = 900.0  # whatever has work and shows no progress for this long counts as hung
 
 Item = TypeVar("Item")
 

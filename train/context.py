@@ -180,6 +180,7 @@ class RunContext:
             engine=self.capture_engine(placement.engine_args),
             devices=placement.devices,
             limit_seconds=self.start_seconds,
+            stall_seconds=60 * self.config.capture.stall_minutes,
         )
 
     @property

@@ -18,7 +18,6 @@ from data.store.shards import FinishedShards, ShardRecord, open_shard
 from data.store.writer import remove_all_leftovers
 from eagle31.errors import UserError
 
-STALL_SECONDS = 900.0
 _POLL_SECONDS = 0.5
 _LOOK_SECONDS = 10.0  # a manifest that has not changed is read again, as its shards may appear later
 

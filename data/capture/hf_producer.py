@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import torch
 
-from data.capture.finishing import STALL_SECONDS
 from data.capture.processes import ProcessProducer
+from data.progress import STALL_SECONDS
 from data.target.spec import TargetSpec
 from data.transport.protocol import Transport
 

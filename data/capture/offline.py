@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import numpy as np
 from datasets import Dataset
 
-from data.capture.finishing import STALL_SECONDS, finish_store
+from data.capture.finishing import finish_store
 from data.capture.opening import CapturedStates, StoreSpec, check_space, open_store, store_fields
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.capture.worker import TargetCapture
-from data.progress import Progress
+from data.progress import STALL_SECONDS, Progress
 from data.samples import CapturedSample
 from data.store.writer import StoreWriter
 

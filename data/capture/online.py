@@ -175,6 +175,7 @@ class OnlineStates:
         self._requested.popleft()
         self._requested_bytes -= expected.num_bytes
         self._taken.append(expected.request.key)
+        self._producer.received(expected.request.key)
         self._request_ahead()
         if sample is None:
             return self._without_tokens()

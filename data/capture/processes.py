@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from data.capture.finishing import STALL_SECONDS
 from data.capture.worker import request_to_json
 from data.processes.child import Message
 from data.processes.parent import ChildProcess, module_command, without_launcher
-from data.progress import format_seconds
+from data.progress import STALL_SECONDS, format_seconds
 from data.transport.protocol import StateRequest, Transport
 from eagle31.errors import UserError
 
@@ -64,6 +63,10 @@ class ProcessProducer:
         if any(worker.owes(request.key) for worker in self._workers):
             return  # It is on its way.
         min(self._workers, key=lambda worker: worker.owed_tokens).request(request)
+
+    def received(self, key: str) -> None:
+        for worker in self._workers:
+            worker.forget(key)
 
     def refusals(self) -> dict[str, str]:
         refused: dict[str, str] = {}
@@ -166,6 +169,13 @@ class _Worker:
             self._owed[request.key] = request
             self.owed_tokens += len(request.input_ids)
         self.process.send(request_to_json(request, alone))
+
+    def forget(self, key: str) -> None:
+        """Forget a request whose sample has arrived, though the process has not said so."""
+        with self._lock:
+            request = self._owed.pop(key, None)
+            if request is not None:
+                self.owed_tokens -= len(request.input_ids)
 
     def take_refused(self) -> dict[str, str]:
         with self._lock:

@@ -74,6 +74,9 @@ class TorchSpecStates:
             self._owed[request.key] = request
         self._send(request)
 
+    def received(self, key: str) -> None:
+        """Do nothing: `take` has noted it."""
+
     def refusals(self) -> dict[str, str]:
         """Return the requests that were refused since the last call: the reasons by key.
 

@@ -71,6 +71,10 @@ class Producer(Protocol):
         """Request a sample and return at once. The states arrive through the transport."""
         ...
 
+    def received(self, key: str) -> None:
+        """Note that the trainer has taken a sample, so that it is not delivered again."""
+        ...
+
     def refusals(self) -> dict[str, str]:
         """Return the requests that were refused since the last call: the reasons by key.
 

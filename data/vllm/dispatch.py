@@ -132,6 +132,8 @@ class Dispatcher:
         while True:
             await link.until_up()
             *_, prompt = await self._prompts.get()
+            if prompt.withdrawn:
+                continue
             if not link.is_up:
                 self.add(prompt)
                 continue

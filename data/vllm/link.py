@@ -25,6 +25,7 @@ class Prompt:
     num_ended: the number of engines that have ended while it was under way, with others or alone.
     num_unexplained: the number of times that it got no answer and nobody knows yet whether the engine ended.
     num_interrupted: the number of times that it got no answer from an engine that lives.
+    withdrawn: it is not to be sent again.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Prompt:
     num_ended_alone: int = 0
     num_unexplained: int = 0
     num_interrupted: int = 0
+    withdrawn: bool = False
 
     @property
     def rank(self) -> tuple[bool, int, int]:

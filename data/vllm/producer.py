@@ -75,6 +75,13 @@ class VllmProducer:
             self._owed[request.key] = prompt
         self._send(prompt)
 
+    def received(self, key: str) -> None:
+        with self._lock:
+            self._answered.pop(key, None)
+            owed = self._owed.pop(key, None)
+        if owed is not None:
+            owed.withdrawn = True
+
     def refusals(self) -> dict[str, str]:
         self._raise_failure()
         with self._lock:
@@ -110,6 +117,8 @@ class VllmProducer:
 
     def _note_answer(self, prompt: Prompt, origin: Origin, _: list[int]) -> None:
         with self._lock:
+            if prompt.withdrawn:
+                return
             self._owed.pop(prompt.key, None)
             self._answered[prompt.key] = (prompt, origin)
             while len(self._answered) > _ANSWERED_KEPT:
@@ -118,7 +127,8 @@ class VllmProducer:
     def _note_refusal(self, prompt: Prompt, reason: str) -> None:
         with self._lock:
             self._owed.pop(prompt.key, None)
-            self._refused[prompt.key] = reason
+            if not prompt.withdrawn:
+                self._refused[prompt.key] = reason
 
     def _run(self) -> None:
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from data.progress import FIRST_LINE_SECONDS, LINE_SECONDS, format_seconds
+from data.progress import FIRST_LINE_SECONDS, LINE_SECONDS, STALL_SECONDS, format_seconds
 from data.vllm.environment import KEY_VARIABLE, LOADER, ROOT, capture_environment, find_python
 from eagle31.errors import UserError
 
@@ -26,15 +26,15 @@ _LOG_LINES = 20
 # Consecutive deaths without a completion between them. A server that was never ready is not started again.
 _MAX_IDLE_DEATHS = 3
 _POLL_SECONDS = 0.5
-_RESTART_SECONDS = 1.0
+_RESTART_SECONDS, _REPORT_SECONDS = 1.0, 30.0
 _WRITE_SECONDS = 45  # less than the supervisor gives it
 
 
 class ServerProcess:
     """A vLLM server. It ends with this process, all its own processes included, however this process ends.
 
-    A server that was ready and dies is started again, with the same address and key. The constructor returns
-    at once; `wait_until_ready` waits.
+    A server that was ready and dies or hangs is started again, with the same address and key. The constructor
+    returns at once; `wait_until_ready` waits.
 
     Args:
         arguments: vLLM's arguments, from `CaptureEngine.command_line` or `answer_command_line`.
@@ -44,6 +44,7 @@ class ServerProcess:
         devices: which of the visible GPUs it runs on; None stands for all.
         log: the file that everything vLLM prints is appended to.
         limit_seconds: how long it may take to start.
+        stall_seconds: the longest time without progress; then it counts as hung, and is started again.
 
     Raises:
         UserError: it cannot listen there, or vLLM's environment does not exist.
@@ -59,9 +60,11 @@ class ServerProcess:
         devices: Sequence[int] | None,
         log: Path,
         limit_seconds: float,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self._python = find_python()
         self._host, self._log, self._limit_seconds = host, log, limit_seconds
+        self._stall_seconds = stall_seconds
         self._reservation = _reserve(host, port)
         self._port: int = self._reservation.getsockname()[1]
         self.url = f"http://{_in_url(host)}:{self._port}"
@@ -138,9 +141,13 @@ class ServerProcess:
             # Without it, vLLM kills the engine, which may have states to write.
             *("--shutdown-timeout", str(_WRITE_SECONDS)),
         ]
+        address = f"{_in_url(_EVERY_ADDRESS.get(self._host, self._host))}:{self._port}"
+        # At its first start, `wait_until_ready` reports that it takes too long.
+        start_seconds = self._limit_seconds + _REPORT_SECONDS
+        limits = [address, str(start_seconds), str(self._stall_seconds)]
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), *command],
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), *limits, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -158,11 +165,11 @@ class ServerProcess:
                     return
                 self._idle_deaths += 1
                 if not self._was_ready:
-                    self._failure = self._error(f"vLLM ended with {how} before it was ready")
+                    self._failure = self._error(f"vLLM ended {how} before it was ready")
                     return
                 if self._idle_deaths >= _MAX_IDLE_DEATHS:
                     times = f"{_MAX_IDLE_DEATHS} times in a row without a completion"
-                    self._failure = self._error(f"vLLM ended with {how}, {times}")
+                    self._failure = self._error(f"vLLM ended {how}, {times}")
                     return
             time.sleep(_RESTART_SECONDS)
             with self._changes:
@@ -187,7 +194,7 @@ class ServerProcess:
         if how is None:
             # Somebody killed the supervisor. What it would have ended is in its group.
             _kill_group(supervisor.pid)
-            how = "its supervisor"
+            how = "with its supervisor"
         return how
 
     def _is_healthy(self) -> bool:

@@ -26,6 +26,7 @@ class ServerSettings:
     engine: CaptureEngine
     devices: tuple[int, ...] | None  # the GPUs of the node that the server gets; None: all, or a CPU
     limit_seconds: float  # time to load the target
+    stall_seconds: float  # time without progress
 
 
 def start_limit(target_bytes: int) -> float:
@@ -87,6 +88,7 @@ class RunServers:
                 devices=settings.devices,
                 log=self._log,
                 limit_seconds=settings.limit_seconds,
+                stall_seconds=settings.stall_seconds,
             )
 
     def wait_until_ready(self) -> None:

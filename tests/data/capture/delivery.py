@@ -65,6 +65,8 @@ class PromptProducer:
             self.spool.put(request, *random_states(request.input_ids))
         self.most_bytes = max(self.most_bytes, used_bytes(self.spool))
 
+    def received(self, key: str) -> None: ...
+
     def refusals(self) -> dict[str, str]:
         refused, self.refused = self.refused, {}
         return refused

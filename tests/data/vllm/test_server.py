@@ -63,6 +63,7 @@ IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 240
 ENCODING = Encoding("exact", "all")
 NO_MASTER = "127.0.0.1:9"  # the discard port
+STALL_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,7 @@ def server(preloaded_servers: Path, spec: TargetSpec, root: Path) -> Iterator[Se
         devices=None,
         log=root / "server.log",
         limit_seconds=START_SECONDS,
+        stall_seconds=STALL_SECONDS,
     )
     process.wait_until_ready(progress=False)
     yield process
@@ -103,6 +105,12 @@ def kill(server: ServerProcess) -> None:
     """Kill one process of the server, which is then started again."""
     assert server.process_id is not None
     os.kill(server.process_id, signal.SIGKILL)
+
+
+def stop(server: ServerProcess) -> None:
+    """Stop the process that answers, without ending it. It is a fork of an interpreter that stands for it."""
+    [process] = [one for one in psutil.process_iter() if one.name() == f"of {server.process_id}"]
+    process.suspend()
 
 
 def endpoint(server: ServerProcess, concurrency: int) -> VllmServer:
@@ -355,7 +363,7 @@ def test_a_server_of_another_target_writes_no_answers(
         writer.close()
 
 
-def test_training_continues_when_the_server_is_killed(
+def test_training_continues_when_the_server_is_killed_or_hangs(
     server: ServerProcess, spec: TargetSpec, root: Path
 ) -> None:
     """The next server answers, in order, what was under way or answered and not yet written."""
@@ -380,7 +388,10 @@ def test_training_continues_when_the_server_is_killed(
         samples = source.get_many(order[:10])
         assert producer._owed
         kill(server)
-        samples += [source.get_many([index])[0] for index in order[10:]]
+        samples += [source.get_many([index])[0] for index in order[10:100]]
+        assert source.collect_stats().num_restarts == 1
+        stop(server)
+        samples += [source.get_many([index])[0] for index in order[100:]]
         assert source.collect_stats().num_restarts == 1
     assert not list(spool.directory.iterdir())
     assert source.refused == {}
