@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # else DeepSpeed imports it in each child
 import torch
 
 from eagle31.cost.flops import count_step
