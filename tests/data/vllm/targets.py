@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from data.capture.hf import HiddenStateCapture
+from data.samples import CapturedSample
 from data.store import HiddenStateStore
 from data.target.loading import load_target
 from data.target.modules import locate
@@ -150,18 +151,22 @@ def largest_difference(
     """Return how far stored states are from those of transformers, relative to the largest of each layer."""
     model = load_target(spec, torch.device("cpu"))
     capture = HiddenStateCapture(model, locate(model, spec), aux_layer_ids)
-    difference = 0.0
+    of_length: dict[int, list[CapturedSample]] = {}  # which transformers computes together, without padding
     for i in range(len(store)):
         found, expected = store[i], dataset[i]
         assert found.input_ids.tolist() == expected["input_ids"]
         assert found.loss_mask.tolist() == expected["loss_mask"]
-        [(aux, last)] = capture.capture([found.input_ids])
-        for ours, theirs in (
-            (found.aux_hidden_states, aux),
-            (found.final_hidden_states[:, None], last[:, None]),
-        ):
-            error = (ours - theirs).abs().amax(dim=(0, 2)) / theirs.abs().amax(dim=(0, 2))
-            difference = max(difference, float(error.max()))
+        of_length.setdefault(len(found.input_ids), []).append(found)
+    difference = 0.0
+    for samples in of_length.values():
+        states = capture.capture([sample.input_ids for sample in samples])
+        for found, (aux, last) in zip(samples, states, strict=True):
+            for ours, theirs in (
+                (found.aux_hidden_states, aux),
+                (found.final_hidden_states[:, None], last[:, None]),
+            ):
+                error = (ours - theirs).abs().amax(dim=(0, 2)) / theirs.abs().amax(dim=(0, 2))
+                difference = max(difference, float(error.max()))
     return difference
 
 

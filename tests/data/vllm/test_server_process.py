@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,8 @@ from tests.data.vllm.targets import (
     make_samples,
     save_mla,
 )
+from tests.preloaded.start import program_of
+from tests.train.torchrun import preloaded_python
 
 IDS = (1, 2, 3, 4)
 NUM_SAMPLES = 400
@@ -61,7 +62,10 @@ def is_alive(process: psutil.Process) -> bool:
 def test_a_server_is_started_again_and_ends_with_its_run(
     killed_before: bool, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Every layer's states equal those of transformers; what was captured before a death is kept."""
+    """Every layer's states equal those of transformers; what was captured before a death is kept.
+
+    The run is a fork, the processes of its server are real.
+    """
     if killed_before and not request.config.getoption("--full"):
         pytest.skip("--full runs it: it starts a second server, as test_server.py does")
     spec, dataset, store = save_mla(tmp_path / "target"), make_samples(NUM_SAMPLES), tmp_path / "store"
@@ -70,7 +74,7 @@ def test_a_server_is_started_again_and_ends_with_its_run(
     # The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
     hostile = make_hostile_directory(tmp_path / "hostile")
     run = psutil.Popen(
-        [sys.executable, str(script), *arguments],
+        [preloaded_python(), str(script), *arguments],
         cwd=hostile,
         env=os.environ | {"PYTHONPATH": str(hostile)},
     )
@@ -78,26 +82,31 @@ def test_a_server_is_started_again_and_ends_with_its_run(
     def num_captured() -> int:
         return len(captured_ids(store)) if store.exists() else 0
 
-    wait_for(lambda: num_captured() > 0)
-    [supervisor] = run.children()
-    [server] = supervisor.children()
-    first = supervisor.children(recursive=True)
-    assert len(first) >= 2
-    assert KEY not in " ".join(str(process.cmdline()) for process in [supervisor, *first])
-    last = [supervisor, *first]
-    if killed_before:
-        server.kill()
-        wait_for(lambda: not any(map(is_alive, [supervisor, *first])))
+    last: list[psutil.Process] = []
+    try:
+        wait_for(lambda: num_captured() > 0)
+        [supervisor] = program_of(run).children()
+        [server] = supervisor.children()
+        first = supervisor.children(recursive=True)
+        last = [supervisor, *first]
+        assert len(first) >= 2
+        assert KEY not in " ".join(str(process.cmdline()) for process in last)
+        if killed_before:
+            server.kill()
+            wait_for(lambda: not any(map(is_alive, [supervisor, *first])))
+            before = num_captured()
+            assert before < NUM_SAMPLES * 3 / 4
+            wait_for(lambda: num_captured() > before + NUM_SAMPLES / 8)
+            last = program_of(run).children(recursive=True)
+            assert len(last) > len(first)
+            assert not {process.pid for process in first} & {process.pid for process in last}
         before = num_captured()
-        assert before < NUM_SAMPLES * 3 / 4
-        wait_for(lambda: num_captured() > before + NUM_SAMPLES / 8)
-        last = run.children(recursive=True)
-        assert len(last) > len(first)
-        assert not {process.pid for process in first} & {process.pid for process in last}
-    before = num_captured()
-    run.kill()
-    assert run.wait(timeout=60) == -signal.SIGKILL
-    wait_for(lambda: not any(map(is_alive, last)), END_SECONDS)
+        run.kill()
+        assert run.wait(timeout=60) == -signal.SIGKILL
+        wait_for(lambda: not any(map(is_alive, last)), END_SECONDS)
+    finally:
+        for process in filter(is_alive, [run, *last]):
+            process.kill()
     assert KEY not in (tmp_path / "server.log").read_text()
     assert before <= num_captured() < NUM_SAMPLES
     model = load_target(spec, torch.device("cpu"))
