@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -331,7 +330,7 @@ def test_the_launchers_keys_are_not_forwarded_to_the_run() -> None:
 def test_a_run_says_that_the_launcher_has_no_effect(tmp_path: Path) -> None:
     arguments = ["recipe=qwen3_0_6b", "stages=[plan]", "launcher=slurm", f"output_dir={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "train/main.py", *arguments],
+        [preloaded_python(), "train/main.py", *arguments],
         cwd=CHECKOUT,
         env=environment(),
         capture_output=True,

@@ -22,6 +22,7 @@ from tests.train.reporting.finished_run import (
     train_metrics,
     validation_metrics,
 )
+from train.reporting import report as report_module
 from train.reporting.plots import COLORS, build_panels, to_svg
 from train.reporting.report import format_table, refresh_page, write_report
 from train.reporting.results import SERVING_FORMAT
@@ -64,10 +65,21 @@ class Page(HTMLParser):
         self.text += data
 
 
-def report(directory: Path, metrics: list[dict[str, Any]], measured: dict[str, Any], **known: Any) -> Page:
+def report(
+    directory: Path,
+    metrics: list[dict[str, Any]],
+    measured: dict[str, Any],
+    *,
+    drawn: bool = False,
+    **known: Any,
+) -> Page:
+    """Write a report and return its page, whose pictures are drawn; the PNG files only if `drawn`."""
     metrics_path = directory / "metrics.jsonl"
     write_jsonl(metrics_path, metrics)
-    path = write_report(directory, metrics_path, measured, run_info() | known)
+    with pytest.MonkeyPatch.context() as patch:
+        if not drawn:  # which takes most of the time
+            patch.setattr(report_module, "save_png", lambda _, path, *settings: path.touch())
+        path = write_report(directory, metrics_path, measured, run_info() | known)
     assert path == directory / "report" / "index.html"
     return Page(path.read_text(encoding="utf-8"))
 
@@ -78,7 +90,7 @@ def pictures(directory: Path) -> set[str]:
 
 def test_full_report(tmp_path: Path) -> None:
     style = dict(matplotlib.rcParams)
-    page = report(tmp_path, finished_metrics(), evaluation())
+    page = report(tmp_path, finished_metrics(), evaluation(), drawn=True)
     assert pictures(tmp_path) == PICTURES
     saved = read_json(tmp_path / "report" / "metrics.json")
     assert saved == {"evaluation": evaluation(), "run": run_info(), "metrics": finished_metrics()}
@@ -114,7 +126,7 @@ def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     before = report(tmp_path, finished_metrics(), evaluation())
     assert "Drift" not in before.text
     records = finished_metrics() + [drift_metrics(step) for step in range(0, 401, 40)]
-    page = report(tmp_path, records, evaluation())
+    page = report(tmp_path, records, evaluation(), drawn=True)
     assert page.tags.count("svg") == before.tags.count("svg") + 4
     assert pictures(tmp_path) == PICTURES | {"drift.png"}
     text = " ".join(page.text.replace("\xa0", " ").split())
@@ -132,7 +144,7 @@ def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
 
 def test_report_without_the_optional_parts(tmp_path: Path) -> None:
     measured = evaluation() | {"sampling": None, "untrained": None}
-    page = report(tmp_path, [], measured)
+    page = report(tmp_path, [], measured, drawn=True)
     assert "2.53" in page.text
     assert "temperature 1" not in page.text.replace("\xa0", " ")
     assert "untrained" not in page.text
@@ -175,7 +187,8 @@ def test_early_report_removes_the_pictures_of_an_earlier_report(tmp_path: Path) 
     for name in PICTURES:
         (tmp_path / "report" / name).touch()
     records = train_metrics(num_steps=2, num_depths=1)
-    page = report(tmp_path, records, {}, best_step=None, draft_vocab_size=None, git_revision=None)
+    unknown = {"best_step": None, "draft_vocab_size": None, "git_revision": None}
+    page = report(tmp_path, records, {}, drawn=True, **unknown)
     assert "Not evaluated yet" in page.text
     assert pictures(tmp_path) == {"loss.png", "acceptance_over_training.png", "summary.png"}
     assert "export" in format_table({}, run_info())
