@@ -1,12 +1,11 @@
 """Loading the packed rows of each optimizer step, with read-ahead in the background."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,7 +13,8 @@ from data.batches.balance import balanced
 from data.batches.position_gaps import PositionGaps
 from data.batches.row_order import RowOrder
 from data.batches.row_schedule import RowSchedule, check_divisible
-from data.samples import CapturedSample, HiddenStateSource
+from data.batches.rows import empty_row, pack_row
+from data.samples import CapturedSample, HiddenStateSource, StateShape
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
 
@@ -40,10 +40,16 @@ class OrderedSource(HiddenStateSource, Protocol):
 
 @runtime_checkable
 class StoredSource(HiddenStateSource, Protocol):
-    """A source whose samples are in files, each of which holds several."""
+    """A source whose samples are in files, each of which holds several.
+
+    It decodes samples straight into the rows, which saves a copy of the states and the memory for it.
+    """
 
     @property
     def files(self) -> NDArray: ...  # the file of each sample, from 0, int [num_samples]
+    @property
+    def state_shape(self) -> StateShape: ...
+    def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -189,26 +195,49 @@ class RowLoader:
 
     def _load(self, step: int) -> list[PackedBatch]:
         rows = self.rows(step)
+        if isinstance(self.source, StoredSource):
+            return self._read_into_rows(self.source, step, rows)
         if isinstance(self.source, OrderedSource):
             self._announce(self.source, step)
         samples = iter(self.source.get_many([index for row in rows for index in row]))
         return [self._pack(step, {index: next(samples) for index in row}) for row in rows]
 
+    def _read_into_rows(
+        self, source: StoredSource, step: int, rows: Sequence[Sequence[int]]
+    ) -> list[PackedBatch]:
+        batches, places = [], []
+        for row in rows:
+            lengths = {index: int(source.lengths[index]) for index in row}
+            batch, of_row = empty_row(
+                list(lengths.values()),
+                self._padded(sum(lengths.values())),
+                source.state_shape,
+                pin_memory=self.pin_memory,
+                position_ids=self._position_ids(step, lengths),
+            )
+            batches.append(batch)
+            places += of_row
+        source.read_into([index for row in rows for index in row], places)
+        return batches
+
     def _pack(self, step: int, samples: dict[int, CapturedSample]) -> PackedBatch:
-        num_tokens = sum(len(sample.input_ids) for sample in samples.values())
-        padded = max(-(-num_tokens // self.pad_multiple), 1) * self.pad_multiple
-        position_ids = None
-        if self.position_gaps is not None:
-            lengths = [(len(sample.input_ids), index) for index, sample in samples.items()]
-            position_ids = [
-                self.position_gaps.position_ids(num, step, index) for num, index in lengths if num
-            ]
+        lengths = {index: len(sample.input_ids) for index, sample in samples.items()}
         return pack_row(
             list(samples.values()),
-            min(padded, self.row_tokens),
+            self._padded(sum(lengths.values())),
             pin_memory=self.pin_memory,
-            position_ids=position_ids,
+            position_ids=self._position_ids(step, lengths),
         )
+
+    def _padded(self, num_tokens: int) -> int:
+        return min(max(-(-num_tokens // self.pad_multiple), 1) * self.pad_multiple, self.row_tokens)
+
+    def _position_ids(self, step: int, lengths: Mapping[int, int]) -> list[Tensor] | None:
+        """Return the position ids of the samples that have tokens, by their lengths; None without gaps."""
+        if self.position_gaps is None:
+            return None
+        gaps = self.position_gaps
+        return [gaps.position_ids(num, step, index) for index, num in lengths.items() if num]
 
     def _announce(self, source: OrderedSource, step: int) -> None:
         """Announce the samples of `step` and the following steps to the source."""
@@ -232,40 +261,3 @@ def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:
             "with the number of processes, or add data."
         )
         raise UserError("train.rows_per_step", rows_per_step, remedy)
-
-
-def pack_row(
-    samples: Sequence[CapturedSample],
-    num_tokens: int,
-    *,
-    pin_memory: bool = False,
-    position_ids: Sequence[Tensor] | None = None,
-) -> PackedBatch:
-    """Concatenate the samples and pad them to `num_tokens`.
-
-    Samples without tokens, which replace samples that could not be captured, leave no trace in the row.
-
-    Args:
-        position_ids: those of each sample that has tokens; None counts them from 0.
-    """
-    lengths = [len(sample.input_ids) for sample in samples if len(sample.input_ids)]
-    documents = torch.arange(len(lengths))
-    document_ids = documents.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    if position_ids is None:
-        position_ids = [torch.arange(length) for length in lengths]
-
-    def concatenate(parts: Sequence[Tensor], padding: int = 0) -> Tensor:
-        shape = (num_tokens, *parts[0].shape[1:])
-        row = torch.empty(shape, dtype=parts[0].dtype, pin_memory=pin_memory)
-        torch.cat(list(parts), out=row[: sum(lengths)])
-        row[sum(lengths) :] = padding
-        return row
-
-    return PackedBatch(
-        input_ids=concatenate([sample.input_ids for sample in samples]),
-        loss_mask=concatenate([sample.loss_mask for sample in samples]),
-        document_ids=concatenate([document_ids], padding=-1),
-        position_ids=concatenate(position_ids or [document_ids]),
-        aux_hidden_states=concatenate([sample.aux_hidden_states for sample in samples]),
-        final_hidden_states=concatenate([sample.final_hidden_states for sample in samples]),
-    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from data.batches.loader import SourceStats
 from data.capture.refusals import MAX_REFUSED_FRACTION, check_refusals
 from data.capture.tokens import TokenRows, dataset_lengths
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 from data.transport.protocol import Arrivals, Producer, StateRequest
 from eagle31.errors import UserError
 
@@ -25,15 +25,6 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 120.0  # then the awaited sample is requested again
 _TAKEN_KEPT = 64
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """The shape and dtype of a token's states, as training reads them."""
-
-    num_aux_layers: int
-    hidden_size: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

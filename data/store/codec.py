@@ -24,6 +24,7 @@ _BIAS, _NAN_EXPONENT = 127, 255
 _FP8_MANTISSA, _FP8_EXPONENT = 0.875, 9  # of 448, the largest
 # All bits but the exponent's highest one, and the difference between the biases of the two formats.
 _FP16_BITS, _FP16_SHIFT = ~0x4000, 8
+_BLOCK_ELEMENTS = 32_000  # PyTorch divides 32,768 and more
 _TOKEN_BYTES = 5  # input_ids int32, loss_mask bool
 
 
@@ -128,19 +129,54 @@ def encode(sample: CapturedSample, encoding: Encoding) -> dict[str, Tensor]:
 
 def decode(tensors: Mapping[str, Tensor]) -> CapturedSample:
     """Return the sample, with zeros where nothing was kept; bfloat16 unless the codec is `exact`."""
-    loss_mask = tensors["loss_mask"]
-    aux, final = (_states(tensors, name) for name in STATES)
-    num_tokens = len(loss_mask)
-    if len(final) < num_tokens:
-        kept = supervised_final(loss_mask).to(final.device)
-        final = final.new_zeros(num_tokens, *final.shape[1:]).index_put_((kept,), final)
-        aux = torch.cat((aux, aux.new_zeros(num_tokens - len(aux), *aux.shape[1:])))
-    return CapturedSample(tensors["input_ids"].long(), loss_mask, aux, final)
+    num_tokens, states = len(tensors["loss_mask"]), tensors[STATES[0]]
+    dtype = decoded_dtype(tensors)
+    sample = CapturedSample(
+        torch.empty(num_tokens, dtype=torch.int64),
+        torch.empty(num_tokens, dtype=torch.bool),
+        torch.empty((num_tokens, *states.shape[1:]), dtype=dtype),
+        torch.empty((num_tokens, *tensors[STATES[1]].shape[1:]), dtype=dtype),
+    )
+    decode_into(tensors, sample)
+    return sample
 
 
-def _states(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    states, exponents = tensors[name], tensors.get(name + _EXPONENTS)
-    return states if exponents is None else _from_fp8(states, exponents)
+def decoded_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype of the states that these tensors decode to."""
+    return torch.bfloat16 if STATES[0] + _EXPONENTS in tensors else tensors[STATES[0]].dtype
+
+
+def decode_into(tensors: Mapping[str, Tensor], sample: CapturedSample) -> None:
+    """Decode into a sample of the right shapes and dtypes on the CPU, such as a part of a row.
+
+    Memory that was used before is much faster than new memory, which the kernel clears first.
+    """
+    sample.input_ids.copy_(tensors["input_ids"])
+    sample.loss_mask.copy_(tensors["loss_mask"])
+    aux, final = (tensors[name] for name in STATES)
+    _decode_states(aux, tensors.get(STATES[0] + _EXPONENTS), sample.aux_hidden_states[: len(aux)])
+    sample.aux_hidden_states[len(aux) :] = 0
+    exponents = tensors.get(STATES[1] + _EXPONENTS)
+    if len(final) == len(sample.final_hidden_states):
+        _decode_states(final, exponents, sample.final_hidden_states)
+        return
+    kept = torch.nonzero(supervised_final(sample.loss_mask)).flatten()
+    first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (0, 0)
+    if last - first == len(kept):  # the usual case: one answer
+        sample.final_hidden_states[:first] = 0
+        sample.final_hidden_states[last:] = 0
+        _decode_states(final, exponents, sample.final_hidden_states[first:last])
+        return
+    decoded = torch.empty(final.shape, dtype=sample.final_hidden_states.dtype)
+    _decode_states(final, exponents, decoded)
+    sample.final_hidden_states.zero_().index_copy_(0, kept, decoded)
+
+
+def _decode_states(states: Tensor, exponents: Tensor | None, out: Tensor) -> None:
+    if exponents is None:
+        out.copy_(states)
+    else:
+        _from_fp8(states, exponents, out)
 
 
 def _to_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,16 +193,28 @@ def _to_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.to(torch.float8_e4m3fn), biased.to(torch.uint8)
 
 
-def _from_fp8(states: Tensor, exponents: Tensor) -> Tensor:
-    """Return bfloat16, which holds four significant bits times a power of two exactly.
+def _from_fp8(states: Tensor, exponents: Tensor, out: Tensor) -> None:
+    """Decode e4m3 [..., Ht] and biased exponents uint8 [...] to bfloat16 [..., Ht].
 
-    Except for the bias of the exponent, e4m3's bits are float16's shifted by seven. PyTorch's conversion on
-    the CPU takes five times as long.
+    bfloat16 holds four significant bits times a power of two exactly. Except for the bias of the exponent,
+    e4m3's bits are float16's shifted by seven; PyTorch's conversion on the CPU takes five times as long. What
+    lies between stays in the processor's cache, and a block is too small for PyTorch to divide it among
+    threads, because several threads decode different samples.
     """
-    bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_FP16_BITS)
-    wide = bits.view(torch.float16).float()
+    hidden_size = states.shape[-1]
+    coded, decoded = states.view(torch.int8).reshape(-1, hidden_size), out.view(-1, hidden_size)
     scales = torch.ldexp(
         torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS + _FP16_SHIFT
     )
     scales[exponents == _NAN_EXPONENT] = torch.nan
-    return wide.mul_(scales.unsqueeze(-1)).bfloat16()
+    scales = scales.reshape(-1, 1)
+    num_rows = max(_BLOCK_ELEMENTS // hidden_size, 1)
+    bits = torch.empty(num_rows, hidden_size, dtype=torch.int16)
+    wide = torch.empty(num_rows, hidden_size)
+    for start in range(0, len(coded), num_rows):
+        block = slice(start, min(start + num_rows, len(coded)))
+        number = block.stop - start
+        bits[:number] = coded[block]
+        bits[:number].bitwise_left_shift_(7).bitwise_and_(_FP16_BITS)
+        wide[:number] = bits[:number].view(torch.float16)
+        decoded[block] = wide[:number].mul_(scales[block])

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from data.file_hashes import sha256_of_files
 from data.progress import tracked
-from data.samples import CapturedSample
-from data.store.codec import decode
+from data.samples import CapturedSample, StateShape
+from data.store.codec import STATES, decode, decode_into, decoded_dtype
 from data.store.index import INDEX, MANIFEST, ShardEntry, ShardTable, read_index, read_manifest
 from data.store.remote import RemoteDirectory, is_url, local_description
 from data.store.sample_cache import CacheSettings, SampleCache
-from data.store.shard_file import ShardFile
+from data.store.shard_file import ShardFile, new_memory
 from data.store.shards import DamagedShard, check_content, check_size, open_shard
 from eagle31.errors import UserError
 
@@ -55,8 +56,11 @@ class SampleReader:
         self._lock = threading.Lock()  # guards the field below
         self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
 
-    def encoded(self, index: int) -> dict[str, Tensor]:
+    def encoded(self, index: int, allocate: Callable[[int], Tensor] = new_memory) -> dict[str, Tensor]:
         """Return a sample's tensors after comparing their checksum.
+
+        Args:
+            allocate: returns uint8 memory for the tensors, of this size or larger.
 
         Raises:
             DamagedShard: the shard is missing, or the sample was altered.
@@ -65,12 +69,12 @@ class SampleReader:
         starts, rows = self._index["starts"][index].tolist(), self._index["rows"][index].tolist()
         expected = int(self._index["checksums"][index])
         sample_id = int(self._index["sample_ids"][index])
-        kept = None if self._cache is None else self._cache.read(sample_id, rows)
+        kept = None if self._cache is None else self._cache.read(sample_id, rows, allocate)
         if kept is not None and kept[1] == expected:
             return kept[0]
         file = self._open(shard)
         try:
-            tensors, checksum = file.read(starts, rows, checked=expected >= 0)
+            tensors, checksum = file.read(starts, rows, checked=expected >= 0, allocate=allocate)
         except OSError as error:
             raise self._damaged(shard, index, str(error)) from error
         if checksum is not None and checksum != expected:
@@ -78,6 +82,11 @@ class SampleReader:
         if self._cache is not None and checksum is not None:
             self._cache.keep(sample_id, tensors)
         return tensors
+
+    def state_shape(self) -> StateShape:
+        """Return the shape and dtype that the states decode to. There is at least one shard."""
+        tensors = self._open(0).read((0, 0, 0), (0, 0, 0))[0]
+        return StateShape.of(tensors[STATES[0]], decoded_dtype(tensors))
 
     def _open(self, shard: int) -> ShardFile:
         with self._lock:
@@ -100,6 +109,19 @@ class SampleReader:
         return DamagedShard(
             str(path), f"sample {sample_id}", f"{remedy}only the shard's samples are captured again."
         )
+
+
+class _ThreadMemory(threading.local):
+    """Memory of each thread for one encoded sample, because new memory is cleared before its use."""
+
+    def __init__(self) -> None:
+        self._memory = new_memory(0)
+
+    def of_size(self, num_bytes: int) -> Tensor:
+        """Return at least this much memory, which the next call may return again."""
+        if len(self._memory) < num_bytes:
+            self._memory = new_memory(num_bytes)
+        return self._memory
 
 
 def store_description(location: Path | str) -> dict[str, Any]:
@@ -166,6 +188,7 @@ class HiddenStateStore:
         self.files: NDArray[np.int32] = index["shards"]  # the shard of each sample
         kept = None if cache is None else SampleCache.of_store(cache, manifest)
         self._reader = SampleReader(self.directory, index, open_file=self._open_file, cache=kept)
+        self._memory = _ThreadMemory()
         self._threads = ThreadPoolExecutor(num_threads, "read-samples") if num_threads > 1 else None
 
     def __len__(self) -> int:
@@ -179,6 +202,26 @@ class HiddenStateStore:
         if self._threads is None or len(indices) < 2:
             return [self[index] for index in indices]
         return list(self._threads.map(self.__getitem__, indices))
+
+    @cached_property
+    def state_shape(self) -> StateShape:
+        """The shape and dtype of a token's decoded states."""
+        with self._explained():
+            return self._reader.state_shape()
+
+    def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None:
+        """Decode samples into tensors of the caller, with `num_threads` of them at the same time."""
+        tasks = zip(indices, places, strict=True)
+        if self._threads is None:
+            for task in tasks:
+                self._read_into(task)
+        else:
+            for _ in self._threads.map(self._read_into, tasks):
+                pass
+
+    def _read_into(self, task: tuple[int, CapturedSample]) -> None:
+        with self._explained():
+            decode_into(self._reader.encoded(task[0], self._memory.of_size), task[1])
 
     def verify(
         self,

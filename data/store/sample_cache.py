@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from data.store.shard_file import ShardFile, file_order, header, shard_columns, tensor_bytes
+from data.store.shard_file import ShardFile, file_order, header, new_memory, shard_columns, tensor_bytes
 from eagle31.errors import UserError
 
 _SAMPLES_PER_DIRECTORY = 1000
@@ -73,14 +73,16 @@ class SampleCache:
         name = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:32]
         return SampleCache(settings.directory / name, settings.limit_bytes, settings.num_processes)
 
-    def read(self, sample_id: int, rows: Sequence[int]) -> tuple[dict[str, Tensor], int] | None:
+    def read(
+        self, sample_id: int, rows: Sequence[int], allocate: Callable[[int], Tensor] = new_memory
+    ) -> tuple[dict[str, Tensor], int] | None:
         """Return an encoded sample and its checksum, or None where it is not kept or its file is damaged.
 
         Args:
-            rows: the number of rows of each of `KINDS`.
+            rows, allocate: as for `ShardFile.read`.
         """
         try:
-            tensors, checksum = ShardFile(self._path(sample_id)).read((0, 0, 0), rows)
+            tensors, checksum = ShardFile(self._path(sample_id)).read((0, 0, 0), rows, allocate=allocate)
         except (OSError, UserError):
             return None
         assert checksum is not None

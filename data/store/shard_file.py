@@ -7,7 +7,7 @@ faster xxhash, google-crc32c and blake3 would have to be installed into every vL
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -145,6 +145,11 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def new_memory(num_bytes: int) -> Tensor:
+    """Return memory of this size, uint8 [num_bytes]."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 class PositionedFile(Protocol):
     """A file that any number of threads can read at any position. path: for messages."""
 
@@ -223,20 +228,27 @@ class ShardFile:
             raise UserError("file", self.path, "It has not the tensors of a shard.")
 
     def read(
-        self, starts: Sequence[int], rows: Sequence[int], *, checked: bool = True
+        self,
+        starts: Sequence[int],
+        rows: Sequence[int],
+        *,
+        checked: bool = True,
+        allocate: Callable[[int], Tensor] = new_memory,
     ) -> tuple[dict[str, Tensor], int | None]:
         """Return an encoded sample, whose tensors share one block of memory, and its checksum.
 
         Args:
             starts, rows: the first row and the number of rows of each of `KINDS`.
             checked: whether to compute the checksum; it is None otherwise.
+            allocate: returns uint8 memory for the tensors, of this size or larger.
 
         Raises:
             OSError: the file ends before these rows, or cannot be read.
         """
         first, num = dict(zip(KINDS, starts, strict=True)), dict(zip(KINDS, rows, strict=True))
         sizes = {name: num[ROWS_OF[name]] * self._columns[name].row_bytes for name in self._names}
-        block = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+        num_bytes = sum(sizes.values())
+        block = allocate(num_bytes)[:num_bytes]
         view, tensors, offset = block.numpy().data, {}, 0
         pieces = []
         for name, size in sizes.items():

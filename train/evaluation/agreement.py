@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from data.batches.loader import pack_row
+from data.batches.rows import pack_row
 from data.samples import CapturedSample
 from eagle31.decoding.chain import rounding_bound, top_magnitude, top_margin
 from eagle31.decoding.replay import replayed_drafts

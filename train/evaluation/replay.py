@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batches.loader import pack_row
+from data.batches.rows import pack_row
 from data.samples import CapturedSample
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import expected_replay, replay

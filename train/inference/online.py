@@ -11,7 +11,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from data.capture.online import OnlineStates, StateShape
+from data.capture.online import OnlineStates
+from data.samples import StateShape
 from data.store.codec import Encoding
 from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
 from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batches.loader import pack_row
+from data.batches.rows import pack_row
 from data.store import HiddenStateStore
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.template import template_fingerprint

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from data.batches.loader import pack_row
 from data.batches.packing import pack_epoch
+from data.batches.rows import pack_row
 from data.progress import tracked
 from data.samples import CapturedSample
 from eagle31.decoding.acceptance import AcceptanceStats

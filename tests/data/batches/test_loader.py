@@ -1,14 +1,17 @@
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from data.batches.loader import RowLoader, RowPosition, SourceStats, pack_row
+from data.batches.loader import RowLoader, RowPosition, SourceStats
 from data.batches.packing import pack_epoch
 from data.batches.position_gaps import PositionGaps
 from data.batches.row_schedule import RowSchedule
-from data.samples import CapturedSample
+from data.batches.rows import pack_row
+from data.samples import CapturedSample, StateShape
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
 
@@ -290,3 +293,48 @@ def test_gaps_change_positions_alone_and_are_the_same_on_any_number_of_ranks() -
     of_ranks = [_loader(rank, 2, position_gaps=gaps).batches(2) for rank in range(2)]
     for index, row in enumerate(changed):
         assert torch.equal(row.position_ids, of_ranks[index % 2][index // 2].position_ids)
+
+
+class StoredListSource(ListSource):
+    """A source of files whose samples are decoded into rows."""
+
+    state_shape = StateShape(3, 2, torch.float32)
+
+    @property
+    def files(self) -> NDArray:
+        return np.arange(len(self.lengths)) // 4
+
+    def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None:
+        self.requests.append(list(indices))
+        for index, place in zip(indices, places, strict=True):
+            for name, tensor in vars(self[index]).items():
+                getattr(place, name).copy_(tensor)
+
+
+@pytest.mark.parametrize("gaps", [None, PositionGaps(0.5, 7, 0)])
+def test_samples_that_are_decoded_into_rows_make_the_same_rows(gaps: PositionGaps | None) -> None:
+    loaders = [
+        RowLoader(source(), row_tokens=ROW_TOKENS, rows_per_step=4, seed=0, position_gaps=gaps)
+        for source in (ListSource, StoredListSource)
+    ]
+    for step in range(5):
+        for one, other in zip(*(loader.batches(step) for loader in loaders), strict=True):
+            for name, tensor in vars(one).items():
+                assert torch.equal(tensor, getattr(other, name)), name
+                assert tensor.dtype == getattr(other, name).dtype
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_loader_reads_window_by_window() -> None:
+    source = StoredListSource()
+    loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=1, seed=0, shuffle_window_tokens=100)
+    files = [
+        {index // 4 for row in loader.rows(step) for index in row} for step in range(loader.rows_per_epoch)
+    ]
+    assert sorted(i for step in range(loader.rows_per_epoch) for i in loader.step_samples(step)) == list(
+        range(NUM_SAMPLES)
+    )
+    assert max(map(len, files)) <= 3
+    first, last = ([index for index, row in enumerate(files) if 0 in row][end] for end in (0, -1))
+    assert last - first < loader.rows_per_epoch / 3

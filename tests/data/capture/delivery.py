@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
-from data.capture.online import OnlineStates, StateShape
+from data.capture.online import OnlineStates
 from data.capture.processes import ProcessProducer
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import write_manifest

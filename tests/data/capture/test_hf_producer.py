@@ -14,9 +14,10 @@ from torch import Tensor
 
 from data.batches.loader import RowLoader
 from data.capture.hf_producer import hf_producer
-from data.capture.online import OnlineStates, StateShape
+from data.capture.online import OnlineStates
 from data.capture.processes import ProcessProducer
 from data.capture.worker import _capture_batch, next_batch
+from data.samples import StateShape
 from data.transport.protocol import StateRequest
 from data.transport.spool import Spool, file_bytes
 from eagle31.errors import UserError

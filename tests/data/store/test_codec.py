@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batches.loader import pack_row
+from data.batches.rows import pack_row
 from data.samples import CapturedSample
 from data.store.codec import (
     CODECS,
@@ -13,6 +13,8 @@ from data.store.codec import (
     ROWS_OF,
     Encoding,
     decode,
+    decode_into,
+    decoded_dtype,
     encode,
     encoded_bytes,
     kept_rows,
@@ -132,3 +134,28 @@ def test_an_unknown_codec_is_refused() -> None:
         Encoding("fp4")
     with pytest.raises(UserError, match=r"capture\.final_states=none"):
         Encoding("fp8", "none")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("final_states", ["all", "supervised"])
+def test_decoding_into_memory_leaves_nothing_of_what_was_there(codec: str, final_states: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for mask in ([0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 1, 1, 1, 0], [0, 0, 0], [0, 1, 1, 1, 1]):
+        states = torch.randn(len(mask), 4, 20_000, generator=generator).bfloat16()
+        sample = CapturedSample(
+            torch.arange(len(mask)), torch.tensor(mask).bool(), states[:, 1:], states[:, 0]
+        )
+        tensors = encode(sample, Encoding(codec, final_states))
+        expected = decode(tensors)
+        used = CapturedSample(*(torch.full_like(tensor, 1) for tensor in vars(expected).values()))
+        decode_into(tensors, used)
+        assert decoded_dtype(tensors) == expected.aux_hidden_states.dtype
+        for name, tensor in vars(expected).items():
+            assert torch.equal(getattr(used, name), tensor), name
+        kept = kept_rows(Encoding(codec, final_states), sample.loss_mask)
+        assert torch.equal(expected.input_ids, sample.input_ids)
+        assert not expected.aux_hidden_states[kept.aux :].any()
+        close = {"rtol": 0.07 if codec == "fp8" else 0, "atol": 0.01 if codec == "fp8" else 0}
+        torch.testing.assert_close(
+            expected.aux_hidden_states[: kept.aux], sample.aux_hidden_states[: kept.aux], **close
+        )

@@ -10,7 +10,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.online import OnlineStates, StateShape
+from data.capture.online import OnlineStates
+from data.samples import StateShape
 from data.torchspec.settings import TorchSpecSettings
 from data.torchspec.states import TorchSpecStates, before_norm, norm_gain
 from data.transport.mooncake import library_directory, state_bytes

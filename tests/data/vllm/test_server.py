@@ -20,10 +20,11 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from data.capture.hf import HiddenStateCapture
-from data.capture.online import OnlineStates, StateShape
+from data.capture.online import OnlineStates
 from data.capture.opening import StoreSpec
 from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
+from data.samples import StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.store.codec import Encoding

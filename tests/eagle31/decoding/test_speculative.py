@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.batches.loader import pack_row
+from data.batches.rows import pack_row
 from data.capture.hf import HiddenStateCapture
 from data.samples import CapturedSample
 from data.target.cached_decoding import TargetDecoder

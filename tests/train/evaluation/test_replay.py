@@ -1,6 +1,6 @@
 import torch
 
-from data.batches.loader import pack_row
+from data.batches.rows import pack_row
 from data.samples import CapturedSample
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.evaluation.replay import replay_greedily, sampling_report

@@ -15,9 +15,9 @@ from torch import nn
 
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader
-from data.capture.online import OnlineStates, StateShape
+from data.capture.online import OnlineStates
 from data.capture.processes import ProcessProducer
-from data.samples import CapturedSample, HiddenStateSource
+from data.samples import CapturedSample, HiddenStateSource, StateShape
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import write_manifest

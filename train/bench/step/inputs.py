@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.batches.loader import pack_row
+from data.batches.rows import pack_row
 from data.samples import CapturedSample
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
