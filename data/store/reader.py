@@ -26,6 +26,8 @@ from eagle31.errors import UserError
 
 # Open files of a reader: a process may have 1,024 by default.
 _MAX_OPEN_SHARDS = 128
+# An object of a remote store holds no file open, only its header.
+_MAX_REMOTE_SHARDS = 1 << 14
 
 
 class SampleReader:
@@ -187,7 +189,13 @@ class HiddenStateStore:
         self.lengths: NDArray[np.int64] = index["rows"][:, 0].astype(np.int64)
         self.files: NDArray[np.int32] = index["shards"]  # the shard of each sample
         kept = None if cache is None else SampleCache.of_store(cache, manifest)
-        self._reader = SampleReader(self.directory, index, open_file=self._open_file, cache=kept)
+        self._reader = SampleReader(
+            self.directory,
+            index,
+            open_file=self._open_file,
+            cache=kept,
+            max_open_shards=_MAX_OPEN_SHARDS if self._remote is None else _MAX_REMOTE_SHARDS,
+        )
         self._memory = _ThreadMemory()
         self._threads = ThreadPoolExecutor(num_threads, "read-samples") if num_threads > 1 else None
 

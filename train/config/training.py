@@ -130,7 +130,7 @@ class TrainConfig:
     row_tokens: int = 2048  # Length of a packed row in tokens; the longest sample must fit.
     # Shuffle within windows of this many tokens instead of over all samples: files of the store are joined
     # in random order, so that a file is read during one window only. For capture.mode=offline with stores
-    # that are slow to read at random (docs/capture.md). null: over all samples.
+    # that are slow to read at random (docs/capture.md). No ablation compares the two. null: over all samples.
     shuffle_window_tokens: int | None = None
     rows_per_step: int = 8  # Packed rows of one optimizer step, over all ranks.
     # Packed rows of the first optimizer steps, over all ranks; the number doubles until it is rows_per_step.
