@@ -1,7 +1,6 @@
 """On-policy training data: the target answers the conversations again, turn by turn."""
 
 import sys
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from data.generation.answers import answers_dataset
+from data.generation.dialogue import Dialogue
 from data.text.schemas import Conversation
-from data.text.template import TemplateRefused, render_prompt
 from data.text.tokenize import SAMPLE_SCHEMA, check_refused
 from eagle31.json_files import read_json, write_json
 
@@ -23,7 +22,7 @@ Refusals = list[tuple[str, str]]
 
 # Assistant turns in memory at a time: they keep many GPUs busy, and take a few GB at 8,000 tokens each.
 BLOCK_TURNS = 16384
-_BATCH_SAMPLES = 1024
+BATCH_SAMPLES = 1024
 _MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
 
 
@@ -69,7 +68,7 @@ def regenerate(
     remaining = iter(conversations)
     parts: list[Dataset] = []
     refusals: Refusals = []
-    num_samples = num_conversations = 0
+    num_samples = num_conversations = num_at_tools = 0
     while max_samples is None or num_samples < max_samples:
         block = _take_turns(remaining, _block_size(num_samples, max_samples, block_turns))
         if not block:
@@ -83,15 +82,25 @@ def regenerate(
                 check_refused([*earlier, *refused], total)
 
             _answer_block(block, tokenizer, answer, max_tokens, template_kwargs, path, check)
-        refusals += [(id, reason) for id, reason in read_json(path.with_suffix(".json"))["refused"]]
+        ended = read_json(path.with_suffix(".json"))
+        refusals += [(id, reason) for id, reason in ended["refused"]]
+        num_at_tools += ended.get("num_ended_at_tools", 0)
         parts.append(Dataset.from_file(str(path)))
         num_samples += len(parts[-1])
         if progress:
             total = "" if max_samples is None else f" of at most {max_samples:,}"
             print(f"regenerate: {num_samples:,}{total} samples", file=sys.stderr, flush=True)
+    report_ended_at_tools(num_at_tools)
     if refusals:
         on_refused(refusals)
     return concatenate_datasets(parts) if parts else answers_dataset([], [], [])
+
+
+def report_ended_at_tools(number: int) -> None:
+    """Print how many conversations ended before recorded results of tools that did not fit."""
+    if number:
+        what = "conversations end where the recorded results of tools do not fit the target's calls"
+        print(f"regenerate: {number:,} {what}", file=sys.stderr, flush=True)
 
 
 def repeated(conversations: Iterable[Conversation], completions: int) -> Iterator[Conversation]:
@@ -132,53 +141,36 @@ def _answer_block(
     Args:
         check: called before each turn with the conversations that the template has refused.
     """
-    histories: list[list[dict]] = [[] for _ in conversations]
-    position = [0] * len(conversations)
-    refusals: Refusals = []
+    dialogues = [Dialogue(one, tokenizer, template_kwargs, max_tokens) for one in conversations]
     partial = path.with_suffix(".partial")
     turn = 0
     with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
         while True:
-            prompts, owners = [], []
-            for index, conversation in enumerate(conversations):
-                upcoming = _take_until_assistant(conversation, position, index, histories[index])
-                if not upcoming:
-                    continue
-                try:
-                    prompt = render_prompt(
-                        tokenizer,
-                        histories[index],
-                        conversation.tools,
-                        template_kwargs,
-                        conversation.template,
-                    )
-                except TemplateRefused as refused:
-                    refusals.append((conversation.id, refused.remedy))
-                    position[index] = len(conversation.messages)
-                    continue
-                if len(prompt) + 2 > max_tokens:
-                    position[index] = len(conversation.messages)
-                    continue
-                prompts.append(array("i", prompt))  # a tenth of a list's memory
-                owners.append(index)
-            check(refusals)
-            if not prompts:
+            prompted = [(one, prompt) for one in dialogues if (prompt := one.next_prompt()) is not None]
+            check([one.refusal for one in dialogues if one.refusal is not None])
+            if not prompted:
                 break
+            prompts = [prompt for _, prompt in prompted]
             answers = answer(prompts, path.with_name(f"{path.stem}-turn-{turn:03d}.jsonl"))
-            names = [f"{conversations[owner].id}/{turn}" for owner in owners]
+            names = [f"{one.conversation.id}/{turn}" for one, _ in prompted]
             samples = list(zip(names, prompts, answers, strict=True))
-            for start in range(0, len(samples), _BATCH_SAMPLES):
-                writer.write_batch(_record_batch(samples[start : start + _BATCH_SAMPLES], max_tokens))
-            for owner, ids in zip(owners, answers, strict=True):
-                completion = tokenizer.decode(ids, skip_special_tokens=True)
-                histories[owner].append({"role": "assistant", "content": completion})
-                position[owner] = position[owner] + 1 if ids else len(conversations[owner].messages)
+            for start in range(0, len(samples), BATCH_SAMPLES):
+                writer.write_batch(record_batch(samples[start : start + BATCH_SAMPLES], max_tokens))
+            for (dialogue, _), ids in zip(prompted, answers, strict=True):
+                dialogue.add_answer(ids)
             turn += 1
-    write_json(path.with_suffix(".json"), {"refused": refusals})
-    partial.rename(path)
+    finish_block(path, dialogues)
 
 
-def _record_batch(
+def finish_block(path: Path, dialogues: Sequence[Dialogue]) -> None:
+    """Write what became of the conversations of a block, whose samples are in the partial file."""
+    refused = [one.refusal for one in dialogues if one.refusal is not None]
+    at_tools = sum(one.ended_at_tools for one in dialogues)
+    write_json(path.with_suffix(".json"), {"refused": refused, "num_ended_at_tools": at_tools})
+    path.with_suffix(".partial").rename(path)
+
+
+def record_batch(
     samples: Iterable[tuple[str, Sequence[int], Sequence[int]]], max_tokens: int
 ) -> pa.RecordBatch:
     """Join (id, prompt, answer) into the columns of tokenized data; the loss mask covers the answers."""
@@ -192,17 +184,3 @@ def _record_batch(
         columns["loss_mask"].append(np.arange(len(ids)) >= len(prompt))
         columns["num_prompt_tokens"].append(len(prompt))
     return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
-
-
-def _take_until_assistant(
-    conversation: Conversation, position: list[int], index: int, history: list[dict]
-) -> bool:
-    """Move messages into the history up to the next assistant turn; return false if there is none."""
-    messages = conversation.messages
-    while position[index] < len(messages):
-        message = messages[position[index]]
-        if message["role"] == "assistant":
-            return True
-        history.append(dict(message))
-        position[index] += 1
-    return False

@@ -36,16 +36,16 @@ CONVERSATIONS = [
         ("user", "never answered"),
     ),
     conversation(
-        "tool",
+        "three",
         ("user", "six"),
         ("assistant", "XXXX"),
-        ("tool", "seven"),
+        ("user", "seven"),
         ("assistant", "XXXX"),
         ("assistant", "XXXX"),
     ),
     conversation("another", ("user", "the lazy dog jumps"), ("assistant", "XXXX")),
 ]
-TURNS = {"one": 1, "two": 2, "tool": 3, "another": 1}
+TURNS = {"one": 1, "two": 2, "three": 3, "another": 1}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,118 @@
+"""What the target wrote, as a message for its chat template: reasoning, text and tool calls.
+
+The template decides what a completion means. A completion has several readings: a part of it is calls or
+reasoning, or all of it is text. The first reading is taken with which the template writes the completion
+again, character for character.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.text.schemas import Conversation
+from data.text.template import TemplateRefused, decode, render_text
+
+_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # templates read one of them
+
+
+def parsed_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    history: Sequence[dict[str, Any]],
+    conversation: Conversation,
+    template_kwargs: Mapping[str, Any],
+    prompt: Sequence[int],
+    answer: Sequence[int],
+) -> dict[str, Any]:
+    """Return the assistant's message after `history` with which the template writes the answer.
+
+    Where no reading gives the answer, the message is the answer's text without special tokens.
+
+    Args:
+        prompt: the token ids of the history and the generation prompt.
+        answer: the token ids of the target's completion.
+    """
+
+    def text(messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        return render_text(
+            tokenizer,
+            messages,
+            conversation.tools,
+            template_kwargs,
+            conversation.template,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    plain = {"role": "assistant", "content": tokenizer.decode(list(answer), skip_special_tokens=True)}
+    written = text(history, add_generation_prompt=True) + decode(tokenizer, list(answer))
+    for message in [*_readings(tokenizer, conversation.tools, prompt, answer), plain]:
+        try:
+            rendered = text([*history, message], add_generation_prompt=False)
+        except TemplateRefused:
+            continue
+        # The template closes a turn that ended at the length limit, and may write more after its end.
+        if rendered.startswith(written):
+            return message
+    return plain
+
+
+def same_calls(turn: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    """Return whether a turn makes the calls of the recorded one, to which recorded results belong.
+
+    A turn without calls is compared by its text, which may have calls in another format.
+    """
+    calls = _calls(turn), _calls(recorded)
+    return calls[0] == calls[1] if any(calls) else turn["content"].strip() == recorded["content"].strip()
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the name and arguments of each call, structured or in the text."""
+    calls = message.get("tool_calls") or [_call(one) for one in _CALL.findall(message["content"])]
+    functions = [call.get("function", call) for call in calls if call is not None]
+    return [(function.get("name"), function.get("arguments") or {}) for function in functions]
+
+
+def _readings(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] | None,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+) -> Iterator[dict[str, Any]]:
+    """Yield messages that the answer may be: the tokenizer's own reading, and those of common formats."""
+    if getattr(tokenizer, "response_template", None):
+        try:
+            parsed = tokenizer.parse_response(
+                list(answer), prefix=list(prompt), tools=list(tools) if tools else None
+            )
+            yield {"content": "", **parsed, "role": "assistant"}
+        except (ValueError, TypeError):  # it is not written as the format requires
+            pass
+    text = decode(tokenizer, list(answer))
+    for token in tokenizer.all_special_tokens:
+        if text.endswith(token):  # the end of the turn
+            text = text.removesuffix(token)
+            break
+    found = _REASONING.match(text)  # it may begin at the end of the prompt
+    reasoning = dict.fromkeys(_REASONING_KEYS, found[1].strip("\n")) if found else {}
+    rest = text[found.end() :] if found else text
+    calls = [_call(one) for one in _CALL.findall(rest)]
+    if calls and None not in calls:
+        content = _CALL.sub("", rest).strip()
+        yield {"role": "assistant", "content": content, **reasoning, "tool_calls": calls}
+    if reasoning:
+        yield {"role": "assistant", "content": rest.strip("\n"), **reasoning}
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    """Return the call that a JSON object describes, or None."""
+    try:
+        call = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}

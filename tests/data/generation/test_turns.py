@@ -1,0 +1,155 @@
+"""The target's reasoning and tool calls in the history of later turns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.generation.regenerate import regenerate
+from data.generation.turns import parsed_turn
+from data.text.schemas import Conversation
+from tests.data.text.chat_templates import CHATML, byte_level_tokenizer
+
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+# As templates of reasoning models with tools have it: earlier thoughts are left out.
+STRUCTURED = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content and loop.last %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def call(a: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": {"a": a}}}
+
+
+def written(a: int) -> str:
+    return (
+        f"<think>\nI add.\n</think>\n\n<tool_call>\n{json.dumps(call(a)['function'])}\n</tool_call><|im_end|>"
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level_tokenizer(STRUCTURED)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    return tokenizer
+
+
+def regenerated(
+    tokenizer: PreTrainedTokenizerFast, directory: Path, messages: list[dict], answers: list[str]
+) -> list[dict[str, Any]]:
+    """Return the samples of one conversation for which the target writes the given answers."""
+
+    def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
+        [turn] = [int(output.stem.rpartition("-")[2])]
+        return [tokenizer(answers[turn], add_special_tokens=False)["input_ids"] for _ in prompts]
+
+    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
+    return regenerate(
+        [Conversation("c", tuple(messages))], tokenizer, answer, directory=directory, **rest
+    ).to_list()
+
+
+def asked(*, calls: list[dict], content: str = "") -> list[dict]:
+    return [
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})},
+        {"role": "tool", "content": "four"},
+        {"role": "assistant", "content": "it is four"},
+    ]
+
+
+def test_calls_stay_calls_and_thoughts_are_left_to_the_template(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    rows = regenerated(tokenizer, tmp_path, asked(calls=[call(2)]), [written(2), "four<|im_end|>"])
+    assert [row["id"] for row in rows] == ["c/0", "c/1"]
+    prompt = tokenizer.decode(rows[1]["input_ids"][: rows[1]["num_prompt_tokens"]])
+    text = json.dumps(call(2)["function"])
+    assert f"<|im_start|>assistant\n<tool_call>\n{text}\n</tool_call><|im_end|>\n" in prompt
+    assert "I add" not in prompt
+    assert "I add" in tokenizer.decode(rows[0]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("messages", "answers"),
+    [
+        (asked(calls=[call(2)]), [written(3), "no"]),  # other arguments
+        (asked(calls=[call(2), call(2)]), [written(2), "no"]),  # one call of two
+        (asked(calls=[call(2)]), ["four<|im_end|>", "no"]),  # no call
+        (asked(calls=[], content="add two"), ["add three<|im_end|>", "no"]),  # other calls in the text
+        # A call for which there are no results.
+        (
+            [*asked(calls=[])[:2], {"role": "user", "content": "and"}, {"role": "assistant", "content": "x"}],
+            [written(2), "no"],
+        ),
+    ],
+)
+def test_results_that_do_not_fit_end_the_sample(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    messages: list[dict],
+    answers: list[str],
+) -> None:
+    rows = regenerated(tokenizer, tmp_path, messages, answers)
+    assert [row["id"] for row in rows] == ["c/0"]
+    assert "1 conversations end where the recorded results of tools do not fit" in capsys.readouterr().err
+
+
+def test_results_follow_the_same_text_where_calls_are_text(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    rows = regenerated(
+        tokenizer, tmp_path, asked(calls=[], content="add two"), ["add two<|im_end|>", "four<|im_end|>"]
+    )
+    assert [row["id"] for row in rows] == ["c/0", "c/1"]
+
+
+def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any]:
+    history = [{"role": "user", "content": "two"}]
+    prompt = tokenizer("<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    answer = tokenizer(text)["input_ids"]
+    return parsed_turn(tokenizer, history, Conversation("c", tuple(history)), {}, prompt, answer)
+
+
+def test_the_reading_is_one_that_the_template_writes_so(tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = parsed(tokenizer, written(2))
+    assert (whole["content"], whole["reasoning_content"], whole["tool_calls"]) == ("", "I add.", [call(2)])
+    assert parsed(tokenizer, "four<|im_end|>") == {"role": "assistant", "content": "four"}
+    # Cut off at the length limit, and not what the template would write: the text.
+    assert parsed(tokenizer, "four") == {"role": "assistant", "content": "four"}
+    assert parsed(tokenizer, "<think>I add.</think>four<|im_end|>").keys() == {"role", "content"}
+    assert "tool_calls" not in parsed(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>")
+    # A template that writes the text as it is needs no other reading.
+    plain = byte_level_tokenizer(CHATML)
+    assert "<tool_call>" in parsed(plain, written(2))["content"]
+
+
+def test_a_tokenizers_own_rules_read_formats_that_no_other_reading_knows() -> None:
+    template = STRUCTURED.replace("<think>\\n", "[[").replace("\\n</think>", "]]")
+    tokenizer = byte_level_tokenizer(template)
+    answer = "[[I add.]]\n\nfour<|im_end|>"
+    assert parsed(tokenizer, answer) == {"role": "assistant", "content": answer.removesuffix("<|im_end|>")}
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "reasoning_content": {"open": "[[", "close": "]]"},
+            "content": {"close": "<|im_end|>"},
+        },
+    }
+    found = parsed(tokenizer, answer)
+    assert (found["reasoning_content"], found["content"].strip()) == ("I add.", "four")
+    # What is not written in the format is text.
+    assert parsed(tokenizer, "]] four")["content"] == "]] four"
