@@ -197,4 +197,6 @@ if __name__ == "__main__":
     assert len(threads) == 1, f"A fork would lack {len(threads) - 1} threads of this process."
     gc.collect()
     gc.freeze()  # the garbage collector of a fork then leaves the shared memory alone
+    # vLLM calls both for each engine, and would then visit all that was imported.
+    gc.freeze = gc.unfreeze = lambda: None
     leave(serve(socket_path, int(watched_process)), base_path)
