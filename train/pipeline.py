@@ -1,8 +1,9 @@
 """The pipeline: runs the selected stages in order and reuses the ones that are finished."""
 
-import fcntl
 import gc
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import transformers
 from omegaconf import OmegaConf
 
 from data.batches.row_schedule import check_divisible
+from data.locks import try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
@@ -244,22 +246,24 @@ def release_memory(context: RunContext) -> None:
 
 @contextmanager
 def exclusive(output_dir: Path) -> Iterator[None]:
-    """Lock the output directory for this run; the kernel releases the lock when the process ends.
+    """Lock the output directory for this run until it ends.
 
     Raises:
         UserError: another run holds it, possibly workers that outlived their launcher.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    with open(output_dir / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                "output_dir",
-                output_dir,
-                "Another run is using this directory; wait for it or end it.",
-            ) from None
+    lock = try_lock(output_dir / ".lock", on_lost=lambda: _end_run(output_dir))
+    if lock is None:
+        raise UserError(
+            "output_dir", output_dir, "Another run is using this directory; wait for it or end it."
+        )
+    with lock:
         yield
+
+
+def _end_run(output_dir: Path) -> None:
+    print(f"Another run has taken over {output_dir}, because this one did not answer.", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def quiet_libraries(world: World) -> None:

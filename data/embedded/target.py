@@ -1,6 +1,5 @@
 """Building the embedded target once per machine, and finding it in the cache."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from data.embedded.corpus import ChatExample, Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import CausalModel, TrainingSettings, encode, evaluate, initialize, pretrain
+from data.locks import try_lock
 
 Model = TypeVar("Model", bound=CausalModel)
 FORMAT_VERSION = 1  # raise it for changes of corpus, tokenizer or training that do not change the settings
@@ -203,9 +203,10 @@ def _read_jsonl(path: Path) -> list[ChatExample]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock out the other processes of this machine; the kernel releases the lock of a process that dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Lock out other processes, which wait."""
+    while (lock := try_lock(path)) is None:
+        time.sleep(0.1)
+    with lock:
         yield
 
 

@@ -1,7 +1,6 @@
 """A writer of a store: it takes samples as they come and writes shards in the background."""
 
 import errno
-import fcntl
 import os
 import re
 from collections import deque
@@ -10,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from data.locks import Lock, try_lock
 from data.samples import CapturedSample
 from data.store.codec import Encoding, encode
 from data.store.shards import FinishedShards, write_shard
@@ -186,6 +186,7 @@ class StoreWriter:
             self._write()
 
     def _write(self) -> None:
+        self._lock.check()
         path = self.directory / f"shard-{self.name}-{self._next_number:05d}.safetensors"
         write_shard(path, self.encoding, self._open)
         self._next_number += 1
@@ -202,15 +203,13 @@ def disk_full(directory: Path, what: str) -> UserError:
     return UserError("output_dir", directory, remedy)
 
 
-def hold_name(directory: Path, name: str) -> IO[str] | None:
-    """Reserve a writer's name until the file is closed or the process ends; return None where it is taken."""
-    lock = open(directory / f".writer-{name}.lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    return lock
+def hold_name(directory: Path, name: str, *, wait: bool = True) -> Lock | None:
+    """Reserve a writer's name until the lock is closed or the process ends; return None where it is taken.
+
+    Args:
+        wait: see `try_lock`.
+    """
+    return try_lock(directory / f".writer-{name}.lock", wait=wait)
 
 
 def _numbers(directory: Path, name: str) -> list[int]:
@@ -232,6 +231,6 @@ def remove_all_leftovers(directory: Path) -> None:
     """Remove the unfinished files of every writer that is not running."""
     found = map(_SHARD_FILE.match, os.listdir(directory))
     for name in sorted({one["writer"] for one in found if one}):
-        if (lock := hold_name(directory, name)) is not None:
+        if (lock := hold_name(directory, name, wait=False)) is not None:
             with lock:
                 remove_leftovers(directory, name)

@@ -26,7 +26,8 @@ MEMORY = Path("/dev/shm")
 _FILE_BYTES = 8192
 _SUFFIX = ".safetensors"
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
-_DISK_FULL = f"(os error {errno.ENOSPC})"  # safetensors reports the operating system's error as text only
+# safetensors reports the operating system's error as text only.
+_DISK_FULL = tuple(f"(os error {number})" for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class Spool:
@@ -69,7 +70,7 @@ class Spool:
             if not self.directory.is_dir():
                 reason = f"{self.directory}: the trainer that made this directory has ended"
                 raise ReceiverGone(reason) from error
-            if _DISK_FULL in str(error):
+            if any(one in str(error) for one in _DISK_FULL):
                 remedy = "The disk is full: free some space, or lower capture.spool_gb."
                 raise UserError("capture.spool_dir", self.directory, remedy) from error
             # Otherwise it was discarded, or begun by another producer, while it was written.

@@ -129,7 +129,7 @@ def _finishing(directory: Path, scale: Scale) -> dict:
     shards.records()
     path.write_text(content)
     changed = _cpu_seconds(look)
-    written = _cpu_seconds(lambda: write_manifest(directory, scale.fields))
+    written = _cpu_seconds(lambda: write_manifest(directory, scale.fields, shards.records()))
     return asdict(Finishing(first, unchanged, changed, written, _private_mb() - before))
 
 

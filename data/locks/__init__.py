@@ -1,0 +1,6 @@
+"""Locks among the processes of all nodes."""
+
+from data.locks.file_lock import try_lock
+from data.locks.lease import LeaseTimes, Lock
+
+__all__ = ["LeaseTimes", "Lock", "try_lock"]
