@@ -47,7 +47,7 @@ class Progress:
         self._description, self._total, self._unit = description, total, unit
         self._initial = self._done = initial
         self._clock = clock
-        self._note = ""
+        self._note: str | Callable[[], str] = ""
         self._started = clock()
         on_terminal = self._stream.isatty()
         self._prints_lines = shown and not on_terminal
@@ -79,10 +79,11 @@ class Progress:
             self._next_line = now + LINE_SECONDS
             self._print(self._line(now))
 
-    def note(self, text: str) -> None:
-        """Shows `text`, such as the current loss, from the next line on."""
+    def note(self, text: str | Callable[[], str]) -> None:
+        """Shows `text`, such as the current loss, from the next line on. A function is called for each."""
         self._note = text
-        self._bar.set_postfix_str(text, refresh=False)
+        if not self._bar.disable:
+            self._bar.set_postfix_str(self._shown_note(), refresh=False)
 
     def write(self, line: str) -> None:
         """Prints a separate line without breaking the bar, even if no progress is shown."""
@@ -109,7 +110,10 @@ class Progress:
         return self._joined([f"{counts} {self._unit} in {seconds}", self._shown_rate(self._rate(now))])
 
     def _joined(self, parts: list[str]) -> str:
-        return f"{self._description}: {', '.join([*parts, *filter(None, [self._note])])}"
+        return f"{self._description}: {', '.join([*parts, *filter(None, [self._shown_note()])])}"
+
+    def _shown_note(self) -> str:
+        return self._note if isinstance(self._note, str) else self._note()
 
     def _rate(self, now: float) -> float:
         """The units per second of this run."""

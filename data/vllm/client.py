@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.capture.finishing import finish_store
+from data.capture.meter import CaptureMeter, served_metrics
 from data.capture.opening import StoreSpec, check_space, check_store_refusals, open_store, store_fields
 from data.capture.refusals import check_refusals, retry_remedy
 from data.capture.tokens import TokenRows, dataset_lengths
@@ -47,6 +48,7 @@ def capture_through_vllm(
     rank: int = 0,
     progress: bool = False,
     patience_seconds: float = PATIENCE_SECONDS,
+    metrics_port: int | None = None,
 ) -> None:
     """Capture every missing sample, store by store, and return once all stores are finished.
 
@@ -56,6 +58,7 @@ def capture_through_vllm(
     Args:
         endpoints: used by this call only, which closes them.
         manifest_fields: JSON values that describe how the states were made.
+        metrics_port: the port of loopback on which Prometheus finds what is reported; None for none.
 
     Raises:
         UserError: the disk cannot hold the stores, a directory holds another store, a server is not suitable,
@@ -72,18 +75,26 @@ def capture_through_vllm(
             captures.append(_StoreCapture(store, expected, missing, already_refused, shard_tokens))
     if captures:
         total = sum(capture.lengths[i] for capture in captures for i in capture.unsent)
-        with Progress("capture", total, "tokens", shown=progress) as bar:
-            asyncio.run(_run_all(captures, endpoints, bar, patience_seconds))
+        meter = CaptureMeter(total, captures[0].directory)
+        with (
+            served_metrics(meter, metrics_port),
+            Progress("capture", total, "tokens", shown=progress) as bar,
+        ):
+            asyncio.run(_run_all(captures, endpoints, bar, meter, patience_seconds))
     for store, store_manifest in zip(stores, fields, strict=True):
         finish_store(store, store_manifest, rank, progress=progress and rank == 0)
 
 
 async def _run_all(
-    captures: Sequence["_StoreCapture"], endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float
+    captures: Sequence["_StoreCapture"],
+    endpoints: Sequence[Endpoint],
+    bar: Progress,
+    meter: CaptureMeter,
+    patience_seconds: float,
 ) -> None:
     try:
         for capture in captures:
-            await capture.run(endpoints, bar, patience_seconds)
+            await capture.run(endpoints, bar, meter, patience_seconds)
     finally:
         for endpoint in endpoints:
             await endpoint.close()
@@ -141,14 +152,22 @@ class _StoreCapture:
         self.progressed = time.monotonic()  # when the last sample was answered or seen in a finished shard
         self.num_overdue = 0
 
-    async def run(self, endpoints: Sequence[Endpoint], bar: Progress, patience_seconds: float) -> None:
+    async def run(
+        self, endpoints: Sequence[Endpoint], bar: Progress, meter: CaptureMeter, patience_seconds: float
+    ) -> None:
         """Capture the store's samples; raise UserError as `Dispatcher.run` does."""
         longest = self.lengths[self.unsent[-1]]
+
+        def report() -> None:
+            meter.num_queued, meter.num_refused = len(self.under_way), len(self.refused)
+            bar.note(meter.line)
 
         def answered(prompt: Prompt, origin: Origin, _: list[int]) -> None:
             self.under_way.discard(prompt.index)
             self.answered[prompt.index] = origin
             self.progressed = time.monotonic()
+            meter.captured(origin.link.endpoint.name, len(prompt.input_ids))
+            report()
             bar.update(len(prompt.input_ids))
 
         def refused(prompt: Prompt, reason: str) -> None:
@@ -168,7 +187,7 @@ class _StoreCapture:
         )
         room = _READ_AHEAD * sum(endpoint.concurrency for endpoint in endpoints)
         running = asyncio.create_task(dispatcher.run())
-        feeding = asyncio.create_task(self._feed(dispatcher, room))
+        feeding = asyncio.create_task(self._feed(dispatcher, room, bar))
         try:
             await asyncio.wait([running, feeding], return_when=asyncio.FIRST_COMPLETED)
             if running.done():
@@ -179,13 +198,14 @@ class _StoreCapture:
                 task.cancel()
             await asyncio.gather(running, feeding, return_exceptions=True)
 
-    async def _feed(self, dispatcher: Dispatcher, room: int) -> None:
+    async def _feed(self, dispatcher: Dispatcher, room: int, bar: Progress) -> None:
         """Send prompts, and those that an engine lost again, until all samples are on disk."""
         looked = time.monotonic()
         while self.unsent or self.under_way or self.answered:
             while self.unsent and len(self.under_way) < room:
                 self._send(dispatcher, room)
             await asyncio.sleep(_POLL_SECONDS if not self.unsent else _POLL_SECONDS / 10)
+            bar.update(0)  # lines come also while no server answers
             if self.unsent or self.under_way or time.monotonic() - looked < _POLL_SECONDS:
                 continue
             # Samples that were answered and are not on disk may have died with their engine.

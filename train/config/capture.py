@@ -73,6 +73,9 @@ class CaptureConfig:
     # Minutes without progress after which an engine or a worker counts as hung, and is started again. Loading
     # the target does not count. It has to be longer than the longest forward pass, with compiling.
     stall_minutes: float = 15.0
+    # Port of this machine's loopback on which Prometheus finds the progress of a capture through vLLM.
+    # null: none.
+    metrics_port: int | None = None
     transport: TransportKind = TransportKind.auto  # Path of online states from producer to trainer.
     spool_dir: str | None = None  # Directory of the spool, for mode=online. null: memory (/dev/shm).
     # Limit of the states that wait between producers and trainers, for mode=online, in 10^9 bytes over all
@@ -92,6 +95,7 @@ def check_capture(capture: CaptureConfig) -> None:
             "capture.spool_gb": capture.spool_gb,
             "capture.processes": capture.processes,
             "capture.stall_minutes": capture.stall_minutes,
+            "capture.metrics_port": capture.metrics_port,
             "capture.read_threads": capture.read_threads,
             "capture.cache_gb": capture.cache_gb,
             "capture.mooncake.segment_gb": capture.mooncake.segment_gb,

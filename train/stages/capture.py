@@ -160,6 +160,7 @@ def capture_by_vllm(
         rank=world.rank,
         progress=world.is_main,
         patience_seconds=context.servers.patience_seconds,
+        metrics_port=context.config.capture.metrics_port,
     )
 
 
