@@ -1,0 +1,1 @@
+"""A load test of capture: servers that several clients share, while processes are killed and stopped."""
