@@ -1,3 +1,5 @@
+import errno
+import os
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
@@ -113,10 +115,12 @@ def test_a_spool_that_is_gone_is_an_error(tmp_path: Path) -> None:
         Spool(tmp_path / "gone", Encoding()).put(request, *_states(request))
 
 
-def test_a_full_disk_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fail(_tensors: dict, path: Path, _metadata: object) -> None:
         path.write_bytes(b"half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        reason = f"{os.strerror(number)} (os error {number})"
+        raise SafetensorError(f"Error while serializing: I/O error: {reason}")
 
     monkeypatch.setattr("data.transport.spool.save_file", fail)
     request = _request()

@@ -148,8 +148,7 @@ def _start(directory: Path, scale: Scale, rank: int) -> dict:
 
 def _everywhere(directory: Path) -> dict:
     store, error, num_read = HiddenStateStore(directory), "", 0
-    first = np.unique(store.files, return_index=True)[1] if hasattr(store, "files") else None
-    for index in first if first is not None else range(len(store)):
+    for index in np.unique(store.files, return_index=True)[1]:
         try:
             store[int(index)]
             num_read += 1
