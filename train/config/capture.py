@@ -81,6 +81,9 @@ class CaptureConfig:
     # Limit of the states that wait between producers and trainers, for mode=online, in 10^9 bytes over all
     # ranks of a node.
     spool_gb: float = 4.0
+    # Memory of a vLLM server for states that wait to be written, in 10^9 bytes. It is allocated once, pinned
+    # with a GPU. null: 2 GiB, or what the longest sample needs.
+    max_pending_gb: float | None = None
     processes: int = 1  # Processes per rank that run the target, for mode=online and source=hf.
     torchspec: TorchSpecConfig = field(default_factory=TorchSpecConfig)
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
@@ -93,6 +96,7 @@ def check_capture(capture: CaptureConfig) -> None:
             "capture.shard_tokens": capture.shard_tokens,
             "capture.batch_tokens": capture.batch_tokens,
             "capture.spool_gb": capture.spool_gb,
+            "capture.max_pending_gb": capture.max_pending_gb,
             "capture.processes": capture.processes,
             "capture.stall_minutes": capture.stall_minutes,
             "capture.metrics_port": capture.metrics_port,

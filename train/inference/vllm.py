@@ -9,9 +9,12 @@ from data.vllm.arguments import CaptureEngine
 from data.vllm.client import check_server
 from data.vllm.endpoint import Endpoint
 from data.vllm.producer import VllmProducer
+from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, TransportKind
 from train.inference.target import CapturedTarget
 from train.inference.transport import server_roots
+
+_BLOCK_TOKENS = 128  # the largest block that vLLM chooses
 
 
 def capture_engine(
@@ -28,7 +31,14 @@ def capture_engine(
         engine_args: further arguments of `vllm.LLM`, such as the recipe's `vllm.engine_args`.
         max_tokens: length of the longest sample, and of the longest prompt with its completion.
         output_dir: the run's directory, below which the engine may write.
+
+    Raises:
+        UserError: `capture.max_pending_gb` does not hold the states of the longest sample.
     """
+    needed_gb = pending_gb(target, max_tokens)
+    if capture.max_pending_gb is not None and capture.max_pending_gb < needed_gb:
+        remedy = f"The states of {max_tokens} tokens take {needed_gb:.3f} GB: give at least that, or null."
+        raise UserError("capture.max_pending_gb", capture.max_pending_gb, remedy)
     over_mooncake = capture.transport is TransportKind.mooncake
     return CaptureEngine(
         target=target.spec.checkpoint.path,
@@ -42,8 +52,17 @@ def capture_engine(
         roots=server_roots(capture, output_dir),
         mla=target.mla,
         mooncake_masters=[capture.mooncake.master] if over_mooncake else [],
+        max_pending_gb=capture.max_pending_gb,
         extra=engine_args,
     )
+
+
+def pending_gb(target: CapturedTarget, num_tokens: int) -> float:
+    """Return the host memory that the states of a sample take in vLLM, in 10^9 bytes."""
+    expected = target.expected_states()
+    layers = len({*expected.aux_layer_ids, expected.num_layers})
+    rounded = num_tokens + _BLOCK_TOKENS  # vLLM's cache is copied in blocks
+    return rounded * layers * expected.hidden_size * expected.dtype.itemsize / 1e9
 
 
 def vllm_producer(

@@ -180,11 +180,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = self._kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         expected = (len(self._info.layer_ids), block_size, self._info.hidden_size)
         assert cache.shape[1:] == expected, f"the cache is {tuple(cache.shape)}, not [..., {expected}]"
-        self._reader = CacheReader(cache)
+        gb = self._settings.get("max_pending_gb")
+        self._reader = CacheReader(cache, self._info.max_tokens, None if gb is None else int(gb * 1e9))
         self._sink = StateSink(
             name=self._info.id,
             num_aux_layers=len(self._info.aux_layer_ids),
-            max_bytes=int(self._settings.get("max_pending_gb", 2.0) * 1e9),
+            staging=self._reader.staging,
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -215,15 +216,17 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             name = name_of(pending.capture.destination)
             if sink.has_failed(pending.capture):
                 dropped.add(pending.request_id)
-            elif name in without_room or not sink.has_room(
-                pending.capture, reader.bytes_of(len(pending.input_ids))
-            ):
+                continue
+            region = None
+            if name not in without_room:
+                region = sink.reserve(pending.capture, reader.bytes_of(len(pending.input_ids)))
+            if region is None:
                 without_room.add(name)
                 waiting.append(pending)
-            else:
-                copy = reader.copy(pending.block_ids, len(pending.input_ids))
-                sink.submit(PendingWrite(pending.capture, torch.tensor(pending.input_ids), copy))
-                self._copying[pending.request_id] = copy
+                continue
+            copy = reader.copy(pending.block_ids, len(pending.input_ids), region)
+            sink.submit(PendingWrite(pending.capture, torch.tensor(pending.input_ids), copy))
+            self._copying[pending.request_id] = copy
         self._copies = waiting
         return dropped
 

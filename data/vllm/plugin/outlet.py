@@ -4,8 +4,11 @@ import json
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,9 @@ from data.transport.opening import open_transport
 from data.transport.protocol import StateRequest, Transport
 from data.vllm.capture_request import CaptureRequest
 from data.vllm.plugin.cache_copy import HostCopy
+
+_ENCODING_THREADS = 4
+_WRITING_THREADS = 2  # shards that are written at a time, and in memory besides the open one
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,11 @@ class OutletTimes:
 
     flush: float = 30.0
     idle: float = 300.0
-    stuck: float = 180.0
+    stuck: float = 300.0
 
 
 class Outlet:
-    """A thread that writes the samples of one destination, in order.
+    """A thread that writes the samples of one destination; for a store, others encode them.
 
     An error ends this outlet only: the samples that wait are dropped, and `failed` is called once.
 
@@ -77,6 +83,8 @@ class Outlet:
         self._after, self._written, self._failed = after, written, failed
         self._queue: queue.SimpleQueue[PendingWrite | Callable[[], None] | None] = queue.SimpleQueue()
         self._settings = ""  # of what is open
+        self._encoders = ThreadPoolExecutor(_ENCODING_THREADS, "eagle31-encoder")
+        self._encoding: deque[Future[None]] = deque()
         self._store: StoreWriter | None = None
         self._transport: Transport | None = None
         self._unflushed = self._abandoned = False
@@ -120,6 +128,7 @@ class Outlet:
             self._abandon()
             self._failed(self, error)
             self._drop_the_rest()
+        self._encoders.shutdown(wait=False)
 
     def _step(self) -> bool:
         try:
@@ -129,17 +138,10 @@ class Outlet:
             return True
         if item is None:
             return False
-        self.progressed = time.monotonic()
-        if not isinstance(item, PendingWrite):
+        if isinstance(item, PendingWrite):
+            self._take(item)
+        else:
             item()
-            return True
-        try:
-            item.copy.wait()
-            if not self._abandoned:
-                self._write(item)
-        finally:
-            self._written(self, item)
-            self.progressed = time.monotonic()
         return True
 
     def _pause(self) -> float | None:
@@ -147,17 +149,51 @@ class Outlet:
             return self._times.flush
         return self._times.idle if self.is_open else None
 
-    def _write(self, pending: PendingWrite) -> None:
-        capture, states = pending.capture, pending.copy.states
-        self._open(capture.destination)
-        mask = capture.loss_mask(len(states))
-        aux, final = states[:, : self._num_aux_layers], states[:, -1]
-        if self._store is not None:
-            self._unflushed = True
-            self._store.append(int(capture.key), CapturedSample(pending.input_ids, mask, aux, final))
+    def _take(self, pending: PendingWrite) -> None:
+        if self._abandoned:
+            self._drop(pending)
+            return
+        try:
+            self._open(pending.capture.destination)
+        except BaseException:
+            self._drop(pending)
+            raise
+        if self._store is None:
+            self._deliver(pending, self._put)
         else:
-            assert self._transport is not None
-            self._transport.put(StateRequest(capture.key, pending.input_ids, mask), aux, final)
+            self._unflushed = True
+            append = partial(self._append, self._store)
+            self._encoding.append(self._encoders.submit(self._deliver, pending, append))
+            while self._encoding and self._encoding[0].done():
+                self._encoding.popleft().result()
+
+    def _deliver(self, pending: PendingWrite, write: Callable[[PendingWrite], None]) -> None:
+        """Write a sample, and release its memory."""
+        pending.copy.wait()
+        try:
+            if not self._abandoned:
+                write(pending)
+        finally:
+            self._release(pending)
+
+    def _append(self, store: StoreWriter, pending: PendingWrite) -> None:
+        capture, states = pending.capture, pending.copy.states
+        mask, aux = capture.loss_mask(len(states)), states[:, : self._num_aux_layers]
+        store.append_copy(int(capture.key), CapturedSample(pending.input_ids, mask, aux, states[:, -1]))
+
+    def _put(self, pending: PendingWrite) -> None:
+        assert self._transport is not None
+        capture, states = pending.capture, pending.copy.states
+        request = StateRequest(capture.key, pending.input_ids, capture.loss_mask(len(states)))
+        self._transport.put(request, states[:, : self._num_aux_layers], states[:, -1])
+
+    def _drop(self, pending: PendingWrite) -> None:
+        pending.copy.wait()
+        self._release(pending)
+
+    def _release(self, pending: PendingWrite) -> None:
+        self._written(self, pending)
+        self.progressed = time.monotonic()
 
     def _open(self, destination: Any) -> None:
         """Open the destination, unless it is open with the same settings."""
@@ -168,24 +204,36 @@ class Outlet:
         if "store" in destination:
             encoding = Encoding(**destination["encoding"])
             directory = Path(destination["store"])
-            self._store = StoreWriter(directory, self._writer_name, encoding, destination["shard_tokens"])
+            self._store = StoreWriter(
+                directory,
+                self._writer_name,
+                encoding,
+                destination["shard_tokens"],
+                num_threads=_WRITING_THREADS,
+            )
         else:
             self._transport = open_transport(destination)
         self._settings, self.is_open = settings, True
 
     def _flush(self) -> None:
+        while self._encoding:
+            self._encoding.popleft().result()
         if self._store is not None:
             self._store.flush()
         self._unflushed = False
 
     def _close(self) -> None:
-        store, transport = self._store, self._transport
+        store, transport, encoding = self._store, self._transport, list(self._encoding)
+        self._encoding.clear()
+        wait(encoding)
         self._store = self._transport = None
         self.is_open = self._unflushed = False
         if store is not None:
             store.close()
         if transport is not None:
             transport.close()
+        for future in encoding:
+            future.result()
 
     def _abandon(self) -> None:
         try:
@@ -201,5 +249,4 @@ class Outlet:
             except queue.Empty:
                 return
             if isinstance(item, PendingWrite):
-                item.copy.wait()
-                self._written(self, item)
+                self._drop(item)

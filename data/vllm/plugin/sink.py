@@ -9,6 +9,7 @@ from typing import NamedTuple
 from data.vllm.capture_request import CaptureRequest
 from data.vllm.destinations import name_of
 from data.vllm.plugin.outlet import Outlet, OutletTimes, PendingWrite
+from data.vllm.plugin.staging import Region, Staging
 
 # Each has a thread, and a store its open shard.
 MAX_DESTINATIONS = 64
@@ -47,7 +48,7 @@ class Failures:
 
 
 class StateSink:
-    """An outlet for each destination. At most `max_bytes` of copies wait for all of them.
+    """An outlet for each destination. The copies that wait for all of them are in the staging memory.
 
     A destination that fails or is stuck costs its own samples only. One that takes no more samples for a
     while holds no more than half of the memory, the next such one half of the rest, and so on.
@@ -56,6 +57,8 @@ class StateSink:
         name: the name of this process among the writers of a store.
         num_aux_layers: A. The first A columns of the states are the aux layers; the last one is the last
             layer's output.
+        staging: the memory of the copies. Copies of a destination are released once they are written, or
+            encoded for a store.
         max_destinations: how many may be open. More open ones fail, unless one has nothing to write.
     """
 
@@ -63,28 +66,29 @@ class StateSink:
         self,
         name: str,
         num_aux_layers: int,
-        max_bytes: int,
+        staging: Staging,
         max_destinations: int = MAX_DESTINATIONS,
         times: OutletTimes | None = None,
     ) -> None:
         self.name = name
         self.num_aux_layers = num_aux_layers
-        self.max_bytes = max_bytes
+        self.staging = staging
         self.max_destinations = max_destinations
         self._times = times or OutletTimes()
         self._lock = threading.Lock()  # guards the fields below, and those of the outlets that say so
-        self._bytes = 0
         self._outlets: dict[str, Outlet] = {}  # by destination, the one that was used last at the end
         self._ending: dict[str, Outlet] = {}  # by destination
         self._failed = Failures()
         self._news: list[Failure] = []
 
-    def has_room(self, capture: CaptureRequest, num_bytes: int) -> bool:
-        """Return whether another copy for this destination may wait. A single one of any size may always."""
+    def reserve(self, capture: CaptureRequest, num_bytes: int) -> Region | None:
+        """Return memory for another copy for this destination, or None while it must wait."""
         with self._lock:
             outlet = self._outlets.get(name_of(capture.destination))
-            held, free = 0 if outlet is None else outlet.held_bytes, self.max_bytes - self._bytes
-            return self._bytes == 0 or (num_bytes <= free and (held == 0 or held + num_bytes <= free))
+            held = 0 if outlet is None else outlet.held_bytes
+            if held and held + num_bytes > self.staging.free_bytes:
+                return None
+            return self.staging.take(num_bytes)
 
     def has_failed(self, capture: CaptureRequest) -> bool:
         """Return whether the request's destination failed for its client."""
@@ -93,22 +97,27 @@ class StateSink:
 
     def submit(self, pending: PendingWrite) -> None:
         """Queue a sample for writing, or drop it where its destination has failed."""
-        name, num_bytes = name_of(pending.capture.destination), pending.copy.states.nbytes
+        if not self._queued(pending):
+            pending.copy.wait()
+            self.staging.give(pending.copy.region)
+
+    def _queued(self, pending: PendingWrite) -> bool:
+        name = name_of(pending.capture.destination)
         with self._lock:
             if self._failed.reason(pending.capture) is not None:
-                return
+                return False
             outlet = self._outlets.pop(name, None) or self._new_outlet(name)
             if outlet is None:
                 what = f"The server writes to {self.max_destinations} destinations already."
                 self._note([Failure(pending.capture.client, name, what)])
-                return
+                return False
             self._outlets[name] = outlet
             if outlet.held_bytes == 0:
                 outlet.progressed = time.monotonic()
             outlet.clients.add(pending.capture.client)
-            outlet.held_bytes += num_bytes
-            self._bytes += num_bytes
+            outlet.held_bytes += pending.copy.region.num_bytes
             outlet.put(pending)
+            return True
 
     def flush(self, client: str) -> None:
         """Close the open shards of a client, in the background."""
@@ -155,8 +164,8 @@ class StateSink:
 
     def _written(self, outlet: Outlet, pending: PendingWrite) -> None:
         with self._lock:
-            outlet.held_bytes -= pending.copy.states.nbytes
-            self._bytes -= pending.copy.states.nbytes
+            outlet.held_bytes -= pending.copy.region.num_bytes
+        self.staging.give(pending.copy.region)
 
     def _fail(self, outlet: Outlet, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"[:_REASON_LETTERS]

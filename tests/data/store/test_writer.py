@@ -1,3 +1,4 @@
+import errno
 import json
 import multiprocessing
 import random
@@ -7,7 +8,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,53 @@ def test_encoded_samples_are_taken_as_they_are(tmp_path: Path) -> None:
     write_manifest(tmp_path, settings(encoding=encoding))
     for sample_id, sample in enumerate(HiddenStateStore(tmp_path).get_many(range(7))):
         assert_equal(sample, encoded(sample_id, encoding))
+
+
+def test_copied_samples_may_change_and_memory_is_used_again(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, "a", EXACT, shard_tokens=15, num_threads=2) as writer:
+        for sample_id in range(7):
+            sample = make_sample(sample_id)
+            writer.append_copy(sample_id, sample)
+            for states in (sample.aux_hidden_states, sample.final_hidden_states, sample.input_ids):
+                states.zero_()
+        writer.flush()
+        [blocks] = writer._buffers._spare.values()
+        num_blocks = len(blocks)
+        for _ in range(20):
+            writer.append_copy(0, make_sample(0))
+            writer.flush()
+        assert len(blocks) == num_blocks <= 7
+    write_manifest(tmp_path, settings())
+    for sample_id, sample in enumerate(HiddenStateStore(tmp_path).get_many(range(7))):
+        assert_equal(sample, encoded(sample_id, EXACT))
+
+
+def test_several_threads_write_shards_at_a_time_and_no_more_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_writing, most, both = 0, 0, Barrier(2)
+
+    def write_with_another(path: Path, *rest: Any) -> None:
+        nonlocal num_writing, most
+        num_writing += 1
+        most = max(most, num_writing)
+        both.wait(timeout=30)  # passes once two shards are being written
+        write(path, *rest)
+        num_writing -= 1
+        if path.name.endswith("00003.safetensors"):
+            raise OSError(errno.ENOSPC, "no space")
+
+    write = writer_module.write_shard
+    monkeypatch.setattr(writer_module, "write_shard", write_with_another)
+    writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=1, num_threads=2)
+    for sample_id in range(4):
+        writer.append_copy(sample_id, make_sample(sample_id))
+    with pytest.raises(UserError, match="The disk is full"):
+        writer.flush()
+    with pytest.raises(UserError, match="The disk is full"):
+        writer.close()
+    assert most == 2
+    assert {0, 1, 2} <= captured_ids(tmp_path)
 
 
 def test_a_full_disk_is_said_and_finished_shards_are_kept(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def server(preloaded_servers: Path, spec: TargetSpec, root: Path) -> Iterator[Se
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
         "enable_prefix_caching": True,
-        "num_gpu_blocks_override": 34,
+        "num_gpu_blocks_override": 31,
     }
     engine = replace(capture_engine(spec, IDS, root, **chunked), mooncake_masters=[NO_MASTER])
     process = ServerProcess(
@@ -224,14 +224,14 @@ def test_states_of_preempted_prompts_are_exact(server: ServerProcess, spec: Targ
         return float(line.split()[-1])
 
     dataset, expected, before = make_samples(30, seed=1), expected_states(spec, IDS), num_preemptions()
-    prompts = [prompt[:60] for prompt in make_prompts(16)]
+    prompts = [prompt[:60] for prompt in make_prompts(24)]
     answers: dict[bool, list[list[int]]] = {}
 
     def write(undisturbed: bool) -> None:
         writer = VllmGenerator([endpoint(server, 1 if undisturbed else 8)], expected)
         output = root / f"long-{undisturbed}.jsonl"
         some = prompts[:4] if undisturbed else prompts
-        sampling = Sampling(50, (), temperature=0.0, seed=0)
+        sampling = Sampling(60, (), temperature=0.0, seed=0)
         answers[undisturbed] = answer_prompts(writer, some, sampling, output=output, model_fingerprint="f")
         writer.close()
 
@@ -239,7 +239,7 @@ def test_states_of_preempted_prompts_are_exact(server: ServerProcess, spec: Targ
     writing.start()
     capture(server, dataset, root / "preempted", expected)
     writing.join()
-    assert num_preemptions() >= before + 5
+    assert num_preemptions() > before
     assert largest_difference(HiddenStateStore(root / "preempted"), dataset, spec, IDS) < 1e-5
     write(undisturbed=True)
     assert answers[False][:4] == answers[True]

@@ -18,7 +18,7 @@ from data.store.shards import FinishedShards, captured_ids
 from data.transport.spool import Spool
 from data.vllm.capture_request import CaptureRequest
 from data.vllm.destinations import store_destination
-from data.vllm.plugin.cache_copy import CacheReader, HostCopy
+from data.vllm.plugin.cache_copy import CacheReader
 from data.vllm.plugin.outlet import OutletTimes, PendingWrite
 from data.vllm.plugin.sink import StateSink
 
@@ -45,11 +45,35 @@ def store_at(directory: Path, shard_tokens: int = 1000) -> dict[str, Any]:
     return store_destination(directory, Encoding("exact", "all"), shard_tokens)
 
 
-def deliver(sink: StateSink, capture: CaptureRequest, num_tokens: int = 6) -> Tensor:
+class Sink(StateSink):
+    """A sink, and the reader that copies to its memory."""
+
+    def __init__(self, num_bytes: int = 1 << 20, **options: Any) -> None:
+        self.reader = CacheReader(make_cache(), longest=12, staging_bytes=num_bytes)
+        super().__init__("server", NUM_LAYERS - 1, self.reader.staging, **options)
+
+    def pending(self, capture: CaptureRequest, until: Event | None = None) -> PendingWrite | None:
+        """Return a sample of six tokens that is copied until the event, if there is room."""
+        region = self.reserve(capture, self.reader.bytes_of(6))
+        if region is None:
+            return None
+        copy = self.reader.copy([5, 2, 6], 6, region)
+        if until is not None:
+            copy = replace(copy, wait=lambda: bool(until.wait()))
+        return PendingWrite(capture, torch.arange(6), copy)
+
+    @property
+    def holds_nothing(self) -> bool:
+        return self.staging.free_bytes == self.staging.num_bytes
+
+
+def deliver(sink: Sink, capture: CaptureRequest, until: Event | None = None) -> Tensor:
     """Submit a sample and return its states [T, L, Ht]."""
-    copy = CacheReader(make_cache()).copy([5, 2, 6], num_tokens)
-    sink.submit(PendingWrite(capture, torch.arange(num_tokens), copy))
-    return copy.states
+    pending = sink.pending(capture, until)
+    assert pending is not None
+    states = pending.copy.states.clone()
+    sink.submit(pending)
+    return states
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -63,17 +87,21 @@ def wait_for(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 4, 6, 12])
 def test_a_prompts_blocks_are_concatenated(device: str, num_tokens: int) -> None:
     cache = make_cache(device)
-    copy = CacheReader(cache).copy([5, 2, 6], num_tokens)
+    reader = CacheReader(cache, longest=12)
+    region = reader.staging.take(reader.bytes_of(num_tokens))
+    assert region is not None
+    copy = reader.copy([5, 2, 6], num_tokens, region)
     copy.wait()
     assert copy.finished()
     expected = torch.cat([cache[block].transpose(0, 1) for block in (5, 2, 6)])[:num_tokens].cpu()
     cache.zero_()
     assert copy.states.equal(expected)
-    assert CacheReader(cache).bytes_of(num_tokens) == copy.states.nbytes
+    assert copy.states.is_pinned() == (device == "cuda")
+    assert copy.states.nbytes <= reader.bytes_of(num_tokens) <= region.num_bytes
 
 
 def test_a_pause_or_its_client_ends_a_shard(tmp_path: Path) -> None:
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20, times=OutletTimes(flush=0.2))
+    sink = Sink(times=OutletTimes(flush=0.2))
     states = deliver(sink, capture_of(store_at(tmp_path), "3"))
     wait_for(lambda: 3 in captured_ids(tmp_path))
     deliver(sink, capture_of(store_at(tmp_path), "1"))
@@ -83,7 +111,7 @@ def test_a_pause_or_its_client_ends_a_shard(tmp_path: Path) -> None:
     assert tensors["aux_hidden_states"].equal(states[:, :-1])
     assert tensors["final_hidden_states"].equal(states[:, -1])
 
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20)
+    sink = Sink()
     for number, client in enumerate("ab"):
         deliver(sink, capture_of(store_at(tmp_path / client), str(number), client=client))
     sink.flush("b")
@@ -94,30 +122,45 @@ def test_a_pause_or_its_client_ends_a_shard(tmp_path: Path) -> None:
 
 
 def test_copies_are_bounded_and_no_destination_takes_all_the_room(tmp_path: Path) -> None:
-    stuck = Event()
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=5 * 6 * NUM_LAYERS * HIDDEN_SIZE * 4)
+    ended = Event()
+    one = -(-CacheReader(make_cache(), longest=12).bytes_of(6) // 512) * 512
+    sink = Sink(num_bytes=5 * one)
     slow, other = (capture_of(store_at(tmp_path / name)) for name in ("slow", "other"))
-    copy = CacheReader(make_cache()).copy([5, 2, 6], 6)
-    one = copy.states.nbytes
-    assert sink.has_room(slow, 100 * one)  # a single one of any size may wait
-    held = PendingWrite(
-        slow, torch.arange(6), HostCopy(copy.states, lambda: True, lambda: bool(stuck.wait()))
-    )
-    sink.submit(held)
-    sink.submit(held)
-    assert not sink.has_room(slow, 2 * one)
-    assert sink.has_room(other, 3 * one)
-    assert not sink.has_room(other, 4 * one)
-    stuck.set()
+    for _ in range(2):
+        deliver(sink, slow, until=ended)
+    assert sink.pending(slow) is not None  # as much as is left
+    assert sink.pending(slow) is None
+    deliver(sink, other)
+    wait_for(lambda: sink.staging.free_bytes == 2 * one)
+    ended.set()
     sink.close()
-    assert sink.has_room(slow, 5 * one)
+    assert sink.staging.free_bytes == 4 * one  # the one that was not submitted holds its memory
+
+
+@pytest.mark.parametrize("codec", ["exact", "bf16", "fp8"])
+def test_the_open_shard_holds_none_of_the_memory_for_copies(codec: str, tmp_path: Path) -> None:
+    """It is not written before 1000 tokens, and the memory is used again at once."""
+    sink = Sink(num_bytes=1536)
+    destination = store_destination(tmp_path, Encoding(codec, "supervised"), 1000)
+    expected = []
+    for number in range(20):
+        sink.reader._blocks.fill_(number)
+        expected.append(deliver(sink, capture_of(destination, str(number))))
+        wait_for(lambda: sink.holds_nothing)
+    sink.close()
+    [record] = FinishedShards(tmp_path).records()
+    assert record.sample_ids == tuple(range(20))
+    tensors = load_file(tmp_path / record.file)
+    if codec != "fp8":
+        states = torch.cat([one[:4, :-1] for one in expected])
+        assert tensors["aux_hidden_states"].float().equal(states)
 
 
 def test_a_destination_that_cannot_be_written_fails_for_its_clients_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "store").write_text("a file where the store should be")
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20)
+    sink = Sink()
     broken, good = (
         capture_of(store_at(tmp_path / "store"), client="b"),
         capture_of(store_at(tmp_path / "good")),
@@ -137,7 +180,7 @@ def test_a_destination_that_cannot_be_written_fails_for_its_clients_only(
     sink.close()
     assert [captured_ids(tmp_path / name) for name in ("store", "good")] == [{0}, {0}]
     assert f"states for {tmp_path / 'store'} are dropped: FileExistsError" in capsys.readouterr().err
-    assert sink.has_room(good, 1 << 20)
+    assert sink.holds_nothing
 
 
 def test_a_full_disk_is_reported_when_the_shard_is_written(
@@ -150,7 +193,7 @@ def test_a_full_disk_is_reported_when_the_shard_is_written(
 
     write = store_writer.write_shard
     monkeypatch.setattr(store_writer, "write_shard", write_shard)
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20)
+    sink = Sink()
     for name in ("full", "good"):
         deliver(sink, capture_of(store_at(tmp_path / name), client=name))
         sink.flush(name)
@@ -163,30 +206,30 @@ def test_a_full_disk_is_reported_when_the_shard_is_written(
 def test_a_trainer_that_has_ended_costs_its_own_states_only(tmp_path: Path) -> None:
     (tmp_path / "alive").mkdir()
     spools = {name: Spool(tmp_path / name, Encoding("exact", "all")) for name in ("gone", "alive")}
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20)
+    sink = Sink()
     for number, name in enumerate(("gone", "alive", "gone", "alive")):
         deliver(sink, capture_of(spools[name].to_json(), f"key-{number}", client=name))
     sink.close()
     assert [spools["alive"].arrived(f"key-{number}") for number in range(4)] == [False, True, False, True]
     assert {failure.client for failure in sink.take_news()} == {"gone"}
-    assert sink.has_room(capture_of(spools["alive"].to_json()), 1 << 20)
+    assert sink.holds_nothing
 
 
 def test_a_destination_that_is_stuck_is_given_up(tmp_path: Path) -> None:
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20, times=OutletTimes(stuck=0.1))
+    sink = Sink(times=OutletTimes(stuck=0.1))
     stuck, good = (capture_of(store_at(tmp_path / name), client=name) for name in ("stuck", "good"))
-    copy, event = CacheReader(make_cache()).copy([5, 2, 6], 6), Event()
-    sink.submit(PendingWrite(stuck, torch.arange(6), replace(copy, wait=lambda: bool(event.wait()))))
+    event = Event()
+    deliver(sink, stuck, until=event)
     time.sleep(0.15)
     deliver(sink, good)
     sink.fail_stuck()
     assert (sink.has_failed(stuck), sink.has_failed(good)) == (True, False)
     assert "no state was written for" in sink.take_news()[0].reason
-    assert not sink.has_room(good, 1 << 20)  # the stuck thread may still read its states
+    assert not sink.holds_nothing  # the stuck thread may still read its states
     event.set()
-    wait_for(lambda: sink.has_room(good, 1 << 20))
+    wait_for(lambda: sink.holds_nothing)
     sink.close()
-    assert not captured_ids(tmp_path / "stuck") if (tmp_path / "stuck").exists() else True
+    assert captured_ids(tmp_path / "stuck") == set()
 
 
 def test_idle_destinations_are_closed_and_make_room_for_others(tmp_path: Path) -> None:
@@ -197,7 +240,7 @@ def test_idle_destinations_are_closed_and_make_room_for_others(tmp_path: Path) -
         return lock is None
 
     times = OutletTimes(flush=0.05, idle=0.1)
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20, times=times)
+    sink = Sink(times=times)
     deliver(sink, capture_of(store_at(tmp_path / "a"), "0"))
     wait_for(lambda: captured_ids(tmp_path / "a") == {0} if (tmp_path / "a").exists() else False)
     wait_for(lambda: not is_open("a"))
@@ -207,17 +250,16 @@ def test_idle_destinations_are_closed_and_make_room_for_others(tmp_path: Path) -
     sink.close()
     assert captured_ids(tmp_path / "a") == {0, 1, 2}
 
-    sink = StateSink("server", NUM_LAYERS - 1, max_bytes=1 << 20, max_destinations=2)
+    sink = Sink(max_destinations=2)
     for name in "abca":
         capture = capture_of(store_at(tmp_path / name), "7", client=name)
         deliver(sink, capture)
-        wait_for(lambda: sink.has_room(capture, 1 << 20))  # noqa: B023
+        wait_for(lambda: sink.holds_nothing)
     wait_for(lambda: not is_open("b"))
     assert sink.take_news() == []
-    event, copy = Event(), CacheReader(make_cache()).copy([5, 2, 6], 6)
+    event = Event()
     for name in "cd":
-        waits = replace(copy, wait=lambda: bool(event.wait()))
-        sink.submit(PendingWrite(capture_of(store_at(tmp_path / name), "8"), torch.arange(6), waits))
+        deliver(sink, capture_of(store_at(tmp_path / name), "8"), until=event)
     deliver(sink, capture_of(store_at(tmp_path / "e"), client="e"))
     [failure] = sink.take_news()
     assert (failure.client, failure.reason) == ("e", "The server writes to 2 destinations already.")
