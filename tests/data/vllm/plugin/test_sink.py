@@ -3,6 +3,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -45,6 +46,10 @@ def store_at(directory: Path, shard_tokens: int = 1000) -> dict[str, Any]:
     return store_destination(directory, Encoding("exact", "all"), shard_tokens)
 
 
+def wait_until(event: Event) -> None:
+    event.wait()
+
+
 class Sink(StateSink):
     """A sink, and the reader that copies to its memory."""
 
@@ -59,7 +64,7 @@ class Sink(StateSink):
             return None
         copy = self.reader.copy([5, 2, 6], 6, region)
         if until is not None:
-            copy = replace(copy, wait=lambda: bool(until.wait()))
+            copy = replace(copy, wait=partial(wait_until, until))
         return PendingWrite(capture, torch.arange(6), copy)
 
     @property

@@ -32,7 +32,10 @@ def check_copy(options: Options, record: Record) -> None:
     cache = torch.randn(256, 4, 16, 512, device=device).to(torch.bfloat16)  # blocks, layers, slots, width
     blocks = torch.randperm(256)[:200].tolist()
     num_tokens = len(blocks) * 16 - 5
-    copy = CacheReader(cache).copy(blocks, num_tokens)
+    reader = CacheReader(cache, longest=num_tokens)
+    region = reader.staging.take(reader.bytes_of(num_tokens))
+    assert region is not None
+    copy = reader.copy(blocks, num_tokens, region)
     copy.wait()
     expected = cache.cpu()[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens]
     how = "a stream and pinned memory" if cache.is_cuda else "on the CPU"
