@@ -29,6 +29,7 @@ from tests.train.small_run import (
 from tests.train.torchrun import preloaded_python, run_here, torchrun
 from train import pipeline
 from train.config.run import RunConfig, Stage
+from train.context import RunContext
 from train.distributed import World
 from train.pipeline import STAGES, StageRun, exclusive
 from train.stages.capture import open_source
@@ -153,14 +154,18 @@ def test_only_a_damaged_shard_is_captured_again(
         shard.unlink()
     else:
         shard.write_bytes(whole[:-1] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1]))
-    # A train stage that only opens its data, so that no process group is needed.
-    opened = StageRun(train_inputs, lambda context, _: {"num_samples": len(open_source(context))})
-    monkeypatch.setitem(STAGES, Stage.train, opened)
+
+    def read_all(context: RunContext, _: Path) -> dict[str, int]:
+        source = open_source(context)
+        return {"num_samples": len(source.get_many(range(len(source))))}
+
+    # A train stage that only reads its data, so that no process group is needed.
+    monkeypatch.setitem(STAGES, Stage.train, StageRun(train_inputs, read_all))
     with pytest.raises(UserError, match="captured again") as caught:
         run_here(RECIPE, *command)
     assert caught.value.field == str(shard)
     if damage == "altered":
-        assert "delete it and run again" in caught.value.remedy
+        assert "delete the shard and run again" in caught.value.remedy
         shard.unlink()
     capsys.readouterr()
     run_here(RECIPE, *command)
@@ -169,7 +174,9 @@ def test_only_a_damaged_shard_is_captured_again(
     assert "capture: done" in printed.out
     assert "/train," in printed.err
     assert "/validation," not in printed.err
-    assert shard.read_bytes() == whole
+    assert not shard.exists()  # its name is not used again
+    again = max(shard.parent.glob("shard-hf-0-*.safetensors"))
+    assert again.read_bytes() == whole
 
 
 @pytest.fixture(scope="module")
