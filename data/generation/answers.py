@@ -73,26 +73,33 @@ def answer_prompts(
     Raises:
         UserError: `output` was made with other settings or for other prompts, or is not a file of answers.
     """
-    header = {"format": _FORMAT, "engine": generator.engine, "model": model_fingerprint, **sampling.to_json()}
-    answers = _read(output, header, prompts)
+    file = AnswerFile(output, generator.engine, model_fingerprint, sampling)
+    answers: dict[int, list[int]] = {}
+    for number, line in file.read():
+        index = line["index"]
+        if index >= len(prompts):
+            raise file.of_another_prompt(number, f"prompt {index}")
+        file.check_prompt(number, line, prompts[index], f"prompt {index}")
+        answers[index] = line["ids"]
     missing = [i for i in range(len(prompts)) if i not in answers]
     bar = Progress("generate", len(missing), "answers", shown=progress)
-    with _appending(output) as stream, bar:
-        if stream.tell() == 0:
-            _append(stream, [header])
+    with file.appending() as append, bar:
 
         def on_answers(finished: Mapping[int, list[int]]) -> None:
-            lines = [{"index": i, "prompt": _hash(prompts[i]), "ids": ids} for i, ids in finished.items()]
-            _append(stream, lines)
+            append([answer_line(i, prompts[i], ids) for i, ids in finished.items()])
             answers.update(finished)
             bar.update(len(finished))
 
         refused = generator.generate(prompts, missing, sampling, on_answers) if missing else {}
-    if refused:
-        reasons = first_reasons([(f"prompt {i}", why) for i, why in sorted(refused.items())])
-        counts = f"{len(refused):,} of {len(prompts):,} prompts were refused"
-        print(f"generate: {counts}:{reasons}", file=sys.stderr)
+    report_refused({f"prompt {i}": why for i, why in sorted(refused.items())}, f"{len(prompts):,} prompts")
     return [answers.get(i, []) for i in range(len(prompts))]
+
+
+def report_refused(reasons: Mapping[str, str], total: str) -> None:
+    """Print how many prompts were refused, of what in all, and why."""
+    if reasons:
+        shown = first_reasons(list(reasons.items()))
+        print(f"generate: {len(reasons):,} of {total} were refused:{shown}", file=sys.stderr)
 
 
 def answers_dataset(prompts: Prompts, answers: Prompts, ids: Sequence[str]) -> Dataset:
@@ -107,36 +114,77 @@ def answers_dataset(prompts: Prompts, answers: Prompts, ids: Sequence[str]) -> D
     return Dataset.from_dict(columns, features=_FEATURES)
 
 
+def answer_line(index: int, prompt: Sequence[int], ids: Sequence[int], **more: Any) -> dict[str, Any]:
+    """Return the line of an answer, with a hash of its prompt."""
+    return {"index": index, **more, "prompt": _hash(prompt), "ids": list(ids)}
+
+
+class AnswerFile:
+    """A JSONL file of a header and one line for each answer, in the order in which they were finished.
+
+    Args:
+        engine, model_fingerprint, sampling: what the answers depend on, apart from their prompts.
+    """
+
+    def __init__(self, path: Path, engine: str, model_fingerprint: str, sampling: Sampling) -> None:
+        self.path = path
+        self._header = {
+            "format": _FORMAT,
+            "engine": engine,
+            "model": model_fingerprint,
+            **sampling.to_json(),
+        }
+
+    def read(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the lines with their numbers, and remove a last line that a killed run left incomplete.
+
+        Raises:
+            UserError: the file was made with other settings, or is not a file of answers.
+        """
+        if not self.path.exists():
+            return []
+        content = self.path.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        if len(complete) < len(content):
+            os.truncate(self.path, len(complete))
+        numbered = enumerate(complete.splitlines(), start=1)
+        lines = [(number, _parse(self.path, number, line)) for number, line in numbered]
+        if not lines:
+            return []
+        (_, found), header = lines[0], self._header
+        changed = sorted(name for name in found.keys() | header.keys() if found.get(name) != header.get(name))
+        if changed:
+            remedy = f"It was written with another {', '.join(changed)}; delete it or choose another file."
+            raise UserError("output", self.path, remedy)
+        return lines[1:]
+
+    def check_prompt(self, number: int, line: Mapping[str, Any], prompt: Sequence[int], name: str) -> None:
+        """Raise UserError if a line answers another prompt than this one."""
+        if line["prompt"] != _hash(prompt):
+            raise self.of_another_prompt(number, name)
+
+    def of_another_prompt(self, number: int, name: str) -> UserError:
+        remedy = "This answer is for a prompt that the data does not have; delete the file or choose another."
+        return UserError(f"{self.path}:{number}", name, remedy)
+
+    @contextmanager
+    def appending(self) -> Iterator[Callable[[Sequence[dict[str, Any]]], None]]:
+        """Open the file for new lines, which are on disk when the yielded function returns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as stream:
+
+            def append(lines: Sequence[dict[str, Any]]) -> None:
+                stream.writelines(json.dumps(line) + "\n" for line in lines)
+                stream.flush()
+                os.fsync(stream.fileno())
+
+            if stream.tell() == 0:
+                append([self._header])
+            yield append
+
+
 def _hash(ids: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()[:16]
-
-
-def _read(output: Path, header: dict[str, Any], prompts: Prompts) -> dict[int, list[int]]:
-    """Read the answers by prompt index, and remove a last line that a killed run left incomplete."""
-    if not output.exists():
-        return {}
-    content = output.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    if len(complete) < len(content):
-        os.truncate(output, len(complete))
-    lines = [_parse(output, number, line) for number, line in enumerate(complete.splitlines(), start=1)]
-    if not lines:
-        return {}
-    found = lines[0]
-    changed = sorted(name for name in found.keys() | header.keys() if found.get(name) != header.get(name))
-    if changed:
-        remedy = f"It was written with another {', '.join(changed)}; delete it or choose another file."
-        raise UserError("output", output, remedy)
-    answers = {}
-    for number, line in enumerate(lines[1:], start=2):
-        index = line["index"]
-        if index >= len(prompts) or line["prompt"] != _hash(prompts[index]):
-            remedy = (
-                "This answer is for a prompt that the data does not have; delete the file or choose another."
-            )
-            raise UserError(f"{output}:{number}", f"prompt {index}", remedy)
-        answers[index] = line["ids"]
-    return answers
 
 
 def _parse(output: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -145,16 +193,3 @@ def _parse(output: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError as error:
         remedy = "The line is not JSON; delete the file and run again."
         raise UserError(f"{output}:{number}", line[:40], remedy) from error
-
-
-@contextmanager
-def _appending(output: Path) -> Iterator[Any]:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as stream:
-        yield stream
-
-
-def _append(stream: Any, lines: Sequence[dict[str, Any]]) -> None:
-    stream.writelines(json.dumps(line) + "\n" for line in lines)
-    stream.flush()
-    os.fsync(stream.fileno())

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +10,16 @@ from transformers import PreTrainedTokenizerBase
 from data.generation.turns import parsed_turn, same_calls
 from data.text.schemas import Conversation
 from data.text.template import TemplateRefused, render_prompt
+
+
+@dataclass(frozen=True)
+class AnsweredTurn:
+    """An assistant turn that the target has written."""
+
+    turn: int  # 0 for the first of the conversation
+    index: int  # of the conversation in its block
+    prompt: Sequence[int]
+    ids: Sequence[int]
 
 
 class Dialogue:
@@ -65,6 +76,18 @@ class Dialogue:
             return None
         self._prompt = array("i", prompt)  # a tenth of a list's memory
         return self._prompt
+
+    @property
+    def num_turns_left(self) -> int:
+        """The number of assistant turns that are not answered yet, if none ends the conversation."""
+        left = self.conversation.messages[self._position :]
+        return sum(message["role"] == "assistant" for message in left)
+
+    def answered(self, index: int, ids: Sequence[int]) -> AnsweredTurn:
+        """Continue as `add_answer` does, and return the turn that the completion answers."""
+        turn = AnsweredTurn(self.turn, index, self._prompt, ids)
+        self.add_answer(ids)
+        return turn
 
     def add_answer(self, ids: Sequence[int]) -> None:
         """Continue after the target's completion of the latest prompt."""

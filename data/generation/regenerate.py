@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from data.generation.answers import answers_dataset
-from data.generation.dialogue import Dialogue
+from data.generation.dialogue import AnsweredTurn, Dialogue
 from data.text.schemas import Conversation
 from data.text.tokenize import SAMPLE_SCHEMA, check_refused
 from eagle31.json_files import read_json, write_json
 
 Answer = Callable[[Sequence[Sequence[int]], Path], list[list[int]]]
+Check = Callable[[], None]
+AnswerTurns = Callable[[Sequence[Dialogue], Path, Check], Iterator[AnsweredTurn]]
 Refusals = list[tuple[str, str]]
 
 # Assistant turns in memory at a time: they keep many GPUs busy, and take a few GB at 8,000 tokens each.
@@ -29,7 +32,7 @@ _MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
 def regenerate(
     conversations: Iterable[Conversation],
     tokenizer: PreTrainedTokenizerBase,
-    answer: Answer,
+    answer_turns: AnswerTurns,
     *,
     max_tokens: int,
     template_kwargs: dict[str, Any],
@@ -45,12 +48,13 @@ def regenerate(
     their number. The last block ends soon after `max_samples` samples.
 
     Args:
-        answer: maps prompts, and a file to resume from, to the token ids of each answer; a conversation ends
-            at an empty answer.
+        answer_turns: has the target answer every turn of some conversations; it is given the path of their
+            samples, next to which it keeps the answers, and what checks refused conversations. A
+            conversation ends at an empty answer. See `turn_by_turn` and `data.generation.continuous`.
         max_tokens: the limit for prompt and answer together; prompts without room for two tokens are left
             out, and longer answers are cut.
-        directory: where each block's answers are written, as `block-00000-turn-000.jsonl` and so on, and its
-            samples, as `block-00000.arrow`. An interrupted run resumes from these files.
+        directory: where each block's answers are written, and its samples, as `block-00000.arrow`. An
+            interrupted run resumes from these files.
         on_refused: called once with (id, reason) of the conversations that the template refuses; they end
             before the refused turn.
         max_samples: the number of samples after which the remaining conversations are left out; None for all.
@@ -81,7 +85,7 @@ def regenerate(
             def check(refused: Refusals, earlier: Refusals = earlier, total: int = num_conversations) -> None:
                 check_refused([*earlier, *refused], total)
 
-            _answer_block(block, tokenizer, answer, max_tokens, template_kwargs, path, check)
+            _answer_block(block, tokenizer, answer_turns, max_tokens, template_kwargs, path, check)
         ended = read_json(path.with_suffix(".json"))
         refusals += [(id, reason) for id, reason in ended["refused"]]
         num_at_tools += ended.get("num_ended_at_tools", 0)
@@ -130,7 +134,7 @@ def _take_turns(conversations: Iterator[Conversation], num_turns: int) -> list[C
 def _answer_block(
     conversations: Sequence[Conversation],
     tokenizer: PreTrainedTokenizerBase,
-    answer: Answer,
+    answer_turns: AnswerTurns,
     max_tokens: int,
     template_kwargs: dict[str, Any],
     path: Path,
@@ -139,27 +143,47 @@ def _answer_block(
     """Answer the turns of some conversations, and write the samples as an Arrow stream.
 
     Args:
-        check: called before each turn with the conversations that the template has refused.
+        check: called now and then with the conversations that the template has refused.
     """
     dialogues = [Dialogue(one, tokenizer, template_kwargs, max_tokens) for one in conversations]
+
+    def check_dialogues() -> None:
+        check([one.refusal for one in dialogues if one.refusal is not None])
+
+    turns = answer_turns(dialogues, path, check_dialogues)
     partial = path.with_suffix(".partial")
-    turn = 0
     with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
+        while batch := list(islice(turns, BATCH_SAMPLES)):
+            named = [(f"{conversations[one.index].id}/{one.turn}", one.prompt, one.ids) for one in batch]
+            writer.write_batch(record_batch(named, max_tokens))
+    finish_block(path, dialogues)
+
+
+def turn_by_turn(answer: Answer) -> AnswerTurns:
+    """Answer a turn of all conversations before the next turn, for engines whose answers depend on the batch.
+
+    Args:
+        answer: maps prompts, and a file to resume from, to the token ids of each answer.
+    """
+
+    def answer_turns(dialogues: Sequence[Dialogue], path: Path, check: Check) -> Iterator[AnsweredTurn]:
+        turn = 0
         while True:
-            prompted = [(one, prompt) for one in dialogues if (prompt := one.next_prompt()) is not None]
-            check([one.refusal for one in dialogues if one.refusal is not None])
+            prompted = [
+                (index, prompt)
+                for index, one in enumerate(dialogues)
+                if (prompt := one.next_prompt()) is not None
+            ]
+            check()
             if not prompted:
                 break
-            prompts = [prompt for _, prompt in prompted]
-            answers = answer(prompts, path.with_name(f"{path.stem}-turn-{turn:03d}.jsonl"))
-            names = [f"{one.conversation.id}/{turn}" for one, _ in prompted]
-            samples = list(zip(names, prompts, answers, strict=True))
-            for start in range(0, len(samples), BATCH_SAMPLES):
-                writer.write_batch(record_batch(samples[start : start + BATCH_SAMPLES], max_tokens))
-            for (dialogue, _), ids in zip(prompted, answers, strict=True):
-                dialogue.add_answer(ids)
+            output = path.with_name(f"{path.stem}-turn-{turn:03d}.jsonl")
+            answers = answer([prompt for _, prompt in prompted], output)
+            for (index, _), ids in zip(prompted, answers, strict=True):
+                yield dialogues[index].answered(index, ids)
             turn += 1
-    finish_block(path, dialogues)
+
+    return answer_turns
 
 
 def finish_block(path: Path, dialogues: Sequence[Dialogue]) -> None:

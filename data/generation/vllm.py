@@ -1,14 +1,17 @@
 """Generating answers with vLLM, on any number of servers."""
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from data.sampling import Prompts, Sampling
-from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
+from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher
 from data.vllm.endpoint import Endpoint, ExpectedTarget, check_target
+from data.vllm.link import Origin, Prompt
 from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
@@ -50,7 +53,43 @@ class VllmGenerator:
         Raises:
             UserError: a server runs another target, or none was available for too long.
         """
-        task = self._loop.create_task(self._generate(prompts, indices, sampling, on_answers))
+        first = {index: prompts[index] for index in indices}
+        return self._run(
+            first,
+            sampling,
+            lambda answers: on_answers(dict(answers)),
+            next_prompt=lambda index, ids: None,
+            seed=lambda index: (index,),
+        )
+
+    def converse(
+        self,
+        first: Mapping[int, Sequence[int]],
+        sampling: Sampling,
+        on_answers: Callable[[Sequence[tuple[int, list[int]]]], None],
+        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
+        seed: Callable[[int], tuple[int, ...]],
+    ) -> dict[int, str]:
+        """Answer conversations, each of which continues as soon as its last prompt is answered.
+
+        Args:
+            first: each conversation's first prompt, by index.
+            on_answers: called with (index, token ids) of finished answers, in their order, about every half
+                second.
+            next_prompt: returns the prompt of a conversation after an answer, or None at its end. An error
+                that it raises ends the generation.
+            seed: returns what gives a conversation's next answer a seed of its own.
+
+        Returns:
+            The reasons why a conversation's prompt was refused, by index.
+
+        Raises:
+            UserError: a server runs another target, or none was available for too long.
+        """
+        return self._run(first, sampling, on_answers, next_prompt=next_prompt, seed=seed)
+
+    def _run(self, *arguments: Any, **named: Any) -> dict[int, str]:
+        task = self._loop.create_task(self._converse(*arguments, **named))
         try:
             return self._loop.run_until_complete(task)
         finally:
@@ -62,55 +101,83 @@ class VllmGenerator:
             self._loop.run_until_complete(endpoint.close())
         self._loop.close()
 
-    async def _generate(
+    async def _converse(
         self,
-        prompts: Prompts,
-        indices: Sequence[int],
+        first: Mapping[int, Sequence[int]],
         sampling: Sampling,
-        on_answers: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Sequence[tuple[int, list[int]]]], None],
+        *,
+        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
+        seed: Callable[[int], tuple[int, ...]],
     ) -> dict[int, str]:
-        # The longest prompts first: one that does not fit is refused early.
-        by_length = sorted(indices, key=lambda i: -len(prompts[i]))
-        longest = len(prompts[by_length[0]]) + sampling.max_new_tokens
-        finished: dict[int, list[int]] = {}
+        # The longest prompts first: one that does not fit is refused early. A conversation that continues
+        # keeps its place, so that those that were begun end before others begin.
+        by_length = sorted(first, key=lambda index: -len(first[index]))
+        longest = len(first[by_length[0]]) + sampling.max_new_tokens
+        finished: list[tuple[int, list[int]]] = []
         refused: dict[int, str] = {}
+        unfinished = set(first)
+        failures: list[BaseException] = []
 
         def check(endpoint: Endpoint, info: ServerInfo) -> None:
             check_target(endpoint, info, self._expected, longest)
             check_unchanged(endpoint, info, sampling.temperature)
 
+        def send(priority: int, prompt: Sequence[int]) -> None:
+            index = by_length[priority]
+            seeded = replace(sampling, seed=_seed(sampling.seed, *seed(index)))
+            dispatcher.add(Prompt(priority, secrets.token_hex(8), list(prompt), seeded))
+
+        def answered(prompt: Prompt, _: Origin, ids: list[int]) -> None:
+            index = by_length[prompt.index]
+            finished.append((index, ids))
+            try:
+                following = next_prompt(index, ids)
+            except BaseException as error:
+                failures.append(error)
+                return
+            if following is None:
+                unfinished.discard(index)
+            else:
+                send(prompt.index, following)
+
+        def refuse(prompt: Prompt, reason: str) -> None:
+            refused[by_length[prompt.index]] = reason
+            unfinished.discard(by_length[prompt.index])
+
         dispatcher = Dispatcher(
             self._endpoints,
             check=check,
-            answered=lambda prompt, _, ids: finished.update({by_length[prompt.index]: ids}),
-            refused=lambda prompt, reason: refused.update({by_length[prompt.index]: reason}),
+            answered=answered,
+            refused=refuse,
             patience_seconds=self._patience_seconds,
         )
         for priority, index in enumerate(by_length):
-            seeded = replace(sampling, seed=_seed(sampling.seed, index))
-            dispatcher.add(Prompt(priority, str(index), list(prompts[index]), seeded))
+            send(priority, first[index])
         running = asyncio.create_task(dispatcher.run())
-        num_finished = 0
         try:
-            while num_finished + len(refused) < len(by_length) and not running.done():
+            while unfinished and not failures and not running.done():
                 await asyncio.wait([running], timeout=_HAND_OVER_SECONDS)
-                num_finished += _hand_over(finished, on_answers)
+                _hand_over(finished, on_answers)
         finally:
             _hand_over(finished, on_answers)
             running.cancel()
             await asyncio.wait([running])
+        if failures:
+            raise failures[0]
         if not running.cancelled():
             running.result()
         return refused
 
 
-def _hand_over(finished: dict[int, list[int]], on_answers: Callable[[Mapping[int, list[int]]], None]) -> int:
-    """Pass the finished answers on, and return how many there were."""
-    answers = dict(finished)
+def _hand_over(
+    finished: list[tuple[int, list[int]]], on_answers: Callable[[Sequence[tuple[int, list[int]]]], None]
+) -> None:
+    """Pass the finished answers on."""
+    answers = list(finished)
     finished.clear()
     if answers:
         on_answers(answers)
-    return len(answers)
 
 
 def check_unchanged(endpoint: Endpoint, info: ServerInfo, temperature: float) -> None:
@@ -135,6 +202,6 @@ def check_unchanged(endpoint: Endpoint, info: ServerInfo, temperature: float) ->
         raise UserError("vllm.servers", endpoint.name, remedy)
 
 
-def _seed(seed: int, index: int) -> int:
+def _seed(seed: int, *index: int) -> int:
     """Return the seed of one answer."""
-    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
+    return int(np.random.SeedSequence((seed, *index)).generate_state(1)[0])

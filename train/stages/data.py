@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from data.generation.answers import answer_prompts
-from data.generation.regenerate import regenerate, repeated
+from data.generation.continuous import ContinuousGenerator, continuously
+from data.generation.regenerate import regenerate, repeated, turn_by_turn
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.augmentation import Augmentation, AugmentedConversations
 from data.text.perturbation import NoEffect, PromptSetting, template_source
@@ -216,21 +217,20 @@ def _regenerated(context: RunContext, conversations: Iterable[Conversation], dir
         top_k=settings.top_k,
     )
     with context.open_generator() as generator:
+        fingerprint = context.parts.fingerprint
 
         def answer(prompts: Sequence[Sequence[int]], output: Path) -> list[list[int]]:
             return answer_prompts(
-                generator,
-                prompts,
-                sampling,
-                output=output,
-                model_fingerprint=context.parts.fingerprint,
-                progress=True,
+                generator, prompts, sampling, output=output, model_fingerprint=fingerprint, progress=True
             )
 
+        answer_turns = turn_by_turn(answer)
+        if isinstance(generator, ContinuousGenerator):
+            answer_turns = continuously(generator, sampling, fingerprint, progress=True)
         return regenerate(
             repeated(conversations, settings.completions),
             context.tokenizer,
-            answer,
+            answer_turns,
             max_tokens=context.config.data.max_tokens,
             template_kwargs=context.template_kwargs,
             directory=directory,

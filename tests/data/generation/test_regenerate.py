@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import BLOCK_TURNS, regenerate, repeated
+from data.generation.regenerate import BLOCK_TURNS, regenerate, repeated, turn_by_turn
 from data.sampling import Sampling
 from data.text.schemas import Conversation
 from data.text.template import render_prompt
@@ -92,7 +92,7 @@ def regenerated(
     return regenerate(
         conversations,
         tokenizer,
-        answerer(model, tokenizer, **changes),
+        turn_by_turn(answerer(model, tokenizer, **changes)),
         max_tokens=max_tokens,
         template_kwargs={},
         directory=directory,
@@ -231,14 +231,16 @@ def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported
         return [[5, 6]] * len(prompts)
 
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": reported.append}
-    dataset = regenerate([bad, *good], tokenizer, answer, directory=tmp_path, **rest)
+    dataset = regenerate([bad, *good], tokenizer, turn_by_turn(answer), directory=tmp_path, **rest)
     assert len(dataset) == len(good)
     [[(name, _reason)]] = reported
     assert name == "bad"
     with pytest.raises(UserError, match="1 of 2 conversations refused"):
-        regenerate([bad, good[0]], tokenizer, answer, directory=tmp_path / "two", **rest)
+        regenerate([bad, good[0]], tokenizer, turn_by_turn(answer), directory=tmp_path / "two", **rest)
     with pytest.raises(UserError, match="1 of 3 conversations refused"):
-        regenerate([*good[:2], bad], tokenizer, answer, directory=tmp_path / "3", block_turns=2, **rest)
+        regenerate(
+            [*good[:2], bad], tokenizer, turn_by_turn(answer), directory=tmp_path / "3", block_turns=2, **rest
+        )
 
 
 def test_a_conversation_ends_where_the_target_has_no_answer(
@@ -251,7 +253,7 @@ def test_a_conversation_ends_where_the_target_has_no_answer(
         return [[], []] if len(prompts) == 2 else answers  # two prompts are those of the second turn
 
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
-    rows = regenerate(CONVERSATIONS, tokenizer, answer, directory=tmp_path, **rest)
+    rows = regenerate(CONVERSATIONS, tokenizer, turn_by_turn(answer), directory=tmp_path, **rest)
     masks = {row["id"]: sum(row["loss_mask"]) for row in rows}
     assert masks.keys() == {f"{name}/0" for name in TURNS}
     assert all(length >= 2 for length in masks.values())
@@ -322,7 +324,9 @@ def test_no_more_is_answered_than_max_samples_needs(
         return [[5] if i % 4 == 3 else [5, 6] for i in range(len(prompts))]
 
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
-    rows = regenerate(conversations, tokenizer, answer, directory=tmp_path, max_samples=300, **rest)
+    rows = regenerate(
+        conversations, tokenizer, turn_by_turn(answer), directory=tmp_path, max_samples=300, **rest
+    )
     assert 300 <= len(rows) <= 304
     assert num_prompts <= 300 * 4 / 3 + 8
     assert max(int(row["id"].partition("/")[0]) for row in rows) < (300 * 4 / 3 + 8) / 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data.generation.regenerate import regenerate
+from data.generation.regenerate import regenerate, turn_by_turn
 from data.generation.turns import parsed_turn
 from data.text.schemas import Conversation
 from tests.data.text.chat_templates import CHATML, byte_level_tokenizer
@@ -57,7 +57,7 @@ def regenerated(
 
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
     return regenerate(
-        [Conversation("c", tuple(messages))], tokenizer, answer, directory=directory, **rest
+        [Conversation("c", tuple(messages))], tokenizer, turn_by_turn(answer), directory=directory, **rest
     ).to_list()
 
 

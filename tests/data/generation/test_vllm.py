@@ -15,6 +15,7 @@ from data.sampling import Sampling
 from data.target.spec import TargetSpec
 from data.vllm.server import VllmServer
 from data.vllm.server_process import ServerProcess
+from eagle31.errors import UserError
 from tests.data.vllm.client_process import KEY
 from tests.data.vllm.targets import (
     ANSWER_TOKENS,
@@ -122,6 +123,42 @@ def test_a_sampled_answer_depends_only_on_seed_and_index(
     for limit in ({"top_k": 1}, {"top_p": 1e-6}):
         limited = replace(SAMPLED, temperature=2.0, **limit)
         assert generate_answers(generator, prompts, limited, tmp_path / f"{limit}.jsonl") == greedy
+
+
+def test_conversations_continue_as_soon_as_they_are_answered(
+    generator: VllmGenerator, prompts: list[list[int]], spec: TargetSpec
+) -> None:
+    """Each next prompt is the first one, its completion and another token; the numbers of turns differ."""
+    num_turns = [1 + index % 3 for index in range(8)]
+    asked = {index: [prompts[index]] for index in range(8)}
+    answers: dict[int, list[list[int]]] = {index: [] for index in range(8)}
+    handed_over: list[tuple[int, list[int]]] = []
+
+    def next_prompt(index: int, ids: list[int]) -> list[int] | None:
+        answers[index].append(ids)
+        if len(answers[index]) == num_turns[index]:
+            return None
+        asked[index].append([*asked[index][-1], *ids, 3])
+        return asked[index][-1]
+
+    refused = generator.converse(
+        {index: prompts[index] for index in range(8)},
+        GREEDY,
+        handed_over.extend,
+        next_prompt,
+        seed=lambda index: (0, index, len(answers[index])),
+    )
+    assert refused == {}
+    assert [len(answers[index]) for index in range(8)] == num_turns
+    assert sorted(handed_over) == sorted((index, ids) for index in range(8) for ids in answers[index])
+    flat = [(prompt, ids) for i in range(8) for prompt, ids in zip(asked[i], answers[i], strict=True)]
+    assert [ids for _, ids in flat] == greedy_answers(spec, [prompt for prompt, _ in flat])
+
+    def failing(index: int, ids: list[int]) -> list[int] | None:
+        raise UserError("data.train", index, "The template refuses.")
+
+    with pytest.raises(UserError, match="The template refuses"):
+        generator.converse({0: prompts[0]}, GREEDY, handed_over.extend, failing, seed=lambda index: (index,))
 
 
 def test_prompts_of_a_killed_server_are_answered_once(
