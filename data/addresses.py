@@ -1,6 +1,12 @@
-"""Addresses of machines."""
+"""Addresses of machines and of files."""
 
 from ipaddress import ip_address
+from pathlib import Path
+
+
+def is_url(location: str | Path) -> bool:
+    """Return whether a location is a URL such as s3://bucket/path, and not a path."""
+    return "://" in str(location)
 
 
 def is_loopback(host: str | None) -> bool:

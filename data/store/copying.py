@@ -8,9 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
+from data.addresses import is_url
 from data.progress import Progress
 from data.store.index import INDEX, MANIFEST, SETTINGS, ShardTable, read_index, read_manifest
-from data.store.remote import RemoteDirectory, is_url
+from data.store.remote import RemoteDirectory
 from data.store.shards import REFUSED, check_content
 from eagle31.errors import UserError
 

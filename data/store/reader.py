@@ -7,22 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data.addresses import is_url
 from data.file_hashes import sha256_of_files
 from data.progress import tracked
 from data.samples import CapturedSample, StateShape
 from data.store.codec import STATES, decode, decode_into, decoded_dtype
 from data.store.index import INDEX, MANIFEST, ShardEntry, ShardTable, read_index, read_manifest
-from data.store.remote import RemoteDirectory, is_url, local_description
 from data.store.sample_cache import CacheSettings, SampleCache
 from data.store.shard_file import ShardFile, new_memory
 from data.store.shards import DamagedShard, check_content, check_size, open_shard
 from eagle31.errors import UserError
+
+if TYPE_CHECKING:
+    from data.store.remote import RemoteDirectory
 
 # Open files of a reader: a process may have 1,024 by default.
 _MAX_OPEN_SHARDS = 128
@@ -135,17 +138,22 @@ def store_description(location: Path | str) -> dict[str, Any]:
     Raises:
         UserError: there is no finished store, or it cannot be reached.
     """
-    manifest = read_manifest(_description_directory(location))
+    manifest = read_manifest(_opened(location)[1])
     if manifest is None:
         raise UserError("capture.store", location, f"There is no {MANIFEST}: it is no finished store.")
     parts = {"format", "shards", "num_shards", "num_bytes", "index_sha256", "index_checksum"}
     return {name: value for name, value in manifest.items() if name not in parts}
 
 
-def _description_directory(location: Path | str) -> Path:
-    if is_url(location):
-        return local_description(RemoteDirectory(str(location)), MANIFEST, INDEX)
-    return Path(location)
+def _opened(location: Path | str) -> "tuple[RemoteDirectory | None, Path]":
+    """Return a store's files elsewhere, if it is there, and a directory with its manifest and index."""
+    if not is_url(location):
+        return None, Path(location)
+    # vLLM's processes import this module, and have no need for fsspec.
+    from data.store.remote import RemoteDirectory, local_description
+
+    remote = RemoteDirectory(str(location))
+    return remote, local_description(remote, MANIFEST, INDEX)
 
 
 class HiddenStateStore:
@@ -173,8 +181,7 @@ class HiddenStateStore:
         given: bool = False,
     ) -> None:
         self.location, self._given = location, given
-        self._remote = RemoteDirectory(str(location)) if is_url(location) else None
-        self.directory = _description_directory(location)
+        self._remote, self.directory = _opened(location)
         manifest = read_manifest(self.directory)
         if manifest is None:
             remedy = (
@@ -271,7 +278,7 @@ class HiddenStateStore:
                 for shard in tracked(unchecked, "verify", "shards", shown=progress and bool(unchecked)):
                     check_content(self.directory, shard.file, None, shard.sha256, next(found))
 
-    def _verify_remote(self, remote: RemoteDirectory, shards: Sequence[ShardEntry], old: bool) -> None:
+    def _verify_remote(self, remote: "RemoteDirectory", shards: Sequence[ShardEntry], old: bool) -> None:
         if old:
             remedy = "It has no checksums of samples: write it again with scripts/store merge, and copy that."
             raise UserError("capture.store", self.location, remedy)

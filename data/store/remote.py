@@ -15,11 +15,6 @@ from eagle31.errors import UserError
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
-def is_url(location: str | Path) -> bool:
-    """Return whether a store's location is a URL such as s3://bucket/path, and not a directory."""
-    return "://" in str(location)
-
-
 class RemoteFile:
     """An object that any number of threads can read at any position. size: in bytes."""
 

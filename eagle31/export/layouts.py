@@ -105,6 +105,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     for file in _weight_files(directory):
         try:
             tensors |= load_tensors(directory / file)
+        except UserError as error:
+            raise UserError(file, directory, f"It is damaged. {error.remedy}") from error
         except OSError as error:
             remedy = f"It cannot be read. Download or export it again ({error})."
             raise UserError(file, directory, remedy) from error

@@ -166,5 +166,7 @@ def read_probe(export: Path) -> Probe | None:
         tensors = load_tensors(path)
         batch = PackedBatch(**{f.name: tensors.pop(f.name) for f in fields(PackedBatch)})
         return Probe(batch=batch, **tensors)
+    except UserError as error:
+        raise UserError(f"{DIRECTORY}/{PROBE}", path, f"It is damaged. {error.remedy}") from error
     except (OSError, KeyError, TypeError) as error:
         raise UserError(f"{DIRECTORY}/{PROBE}", path, f"It cannot be read: {error!r}") from error
