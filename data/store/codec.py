@@ -24,7 +24,7 @@ _BIAS, _NAN_EXPONENT = 127, 255
 _FP8_MANTISSA, _FP8_EXPONENT = 0.875, 9  # of 448, the largest
 # All bits but the exponent's highest one, and the difference between the biases of the two formats.
 _FP16_BITS, _FP16_SHIFT = ~0x4000, 8
-_BLOCK_ELEMENTS = 32_000  # PyTorch divides 32,768 and more
+_BLOCK_ELEMENTS = 1 << 20
 _PART_VALUES = 1 << 18  # converted to fp8 at a time on a CPU
 _TOKEN_BYTES = 5  # input_ids int32, loss_mask bool
 
@@ -216,9 +216,9 @@ def _from_fp8(states: Tensor, exponents: Tensor, out: Tensor) -> None:
     """Decode e4m3 [..., Ht] and biased exponents uint8 [...] to bfloat16 [..., Ht].
 
     bfloat16 holds four significant bits times a power of two exactly. Except for the bias of the exponent,
-    e4m3's bits are float16's shifted by seven; PyTorch's conversion on the CPU takes five times as long. What
-    lies between stays in the processor's cache, and a block is too small for PyTorch to divide it among
-    threads, because several threads decode different samples.
+    e4m3's bits are float16's shifted by seven; PyTorch's conversion on the CPU takes five times as long. The
+    blocks use the same memory. With smaller ones, threads that decode at the same time would mostly wait for
+    Python's lock.
     """
     hidden_size = states.shape[-1]
     coded, decoded = states.view(torch.int8).reshape(-1, hidden_size), out.view(-1, hidden_size)
