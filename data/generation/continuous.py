@@ -64,8 +64,8 @@ def answer_continuously(
 
     Args:
         path: of the block's samples, `block-NUMBER.arrow`. The answers are kept next to it, in
-            `block-NUMBER-turns.jsonl`, from which an interrupted run resumes. The number and the turn give
-            each answer a seed of its own.
+            `block-NUMBER-turns.jsonl`, from which an interrupted run resumes. The number,
+            the conversation and the turn make the seed of each answer.
         model_fingerprint: written into the file of answers.
         check: called after conversations were refused by the template; may raise UserError.
 

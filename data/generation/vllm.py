@@ -4,7 +4,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,7 @@ class VllmGenerator:
             UserError: a server runs another target, or none was available for too long.
         """
         first = {index: prompts[index] for index in indices}
-        return self._run(
+        return self.converse(
             first,
             sampling,
             lambda answers: on_answers(dict(answers)),
@@ -78,7 +77,7 @@ class VllmGenerator:
                 second.
             next_prompt: returns the prompt of a conversation after an answer, or None at its end. An error
                 that it raises ends the generation.
-            seed: returns what gives a conversation's next answer a seed of its own.
+            seed: returns what the seed of a conversation's next answer is made of.
 
         Returns:
             The reasons why a conversation's prompt was refused, by index.
@@ -86,10 +85,7 @@ class VllmGenerator:
         Raises:
             UserError: a server runs another target, or none was available for too long.
         """
-        return self._run(first, sampling, on_answers, next_prompt=next_prompt, seed=seed)
-
-    def _run(self, *arguments: Any, **named: Any) -> dict[int, str]:
-        task = self._loop.create_task(self._converse(*arguments, **named))
+        task = self._loop.create_task(self._converse(first, sampling, on_answers, next_prompt, seed))
         try:
             return self._loop.run_until_complete(task)
         finally:
@@ -106,7 +102,6 @@ class VllmGenerator:
         first: Mapping[int, Sequence[int]],
         sampling: Sampling,
         on_answers: Callable[[Sequence[tuple[int, list[int]]]], None],
-        *,
         next_prompt: Callable[[int, list[int]], Sequence[int] | None],
         seed: Callable[[int], tuple[int, ...]],
     ) -> dict[int, str]:

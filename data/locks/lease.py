@@ -29,7 +29,7 @@ _RELEASED = "released"
 class LeaseTimes:
     """Times of a lease, in seconds.
 
-    A holder that was stopped for longer than `sure` looks whether it still has the lease before it goes on,
+    A holder that was stopped for longer than `sure` looks whether it still has the lease before it continues,
     and a new holder waits for `grace`, in which one that looked just before is seen.
     """
 
