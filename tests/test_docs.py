@@ -121,3 +121,12 @@ def drawn(module: str, levels: dict[str, int]) -> str:
         assert "/" in room, f"the diagram lacks {room_of(module)}"
         room = room.rpartition("/")[0]
     return room
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    rows = re.findall(r"(?m)^\| ([^|\n]+) \| (.*`.*::.*) \|$", (ROOT / "docs" / "reliability.md").read_text())
+    assert len(rows) >= 20
+    for promise, tests in rows:
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests):
+            assert f"\ndef {name}(" in (ROOT / file).read_text(), (promise, file, name)
+        assert tests.count("::") == len(re.findall(r"`tests/[\w/]+\.py::\w+`", tests)), promise
