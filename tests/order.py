@@ -38,7 +38,7 @@ SLOW = (
     "tests/train/test_compose.py",
     "tests/pretended_gpu/test_faults.py",
     "tests/train/drafter/test_export_checks.py",
-    "tests/train/bench/quality/test_quality.py",
+    "tests/train/experiments/quality/test_quality.py",
     "tests/train/stages/test_cells.py",
     "tests/eagle31/kernels/test_compiled.py",
     "tests/train/bench/step/test_timing.py",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from train.bench.quality.curves import (
+from train.experiments.quality.curves import (
     UNTRAINED,
     Curve,
     acceptance_lengths,

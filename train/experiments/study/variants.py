@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle31.errors import UserError
-from train.bench.quality.sides import Side, named_overrides
+from train.experiments.quality.sides import Side, named_overrides
 
 REFERENCE = "eagle3"
 _DATA_KEYS = ("data.", "capture.")
@@ -19,7 +19,7 @@ class Variant:
 
     @property
     def side(self) -> Side:
-        """What is trained, for the runner of bench/quality."""
+        """What is trained, for the runner of experiments/quality."""
         return Side(self.name, tuple(one for one in self.overrides if not one.startswith(_DATA_KEYS)))
 
     @property

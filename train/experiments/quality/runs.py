@@ -18,7 +18,7 @@ from eagle31.export.layouts import Layout
 from eagle31.json_files import read_json, write_json
 from eagle31.model.config import DrafterConfig
 from train.bench.peers.environment import find_python
-from train.bench.quality.dataset import (
+from train.experiments.quality.dataset import (
     STAGES,
     Dataset,
     RunFailed,
@@ -27,7 +27,7 @@ from train.bench.quality.dataset import (
     run_eagle31,
     run_logged,
 )
-from train.bench.quality.sides import Side
+from train.experiments.quality.sides import Side
 from train.versions import git_revision, package_versions
 
 WORKER = Path(__file__).with_name("peer_worker.py")

@@ -18,19 +18,19 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments
-from train.bench.quality.acceptance import drafter_of, measure_run, own_drafter, served_checkpoint
-from train.bench.quality.dataset import Dataset, load_vocab, run_logged, target_tensors
-from train.bench.quality.report import default_levels, goals, measure, plot, table_lines, to_json
-from train.bench.quality.runs import RESULT, Run, Runner
-from train.bench.quality.sides import Side
-from train.bench.study.measurement import measure_variant
 from train.drafter.export_checks import validate_export
 from train.evaluation.cells import Cell, FinishedCell
 from train.evaluation.replay import packed, replay_greedily
+from train.experiments.quality.acceptance import drafter_of, measure_run, own_drafter, served_checkpoint
+from train.experiments.quality.dataset import Dataset, load_vocab, run_logged, target_tensors
+from train.experiments.quality.report import default_levels, goals, measure, plot, table_lines, to_json
+from train.experiments.quality.runs import RESULT, Run, Runner
+from train.experiments.quality.sides import Side
+from train.experiments.study.measurement import measure_variant
 from train.resampling.bootstrap import Resamples
 
 ROOT = Path(__file__).resolve().parents[4]
-SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "bench" / "quality"))
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "experiments" / "quality"))
 STEPS = 3
 
 

@@ -1,4 +1,4 @@
-"""The study's numbers from made-up counts. A trained run is measured in tests/train/bench/quality."""
+"""The study's numbers from made-up counts. A trained run is measured in tests/train/experiments/quality."""
 
 import runpy
 from dataclasses import replace
@@ -10,8 +10,9 @@ import pytest
 
 from data.text.perturbation import UNCHANGED, PromptSetting
 from eagle31.errors import UserError
-from train.bench.study.comparison import CellCounts, by_condition, compare
-from train.bench.study.report import (
+from train.evaluation.cells import Cell, FinishedCell
+from train.experiments.study.comparison import CellCounts, by_condition, compare
+from train.experiments.study.report import (
     condition_table,
     drift_table,
     kept_table,
@@ -20,12 +21,11 @@ from train.bench.study.report import (
     position_table,
     seed_table,
 )
-from train.bench.study.variants import DRAFTERS, TRAININGS, Variant, chosen_variants, parse_variant
-from train.evaluation.cells import Cell, FinishedCell
+from train.experiments.study.variants import DRAFTERS, TRAININGS, Variant, chosen_variants, parse_variant
 from train.resampling.bootstrap import Resamples
 
 ROOT = Path(__file__).resolve().parents[4]
-SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "study"))
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "experiments" / "study"))
 NUM_PROMPTS, NUM_POSITIONS = 30, 8
 
 

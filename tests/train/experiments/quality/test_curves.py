@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from train.bench.quality.curves import (
+from train.experiments.quality.curves import (
     Curve,
     acceptance_lengths,
     lengths_after,

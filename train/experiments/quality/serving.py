@@ -7,7 +7,7 @@ from typing import Any
 
 from data.store import HiddenStateStore
 from data.vllm.environment import find_python
-from train.bench.quality.dataset import Dataset
+from train.experiments.quality.dataset import Dataset
 from train.serving.engine import DecodeJob, EngineSpec, draft_room, require, run_jobs
 from train.tables import aligned
 

@@ -23,7 +23,7 @@ from data.store import HiddenStateStore
 from eagle31.json_files import write_json
 from eagle31.training.batch import PackedBatch
 from eagle31.training.supervision import supervised_drafts
-from train.bench.quality.peer_recipes import TRAINERS, PeerTrainer, row_weights
+from train.experiments.quality.peer_recipes import TRAINERS, PeerTrainer, row_weights
 
 Json = dict[str, Any]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from train.bench.study.comparison import CellComparison, Condition
+from train.experiments.study.comparison import CellComparison, Condition
 from train.reporting.colors import COLORS
 from train.reporting.plots import Panel, save_png
 from train.resampling.bootstrap import Interval

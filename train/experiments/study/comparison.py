@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from train.bench.quality.curves import drawn_seeds
 from train.evaluation.cells import FinishedCell
+from train.experiments.quality.curves import drawn_seeds
 from train.resampling.bootstrap import Floats, Interval, Resamples, interval
 
 ALL = "all"  # conditions

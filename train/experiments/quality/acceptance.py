@@ -13,11 +13,11 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from train.artifact import Artifact
-from train.bench.quality.dataset import Dataset, load_vocab, open_test
-from train.bench.quality.runs import Run
 from train.drafter.build import build_drafter
 from train.drafter.published import open_published
 from train.evaluation.replay import packed, replay_greedily
+from train.experiments.quality.dataset import Dataset, load_vocab, open_test
+from train.experiments.quality.runs import Run
 
 ACCEPTANCE, SERVED = "acceptance.json", "served"
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from train.bench.learning_rates.sweep import Trial, recipe
 from train.config.training import Optimizer
+from train.experiments.learning_rates.sweep import Trial, recipe
 from train.planning.sizes import RunSizes
 
 

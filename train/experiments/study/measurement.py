@@ -11,11 +11,11 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.drift import choose_rows, measure_drift
 from train.artifact import Artifact
-from train.bench.quality.acceptance import drafter_of, own_drafter
-from train.bench.quality.dataset import Dataset, load_vocab
-from train.bench.quality.runs import Run
 from train.evaluation.cells import FinishedCell
 from train.evaluation.replay import MAX_DRAFT_TOKENS, PromptAcceptance, packed, replay_greedily
+from train.experiments.quality.acceptance import drafter_of, own_drafter
+from train.experiments.quality.dataset import Dataset, load_vocab
+from train.experiments.quality.runs import Run
 
 DRIFT_TOKENS, DRIFT_POSITIONS = 8192, 512
 _FORMAT = 1

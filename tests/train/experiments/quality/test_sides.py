@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
-from train.bench.quality.runs import budget_steps
-from train.bench.quality.sides import Side, chosen_sides, known_sides, parse_side
 from train.compose import composed
+from train.experiments.quality.runs import budget_steps
+from train.experiments.quality.sides import Side, chosen_sides, known_sides, parse_side
 
 ROOT = Path(__file__).resolve().parents[4]
 

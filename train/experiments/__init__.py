@@ -1,0 +1,1 @@
+"""Experiments: they train drafters under several settings and compare what comes out."""
