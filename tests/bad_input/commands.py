@@ -1,0 +1,129 @@
+"""Runs the project's commands in this process, and what a table of bad input consists of.
+
+A table is a list of cases for `each`, and its test hands each case to the fixture `check_case`:
+
+    CASES = [
+        Case("recipe_typo", ("recipe=quick",), ("recipe=quick: ", "Did you mean quickstart?")),
+    ]
+
+    @each(CASES)
+    def test_a_mistake_is_one_message(case: Case, check_case: CheckCase) -> None:
+        check_case(case)
+"""
+
+import io
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from train.command import MISTAKE
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = "train/main.py"
+
+
+def nothing(directory: Path) -> None:
+    """Prepare an empty directory."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command that a user gets wrong, and what it must answer.
+
+    Args:
+        name: names the case in the test's id.
+        arguments: of the command, which runs in the test's directory: write relative paths.
+        says: parts of stderr, in their order: field, value and remedy.
+        prepare: makes the files that the command reads, in the test's directory.
+        script: the command, relative to the repository's root.
+        status: the expected exit status.
+        absent: what stdout and stderr must not contain, such as what an expensive step prints first.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    says: tuple[str, ...]
+    prepare: Callable[[Path], None] = nothing
+    script: str = MAIN
+    status: int = MISTAKE
+    absent: tuple[str, ...] = ()
+
+
+CheckCase = Callable[[Case], "Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command that has ended leaves."""
+
+    status: int
+    out: str
+    err: str
+
+
+def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Return the mark that runs a test with each of the cases under its name."""
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names), "two cases have one name"
+    return pytest.mark.parametrize("case", cases, ids=names)
+
+
+def run_command(script: str, *arguments: str, directory: Path) -> Outcome:
+    """Run a command in this process, as `__main__` in a directory.
+
+    An exception that the command does not turn into a message is printed as Python prints it, with status 1.
+
+    Args:
+        script: relative to the repository's root.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    status = 0
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
+        patch.setattr(sys, "path", list(sys.path))  # a command puts the repository's root there
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+            patch.delenv(name, raising=False)
+        stack.enter_context(chdir(directory))
+        stack.enter_context(redirect_stdout(out))
+        stack.enter_context(redirect_stderr(err))
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def check(case: Case, directory: Path) -> Outcome:
+    """Run a case, and check its exit status, its message, and that no traceback is printed."""
+    case.prepare(directory)
+    outcome = run_command(case.script, *case.arguments, directory=directory)
+    printed = f"status {outcome.status}\n{outcome.out}\n--- stderr\n{outcome.err}"
+    assert "Traceback" not in outcome.err, printed
+    assert outcome.status == case.status, printed
+    rest = outcome.err
+    for part in case.says:
+        assert part in rest, f"not said, or in another order: {part}\n{printed}"
+        rest = rest.partition(part)[2]
+    for part in case.absent:
+        assert part not in outcome.out + outcome.err, printed
+    if case.status == MISTAKE:
+        [*_, last] = outcome.err.rstrip().splitlines()
+        assert "error: " in last, f"the message is not one line at the end\n{printed}"
+    return outcome
+
+
+def link(path: Path, to: os.PathLike[str] | str) -> None:
+    """Link a shared directory, such as a target, under a short relative name."""
+    path.symlink_to(to, target_is_directory=True)
