@@ -36,11 +36,16 @@ def run(config: RunConfig, world: World) -> None:
     """Run the stages of a sound configuration; every rank calls."""
     # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
     with collection_paused():
+        from train.doctor.failures import explanation
         from train.pipeline import run_pipeline
 
     keep_freed_memory()
     try:
         run_pipeline(config, world)
+    except Exception as error:
+        for line in explanation(error, config, world):
+            print(line, file=sys.stderr, flush=True)
+        raise
     finally:
         leave_process_group()
 

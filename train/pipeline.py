@@ -26,6 +26,7 @@ from train.artifact import Artifact
 from train.config.run import RunConfig, Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
+from train.doctor.examine import check_start
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
@@ -81,6 +82,8 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     config = replace(config, stages=selected_stages(config))
     context = RunContext(config, world)
     quiet_libraries(world)
+    if world.is_main:
+        check_start(config)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
             announce_plan(context)
@@ -105,6 +108,8 @@ def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundR
     before.remove(Stage.cells)
     context = RunContext(replace(config, stages=before), world)
     quiet_libraries(world)
+    if world.is_main:
+        check_start(config)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         run_stages(context)
         return find_rates(context, num_steps)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_SETUP = Path(__file__).resolve().parent.parent / "scripts" / "setup"
+ROOT = Path(__file__).resolve().parent.parent
+_SETUP = ROOT / "scripts" / "setup"
 
 PACKAGES = (
     "torch",
@@ -24,6 +25,17 @@ PACKAGES = (
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that results depend on."""
     return {name: version(name) for name in PACKAGES if _installed(name)}
+
+
+def missing_packages() -> list[str]:
+    """Return the distributions that pyproject.toml requires of a run and that are not installed."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = []
+    for pattern in (r"(?ms)^dependencies = \[(.*?)^\]", r"(?ms)^train = \[(.*?)^\]"):
+        match = re.search(pattern, text)
+        assert match is not None, pattern
+        found += re.findall(r'"([A-Za-z0-9-]+)', match[1])
+    return [name for name in found if not _installed(name)]
 
 
 @dataclass(frozen=True)
@@ -74,10 +86,9 @@ def _installed(name: str) -> bool:
 
 def git_revision() -> str | None:
     """Return the checkout's commit, with `+changes` if files differ from it; None outside a repository."""
-    root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
+        command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:

@@ -39,6 +39,13 @@ def find_python() -> Path:
     return path
 
 
+def installed_version(python: Path) -> str | None:
+    """Return the version of vLLM in an environment, by its metadata; None where it has none."""
+    for path in sorted(python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")):
+        return path.name.removesuffix(".dist-info").partition("-")[2]
+    return None
+
+
 def check_mooncake(python: Path) -> None:
     """Raises UserError where an engine could not put into a Mooncake store."""
     probe = "import importlib.util as u, sys; sys.exit(u.find_spec('mooncake') is None)"

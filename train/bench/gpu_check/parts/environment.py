@@ -2,16 +2,17 @@
 
 import os
 import platform
-import re
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from train.bench.gpu_check.record import Options, Record
-from train.versions import PACKAGES, git_revision, package_versions, untested_packages
-
-ROOT = Path(__file__).resolve().parents[4]
+from train.versions import (
+    PACKAGES,
+    git_revision,
+    missing_packages,
+    package_versions,
+    untested_packages,
+)
 
 
 def run(options: Options, record: Record) -> None:
@@ -37,35 +38,13 @@ def run(options: Options, record: Record) -> None:
     record.figure("vLLM", vllm_version())
 
 
-def missing_packages() -> list[str]:
-    """Return the distributions that pyproject.toml requires of a run and that are not installed."""
-    text = (ROOT / "pyproject.toml").read_text()
-    found = []
-    for pattern in (r"(?ms)^dependencies = \[(.*?)^\]", r"(?ms)^train = \[(.*?)^\]"):
-        match = re.search(pattern, text)
-        assert match is not None, pattern
-        found += re.findall(r'"([A-Za-z0-9-]+)', match[1])
-    return [name for name in found if not _installed(name)]
-
-
-def _installed(name: str) -> bool:
-    try:
-        return bool(version(name))
-    except PackageNotFoundError:
-        return False
-
-
 def vllm_version() -> str:
     """Return the version of vLLM in its environment, or why there is none."""
-    from data.vllm.environment import find_python
+    from data.vllm.environment import find_python, installed_version
     from eagle31.errors import UserError
 
     try:
         python = find_python()
     except UserError as error:
         return f"not installed: {error}"
-    names = {
-        path.name.partition("-")[2]
-        for path in python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
-    }
-    return ", ".join(sorted(name.removesuffix(".dist-info") for name in names)) or f"in {python}"
+    return installed_version(python) or f"in {python}"

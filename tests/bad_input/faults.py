@@ -1,0 +1,163 @@
+"""Faults of a machine, each for as long as its `with` lasts: full disks, no permission, ports in use."""
+
+import contextlib
+import ctypes
+import http.server
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNS = 0x00020000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_CAPABILITIES_3 = 0x20080522
+_DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2  # let root ignore the modes of files
+
+
+class _Header(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+
+
+class _Capabilities(ctypes.Structure):
+    _fields_ = [
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    ]
+
+
+@contextlib.contextmanager
+def obeying_modes() -> Iterator[None]:
+    """Have the modes of files hold for this thread and those that it starts, also where it is root's.
+
+    Source: capabilities(7), capset(2).
+    """
+    header, found = _Header(_CAPABILITIES_3, 0), (_Capabilities * 2)()
+    _call(_LIBC.capget, ctypes.byref(header), found)
+    before = found[0].effective
+    found[0].effective = before & ~(1 << _DAC_OVERRIDE | 1 << _DAC_READ_SEARCH)
+    _call(_LIBC.capset, ctypes.byref(header), found)
+    try:
+        yield
+    finally:
+        found[0].effective = before
+        _call(_LIBC.capset, ctypes.byref(header), found)
+
+
+@contextlib.contextmanager
+def protected(directory: Path) -> Iterator[None]:
+    """Have a directory that nobody may write to."""
+    mode = directory.stat().st_mode
+    directory.chmod(0o555)
+    try:
+        with obeying_modes():
+            yield
+    finally:
+        directory.chmod(mode)
+
+
+@contextlib.contextmanager
+def own_mounts() -> Iterator[None]:
+    """Have mounts of this thread alone, and of what it starts; they are gone at the end."""
+    directory = os.getcwd()
+    with open("/proc/thread-self/ns/mnt") as before:
+        if _LIBC.unshare(_CLONE_NEWNS):
+            pytest.skip("mounts need root's rights")
+        try:
+            _call(_LIBC.mount, b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+            yield
+        finally:
+            _call(_LIBC.setns, before.fileno(), _CLONE_NEWNS)
+            os.chdir(directory)
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, num_bytes: int) -> Iterator[None]:
+    """Have a disk of this size at a directory, which is made."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with own_mounts():
+        options = f"size={num_bytes}".encode()
+        _call(_LIBC.mount, b"tmpfs", os.fsencode(directory), b"tmpfs", 0, options)
+        yield
+
+
+@contextlib.contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """Have a directory on a file system that is mounted read-only."""
+    with own_mounts():
+        path = os.fsencode(directory)
+        _call(_LIBC.mount, path, path, None, _MS_BIND, None)
+        _call(_LIBC.mount, b"none", path, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY, None)
+        yield
+
+
+@contextlib.contextmanager
+def open_file_limit(count: int) -> Iterator[None]:
+    """Have a limit of open files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextlib.contextmanager
+def port_in_use() -> Iterator[int]:
+    """Yield a port of loopback on which somebody listens and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    """Return a port of loopback on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def answering(status: int, body: bytes = b"{}", info: bytes | None = None) -> Iterator[int]:
+    """Yield the port of an HTTP server of somebody else, which has one answer to everything.
+
+    Args:
+        info: the answer to completions, where another one is meant.
+    """
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self._answer(body if info is None else info)
+
+        def _answer(self, content: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Print nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _call(function: object, *arguments: object) -> None:
+    assert callable(function)
+    if function(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,48 @@
+"""Keys and tokens: whether they are there. None is ever printed."""
+
+from collections.abc import Mapping
+
+from train.config.tracking import TrackingMode
+from train.doctor.check import Check, judged, ok
+from train.reporting.hub import TOKEN
+
+_SET, _MISSING = "set", "not set"
+
+
+def hub_check(environment: Mapping[str, str], pushes: bool) -> Check:
+    """Return whether there is a token of the Hugging Face Hub.
+
+    Args:
+        pushes: whether the run ends with a push.
+    """
+    there = bool(environment.get(TOKEN, "").strip())
+    found = _SET if there else _MISSING
+    if not pushes:
+        return ok(TOKEN, found, "only for gated and private models")
+    remedy = f"The push needs it: export {TOKEN}=... with write access, or hub.repo_id=null."
+    return judged(TOKEN, there, found, "for the push", remedy, field=TOKEN)
+
+
+def tracking_check(mode: TrackingMode, has_key: bool, wandb_mode: str | None) -> Check:
+    """Return where W&B keeps the metrics, and whether it can log in for that.
+
+    Args:
+        wandb_mode: the variable WANDB_MODE.
+    """
+    found = f"tracking.mode={mode.value}, key {_SET if has_key else _MISSING}"
+    if wandb_mode:
+        found += f", WANDB_MODE={wandb_mode}"
+    if mode is not TrackingMode.online:
+        where = {True: "online", False: "offline"}[has_key] if mode is TrackingMode.auto else mode.value
+        return ok("W&B", found, f"nothing: {where}")
+    remedy = "W&B cannot log in: export WANDB_API_KEY=..., or set tracking.mode=offline."
+    return judged("W&B", has_key, found, "a key", remedy, field="WANDB_API_KEY")
+
+
+def server_key_check(environment: Mapping[str, str], variable: str, remote: bool) -> Check | None:
+    """Return whether there is a key for servers on other machines; None where there are none."""
+    if not remote:
+        return None
+    there = bool(environment.get(variable))
+    remedy = f"Servers on other machines demand a key: export {variable}=... as where they were started."
+    return judged(variable, there, _SET if there else _MISSING, "the servers' key", remedy, field=variable)

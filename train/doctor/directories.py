@@ -1,0 +1,150 @@
+"""Directories that a run writes to: whether it can, their space, and whether locks work there."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.locks import try_lock
+from train.doctor.check import Check, Status, judged, ok
+from train.planning.memory_check import gigabytes
+
+_CLOCK_SECONDS = 5.0  # between this machine and its file servers
+
+
+def writable_check(name: str, field: str, directory: Path) -> Check:
+    """Return whether files can be written below a directory, which may not exist yet. It is really tried.
+
+    Args:
+        field: the setting that names the directory.
+    """
+    directory = directory.expanduser().absolute()
+    obstacle = next(filter(None, map(write_obstacle, _written(directory))), None)
+    remedy = f"{obstacle}; give a directory that this account can write to."
+    found = "writable" if obstacle is None else obstacle
+    return judged(name, obstacle is None, found, "writable", remedy, field=field, value=directory)
+
+
+def _written(directory: Path) -> list[Path]:
+    """Return the directory, and what an earlier run may have made in it as another account."""
+    return [directory, *(path for path in (directory / "artifacts",) if os.path.isdir(path))]
+
+
+def write_obstacle(directory: Path) -> str | None:
+    """Return why no file can be written below a directory, which may not exist yet; None if one can."""
+    there = existing(directory)
+    if not there.is_dir():
+        return f"{there} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"eagle31")
+            file.flush()
+    except OSError as error:
+        return f"{there}: {os.strerror(error.errno or 0)}"
+    return None
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest of its parents that exists."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+@dataclass(frozen=True)
+class SpaceUse:
+    """What a run writes below a directory."""
+
+    directory: Path
+    what: str
+    num_bytes: int
+    remedy: str
+
+
+def space_checks(uses: Iterable[SpaceUse]) -> list[Check]:
+    """Return, for each disk, whether it has room for all that goes there."""
+    disks: dict[int, list[SpaceUse]] = {}
+    for use in uses:
+        where = existing(use.directory.expanduser().absolute())
+        disks.setdefault(os.stat(where).st_dev, []).append(use)
+    return [_space_check(together) for together in disks.values()]
+
+
+def _space_check(uses: Sequence[SpaceUse]) -> Check:
+    where = existing(uses[0].directory.expanduser().absolute())
+    free, needed = shutil.disk_usage(where).free, sum(use.num_bytes for use in uses)
+    largest = max(uses, key=lambda use: use.num_bytes)
+    parts = ", ".join(f"{use.what} {gigabytes(use.num_bytes)}" for use in uses)
+    found = f"{gigabytes(free)} free on that of {where}"
+    shown = parts if len(uses) == 1 else f"{gigabytes(needed)}: {parts}"
+    return judged("disk", free >= needed, found, shown, largest.remedy, field="disk", value=where)
+
+
+def lock_check(directory: Path) -> Check:
+    """Return which locks work where the output directory is, after taking one and trying to take it twice."""
+    name, needed = "locks", "one holder at a time"
+    where = existing(directory.expanduser().absolute())
+    try:
+        with tempfile.TemporaryDirectory(dir=where, prefix=".eagle31-doctor-") as scratch:
+            path = Path(scratch) / "lock"
+            first = try_lock(path, wait=False)
+            assert first is not None, "nobody else knows this file"
+            with first:
+                second = try_lock(path, wait=False)
+            if second is not None:
+                second.close()
+                remedy = (
+                    f"Two processes can hold a lock below {where}: give a directory on another file system."
+                )
+                return Check(
+                    name, Status.lacking, "locks exclude nobody", needed, remedy, "output_dir", directory
+                )
+            leased = (Path(scratch) / ".leases").exists()
+    except OSError as error:
+        found = f"{where}: {os.strerror(error.errno or 0)}"
+        remedy = "No lock can be taken there: give a directory on another file system."
+        return Check(name, Status.lacking, found, needed, remedy, "output_dir", directory)
+    remedy = (
+        "A run that was killed on another node holds it for a minute. Where this file system can have flock "
+        "for all nodes, mount it so."
+    )
+    kind = "leases in files, as flock is not there" if leased else "flock"
+    return judged(name, not leased, kind, needed, remedy, otherwise=Status.warning)
+
+
+def clock_check(directory: Path) -> Check:
+    """Return whether the clock of a directory's file server agrees with this machine's."""
+    where = existing(directory.expanduser().absolute())
+    try:
+        with tempfile.NamedTemporaryFile(dir=where, prefix=".eagle31-doctor-") as file:
+            file.write(b"eagle31")
+            file.flush()
+            apart = abs(os.stat(file.name).st_mtime - time.time())
+    except OSError as error:
+        return ok("clock", f"not compared: {os.strerror(error.errno or 0)}")
+    return clocks_check(apart)
+
+
+def clocks_check(apart_seconds: float) -> Check:
+    remedy = "Set both clocks by NTP (chronyc tracking, timedatectl); signed requests and file times need it."
+    found = f"{apart_seconds:.0f} s from the file system's"
+    good = apart_seconds <= _CLOCK_SECONDS
+    return judged("clock", good, found, f"{_CLOCK_SECONDS:.0f} s", remedy, otherwise=Status.warning)
+
+
+def umask_check(umask: int) -> Check:
+    """Return whether other accounts of the group can read what this one writes."""
+    remedy = "Another account that serves cannot read the export: set umask 022, or 027 with a common group."
+    good = not umask & 0o040
+    return judged("umask", good, f"{umask:03o}", "no more than 037", remedy, otherwise=Status.warning)
+
+
+def own_umask() -> int:
+    """Return this process's umask, from the kernel: reading it with os.umask would change it for a moment."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022
