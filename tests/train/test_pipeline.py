@@ -220,15 +220,35 @@ def test_a_run_ends_after_skipped_steps_and_keeps_the_last_good_checkpoint(
     assert all(known >= set(record["samples"]) > set() for record in skipped)
 
 
-def test_an_unfinished_run_needs_the_same_number_of_processes(
-    small_target: EmbeddedTarget, interrupted: tuple[Path, int]
+def test_a_damaged_checkpoint_is_skipped_and_other_processes_resume(
+    small_target: EmbeddedTarget,
+    interrupted: tuple[Path, int],
+    finished: tuple[Path, str],
+    tmp_path: Path,
 ) -> None:
-    command = [f"recipe={RECIPE}", *arguments(small_target, interrupted[0])]
-    printed = torchrun(MAIN, *command, num_processes=2, check=False)
-    assert "error: nproc=2: " in printed
-    assert "had 1 processes" in printed
-    # A user's mistake is reported without a traceback.
-    assert "UserError" not in printed
+    """Two processes under ZeRO 3 resume what one process began under ZeRO 0."""
+    directory, stopped = tmp_path / "run", interrupted[1]
+    shutil.copytree(interrupted[0], directory)
+    [training] = directory.glob("artifacts/train-*")
+    damaged = training / "checkpoints" / "step-00000008" / "part-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    command = [f"recipe={RECIPE}", *arguments(small_target, directory), "deepspeed=zero3"]
+    printed = torchrun(MAIN, *command, "stages=[train]", num_processes=2)
+    assert f"the checkpoint of step 8 is damaged: {damaged} is not as it was written" in printed
+    assert f"using the checkpoint of step {stopped} instead" in printed
+    assert f"resuming after step {stopped} of {STEPS}" in printed
+    # It is the same training, and the checkpoint was written again.
+    assert [training] == list(directory.glob("artifacts/train-*"))
+    assert saved_steps(directory)[-1] == f"step-{STEPS:08d}"
+    assert not list(training.glob("checkpoints/damaged-*"))
+    for ours, theirs in zip(metrics_of(directory), metrics_of(finished[0]), strict=True):
+        assert (ours["kind"], ours["step"]) == (theirs["kind"], theirs["step"])
+        for name in {"loss", "supervised_positions", "acceptance_length", "num_drafts"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+        if "grad_norm" in ours:
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 def test_an_interrupted_run_resumes_bit_for_bit(

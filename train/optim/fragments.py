@@ -76,6 +76,28 @@ def check_cover(shapes: Sequence[torch.Size], fragments: Sequence[Sequence[Fragm
             raise UnexpectedLayoutError(f"{end} of the {shape.numel()} elements of a matrix are on some rank")
 
 
+def own_fragment(model_engine: deepspeed.DeepSpeedEngine, parameter: nn.Parameter) -> tuple[int, Fragment]:
+    """Return which of this rank's flat tensors has a part of a weight at ZeRO 1, 2 or 3, and which part.
+
+    The flat tensors are those of `train.checkpoint.engine_state.master_weights`.
+
+    Raises:
+        UnexpectedLayoutError: DeepSpeed's partitions are not as expected.
+    """
+    if model_engine.zero_optimization_stage() == 3:
+        zero, rank = model_engine.optimizer, dist.get_rank()
+        index, offset, size = zero.grad_position[zero.get_param_id(parameter)]  # size is padded
+        start = min(rank * size, parameter.ds_numel)  # type: ignore[attr-defined]
+        return index, Fragment(start, min(size, parameter.ds_numel - start), offset)  # type: ignore[attr-defined]
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return 0, Fragment(0, 0, 0)
+    in_weight, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+    if in_weight.numel != in_flat.numel:
+        raise UnexpectedLayoutError(f"{in_weight} and {in_flat} differ in length")
+    return mapping.param_group_index, Fragment(in_weight.start, in_weight.numel, in_flat.start)
+
+
 _Partition = tuple[Tensor, Sequence[nn.Parameter], list[Tensor], list[Fragment]]
 
 
@@ -84,39 +106,29 @@ def _stage12_fragments(
 ) -> list[_Partition]:
     """Return the flat tensor, its matrices, and the values and place of this rank's fragment of each."""
     (flat,) = model_engine.basic_optimizer.param_groups[0]["params"]
-    values, own = [], []
-    for matrix in matrices:
-        mapping = matrix._hp_mapping  # type: ignore[attr-defined]
-        if mapping is None:
-            fragment = Fragment(0, 0, 0)
-        else:
-            in_matrix, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-            if in_matrix.numel != in_flat.numel:
-                raise UnexpectedLayoutError(f"{in_matrix} and {in_flat} differ in length")
-            fragment = Fragment(in_matrix.start, in_matrix.numel, in_flat.start)
-        own.append(fragment)
-        values.append(matrix.data.flatten()[fragment.start : fragment.start + fragment.length])
+    own = [own_fragment(model_engine, matrix)[1] for matrix in matrices]
+    values = [
+        matrix.data.flatten()[fragment.start : fragment.start + fragment.length]
+        for matrix, fragment in zip(matrices, own, strict=True)
+    ]
     return [(flat, matrices, values, own)]
 
 
 def _stage3_fragments(
     model_engine: deepspeed.DeepSpeedEngine, matrices: Sequence[nn.Parameter]
 ) -> list[_Partition]:
-    zero, rank = model_engine.optimizer, dist.get_rank()
-    by_flat: dict[int, list[nn.Parameter]] = {}
+    by_flat: dict[int, list[tuple[nn.Parameter, Fragment]]] = {}
     for matrix in matrices:
-        index, _, _ = zero.grad_position[zero.get_param_id(matrix)]
-        by_flat.setdefault(index, []).append(matrix)
+        index, fragment = own_fragment(model_engine, matrix)
+        by_flat.setdefault(index, []).append((matrix, fragment))
     found: list[_Partition] = []
-    for index, parameters in sorted(by_flat.items()):
-        values, own = [], []
-        for matrix in parameters:
-            _, offset, size = zero.grad_position[zero.get_param_id(matrix)]  # size is padded
-            start = min(rank * size, matrix.ds_numel)  # type: ignore[attr-defined]
-            length = min(size, matrix.ds_numel - start)  # type: ignore[attr-defined]
-            own.append(Fragment(start, length, offset))
-            values.append(matrix.ds_tensor.data.flatten()[:length])  # type: ignore[attr-defined]
-        found.append((zero.fp32_partitioned_groups_flat[index], parameters, values, own))
+    for index, placed in sorted(by_flat.items()):
+        parameters, own = [matrix for matrix, _ in placed], [fragment for _, fragment in placed]
+        values = [
+            matrix.ds_tensor.data.flatten()[: fragment.length]  # type: ignore[attr-defined]
+            for matrix, fragment in placed
+        ]
+        found.append((model_engine.optimizer.fp32_partitioned_groups_flat[index], parameters, values, own))
     return found
 
 

@@ -21,9 +21,10 @@ from train.config.training import AUTO, NONE
 from train.context import RunContext
 from train.distributed import World, on_main_first, read_when_set, shared_values
 from train.inference.inputs import target_inputs
-from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.checkpoints import TrainState
 from train.trainer.continuation import (
     VOCAB,
+    BegunTraining,
     EarlierTraining,
     begin,
     begun_trainings,
@@ -54,7 +55,7 @@ _LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.cells)
 
 
 def fixed_inputs(context: RunContext) -> dict[str, Any]:
-    """Return the settings that cannot change when a training is continued."""
+    """Return the settings that cannot change when a training is continued, and those of `SPLIT`."""
     config = context.config
     drafter = without_unused(plain(asdict(config.drafter)))
     drafter.pop("init_revision")
@@ -62,6 +63,7 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
         drafter["init_from"] = context.initial_fingerprint
     deepspeed = plain(asdict(config.deepspeed))
     deepspeed.pop("timeout_minutes")
+    deepspeed |= context.begun_split
     optim = plain(asdict(config.optim))
     fixed = {
         "target": target_inputs(config.target, context.parts.fingerprint),
@@ -130,6 +132,7 @@ def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserEr
     """Set `context.continued` as rank 0 decides. Every rank calls, once the stages before are located.
 
     A training that was begun with the same settings continues what it did then, so that it is found again.
+    Whatever its ZeRO stage was then: `context.begun_split` has the settings that its fingerprint has.
 
     Args:
         inputs: of the train stage, apart from what it continues.
@@ -141,10 +144,25 @@ def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserEr
     """
     values = shared_values()
     if context.world.is_main:
-        continued = _continued(context, inputs, problem)
-        values.set(_CONTINUED, json.dumps(continued and continued.to_json()))
-    found = json.loads(read_when_set(values, _CONTINUED))
+        begun = _begun(context, inputs)
+        continued = begun.continued if begun else _continued(context, inputs, problem)
+        decided = [continued and continued.to_json(), begun.split if begun else {}]
+        values.set(_CONTINUED, json.dumps(decided))
+    found, context.begun_split = json.loads(read_when_set(values, _CONTINUED))
     context.continued = found and EarlierTraining.from_json(found)
+
+
+def _begun(context: RunContext, inputs: dict[str, Any]) -> BegunTraining | None:
+    """Return the training of these settings that was begun before."""
+    origin = context.config.train.continue_from
+    for begun in begun_trainings(context.output_dir, inputs):
+        if origin == NONE:
+            found = begun.continued is None
+        else:
+            found = origin == AUTO or begun.is_from(*parse_origin(origin))
+        if found:
+            return begun
+    return None
 
 
 def _continued(
@@ -153,9 +171,6 @@ def _continued(
     origin = context.config.train.continue_from
     if origin == NONE:
         return None
-    for begun in begun_trainings(context.output_dir, inputs):
-        if origin == AUTO or begun.is_from(*parse_origin(origin)):
-            return begun.continued
     try:
         if problem is not None:
             raise problem
@@ -285,15 +300,3 @@ def prepared(state: TrainState, context: RunContext) -> TrainState:
             validations_since_best=0,
         )
     return state
-
-
-def check_world_size(checkpoints: CheckpointDirectory, world_size: int) -> None:
-    """Raise UserError if the run to resume had another number of processes."""
-    saved = checkpoints.saved_world_size()
-    if saved is not None and saved != world_size:
-        raise UserError(
-            "nproc",
-            world_size,
-            f"The interrupted run in {checkpoints.root} had {saved} processes, and its optimizer state is "
-            f"split among them; resume with {saved}, or delete that directory to start over.",
-        )

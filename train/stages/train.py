@@ -36,7 +36,6 @@ from train.stages.capture import open_store, opened_source, training_samples
 from train.stages.cells import validation_samples
 from train.stages.continuing import (
     CHANGEABLE_OPTIM,
-    check_world_size,
     fixed_inputs,
     keep_vocab,
     plain,
@@ -111,7 +110,6 @@ def train_on(
     speed = expected_speed(context, drafter.config, tensors)
     engine = new_engine(context, drafter, frozen, source)
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
-    check_world_size(checkpoints, world.size)
     average = None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay)
     state = prepared(checkpoints.resume(engine, average), context)
     begin = RowPosition(state.step, state.epoch, state.row)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
+
+from train.checkpoint.engine_state import master_weights, refresh_model
 
 
 class WeightAverage:
@@ -25,7 +25,7 @@ class WeightAverage:
         self.model_engine = model_engine
         self.decay = decay
         self.num_updates = 0
-        self._averages: list[Tensor] = []
+        self.averages: list[Tensor] = []  # of the tensors of `master_weights`
 
     @property
     def begun(self) -> bool:
@@ -37,10 +37,10 @@ class WeightAverage:
         """Add the weights after a step. `refused` is a bool [], whether the step was skipped."""
         masters = master_weights(self.model_engine)
         if not self.begun:
-            self._averages = [master.detach().clone() for master in masters]
+            self.averages = [master.detach().clone() for master in masters]
         else:
             share = 1 - min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-            for average, master in zip(self._averages, masters, strict=True):
+            for average, master in zip(self.averages, masters, strict=True):
                 weight = torch.where(refused, 0.0, share).to(average, non_blocking=True)
                 average.lerp_(master, weight)
         self.num_updates += 1
@@ -54,49 +54,16 @@ class WeightAverage:
         finally:
             self._exchange()
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has of this rank's part."""
-        return {"num_updates": self.num_updates, "averages": self._averages}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned on the same rank."""
+    def begin(self, num_updates: int) -> None:
+        """Have `averages`, which a checkpoint then fills, after this many steps."""
         masters = master_weights(self.model_engine)
-        self.num_updates = state["num_updates"]
-        self._averages = [
-            average.to(master.device) for average, master in zip(state["averages"], masters, strict=True)
-        ]
+        self.averages = [master.detach().clone() for master in masters] if num_updates else []
+        self.num_updates = num_updates
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, master in zip(self._averages, master_weights(self.model_engine), strict=True):
+        for average, master in zip(self.averages, master_weights(self.model_engine), strict=True):
             weights = master.detach().clone()
             master.copy_(average)
             average.copy_(weights)
-        _refresh_model(self.model_engine)
-
-
-def master_weights(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
-    """Return the float32 weights that this rank updates: the drafter's own at ZeRO 0, else partitions."""
-    optimizer = model_engine.optimizer
-    for name in (
-        "single_partition_of_fp32_groups",  # ZeRO 1 and 2
-        "fp32_groups_flat_partition",  # DeepSpeed's optimizer for bf16, at ZeRO 1
-        "fp32_partitioned_groups_flat",  # ZeRO 3
-    ):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    assert not model_engine.zero_optimization()
-    return list(model_engine.module.drafter.parameters())
-
-
-def _refresh_model(model_engine: deepspeed.DeepSpeedEngine) -> None:
-    """Round the master weights into the model's. Every rank calls."""
-    if not model_engine.zero_optimization():
-        return  # they are the same tensors
-    for parameter in model_engine.module.drafter.parameters():
-        value = safe_get_full_fp32_param(parameter)
-        assert value is not None
-        # With ZeRO 3 all ranks write, and rank 0's values are divided among them.
-        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
-        with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0):
-            parameter.data.copy_(value)
+        refresh_model(self.model_engine)

@@ -1,27 +1,42 @@
 """Checkpoints of a training run: the newest few, and the weights with the longest acceptance length."""
 
-import io
+import errno
 import os
 import shutil
-from contextlib import redirect_stdout
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import deepspeed
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
-from eagle31.tensor_files import load_pickled, load_tensors
-from train.distributed import World, on_main_first
+from eagle31.tensor_files import load_tensors
+from train.checkpoint.agreement import agreed, agreed_on_main, gathered
+from train.checkpoint.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
+from train.checkpoint.parts import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpoint,
+    SavedParts,
+    check_file,
+    part_bytes,
+    read_checked,
+    write_checked,
+    write_part,
+    write_weights,
+)
+from train.distributed import World
 from train.trainer.average import WeightAverage
 
-STATE = "state.json"
-ENGINE_TAG = "engine"
 WEIGHTS = "weights"
 BEST = "best.json"
+EARLIER_FORM = "engine"  # DeepSpeed's directory in checkpoints of earlier versions
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SPARE_BYTES = 1 << 20  # for the files of JSON, and what a file system needs for its directories
 
 
 @dataclass
@@ -46,7 +61,11 @@ class TrainState:
 
 
 class CheckpointDirectory:
-    """A directory with `step-00000100/` for each kept checkpoint, and `best/` for the best weights."""
+    """A directory with `step-00000100/` for each kept checkpoint, and `best/` for the best weights.
+
+    A checkpoint has a file of each rank that wrote it, in the form of `train.checkpoint.parts`, and any
+    number of ranks reads it. What is damaged is found by its checksum.
+    """
 
     def __init__(self, root: Path, keep: int, world: World) -> None:
         self.root = root
@@ -56,8 +75,7 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
-        found = self.root.glob(f"step-*/{STATE}")
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+        return saved_steps(self.root)
 
     def save(
         self,
@@ -65,90 +83,134 @@ class CheckpointDirectory:
         state: TrainState,
         average: WeightAverage | None = None,
     ) -> None:
-        """Writes a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls."""
-        final = self._path(state.step)
-        if final.exists():
+        """Write a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls.
+
+        Raises:
+            UserError: on every rank; some rank cannot write its part. The earlier checkpoints stay.
+        """
+        averages = [] if average is None or not average.begun else average.averages
+        fragments = saved_fragments(model_engine, self.world, averages)
+        num_bytes = sum(gathered(part_bytes(fragments), self.world))
+        final, partial_path = self._path(state.step), self.root / f".step-{state.step:08d}.partial"
+        fails = partial(self._cannot_write, state.step, num_bytes)
+        if not agreed_on_main(self.world, lambda: self._prepare(final, partial_path, num_bytes), fails):
             return
-        partial = self.root / f".step-{state.step:08d}.partial"
-        on_main_first(self.world.is_main, lambda: _empty(partial))
-        model_engine.save_checkpoint(str(partial), tag=ENGINE_TAG)
-        if average is not None:
-            torch.save(average.state(), self._average_path(partial))
-        # Each rank syncs the files that it wrote: they must be on disk before the rename publishes them.
-        _sync_files(partial)
-        if dist.is_initialized():
-            dist.barrier()
+        name = f"part-{self.world.rank:05d}.safetensors"
+
+        def write() -> list[Any]:
+            return [name, write_part(partial_path / name, fragments), optimizer_steps(model_engine)]
 
         def publish() -> None:
-            write_json(partial / STATE, asdict(state) | {"world_size": self.world.size})
-            os.replace(partial, final)
+            write_checked(partial_path / MANIFEST, manifest)
+            write_checked(partial_path / STATE, asdict(state) | {"world_size": self.world.size})
+            shutil.rmtree(self._damaged(final), ignore_errors=True)
+            os.replace(partial_path, final)
+            sync_directory(self.root)
             for step in self.steps()[: -self.keep]:
                 if step != self.always_kept:
-                    shutil.rmtree(self._path(step))
+                    # Renamed first, so that nobody finds a part of it.
+                    os.replace(self._path(step), removed := self.root / f".step-{step:08d}.removed")
+                    shutil.rmtree(removed)
 
-        on_main_first(self.world.is_main, publish)
+        try:
+            written = agreed(self.world, write, fails)
+            manifest = {
+                "files": {file: entry for file, entry, _ in written},
+                "weights": weight_shapes(model_engine),
+                "optimizer_steps": {name: step for _, _, steps in written for name, step in steps.items()},
+                "average_updates": average.num_updates if averages and average is not None else 0,
+            }
+            agreed_on_main(self.world, publish, fails)
+        except UserError:
+            if self.world.is_main:
+                shutil.rmtree(partial_path, ignore_errors=True)  # what fills the disk
+            raise
 
     def resume(
         self, model_engine: deepspeed.DeepSpeedEngine, average: WeightAverage | None = None
     ) -> TrainState:
-        """Loads the newest checkpoint; returns a new state if there is none. Every rank calls.
+        """Load the newest checkpoint that is as it was written; return a new state if there is none.
 
-        The average is loaded if the checkpoint has one, and begins with the next step otherwise.
+        A checkpoint that is damaged is renamed, so that the run writes it again. The average is loaded if the
+        checkpoint has one, and begins with the next step otherwise. Every rank calls.
+
+        Raises:
+            UserError: on every rank; all checkpoints are damaged, or the newest is of an earlier version.
         """
-        steps = self.steps()
-        if not steps:
-            return TrainState()
-        path = self._path(steps[-1])
-        saved = read_json(path / STATE)
-        saved.pop("world_size")
-        with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what it loads
-            loaded, _ = model_engine.load_checkpoint(str(path), tag=ENGINE_TAG)
-        assert loaded is not None, path
-        if average is not None and self._average_path(path).exists():
-            average.load(load_pickled(self._average_path(path)))
-        return TrainState(**saved)
+        steps = agreed_on_main(self.world, self.steps, self._cannot_read)
+        damaged: dict[int, str] = {}
+        for step in reversed(steps):
+            path = self._path(step)
+            check_form(path)
+            problems = gathered(self._damage(path), self.world)
+            if any(problems):
+                damaged[step] = next(problem for problem in problems if problem)
+                continue
+            if damaged:
+                agreed_on_main(self.world, lambda: self._set_aside(damaged, step), self._cannot_write_any)  # noqa: B023
+            return self._load(path, model_engine, average)
+        if damaged:
+            raise UserError(
+                "output_dir",
+                self.root,
+                f"Every checkpoint of this training is damaged: {'; '.join(damaged.values())}. Copy one from "
+                "a backup, or delete that directory to start at the first step.",
+            )
+        return TrainState()
 
     def newest(self) -> str:
         """Return where the newest checkpoint is, for a message."""
         steps = self.steps()
         return f"the newest checkpoint is {self._path(steps[-1])}" if steps else "there is no checkpoint yet"
 
-    def saved_world_size(self) -> int | None:
-        """Return the number of ranks that wrote the newest checkpoint."""
-        steps = self.steps()
-        return read_json(self._path(steps[-1]) / STATE)["world_size"] if steps else None
-
     def save_best(self, weights: dict[str, dict[str, Tensor]], state: TrainState) -> None:
-        """Replaces the best weights, which are float32. Rank 0 calls.
+        """Replace the best weights, which are float32. Every rank calls; rank 0 has and writes them.
 
         Args:
             weights: those that were chosen, as "drafter", and if these are averages the "plain" ones too.
+
+        Raises:
+            UserError: on every rank; they cannot be written. Those of before are as they were.
         """
         best = self.root / "best"
-        best.mkdir(parents=True, exist_ok=True)
         files = {kind: f"{kind}-{state.step:08d}.safetensors" for kind in weights}
-        for kind, name in files.items():
-            partial = best / f".{name}.partial"
-            save_file(weights[kind], partial)
-            os.replace(partial, best / name)
-        description = {"step": state.step, "acceptance_length": state.best_acceptance_length, "files": files}
-        write_json(best / BEST, description)
-        for other in best.glob("*.safetensors"):
-            if other.name not in files.values():
-                other.unlink()
+
+        def write() -> None:
+            best.mkdir(parents=True, exist_ok=True)
+            for kind, name in files.items():
+                _replace(best / name, partial(write_weights, weights=weights[kind]))
+            description = {
+                "step": state.step,
+                "acceptance_length": state.best_acceptance_length,
+                "files": files,
+            }
+            write_json(best / BEST, description)
+            for other in best.glob("*.safetensors"):
+                if other.name not in files.values():
+                    other.unlink()
+
+        num_bytes = sum(tensor.nbytes for one in weights.values() for tensor in one.values())
+        agreed_on_main(self.world, write, partial(self._cannot_write, state.step, num_bytes))
 
     def keep_weights(self, weights: dict[str, Tensor], state: TrainState) -> None:
-        """Write the weights, which are float32, into `weights/`. Rank 0 calls.
+        """Write weights, which are float32, into `weights/`. Every rank calls; rank 0 has and writes them.
 
         The file's metadata has the step, and the step seconds and supervised positions that it took.
+
+        Raises:
+            UserError: on every rank; they cannot be written.
         """
         kept = self.root / WEIGHTS
-        kept.mkdir(parents=True, exist_ok=True)
-        name = f"drafter-{state.step:08d}.safetensors"
         fields = ("step", "step_seconds", "supervised_positions")
-        partial = kept / f".{name}.partial"
-        save_file(weights, partial, metadata={field: str(getattr(state, field)) for field in fields})
-        os.replace(partial, kept / name)
+        metadata = {field: str(getattr(state, field)) for field in fields}
+
+        def write() -> None:
+            kept.mkdir(parents=True, exist_ok=True)
+            path = kept / f"drafter-{state.step:08d}.safetensors"
+            _replace(path, partial(write_weights, weights=weights, metadata=metadata))
+
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        agreed_on_main(self.world, write, partial(self._cannot_write, state.step, num_bytes))
 
     def best_weights(self, *, averaged: bool = True) -> tuple[dict[str, Tensor], dict]:
         """Return the best weights, and their step and acceptance_length.
@@ -161,21 +223,114 @@ class CheckpointDirectory:
         name = files["drafter"] if averaged else files.get("plain", files["drafter"])
         return load_tensors(self.root / "best" / name), description
 
-    def _average_path(self, checkpoint: Path) -> Path:
-        return checkpoint / f"average-{self.world.rank:05d}.pt"
+    def _prepare(self, final: Path, partial_path: Path, num_bytes: int) -> bool:
+        """Make the directory to write into; return whether the checkpoint has to be written."""
+        if final.exists():
+            return False
+        for unfinished in self.root.glob(".step-*"):  # that a killed run has left
+            shutil.rmtree(unfinished, ignore_errors=True)
+        partial_path.mkdir(parents=True)
+        if shutil.disk_usage(self.root).free < num_bytes + _SPARE_BYTES:
+            partial_path.rmdir()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
+        return True
+
+    def _load(
+        self, path: Path, model_engine: deepspeed.DeepSpeedEngine, average: WeightAverage | None
+    ) -> TrainState:
+        saved = read_checked(path / STATE)
+        del saved["world_size"]
+        parts = SavedParts(path)
+        if average is not None:
+            average.begin(parts.manifest["average_updates"])
+        restore(model_engine, parts, [] if average is None else average.averages)
+        return TrainState(**saved)
+
+    def _damage(self, path: Path) -> str | None:
+        """Return what is wrong with the files that this rank checks: an equal share of them."""
+        try:
+            read_checked(path / STATE)
+            files = sorted(read_checked(path / MANIFEST)["files"].items())
+            for name, entry in files[self.world.rank :: self.world.size]:
+                check_file(path / name, entry)
+        except DamagedCheckpoint as error:
+            return str(error)
+        return None
+
+    def _set_aside(self, damaged: dict[int, str], used: int) -> None:
+        for step, problem in damaged.items():
+            print(f"train: the checkpoint of step {step} is damaged: {problem}", flush=True)
+            kept = self._damaged(self._path(step))
+            shutil.rmtree(kept, ignore_errors=True)
+            os.replace(self._path(step), kept)
+        print(f"train: using the checkpoint of step {used} instead", flush=True)
+
+    def _cannot_write(self, step: int, num_bytes: int, error: OSError) -> UserError:
+        """Return what the user is told, with the space that is needed and the space that is free."""
+        kept = [one for one in self.steps() if one != step]
+        left = f"The checkpoint of step {kept[-1]} is kept" if kept else "There is no earlier checkpoint"
+        if error.errno not in _FULL:
+            remedy = f"What is saved at step {step} cannot be written ({error}). {left}."
+            return UserError("output_dir", self.root, f"{remedy} Correct this; the same command resumes.")
+        free = shutil.disk_usage(self.root).free
+        return UserError(
+            "output_dir",
+            self.root,
+            f"What is saved at step {step} needs {_size(num_bytes)}, and {_size(free)} are free there"
+            f"{', but not to this account' if free >= num_bytes else ''} (the {self.keep} of "
+            f"train.keep_checkpoints and the new one are there at a time). {left}. Free some space; the same "
+            "command then resumes.",
+        )
+
+    def _cannot_write_any(self, error: OSError) -> UserError:
+        return UserError("output_dir", self.root, f"It cannot be written: {error}.")
+
+    def _cannot_read(self, error: OSError) -> UserError:
+        return UserError("output_dir", self.root, f"It cannot be read: {error}.")
+
+    def _damaged(self, checkpoint: Path) -> Path:
+        return checkpoint.with_name(f"damaged-{checkpoint.name}")
 
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
 
 
-def _empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Return the steps of the finished checkpoints in a directory, ascending."""
+    # A directory gets its name once all its files are on disk.
+    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
 
 
-def _sync_files(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+def check_form(checkpoint: Path) -> None:
+    """Raise UserError if an earlier version wrote the checkpoint."""
+    if (checkpoint / EARLIER_FORM).is_dir() and not (checkpoint / MANIFEST).exists():
+        raise UserError(
+            "output_dir",
+            checkpoint,
+            "An earlier version wrote this checkpoint in DeepSpeed's form, whose files can run code. "
+            "Finish its training with that version (OUTPUT_DIR/run.json has the git_revision that ran last); "
+            "or export its best weights with it, and train from these with drafter.init_from.",
+        )
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in a directory on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` write a file, which appears once it is on disk."""
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -10,14 +10,19 @@ from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
-from train.artifact import MANIFEST
-from train.trainer.checkpoints import BEST, STATE
+from train.artifact import MANIFEST as FINISHED
+from train.checkpoint.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
+from train.trainer.checkpoints import BEST, check_form, saved_steps
 
 BEGUN = "begun.json"
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 VOCAB = "vocab.safetensors"
 KEY = "train.continue_from"
 CONTINUED = "continued"  # the input of a training that continues another
+# How DeepSpeed splits the training state, which a checkpoint does not depend on. It is in the fingerprint as
+# it was when the training was begun.
+SPLIT = ("zero_stage", "offload_optimizer", "offload_parameters")
 _SHOWN = 6  # settings that a message names
 
 
@@ -35,7 +40,7 @@ class EarlierTraining:
 
     @property
     def checkpoint(self) -> Path:
-        return self.directory / "checkpoints" / f"step-{self.step:08d}"
+        return self.directory / CHECKPOINTS / f"step-{self.step:08d}"
 
     @property
     def artifacts(self) -> Path:
@@ -79,9 +84,10 @@ def find_earlier(
         if named:
             raise UserError(KEY, output_dir, "No training there has a checkpoint yet; give an output_dir.")
         return None
-    same = [one for one in trainings if _inputs(one)["fixed"] == fixed]
+    fixed = _apart_from_split(fixed)
+    same = [one for one in trainings if _fixed(one) == fixed]
     if not same:
-        shown = differences(_inputs(trainings[0])["fixed"], fixed)
+        shown = differences(_fixed(trainings[0]), fixed)
         raise UserError(
             KEY,
             output_dir if named else "auto",
@@ -89,19 +95,22 @@ def find_earlier(
             + (" Use its settings." if named else ""),
         )
     for one in same:
-        steps = saved_steps(one)
+        steps = saved_steps(one / CHECKPOINTS)
         if step is None or step in steps:
             return EarlierTraining(one, steps[-1] if step is None else step)
     raise UserError(
-        KEY, f"{output_dir}@{step}", f"The checkpoints there are of steps {saved_steps(same[0])}."
+        KEY,
+        f"{output_dir}@{step}",
+        f"The checkpoints there are of steps {saved_steps(same[0] / CHECKPOINTS)}.",
     )
 
 
 @dataclass(frozen=True)
 class BegunTraining:
-    """A training that has been begun: what it continues, or None."""
+    """A training that has been begun."""
 
-    continued: EarlierTraining | None
+    continued: EarlierTraining | None  # what it continues
+    split: dict[str, Any]  # the settings of `SPLIT` with which it was begun
 
     def is_from(self, path: Path, step: int | None) -> bool:
         """Return whether it continues a training in this output directory, or this training.
@@ -116,25 +125,30 @@ class BegunTraining:
 
 
 def begun_trainings(output_dir: Path, inputs: dict[str, Any]) -> list[BegunTraining]:
-    """Return the trainings in an output directory with these inputs, whatever they continue, newest first."""
-    wanted = _apart_from_origin(json.loads(json.dumps(inputs)))
+    """Return the trainings in an output directory with these inputs, whatever they continue, newest first.
+
+    How DeepSpeed splits their state may differ; those with the same `SPLIT` are first.
+    """
+    inputs = json.loads(json.dumps(inputs))
+    wanted, split = _comparable(inputs), _split_of(inputs)
     paths = [
         path
         for path in output_dir.glob(f"artifacts/train-*/{BEGUN}")
-        if saved_steps(path.parent) or (path.parent / MANIFEST).exists()
+        if saved_steps(path.parent / CHECKPOINTS) or (path.parent / FINISHED).exists()
     ]
     found = []
     for description in map(read_json, sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)):
-        if _apart_from_origin(description["inputs"]) == wanted:
+        if _comparable(description["inputs"]) == wanted:
             continued = description["continued_from"]
-            found.append(BegunTraining(continued and EarlierTraining.from_json(continued)))
-    return found
+            continued = continued and EarlierTraining.from_json(continued)
+            found.append(BegunTraining(continued, _split_of(description["inputs"])))
+    return sorted(found, key=lambda one: one.split != split)
 
 
 def check_steps(earlier: EarlierTraining, max_steps: int | None, inputs: dict[str, Any]) -> None:
     """Raise UserError if no step is left to train."""
     if max_steps is not None and earlier.step >= max_steps:
-        changed = differences(_apart_from_origin(earlier.inputs), _apart_from_origin(inputs))
+        changed = differences(_comparable(earlier.inputs), _comparable(inputs))
         raise UserError(
             "train.max_steps",
             max_steps,
@@ -164,9 +178,11 @@ def begin(directory: Path, inputs: dict[str, Any], earlier: EarlierTraining | No
     linked, because no file of a checkpoint is ever changed; the earlier training may be running.
 
     Raises:
-        UserError: the earlier training deleted the checkpoint in the meantime.
+        UserError: the earlier training deleted the checkpoint in the meantime, it is damaged, or an earlier
+            version wrote it.
     """
-    if saved_steps(directory):
+    if steps := saved_steps(directory / CHECKPOINTS):
+        check_form(directory / CHECKPOINTS / f"step-{steps[-1]:08d}")
         return False
     description: dict[str, Any] = {"inputs": inputs, "continued_from": None}
     if earlier is None:
@@ -178,26 +194,27 @@ def begin(directory: Path, inputs: dict[str, Any], earlier: EarlierTraining | No
     except FileNotFoundError as error:
         remedy = f"That training has just deleted {error.filename}; give the command again."
         raise UserError(KEY, f"{earlier.directory}@{earlier.step}", remedy) from None
+    except DamagedCheckpoint as error:
+        others = [step for step in saved_steps(earlier.directory / CHECKPOINTS) if step != earlier.step]
+        remedy = f"This checkpoint is damaged: {error}. Give another one with @STEP: the steps {others}."
+        raise UserError(KEY, f"{earlier.directory}@{earlier.step}", remedy) from None
     return True
 
 
-def saved_steps(directory: Path) -> list[int]:
-    """Return the steps of the finished checkpoints of a training, ascending."""
-    found = directory.glob(f"checkpoints/step-*/{STATE}")
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
-
-
 def _take_over(earlier: EarlierTraining, directory: Path) -> None:
-    checkpoints = directory / "checkpoints"
+    checkpoints = directory / CHECKPOINTS
     partial = checkpoints / ".taken_over.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    state = read_json(earlier.checkpoint / STATE)
+    check_form(earlier.checkpoint)
+    state = read_checked(earlier.checkpoint / STATE)
+    for file, entry in read_checked(earlier.checkpoint / MANIFEST)["files"].items():
+        check_file(earlier.checkpoint / file, entry)
     shutil.copytree(earlier.checkpoint, partial, copy_function=_link)
     shutil.rmtree(checkpoints / "best", ignore_errors=True)
     if not _take_over_best(earlier, state["best_step"], checkpoints / "best"):
         state["best_step"] = None  # the first validation chooses one
     (partial / STATE).unlink()  # the link, not the earlier training's file
-    write_json(partial / STATE, state | {"continued_at": earlier.step})
+    write_checked(partial / STATE, state | {"continued_at": earlier.step})
     shutil.copyfile(earlier.directory / VOCAB, directory / VOCAB)
     lines = read_jsonl(earlier.directory / METRICS)
     write_jsonl(directory / METRICS, [line for line in lines if line["step"] <= earlier.step])
@@ -206,7 +223,7 @@ def _take_over(earlier: EarlierTraining, directory: Path) -> None:
 
 def _take_over_best(earlier: EarlierTraining, best_step: int | None, best: Path) -> bool:
     """Link the best weights up to the checkpoint; return False if a later step has replaced them."""
-    theirs = earlier.directory / "checkpoints" / "best"
+    theirs = earlier.directory / CHECKPOINTS / "best"
     try:
         description = read_json(theirs / BEST)
         if description["step"] != best_step:
@@ -234,20 +251,33 @@ def _link(source: str, copy: str) -> str:
 def _trainings(output_dir: Path) -> Iterator[Path]:
     """Yield the directories of trainings with a checkpoint: those of a run, or the one that is named."""
     for directory in (output_dir, *output_dir.glob("artifacts/train-*")):
-        if (directory / BEGUN).exists() and saved_steps(directory):
+        if (directory / BEGUN).exists() and saved_steps(directory / CHECKPOINTS):
             yield directory
 
 
-def _inputs(directory: Path) -> dict[str, Any]:
-    return read_json(directory / BEGUN)["inputs"]
+def _fixed(directory: Path) -> dict[str, Any]:
+    """Return the settings of a training that a continuation keeps."""
+    return _apart_from_split(read_json(directory / BEGUN)["inputs"]["fixed"])
 
 
-def _apart_from_origin(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name != CONTINUED}
+def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a training without what it continues and how its state is split."""
+    kept = {name: value for name, value in inputs.items() if name != CONTINUED}
+    return kept | {"fixed": _apart_from_split(kept["fixed"])}
+
+
+def _apart_from_split(fixed: dict[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in fixed.get("deepspeed", {}).items() if name not in SPLIT}
+    return fixed | {"deepspeed": settings}
+
+
+def _split_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    settings = inputs["fixed"].get("deepspeed", {})
+    return {name: settings[name] for name in SPLIT if name in settings}
 
 
 def _newest_time(directory: Path) -> float:
-    return max(path.stat().st_mtime for path in directory.glob(f"checkpoints/step-*/{STATE}"))
+    return max(path.stat().st_mtime for path in directory.glob(f"{CHECKPOINTS}/step-*"))
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

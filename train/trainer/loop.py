@@ -198,8 +198,7 @@ def train(
                 with window.timed("checkpoint"):
                     with averaged_weights(average):
                         weights = full_state(model_engine, keep=world.is_main)
-                    if world.is_main:
-                        checkpoints.keep_weights(weights, state)
+                    checkpoints.keep_weights(weights, state)
             # While steps are skipped the weights may be useless; they must not replace good ones.
             if stop or (saves and not guard.num_in_a_row):
                 state.grad_norm_reference = guard.reference
@@ -335,8 +334,7 @@ def validate(
         state.validations_since_best += 1
     if weights:
         state.best_step, state.best_acceptance_length = state.step, length
-        if world.is_main:
-            checkpoints.save_best(weights, state)
+        checkpoints.save_best(weights, state)
 
 
 def diagnose(

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on_time
 from tests.train.torchrun import composed, torchrun
+from train.checkpoint.parts import load_weights
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
@@ -119,19 +119,9 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
 
 def _saved(training: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint: weights and optimizer states."""
-    paths = sorted(training.glob(f"checkpoints/step-{step:08d}/engine/*.pt"))
-    return dict(_tensors([torch.load(path, weights_only=False) for path in paths]))
-
-
-def _tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _tensors(one, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, one in enumerate(value):
-            yield from _tensors(one, f"{name}.{index}")
+    checkpoint = training / f"checkpoints/step-{step:08d}"
+    kinds = ("weights", "exp_avg", "exp_avg_sq")
+    return {f"{name}.{kind}": one for kind in kinds for name, one in load_weights(checkpoint, kind).items()}
 
 
 def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Runs) -> None:
@@ -143,7 +133,7 @@ def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Ru
     assert rates == pytest.approx([1.5e-3, *[3e-3] * 12, 2.25e-3, 1.5e-3, 0.75e-3])
     extended, whole = (_saved(runs.training(name, max_steps=16), 16) for name in ("extended", "whole"))
     assert extended.keys() == whole.keys()
-    assert any("exp_avg" in name for name in extended)
+    assert "fc.weight.exp_avg_sq" in extended
     for name, value in extended.items():
         assert torch.equal(value, whole[name]), name
     # The first training's result is as it was.

@@ -28,6 +28,7 @@ from eagle31.training.objectives import Objective, StepWeights
 from eagle31.training.step import rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from train.checkpoint.engine_state import master_weights
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.optim.matrices import HEAD, is_matrix
 from train.trainer import model_engine as engine_module
@@ -104,7 +105,7 @@ def singular_values(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict
 
 def snapshot(model_engine: Any) -> list[Tensor]:
     """Copies of the float32 weights and of this rank's optimizer states."""
-    states = model_engine.basic_optimizer.state.values()
+    states = map(model_engine.basic_optimizer.state.__getitem__, master_weights(model_engine))
     copies = [state[name].clone() for state in states for name in sorted(state)]
     return [*full_state(model_engine, keep=True).values(), *copies]
 
@@ -180,7 +181,7 @@ class CheckedAverage:
             torch.testing.assert_close(weight, self.expected[name], rtol=1e-5, atol=1e-7)
             assert torch.equal(weight.to(one.dtype), one), name
         assert not all(map(torch.equal, used, computed_with(self.model_engine)))
-        states = self.average.state()["averages"]
+        states = self.average.averages
         kept = [one.clone() for one in states]
         self.average.update(torch.tensor(True))
         assert all(map(torch.equal, kept, states))
@@ -310,9 +311,9 @@ def losses_at(
         resumed = new_engine(zero_stage, bf16, world, objective, muon)
         resumed_average = WeightAverage(resumed, EMA_DECAY)
         assert saved.resume(resumed, resumed_average).step == NUM_STEPS
-        ours, theirs = average.average.state(), resumed_average.state()
-        assert theirs["num_updates"] == ours["num_updates"] == NUM_STEPS
-        assert all(map(torch.equal, ours["averages"], theirs["averages"]))
+        ours, theirs = average.average, resumed_average
+        assert theirs.num_updates == ours.num_updates == NUM_STEPS
+        assert all(map(torch.equal, ours.averages, theirs.averages))
         one = replace(further, rows=iter(further_rows))
         optimizer_step(resumed, one, LR, WindowSums(3, world.device), world, with_metrics=False)
         found["resumed"] = all(map(torch.equal, snapshot(model_engine), snapshot(resumed)))

@@ -1,0 +1,176 @@
+"""The state of the model engine as fragments of named weights, at every ZeRO stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from eagle31.errors import UserError
+from train.checkpoint.parts import AVERAGE, WEIGHTS, SavedFragment, SavedParts
+from train.distributed import World
+from train.optim.fragments import Fragment, own_fragment
+
+_STEP = "step"  # of AdamW, a number and not a tensor of the weight's shape
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The part of a weight that this rank has."""
+
+    name: str
+    flat: int  # index in `master_weights`
+    fragment: Fragment
+
+
+def master_weights(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
+    """Return the float32 weights that this rank updates: the drafter's own at ZeRO 0, else partitions."""
+    optimizer = model_engine.optimizer
+    for name in (
+        "single_partition_of_fp32_groups",  # ZeRO 1 and 2
+        "fp32_groups_flat_partition",  # DeepSpeed's optimizer for bf16, at ZeRO 1
+        "fp32_partitioned_groups_flat",  # ZeRO 3
+    ):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    assert not model_engine.zero_optimization()
+    return list(model_engine.module.drafter.parameters())
+
+
+def refresh_model(model_engine: deepspeed.DeepSpeedEngine) -> None:
+    """Round the master weights into the model's. Every rank calls."""
+    if not model_engine.zero_optimization():
+        return  # they are the same tensors
+    for parameter in model_engine.module.drafter.parameters():
+        value = safe_get_full_fp32_param(parameter)
+        assert value is not None
+        # With ZeRO 3 all ranks write, and rank 0's values are divided among them.
+        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0), torch.no_grad():
+            parameter.data.copy_(value)
+
+
+def saved_fragments(
+    model_engine: deepspeed.DeepSpeedEngine, world: World, averages: Sequence[Tensor] = ()
+) -> list[SavedFragment]:
+    """Return what this rank writes into a checkpoint; over all ranks it is each element once.
+
+    The values are views: nothing is copied.
+
+    Args:
+        averages: of the tensors of `master_weights`.
+    """
+    kinds = [{WEIGHTS: master} | _states(model_engine, master) for master in master_weights(model_engine)]
+    for tensors, average in zip(kinds, averages, strict=bool(averages)):
+        tensors[AVERAGE] = average
+    found = []
+    for placed in _places(model_engine):
+        fragment = placed.fragment
+        if not model_engine.zero_optimization():  # every rank has all, and writes an equal share of it
+            fragment = _share(fragment, world)
+        if fragment.length:
+            for kind, tensor in kinds[placed.flat].items():
+                values = tensor.detach().view(-1)[fragment.offset : fragment.offset + fragment.length]
+                found.append(SavedFragment(kind, placed.name, fragment.start, values))
+    return found
+
+
+def optimizer_steps(model_engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
+    """Return how often the optimizer has updated each weight of which this rank has a part."""
+    masters, state = master_weights(model_engine), model_engine.basic_optimizer.state
+    return {
+        placed.name: float(state[masters[placed.flat]][_STEP])
+        for placed in _places(model_engine)
+        if placed.fragment.length and _STEP in state.get(masters[placed.flat], {})
+    }
+
+
+@torch.no_grad()
+def restore(
+    model_engine: deepspeed.DeepSpeedEngine, parts: SavedParts, averages: Sequence[Tensor] = ()
+) -> None:
+    """Load weights and optimizer states. Each rank reads what it needs. Every rank calls.
+
+    Args:
+        averages: of the tensors of `master_weights`, into which the averages are read.
+
+    Raises:
+        UserError: the checkpoint has other weights than the drafter.
+        DamagedCheckpoint: it does not have all elements of them.
+    """
+    shapes = weight_shapes(model_engine)
+    if parts.shapes != shapes:
+        other = sorted(name for name in parts.shapes | shapes if parts.shapes.get(name) != shapes.get(name))
+        remedy = (
+            f"Its weights are not those of this drafter: {', '.join(other[:4])}. Give another output_dir."
+        )
+        raise UserError("output_dir", parts.checkpoint, remedy)
+    masters = master_weights(model_engine)
+    for placed in _places(model_engine):
+        fragment, master = placed.fragment, masters[placed.flat]
+        if not fragment.length:
+            continue
+        for kind in parts.kinds(placed.name):
+            if kind == WEIGHTS:
+                tensor = master
+            elif kind == AVERAGE:
+                if not averages:
+                    continue
+                tensor = averages[placed.flat]
+            else:
+                tensor = _state_tensor(model_engine, master, kind)
+            values = tensor.detach().view(-1)[fragment.offset : fragment.offset + fragment.length]
+            parts.read(kind, placed.name, fragment.start, values)
+        if placed.name in (steps := parts.manifest["optimizer_steps"]):
+            _set_step(model_engine, master, steps[placed.name])
+    refresh_model(model_engine)
+
+
+def weight_shapes(model_engine: deepspeed.DeepSpeedEngine) -> dict[str, list[int]]:
+    """Return the shapes of the drafter's weights by name."""
+    named = model_engine.module.drafter.named_parameters()
+    return {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in named}
+
+
+def _places(model_engine: deepspeed.DeepSpeedEngine) -> list[_Placed]:
+    """Return which part of each weight this rank has, and where."""
+    named: list[tuple[str, nn.Parameter]] = list(model_engine.module.drafter.named_parameters())
+    if not model_engine.zero_optimization():
+        return [
+            _Placed(name, index, Fragment(0, weight.numel(), 0)) for index, (name, weight) in enumerate(named)
+        ]
+    return [_Placed(name, *own_fragment(model_engine, weight)) for name, weight in named]
+
+
+def _share(whole: Fragment, world: World) -> Fragment:
+    """Return this rank's share of a weight that every rank has."""
+    begin, end = (whole.length * rank // world.size for rank in (world.rank, world.rank + 1))
+    return Fragment(begin, end - begin, begin)
+
+
+def _states(model_engine: deepspeed.DeepSpeedEngine, master: Tensor) -> dict[str, Tensor]:
+    """Return the optimizer's states that have an element for each of a tensor's."""
+    state = model_engine.basic_optimizer.state.get(master, {})
+    return {kind: value for kind, value in state.items() if kind != _STEP}
+
+
+def _state_tensor(model_engine: deepspeed.DeepSpeedEngine, master: Tensor, kind: str) -> Tensor:
+    """Return an optimizer state of a tensor, which the first step would make otherwise."""
+    state = model_engine.basic_optimizer.state[master]
+    if kind not in state:
+        state[kind] = torch.zeros_like(master, memory_format=torch.preserve_format)
+    return state[kind]
+
+
+def _set_step(model_engine: deepspeed.DeepSpeedEngine, master: Tensor, step: float) -> None:
+    optimizer = model_engine.basic_optimizer
+    # Where AdamW has it: the fused kernel reads it on the device.
+    on_device = optimizer.defaults["fused"] and _updated_by_adamw(optimizer, master)
+    device = master.device if on_device else "cpu"
+    optimizer.state[master][_STEP] = torch.tensor(step, dtype=torch.float32, device=device)
+
+
+def _updated_by_adamw(optimizer: torch.optim.Optimizer, master: Tensor) -> bool:
+    return "exp_avg" in optimizer.state[master]
