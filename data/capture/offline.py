@@ -1,6 +1,6 @@
 """Capture to a store in this process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,13 +51,15 @@ def capture_to_store(
     if rank == 0 and missing:
         check_space(store, missing, capture)
     lengths = dataset_lengths(dataset)
-    mine = rank_slice(lengths, missing, rank, world_size)
-    if mine:
+    mine = rank_slice(lengths, rank, world_size)
+    if to_capture := set(missing).intersection(mine):
         writer = StoreWriter(output_dir, f"hf-{rank}", encoding, shard_tokens)
-        total = sum(lengths[sample_id] for sample_id in mine)
+        total = sum(lengths[sample_id] for sample_id in to_capture)
         bar = Progress("capture", total, "tokens", shown=progress)
         with writer, bar:
-            for sample_id, sample in capture_samples(dataset, lengths, mine, capture, batch_tokens):
+            for sample_id, sample in capture_samples(
+                dataset, lengths, mine, to_capture, capture, batch_tokens
+            ):
                 writer.append(sample_id, sample)
                 bar.update(len(sample.input_ids))
     finish_store(store, fields, rank, progress=progress, stall_seconds=stall_seconds)
@@ -67,29 +69,37 @@ def capture_samples(
     dataset: Dataset,
     lengths: Sequence[int],
     sample_ids: Sequence[int],
+    missing: Collection[int],
     capture: TargetCapture,
     batch_tokens: int,
 ) -> Iterator[tuple[int, CapturedSample]]:
-    """Yield captured samples, the longest first. Samples of similar length are captured together."""
+    """Yield captured samples, the longest first. Samples of similar length are captured together.
+
+    Args:
+        sample_ids: those that are divided into batches.
+        missing: those of them that are captured. A batch that has some of them runs with all of its samples,
+            because other batches round differently: a resumed capture has the states of an uninterrupted one.
+    """
     tokens = TokenRows(dataset)
     for indices in batches_by_length([lengths[i] for i in sample_ids], batch_tokens):
         batch = [sample_ids[index] for index in indices]
+        if not any(sample_id in missing for sample_id in batch):
+            continue
         rows = tokens.read(batch)
         states = capture.capture([input_ids for input_ids, _ in rows])
         for sample_id, row, (aux, final) in zip(batch, rows, states, strict=True):
-            yield sample_id, CapturedSample(*row, aux, final)
+            if sample_id in missing:
+                yield sample_id, CapturedSample(*row, aux, final)
 
 
-def rank_slice(lengths: Sequence[int], missing: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Return the missing samples that this rank captures.
+def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Return the samples that this rank captures, ascending.
 
-    A sample's rank depends on the lengths only: ranks that start at different times see different samples
-    missing, and still leave none out. Lengths are distributed evenly.
+    They depend on the lengths only: ranks that start at different times see different samples missing, and
+    still leave none out. Lengths are distributed evenly.
     """
     by_length = np.argsort(-np.asarray(lengths), kind="stable")
-    mine = np.zeros(len(lengths), dtype=bool)
-    mine[by_length[rank::world_size]] = True
-    return [sample_id for sample_id in missing if mine[sample_id]]
+    return sorted(by_length[rank::world_size].tolist())
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -102,7 +102,9 @@ def test_resume_does_only_the_shard_that_is_gone(
     tmp_path: Path, capture: CountingCapture, suffix: str
 ) -> None:
     dataset = make_dataset()
+    capture.batches = []
     _capture(capture, tmp_path)
+    first_batches = {tuple(map(tuple, batch)) for batch in capture.batches}
     before = HiddenStateStore(tmp_path).get_many(range(12))
     lost = read_sidecar(tmp_path / "shard-hf-0-00001.json").sample_ids
     kept = {path: path.read_bytes() for path in tmp_path.glob("shard-hf-0-0000[02]*")}
@@ -110,12 +112,14 @@ def test_resume_does_only_the_shard_that_is_gone(
     (tmp_path / ".shard-hf-0-00001.safetensors.partial").write_bytes(b"half")
     capture.batches = []
     _capture(capture, tmp_path)
-    assert _captured(capture, dataset) == sorted(lost)
+    # The batches are those of the first time, which round in the same way.
+    assert set(lost) <= set(_captured(capture, dataset))
+    assert {tuple(map(tuple, batch)) for batch in capture.batches} < first_batches
     assert {path: path.read_bytes() for path in kept} == kept
     assert sorted(chain(*_shard_ids(tmp_path))) == list(range(12))
     assert not list(tmp_path.glob(".shard*"))
     for a, b in zip(before, HiddenStateStore(tmp_path).get_many(range(12)), strict=True):
-        torch.testing.assert_close(a.aux_hidden_states, b.aux_hidden_states, rtol=1e-5, atol=1e-5)
+        assert a.aux_hidden_states.equal(b.aux_hidden_states)
     capture.batches = []
     _capture(capture, tmp_path)
     assert capture.batches == []
@@ -162,15 +166,11 @@ def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
         torch.testing.assert_close(a.aux_hidden_states, b.aux_hidden_states, rtol=1e-5, atol=1e-5)
 
 
-def test_shares_are_even_and_leave_nothing_out_whatever_each_rank_sees_missing() -> None:
+def test_shares_are_even_and_leave_nothing_out() -> None:
     lengths = [3, 50, 4, 50, 5, 49, 6, 51]
-    everything = list(range(8))
-    shares = [rank_slice(lengths, everything, rank, 2) for rank in range(2)]
-    assert sorted(chain(*shares)) == everything
+    shares = [rank_slice(lengths, rank, 2) for rank in range(2)]
+    assert sorted(chain(*shares)) == list(range(8))
     assert abs(sum(lengths[i] for i in shares[0]) - sum(lengths[i] for i in shares[1])) < 5
-    # The second rank starts when half of the first rank's samples are captured.
-    late = [i for i in everything if i not in shares[0][:2]]
-    assert rank_slice(lengths, late, 1, 2) == shares[1]
 
 
 def test_another_capture_in_the_directory_is_refused(tmp_path: Path, capture: CountingCapture) -> None:
@@ -356,7 +356,11 @@ def test_disk_that_fills_up_keeps_finished_shards(
     [first] = _shard_ids(tmp_path)
     capture.batches = []
     _capture(capture, tmp_path)
-    assert _captured(capture, make_dataset()) == sorted(set(range(12)) - set(first))
+    again = _captured(capture, make_dataset())
+    assert set(range(12)) - set(first) <= set(again)
+    assert (
+        len(again) < 12
+    )  # the last batch of the finished shard runs again, as its other samples are missing
 
 
 def test_killed_at_any_moment_the_same_command_resumes(tmp_path: Path, capture: CountingCapture) -> None:
