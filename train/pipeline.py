@@ -27,6 +27,7 @@ from train.config.run import RunConfig, Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.doctor.examine import check_start
+from train.leftovers import remove_partials
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
@@ -86,6 +87,7 @@ def run_pipeline(config: RunConfig, world: World) -> None:
         check_start(config)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
+            remove_partials(Path(config.output_dir))
             announce_plan(context)
             write_configuration(config)
         if set(config.stages) != {Stage.plan}:

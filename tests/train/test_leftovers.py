@@ -1,0 +1,38 @@
+from pathlib import Path
+
+from train.leftovers import remove_partials
+
+LEFT = (
+    ".plan.json.71.partial",
+    "artifacts/train-1/checkpoints/.step-00000008.partial/engine/model.pt",
+    "artifacts/train-1/checkpoints/best/.tmpVPX8Nr",
+    "artifacts/export-1/.checkpoint.partial/.tmpaB3dEf",
+    "report/.index.html.71.partial",
+)
+KEPT = (
+    ".lock",
+    "artifacts/train-1/checkpoints/step-00000006/state.json",
+    "artifacts/train-1/checkpoints/best/drafter-00000006.safetensors",
+    # A server may be writing them.
+    "artifacts/capture-1/train/.shard-vllm-0-00001.safetensors.partial",
+    "artifacts/capture-1/train/.shard-vllm-0-00001.json.71.partial",
+    "artifacts/capture-1/train/refused/.5.json.71.partial",
+    "notes.partial",
+    ".tmp/notes",
+)
+
+
+def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    output = tmp_path / "run"
+    for path in (elsewhere / ".a.partial", *(output / name for name in (*LEFT, *KEPT))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (output / "link").symlink_to(elsewhere)
+    (output / ".export.partial").symlink_to(elsewhere)
+    remove_partials(output)
+    found = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert found == {*KEPT}
+    assert not (output / "artifacts/train-1/checkpoints/.step-00000008.partial").exists()
+    assert not (output / ".export.partial").is_symlink()
+    assert (elsewhere / ".a.partial").exists()

@@ -1,0 +1,29 @@
+"""Removing what a killed run has left half written."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+# How this project, and how safetensors, names what is being written.
+_LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
+# Servers that outlive a run write shards and refusals; whoever writes a store looks after their leftovers.
+_OF_WRITERS = re.compile(r"\.shard-.*")
+_REFUSED = "refused"
+
+
+def remove_partials(directory: Path) -> None:
+    """Remove the unfinished files and directories below a run's output directory.
+
+    None of them counts as a result, but a checkpoint or an export takes as much space as a finished one.
+    Only the process that has the directory's lock may call this, before the run writes anything.
+    """
+    for entry in os.scandir(directory):
+        path = Path(entry.path)
+        if _LEFTOVER.fullmatch(entry.name) and not _OF_WRITERS.fullmatch(entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        elif entry.is_dir(follow_symlinks=False) and entry.name != _REFUSED:
+            remove_partials(path)
