@@ -10,8 +10,8 @@ import pytest
 
 from eagle31.errors import UserError
 from tests.train.launch.slurm_cluster import debian_packages
-from tests.train.torchrun import environment, preloaded_python, torchrun_command
-from train.compose import CHECKOUT, composed
+from tests.train.torchrun import checked_config, environment, preloaded_python, torchrun_command
+from train.compose import CHECKOUT
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
 from train.config.training import TrainConfig
 from train.launch.slurm import (
@@ -156,7 +156,7 @@ def test_tokens_stay_in_the_environment(tmp_path: Path) -> None:
 def test_a_job_starts_the_mooncake_master_that_its_run_needs(
     arguments: tuple[str, ...], port: int | None
 ) -> None:
-    config = composed(["recipe=any_target", *NEEDED, *arguments])
+    config = checked_config(["recipe=any_target", *NEEDED, *arguments])
     assert mooncake_port(config.capture) == port
 
 
@@ -230,7 +230,7 @@ def test_log_path_that_sbatch_would_misread_is_refused() -> None:
 )
 def test_recipe_is_checked_first(arguments: list[str], field: str) -> None:
     with pytest.raises(UserError) as caught:
-        composed(arguments)
+        checked_config(arguments)
     assert caught.value.field == field
 
 
@@ -356,7 +356,7 @@ def test_nodes_for_servers_that_the_run_would_not_use_are_refused(
     settings: tuple[str, ...], field: str
 ) -> None:
     arguments = ["recipe=kimi_k2_6", "launcher=slurm", "launcher.nodes=2", "launcher.capture_nodes=1"]
-    check_capture_nodes(composed(arguments))
+    check_capture_nodes(checked_config(arguments))
     with pytest.raises(UserError) as caught:
-        check_capture_nodes(composed([*arguments, *settings]))
+        check_capture_nodes(checked_config([*arguments, *settings]))
     assert caught.value.field == field

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.torchrun import ROOT, composed
-from train.compose import composed as checked_config
+from tests.train.torchrun import ROOT, checked_config, composed
 from train.config.vllm import Placement
 from train.distributed import World
 from train.launch.slurm import Submission, check_rows, render

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
-from train.compose import composed
+from tests.train.torchrun import checked_config
 from train.experiments.quality.runs import budget_steps
 from train.experiments.quality.sides import Side, chosen_sides, known_sides, parse_side
 
@@ -40,10 +40,10 @@ def test_bad_sides_are_refused(names: Sequence[str], further: Sequence[str], fie
 
 def test_adamw_replaces_what_a_recipe_sets() -> None:
     other = ["recipe=quickstart", "optim=muon", "optim.lr=3e-3", "optim.betas=[0.8,0.8]"]
-    found = composed([*other, *known_sides()["eagle31-adamw"].overrides]).optim
+    found = checked_config([*other, *known_sides()["eagle31-adamw"].overrides]).optim
     assert (found.name.value, found.lr, found.warmup_fraction) == ("adamw", None, 0.015)
     assert (found.betas, found.max_grad_norm) == ([0.9, 0.95], 0.5)
-    published = composed(["recipe=quickstart", *known_sides()["eagle31-adamw-1e-4"].overrides]).optim
+    published = checked_config(["recipe=quickstart", *known_sides()["eagle31-adamw-1e-4"].overrides]).optim
     assert published == replace(found, lr=1e-4)
 
 
