@@ -66,3 +66,8 @@ class Artifact:
     def reopen(self) -> None:
         """Mark the result as unfinished, so that the next run makes the part that is lost."""
         self.manifest_path.unlink(missing_ok=True)
+
+
+def has_trained(output_dir: Path) -> bool:
+    """Whether a training in this output directory has a checkpoint, which the same command resumes."""
+    return any(output_dir.glob("artifacts/train-*/checkpoints/step-*"))

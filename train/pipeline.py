@@ -22,7 +22,7 @@ from data.locks import try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
-from train.artifact import Artifact
+from train.artifact import Artifact, has_trained
 from train.config.run import RunConfig, Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
@@ -121,8 +121,8 @@ def run_stages(context: RunContext) -> None:
     """Run the selected stages in order, after checking what they need."""
     config, world = context.config, context.world
     selected, needed = set(config.stages), needed_stages(config)
-    if Stage.train in selected:
-        check_divisible(config.train.rows_per_step, config.train.rows_per_step_start, world.size)
+    if Stage.train in selected and world.is_main:
+        check_ranks(context)
     _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
         check_environment(config)
@@ -147,6 +147,25 @@ def run_stages(context: RunContext) -> None:
             conclude(context, stage)
     finally:
         context.servers.close()
+
+
+def check_ranks(context: RunContext) -> None:
+    """Check that each rank has as many rows of a step, or say what empty ones a resumed training has.
+
+    Raises:
+        UserError: the rows cannot be divided equally, and there is no training to resume.
+    """
+    train, size = context.config.train, context.world.size
+    try:
+        check_divisible(train.rows_per_step, train.rows_per_step_start, size)
+    except UserError as error:
+        if not has_trained(context.output_dir):
+            raise
+        print(
+            f"train: the {error.value} rows of a step cannot be divided equally among {size} processes: "
+            f"{-error.value % size} more rows are empty",  # type: ignore[operator]
+            flush=True,
+        )
 
 
 def conclude(context: RunContext, stage: Stage) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from data.batches.balance import balanced
 from data.batches.position_gaps import PositionGaps
 from data.batches.row_order import RowOrder
-from data.batches.row_schedule import RowSchedule, check_divisible
+from data.batches.row_schedule import RowSchedule
 from data.batches.rows import empty_row, pack_row
 from data.samples import CapturedSample, HiddenStateSource, StateShape
 from eagle31.errors import UserError
@@ -67,7 +67,7 @@ class RowLoader:
     The rows of all epochs form one endless sequence, and each step uses the next `rows_per_step` of them.
     They are distributed by `balanced` if costs are given; otherwise rank r has every world_size-th of them.
     The position in the sequence is therefore the only state, and a step has the same rows on any number of
-    ranks.
+    ranks. Each rank has as many rows of a step: where they cannot be divided equally, some are empty.
 
     Args:
         row_tokens: the maximum number of tokens in a row.
@@ -81,10 +81,10 @@ class RowLoader:
         position_gaps: the gaps in the samples' positions; None for none.
         shuffle_window_tokens: rows are shuffled within windows of whole files with at least this many tokens
             (`RowOrder`), which takes a source that is a `StoredSource`; None shuffles over all samples.
+        state_shape: that of empty rows, where a rank may have one.
 
     Raises:
-        UserError: the rows of a step cannot be divided equally among the ranks, or the data has too few rows
-            for one step.
+        UserError: the data has too few rows for one step.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class RowLoader:
         begin: RowPosition = RowPosition(),
         position_gaps: PositionGaps | None = None,
         shuffle_window_tokens: int | None = None,
+        state_shape: StateShape | None = None,
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
@@ -117,6 +118,7 @@ class RowLoader:
         self.steps_ahead = steps_ahead
         self.begin = begin
         self.position_gaps = position_gaps
+        self.state_shape = state_shape
         self._order = RowOrder(
             source.lengths,
             row_tokens,
@@ -131,12 +133,12 @@ class RowLoader:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
         self._ahead: deque[tuple[int, Future[list[PackedBatch]]]] = deque()
         self._announced = 0  # the first step that is not announced yet
-        check_divisible(self.schedule.final, self.schedule.start, world_size)
         check_enough(self.rows_per_epoch, row_tokens, self.schedule.final)
 
     def rows(self, step: int) -> list[list[int]]:
-        """Return the sample indices of each of this rank's rows of a step."""
+        """Return the sample indices of each of this rank's rows of a step, none for an empty row."""
         rows = [self._order.row(epoch, index) for epoch, index in self._positions(step)]
+        rows += [[]] * (-len(rows) % self.world_size)
         if self.costs is None or self.world_size == 1:
             return rows[self.rank :: self.world_size]
         costs = [sum(self.costs[sample] for sample in row) for row in rows]
@@ -221,6 +223,9 @@ class RowLoader:
         return batches
 
     def _pack(self, step: int, samples: dict[int, CapturedSample]) -> PackedBatch:
+        if not samples:
+            assert self.state_shape is not None
+            return empty_row([], self._padded(0), self.state_shape, pin_memory=self.pin_memory)[0]
         lengths = {index: len(sample.input_ids) for index, sample in samples.items()}
         return pack_row(
             list(samples.values()),

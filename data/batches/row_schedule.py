@@ -81,7 +81,10 @@ def steps_within(num_rows: int, schedule_of: Callable[[int], RowSchedule], begin
 
 
 def check_divisible(rows_per_step: int, rows_per_step_start: int | None, world_size: int) -> None:
-    """Raise UserError if the rows of some step cannot be divided equally among the ranks."""
+    """Raise UserError if the rows of some step cannot be divided equally among the ranks.
+
+    Some would then have empty rows, which cost time; a training that is resumed on other ranks may have them.
+    """
     # The numbers between the two are multiples of the smaller one.
     rows = {"train.rows_per_step": rows_per_step, "train.rows_per_step_start": rows_per_step_start}
     for key, value in rows.items():

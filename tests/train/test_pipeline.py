@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_skipped_and_other_processes_resume(
     finished: tuple[Path, str],
     tmp_path: Path,
 ) -> None:
-    """Two processes under ZeRO 3 resume what one process began under ZeRO 0."""
+    """Three processes under ZeRO 3 resume what one process began under ZeRO 0, with four rows a step."""
     directory, stopped = tmp_path / "run", interrupted[1]
     shutil.copytree(interrupted[0], directory)
     [training] = directory.glob("artifacts/train-*")
@@ -235,7 +235,8 @@ def test_a_damaged_checkpoint_is_skipped_and_other_processes_resume(
     content[-100] ^= 1
     damaged.write_bytes(content)
     command = [f"recipe={RECIPE}", *arguments(small_target, directory), "deepspeed=zero3"]
-    printed = torchrun(MAIN, *command, "stages=[train]", num_processes=2)
+    printed = torchrun(MAIN, *command, "stages=[train]", num_processes=3)
+    assert "4 rows of a step cannot be divided equally among 3 processes: 2 more rows are empty" in printed
     assert f"the checkpoint of step 8 is damaged: {damaged} is not as it was written" in printed
     assert f"using the checkpoint of step {stopped} instead" in printed
     assert f"resuming after step {stopped} of {STEPS}" in printed

@@ -1,5 +1,6 @@
 """Building what trains: the drafter, the model engine around it, the loader of its rows."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -10,7 +11,7 @@ from data.batches.loader import RowLoader, RowPosition, files_of
 from data.batches.row_order import RowOrder
 from data.batches.row_schedule import RowSchedule
 from data.capture.tokens import dataset_supervision
-from data.samples import CapturedSample, HiddenStateSource
+from data.samples import CapturedSample, HiddenStateSource, StateShape
 from data.store import HiddenStateStore
 from eagle31.cost.devices import peak_bf16_flops
 from eagle31.cost.flops import count_step, sample_flops, step_flops
@@ -67,7 +68,7 @@ def new_engine(
         deepspeed_config(
             zero_stage=config.deepspeed.zero_stage,
             bf16=context.dtype is torch.bfloat16,
-            micro_batches=config.train.rows_per_step // world.size,
+            micro_batches=math.ceil(config.train.rows_per_step / world.size),
             world_size=world.size,
             offload_optimizer=config.deepspeed.offload_optimizer,
             offload_parameters=config.deepspeed.offload_parameters,
@@ -137,6 +138,7 @@ def row_loader(
         begin=begin,
         position_gaps=position_gaps_of(config.train, context.train_seed),
         shuffle_window_tokens=config.train.shuffle_window_tokens,
+        state_shape=StateShape(len(context.aux_layer_ids), drafter.target_hidden_size, context.dtype),
     )
 
 
@@ -145,7 +147,7 @@ def sample_costs(
 ) -> list[float] | None:
     """Return the FLOPs of each of the source's samples; None where the ranks have no choice of rows."""
     train, world = context.config.train, context.world
-    if world.size == 1 or train.rows_per_step == world.size:
+    if world.size == 1 or train.rows_per_step <= world.size:
         return None
     supervision = torch.from_numpy(dataset_supervision(training_samples(context)))
     if isinstance(source, HiddenStateStore):

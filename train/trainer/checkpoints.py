@@ -109,7 +109,7 @@ class CheckpointDirectory:
             for step in self.steps()[: -self.keep]:
                 if step != self.always_kept:
                     # Renamed first, so that nobody finds a part of it.
-                    os.replace(self._path(step), removed := self.root / f".step-{step:08d}.removed")
+                    os.replace(self._path(step), removed := self.root / f".step-{step:08d}.removed.partial")
                     shutil.rmtree(removed)
 
         try:
