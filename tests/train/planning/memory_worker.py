@@ -76,6 +76,7 @@ def measure_alone(spec: dict[str, Any]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    gc.freeze()  # DeepSpeed collects garbage often, and each child would visit all that was imported
     for spec in json.loads(sys.argv[1]):
         measure_alone(spec)
 
