@@ -67,14 +67,19 @@ def run_command(main: Callable[[], int | None], failures: tuple[type[Exception],
 def _report(message: str, status: int) -> int:
     """Print the message once, and hand it to torchrun for the table that it prints of a failed process."""
     # Several processes find the same mistake; torchrun's table has the message of the one that ended first.
+    if not hand_to_torchrun(message) or os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def hand_to_torchrun(message: str) -> bool:
+    """Have torchrun show the message in its table of failed processes; return whether there is a torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": details}}, file)
-    if not error_file or os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-    return status
+    return bool(error_file)
 
 
 def _stdout_is_closed() -> bool:

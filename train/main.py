@@ -6,7 +6,9 @@ from pathlib import Path
 # torchrun puts this file's folder first; the packages are one above.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from train.command import prepare, run_command
+from train.lifetime.launcher import end_with_launcher
 
+end_with_launcher()
 prepare()
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -16,7 +18,7 @@ from eagle31.malloc import keep_freed_memory
 from train.compose import compose_config, composed, parse_arguments
 from train.config.launcher import sets_launcher
 from train.config.run import RunConfig
-from train.distributed import World, leave_process_group
+from train.distributed import World
 
 
 def main() -> None:
@@ -38,16 +40,16 @@ def run(config: RunConfig, world: World) -> None:
     with collection_paused():
         from train.doctor.failures import explanation
         from train.pipeline import run_pipeline
+        from train.supervision import supervised
 
     keep_freed_memory()
-    try:
-        run_pipeline(config, world)
-    except Exception as error:
-        for line in explanation(error, config, world):
-            print(line, file=sys.stderr, flush=True)
-        raise
-    finally:
-        leave_process_group()
+    with supervised(config, world):
+        try:
+            run_pipeline(config, world)
+        except Exception as error:
+            for line in explanation(error, config, world):
+                print(line, file=sys.stderr, flush=True)
+            raise
 
 
 if __name__ == "__main__":

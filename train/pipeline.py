@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,13 @@ from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact, has_trained
+from train.command import FAILURE
 from train.config.run import RunConfig, Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.doctor.examine import check_start
 from train.leftovers import remove_partials
+from train.lifetime.activity import ACTIVITY
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
@@ -47,6 +48,7 @@ from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
 from train.stages.train import check_rows, run_train, train_inputs
 from train.stages.vocab import run_vocab, vocab_inputs
+from train.supervision import STOPPED_FILE
 from train.versions import git_revision, package_versions
 
 _UNFINISHED = "stages/unfinished"
@@ -88,6 +90,7 @@ def run_pipeline(config: RunConfig, world: World) -> None:
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
             remove_partials(Path(config.output_dir))
+            (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
             announce_plan(context)
             write_configuration(config)
         if set(config.stages) != {Stage.plan}:
@@ -233,6 +236,7 @@ def pushes(config: RunConfig) -> bool:
 def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
     """Reuse the stage's finished result, or make it."""
     definition, world, artifact = STAGES[stage], context.world, context.artifacts[stage]
+    ACTIVITY.enter(stage.value)
     if stage not in unfinished:
         context.reused.add(stage.value)
         _say(context, f"{stage.value}: reused, {artifact.directory}")
@@ -288,8 +292,10 @@ def exclusive(output_dir: Path) -> Iterator[None]:
 
 
 def _end_run(output_dir: Path) -> None:
-    print(f"Another run has taken over {output_dir}, because this one did not answer.", file=sys.stderr)
-    os.kill(os.getpid(), signal.SIGTERM)
+    # At once: whatever this run still wrote would be among the files of the other one.
+    message = f"error: Another run has taken over {output_dir}, because this one did not answer."
+    print(message, file=sys.stderr, flush=True)
+    os._exit(FAILURE)
 
 
 def quiet_libraries(world: World) -> None:

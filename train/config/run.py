@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from eagle31.errors import UserError
+from eagle31.errors import UserError, require_positive
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, check_capture
 from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
@@ -71,6 +71,9 @@ class RunConfig:
     output_dir: str = MISSING  # Directory of all results. Set to outputs/NAME by default.
     cache_dir: str = MISSING  # Directory of the embedded target. Set to ~/.cache/eagle31 by default.
     seed: int = 0  # Seed of all random choices.
+    # Minutes after which the run saves and stops, with status 75; the same command resumes. null: a Slurm job
+    # stops before its time limit, and other runs do not.
+    stop_after_minutes: float | None = None
 
 
 @cache
@@ -90,6 +93,7 @@ def check(config: RunConfig) -> None:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
     if config.stages == [Stage.cells] and not has_cells(config):
         raise UserError("stages", "[cells]", "There are no cells; give a matrix, such as eval=robustness.")
+    require_positive({"stop_after_minutes": config.stop_after_minutes})
     check_target(config.target)
     check_drafter(config.drafter)
     check_data(config.data)

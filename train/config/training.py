@@ -86,7 +86,9 @@ class DeepSpeedConfig:
     precision: Precision = Precision.bf16  # Precision of the training step.
     offload_optimizer: bool = False  # Whether optimizer states are in CPU memory. Needs zero_stage 1, 2 or 3.
     offload_parameters: bool = False  # Whether parameters are in CPU memory. Needs zero_stage 3.
-    # Minutes that a rank waits for the others in a collective operation before the run ends with an error.
+    # Minutes that a rank may hold up the others, or not answer, before the run names it and ends. The default
+    # is longer than a checkpoint to a slow disk or the start of a server again takes; a quarter of it shows a
+    # warning.
     timeout_minutes: float = 30.0
 
 

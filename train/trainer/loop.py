@@ -1,10 +1,8 @@
 """The training loop."""
 
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -15,6 +13,8 @@ from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.progress import Progress
 from train.distributed import World, sum_over_ranks
+from train.lifetime.activity import ACTIVITY
+from train.lifetime.stops import Stopped, at_safe_points
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.guard import StepGuard, report_skipped, spoiled_unless_finite
@@ -51,25 +51,6 @@ class LoopSettings:
     speed: Speed = field(default_factory=Speed)
 
 
-class Preempted(SystemExit):
-    """Raised after SIGTERM, once the state is saved; the same command resumes from it."""
-
-
-@contextmanager
-def preemption_flag() -> Iterator[list[bool]]:
-    """Yield a list whose only entry becomes true on SIGTERM."""
-    flag = [False]
-
-    def raise_flag(*_: object) -> None:
-        flag[0] = True
-
-    before = signal.signal(signal.SIGTERM, raise_flag)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def train(
     model_engine: deepspeed.DeepSpeedEngine,
     loader: RowLoader,
@@ -93,7 +74,7 @@ def train(
         diagnosis: measures the drift of the weights that are trained. None: nothing does.
 
     Raises:
-        Preempted: SIGTERM arrived and a checkpoint is saved.
+        Stopped: a rank was asked to stop, and a checkpoint is saved.
         UserError: too many steps in a row were skipped.
     """
     device = world.device
@@ -101,7 +82,7 @@ def train(
     guard.reference = state.grad_norm_reference
     bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
     window = WindowSums(settings.num_depths, device)
-    with preemption_flag() as preempted, bar:
+    with at_safe_points() as stop_requested, bar:
         loader.read_ahead(state.step)
         if state.best_step is None:
             with window.timed("validation"):
@@ -127,6 +108,7 @@ def train(
             )
             trains_head = state.step >= settings.head_start
             state.step += 1
+            ACTIVITY.step = state.step
             state.epoch, state.row = loader.position(state.step)
             keeps = keeps_weights(state.step, settings)
             logs = keeps or state.step % settings.log_every == 0 or state.step == settings.max_steps
@@ -137,7 +119,7 @@ def train(
                 window,
                 world,
                 with_metrics=logs,
-                stop=preempted[0],
+                stop=stop_requested(),
                 trains_head=trains_head,
             )
             if average is not None:
@@ -207,7 +189,7 @@ def train(
             if stop and state.step < settings.max_steps and not stops_early(state, settings):
                 if world.is_main:
                     print(f"train: saved after step {state.step} and stopped; the same command resumes")
-                raise Preempted(143)
+                raise Stopped
     return state
 
 
