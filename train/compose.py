@@ -1,8 +1,9 @@
 """Composes a run's configuration from its recipe and the overrides on the command line."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from hydra import initialize_config_dir
 from hydra.compose import compose
@@ -10,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.text.choices import check_split
 from eagle31.errors import UserError
 from train.config.overrides import RECIPES, checked, choices
 from train.config.run import RunConfig, check, register
@@ -54,7 +56,28 @@ def composed(arguments: Sequence[str]) -> RunConfig:
     with _errors_for_users(recipe_name(arguments)):
         config: RunConfig = OmegaConf.to_object(compose_config(arguments))  # type: ignore[assignment]
     check(config)
+    _check_splits(arguments, config)
     return config
+
+
+def _check_splits(arguments: Sequence[str], config: RunConfig) -> None:
+    """Refuse a split or a subset on the command line that has no effect; a recipe's may be for other data."""
+    chosen = dict(argument.lstrip("+").split("=", 1) for argument in arguments if "=" in argument)
+    data = config.data
+    settings = [(key, "data.train", data.train) for key in ("data.split", "data.subset")]
+    settings.append(("data.eval_split", "data.eval", data.eval))
+    groups: dict[str, Mapping[str, Any]] = {
+        "data.sources": data.sources,
+        "data.evaluation_sets": data.evaluation_sets,
+        "evaluate.matrix.domains": config.evaluate.matrix.domains,
+    }
+    for group, members in groups.items():
+        for name, one in members.items():
+            key = f"{group}.{name}"
+            settings += [(f"{key}.{part}", f"{key}.source", one.source) for part in ("split", "subset")]
+    for key, field, source in settings:
+        if source is not None and chosen.get(key, "null") not in ("null", "train", "test"):
+            check_split(key, chosen[key], field, source)
 
 
 def recipe_name(arguments: Sequence[str]) -> str:

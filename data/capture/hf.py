@@ -94,7 +94,8 @@ def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:
     """Check on a few tokens that the head gives the model's own logits for the captured states.
 
     Raises:
-        UserError: the logits differ, as in models that scale or cap them after the lm_head.
+        UserError: the logits are not finite, or differ, as in models that scale or cap them after the
+            lm_head.
     """
     vocab_size = capture.modules.embed_tokens.get_parameter("weight").shape[0]
     probe = torch.randint(vocab_size, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
@@ -103,6 +104,11 @@ def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:
         ours = head(final.to(head.weight.device)).float().cpu()
         model_ids = probe[None].to(capture.device)
         theirs = capture.model(input_ids=model_ids, use_cache=False).logits[0].float().cpu()
+    if not theirs.isfinite().all():
+        remedy = (
+            "Its logits are not finite: a weight is damaged, or the dtype is too small; see target.dtype."
+        )
+        raise UserError("target.model", capture.model.config._name_or_path, remedy)
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 5e-2
     if not error <= tolerance:

@@ -11,9 +11,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data.target.architecture import model_class
 from data.target.spec import TargetSpec
+from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from eagle31.tensor_files import check_pointer
 
@@ -38,6 +40,15 @@ def load_target(spec: TargetSpec, device: torch.device) -> PreTrainedModel:
             **options,
         )
     return model.eval().requires_grad_(False)
+
+
+def check_attention(spec: TargetSpec) -> None:
+    """Raise UserError for an attention that transformers does not know; kernels of the Hub have a slash."""
+    name = spec.attn_implementation
+    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if name is not None and name not in known and "/" not in name:
+        remedy = f"Choose one of {', '.join(known)}, or null for the default of transformers."
+        raise UserError("target.attn_implementation", name, remedy)
 
 
 def meta_model(config: PreTrainedConfig, spec: TargetSpec) -> PreTrainedModel:

@@ -10,9 +10,10 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from data.target.checkpoint import read_modules
 from data.target.head import TargetHead
-from data.target.loading import load_config, meta_model
+from data.target.loading import check_attention, load_config, meta_model
 from data.target.modules import locate
 from data.target.spec import TargetSpec
+from eagle31.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,18 @@ def load_target_parts(spec: TargetSpec, cache_dir: Path | None = None) -> Target
         cache_dir: the directory in which hashes of the weights are remembered; see `hash_files`.
 
     Raises:
-        UserError: the checkpoint has no safetensors, or lacks these tensors in a plain floating-point dtype.
+        UserError: the checkpoint has no safetensors, or lacks these tensors in a plain floating-point dtype
+            and the shapes of its config.json.
     """
+    check_attention(spec)
     config = load_config(spec)
     model = meta_model(config, spec)
     modules = locate(model, spec)
     needed = (modules.embed_tokens, modules.final_norm, modules.lm_head)
-    embedding, norm, lm_head = read_modules(spec.checkpoint, model, needed)
+    states = read_modules(spec.checkpoint, model, needed)
+    for module, state in zip(needed, states, strict=True):
+        _check_shapes(module, state, spec)
+    embedding, norm, lm_head = states
     dtype = spec.torch_dtype or _config_dtype(config) or embedding["weight"].dtype
     head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head)).to(dtype).eval()
     return TargetParts(
@@ -62,6 +68,17 @@ def load_target_parts(spec: TargetSpec, cache_dir: Path | None = None) -> Target
 def _config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     dtype = config.dtype or config.get_text_config().dtype
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _check_shapes(module: nn.Module, state: dict[str, Tensor], spec: TargetSpec) -> None:
+    """Raise UserError for weights of other shapes than config.json gives them."""
+    for name, expected in module.state_dict().items():
+        if state[name].shape != expected.shape:
+            remedy = (
+                f"Its weights have a {name} of shape {list(state[name].shape)} where config.json means "
+                f"{list(expected.shape)}; the two belong to different models."
+            )
+            raise UserError("target.model", spec.model, remedy)
 
 
 def _filled(module: nn.Module, state: dict[str, Tensor]) -> nn.Module:

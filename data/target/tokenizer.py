@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -18,13 +19,36 @@ def load_tokenizer(spec: TargetSpec, chat_template_file: str | None = None) -> P
         tokenizer = AutoTokenizer.from_pretrained(
             spec.checkpoint.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
+    if not set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder):
+        remedy = "Its tokenizer has no vocabulary; are files such as tokenizer.json missing?"
+        raise UserError("target.model", spec.model, remedy)
     if chat_template_file is not None:
         try:
-            tokenizer.chat_template = Path(chat_template_file).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            remedy = f"The file cannot be read ({error.strerror}); give a file with a Jinja chat template."
+            template = Path(chat_template_file).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError, RuntimeError) as error:  # of UTF-8, and of nobody's home directory
+            reason = error.strerror if isinstance(error, OSError) else error
+            remedy = f"The file cannot be read ({reason}); give a file with a Jinja chat template."
             raise UserError("target.chat_template", chat_template_file, remedy) from error
+        if not template.strip():
+            raise UserError("target.chat_template", chat_template_file, "The file is empty.")
+        tokenizer.chat_template = template
     return tokenizer
+
+
+def check_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError for a token that the target does not have.
+
+    Args:
+        vocab_size: of the target; tokenizers may have more tokens, as long as no text has them.
+    """
+    largest = max(ids, default=0)
+    if largest >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        remedy = (
+            f"The tokenizer gives token {largest} ({token!r}), and the model has {vocab_size} tokens: the "
+            "two belong to different models."
+        )
+        raise UserError("target.model", tokenizer.name_or_path, remedy)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

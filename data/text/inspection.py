@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.text.choices import check_template_kwargs
 from data.text.schemas import Conversation
 from data.text.sources import ReadResult
 from data.text.template import RenderedConversation, decode, template_fingerprint, uses_generation_markers
@@ -117,7 +118,7 @@ def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
     """Parse `key=value` pairs; a value is parsed as JSON (true, 3, "x") if possible, and is text otherwise.
 
     Raises:
-        UserError: a pair has no `=`.
+        UserError: a pair has no `=`, or its key is no argument that a template can be given.
     """
     kwargs: dict[str, Any] = {}
     for pair in pairs:
@@ -126,8 +127,9 @@ def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
             raise UserError("--template-kwargs", pair, "Write key=value, such as enable_thinking=false.")
         try:
             kwargs[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # more digits, or more brackets, than Python parses
             kwargs[key] = value
+    check_template_kwargs(kwargs, "--template-kwargs=")
     return kwargs
 
 

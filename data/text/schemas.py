@@ -2,14 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from data.text.perturbation import UNCHANGED
 from eagle31.errors import UserError
 
+_SHOWN_CHARACTERS, _SHOWN_NAMES = 80, 40
+_MAX_DEPTH = 100  # of a row's values; Python writes and templates render about 1,000
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -69,7 +72,7 @@ def find_schema(
     Raises:
         UserError: no schema fits, or more than one; the error lists the columns.
     """
-    found = f"The columns are {', '.join(map(str, row))}."
+    found = f"The columns are {listed(row)}." if row else "The first row has no columns."
     group = field.removesuffix(".source") if field.endswith(".source") else "data"
     names = f"{group}.prompt_column and {group}.response_column"
     prompt, response = columns.prompt, columns.response
@@ -143,10 +146,10 @@ def _role_and_content(message: Any) -> dict[str, Any]:
     if "role" in message:
         return message
     if "from" not in message:
-        raise MalformedRow(f"a message has neither role nor from, only {', '.join(message)}")
+        raise MalformedRow(f"a message has neither role nor from, only {listed(message)}")
     role = message["from"]
     if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
-        raise MalformedRow(f"unknown role {role!r}")
+        raise MalformedRow(f"unknown role {_shown(role)}")
     return {"role": _SHAREGPT_ROLES[role], "content": message.get("value")}
 
 
@@ -167,17 +170,48 @@ def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -
         raise MalformedRow("there is no user message before the first assistant turn")
     tools = _tools(row.get("tools"))
     identifier = row.get("id")
+    _check_text([identifier, messages, tools])
     if identifier is None or identifier == "":
         content = json.dumps([messages, tools], sort_keys=True, default=str)
         identifier = hashlib.sha256(content.encode()).hexdigest()[:16]
     return Conversation(str(identifier), messages, tools)
 
 
+def _check_text(values: Any) -> None:
+    """Raise MalformedRow for what no template and no tokenizer can read.
+
+    These are halves of UTF-16 pairs, which JSON can write, and values that are nested too deeply.
+    """
+    level = [values]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                if not value.isascii():
+                    _encode(value)
+            elif isinstance(value, dict):
+                below += [*value, *value.values()]
+            elif isinstance(value, list | tuple):
+                below += value
+        if not below:
+            return
+        level = below
+    raise MalformedRow(f"its values are nested more than {_MAX_DEPTH} deep")
+
+
+def _encode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise MalformedRow(f"a text has {half}, half of a UTF-16 pair, which is no character") from error
+
+
 def _checked(message: dict[str, Any]) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise MalformedRow(f"unknown role {role!r}")
+        raise MalformedRow(f"unknown role {_shown(role)}")
     message["content"] = _text(message.get("content", ""))
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"])
@@ -231,8 +265,20 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
 def _parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # more digits, or more brackets, than Python parses
         raise MalformedRow(f"{what} are not JSON ({error})") from error
+
+
+def _shown(value: Any) -> str:
+    """Return a value as messages show it, which is short however long the value is."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Return names as messages list them."""
+    shown = [str(name)[:_SHOWN_CHARACTERS] for name in islice(names, _SHOWN_NAMES + 1)]
+    return ", ".join([*shown[:_SHOWN_NAMES], "..."] if len(shown) > _SHOWN_NAMES else shown)
 
 
 def _type_name(value: Any) -> str:

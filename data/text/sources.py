@@ -15,11 +15,12 @@ from data.text.schemas import (
     MalformedRow,
     Schema,
     find_schema,
+    listed,
     to_conversation,
 )
 from eagle31.errors import UserError
 
-_NUM_SHOWN = 5
+_NUM_SHOWN, _SHOWN_CHARACTERS = 5, 300
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def read_conversations(source: str, **settings: Any) -> ReadResult:
 
 def _require_column(row: dict[str, Any], column: str | None, source: str, field: str) -> None:
     if column is not None and column not in row:
-        columns = ", ".join(map(str, row))
+        columns = listed(row)
         raise UserError(field, source, f"There is no column {column}. The columns are {columns}.")
 
 
@@ -160,8 +161,8 @@ def _category(row: dict[str, Any], column: str) -> str:
 
 
 def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
-    """Format the first few (location, reason) pairs, each on a new line."""
-    shown = "".join(f"\n  {where}: {reason}" for where, reason in left_out[:_NUM_SHOWN])
+    """Format the first few (location, reason) pairs, each on a new line; long reasons are cut."""
+    shown = "".join(f"\n  {where}: {reason[:_SHOWN_CHARACTERS]}" for where, reason in left_out[:_NUM_SHOWN])
     return shown + ("\n  ..." if len(left_out) > _NUM_SHOWN else "")
 
 

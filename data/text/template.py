@@ -11,7 +11,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -26,12 +26,14 @@ from data.text.perturbation import (
     with_system,
 )
 from data.text.schemas import Conversation
+from data.text.time_limit import TooLong, time_limit
 from data.text.token_bytes import token_ends
 from eagle31.errors import UserError
 
 _FIELD = "target.chat_template"
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _NUM_EXCERPT_CHARACTERS = 40
+RENDER_SECONDS = 30.0  # of the processor, for one conversation; one of a thousand turns takes about a second
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -63,7 +65,7 @@ class RenderedConversation:
 
 
 class TemplateRefused(UserError):
-    """The error of a template that raises on a conversation, for example if roles do not alternate."""
+    """The error of a template that raises on a conversation, for example on its roles, or does not end."""
 
 
 def render(
@@ -95,10 +97,11 @@ def render(
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert assistant, f"{conversation.id} has no assistant turn"
     target = _Template(tokenizer, tools, template_kwargs, turns, conversation.template)
-    if turns is Turns.each:
-        return [target.sample(messages[: i + 1], [i], eos_token_ids) for i in assistant]
-    supervised = assistant if turns is Turns.all else assistant[-1:]
-    return [target.sample(messages[: assistant[-1] + 1], supervised, eos_token_ids)]
+    with target.limited():
+        if turns is Turns.each:
+            return [target.sample(messages[: i + 1], [i], eos_token_ids) for i in assistant]
+        supervised = assistant if turns is Turns.all else assistant[-1:]
+        return [target.sample(messages[: assistant[-1] + 1], supervised, eos_token_ids)]
 
 
 def render_prompt(
@@ -114,7 +117,30 @@ def render_prompt(
         template: the target's, or a change of it; see `data.text.perturbation.TEMPLATES`.
     """
     target = _Template(tokenizer, tools, template_kwargs, Turns.last, template)
-    return target.encode(target.text(messages, add_generation_prompt=True))
+    with target.limited():
+        return target.encode(target.text(messages, add_generation_prompt=True))
+
+
+def unprompted_header(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, template_kwargs: Mapping[str, Any]
+) -> str | None:
+    """Return what a template without a generation prompt writes before the assistant's last answer.
+
+    The loss mask counts it as the assistant's, because in serving the target would have to write it. None:
+    the template writes a generation prompt, or nothing before the answer.
+
+    Raises:
+        TemplateRefused: the template raises on this conversation.
+    """
+    last = max(i for i, message in enumerate(conversation.messages) if message["role"] == "assistant")
+    messages, answer = conversation.messages[: last + 1], conversation.messages[last]["content"].strip()
+    target = _Template(tokenizer, conversation.tools, template_kwargs, Turns.last, conversation.template)
+    with target.limited():
+        prompt = target.text(messages[:last], add_generation_prompt=True)
+        if prompt != target.text(messages[:last], add_generation_prompt=False):
+            return None
+        header, found, _ = target.text(messages, add_generation_prompt=False)[len(prompt) :].partition(answer)
+    return header if answer and found and header.strip() else None
 
 
 def render_text(
@@ -128,7 +154,8 @@ def render_text(
 ) -> str:
     """Return the text of the messages, and of the generation prompt if it is asked for."""
     target = _Template(tokenizer, tools, template_kwargs, Turns.last, template)
-    return target.text(messages, add_generation_prompt=add_generation_prompt)
+    with target.limited():
+        return target.text(messages, add_generation_prompt=add_generation_prompt)
 
 
 def prompt_ids(
@@ -350,11 +377,30 @@ class _Template:
         return common, last
 
     @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Limit the time in which one conversation is rendered."""
+        try:
+            with time_limit(RENDER_SECONDS):
+                yield
+        except TooLong as error:
+            remedy = (
+                f"The template takes more than {RENDER_SECONDS:g} s for one conversation: it does not end, "
+                "or the conversation has very many turns. Correct the template or the data."
+            )
+            raise TemplateRefused(_FIELD, self._name, remedy) from error
+
+    @contextmanager
     def _refusal(self) -> Iterator[None]:
         try:
             yield
-        except (TemplateError, TypeError) as error:  # TypeError: an expression on a value of another type
-            remedy = f"The template refuses a conversation: {error}. Correct the data or the template."
+        except TooLong:
+            raise
+        except TemplateSyntaxError as error:
+            remedy = f"It is no Jinja template: {error.message}, in line {error.lineno}. Correct it."
+            raise TemplateRefused(_FIELD, self._name, remedy) from error
+        except Exception as error:  # templates compute, and can fail as any code can
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else error
+            remedy = f"The template refuses a conversation: {reason}. Correct the data or the template."
             raise TemplateRefused(_FIELD, self._name, remedy) from error
 
     def _require_prefix(self, prefix: str, full_text: str, rendered_as: str) -> None:

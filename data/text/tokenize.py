@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.progress import Progress
 from data.target.spec import TargetSpec
-from data.target.tokenizer import load_tokenizer
+from data.target.tokenizer import check_ids, load_tokenizer
 from data.text import template
 from data.text.choices import Overlong, Turns
 from data.text.parallel import map_in_order
@@ -77,6 +77,7 @@ class _Settings:
     eos_token_ids: Collection[int]
     max_tokens: int
     overlong: Overlong
+    vocab_size: int | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def tokenize(
     num_workers: int,
     output_dir: Path,
     eos_token_ids: Collection[int] | None = None,
+    vocab_size: int | None = None,
     max_refused_fraction: float = MAX_REFUSED_FRACTION,
     enough: Enough | None = None,
     progress: bool = False,
@@ -116,19 +118,23 @@ def tokenize(
             group may exist yet.
         output_dir: must not exist; it appears when it is complete.
         eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
+        vocab_size: that of the target, which has every token of the data; None: any token is right.
         max_refused_fraction: the fraction of the conversations that the template may refuse.
         enough: leaves out the conversations that follow, the same ones for any number of workers.
         progress: reports progress on stderr.
         on_refused: called once with (id, reason) of the refused conversations, if there are any.
 
     Raises:
-        UserError: the template cannot be used or refuses too many conversations, or no sample is left.
+        UserError: the template cannot be used or refuses too many conversations, the target lacks a token, or
+            no sample is left.
     """
     assert not output_dir.exists(), output_dir
     if isinstance(tokenizer, (str, Path)):
         tokenizer = load_tokenizer(TargetSpec(str(tokenizer)))
     eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
-    settings = _Settings(tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, overlong)
+    settings = _Settings(
+        tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, overlong, vocab_size
+    )
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
     counts: Counter[str] = Counter()
     refused: list[tuple[str, str]] = []
@@ -148,6 +154,7 @@ def tokenize(
                 writer.write_batch(chunk.samples)
                 counts += chunk.counts
                 refused += chunk.refused
+                check_refused(refused, len(conversations), max_refused_fraction)
                 bar.update(chunk.counts["num_conversations"])
                 if enough is not None and enough.reached(counts):
                     break
@@ -185,6 +192,8 @@ def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: 
             continue
         samples += [(conversation.id, sample) for sample in _kept(rendered, settings, counts)]
     for _, sample in samples:
+        if settings.vocab_size is not None:
+            check_ids(settings.tokenizer, sample.input_ids, settings.vocab_size)
         counts["num_tokens"] += len(sample.input_ids)
         counts["num_supervised_tokens"] += sum(sample.loss_mask)
     counts["num_samples"] = len(samples)

@@ -6,6 +6,11 @@ from typing import Any
 from eagle31.errors import UserError
 from eagle31.model.rope import check_rope, latent_score_factor, served_rope
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
 
 @dataclass(frozen=True)
 class MlaShape:
@@ -71,9 +76,11 @@ class DrafterConfig:
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise UserError(f"drafter.{name}", getattr(self, name), "It must be at least 1.")
+        if not 0 < self.rms_norm_eps < 1:
+            raise UserError("drafter.rms_norm_eps", self.rms_norm_eps, "It must be in (0, 1), such as 1e-6.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 "drafter.num_key_value_heads",

@@ -40,6 +40,10 @@ _REQUIRED_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+_POSITIVE_KEYS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "attention_factor"),
+)
 _REMEDY = "Set drafter.rope_parameters, such as {rope_type: default, rope_theta: 10000.0}."
 
 
@@ -80,8 +84,16 @@ def check_rope(rope_parameters: dict[str, Any], *, latent: bool) -> None:
     for key in ("rope_theta", *_REQUIRED_KEYS[rope_type]):
         if rope_parameters.get(key) is None:
             raise UserError(f"drafter.rope_parameters.{key}", None, f"It is required. {_REMEDY}")
+    for key in ("rope_theta", *_POSITIVE_KEYS):
+        value = rope_parameters.get(key)
+        if value is not None and not _is_positive(value):
+            raise UserError(f"drafter.rope_parameters.{key}", value, "Give a number greater than 0.")
     if latent and rope_type == "yarn":
         _check_latent_yarn(rope_parameters)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _check_latent_yarn(rope_parameters: dict[str, Any]) -> None:

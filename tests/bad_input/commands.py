@@ -11,10 +11,10 @@ A table is a list of cases for `each`, and its test hands each case to the fixtu
         check_case(case)
 """
 
-import io
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
@@ -83,9 +83,10 @@ def run_command(script: str, *arguments: str, directory: Path) -> Outcome:
     Args:
         script: relative to the repository's root.
     """
-    out, err = io.StringIO(), io.StringIO()
     status = 0
     with ExitStack() as stack:
+        # Files, because libraries ask for their descriptors.
+        out, err = (stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(2))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
         patch.setattr(sys, "path", list(sys.path))  # a command puts the repository's root there
@@ -102,7 +103,11 @@ def run_command(script: str, *arguments: str, directory: Path) -> Outcome:
         except Exception:
             traceback.print_exc()
             status = 1
-    return Outcome(status, out.getvalue(), err.getvalue())
+        printed = []
+        for stream in (out, err):
+            stream.seek(0)
+            printed.append(stream.read())
+    return Outcome(status, *printed)
 
 
 def check(case: Case, directory: Path) -> Outcome:

@@ -6,9 +6,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from data.text.choices import Overlong, Turns
+from data.text.choices import Overlong, Turns, check_template_kwargs
 from data.text.perturbation import check_system, check_template
 from eagle31.errors import UserError, require_positive
+from train.limits import check_temperature
 
 
 @dataclass
@@ -132,9 +133,11 @@ def check_data(data: DataConfig) -> None:
         raise UserError("data.max_malformed_fraction", data.max_malformed_fraction, "It must be in [0, 1].")
     if not regenerate.temperature >= 0:
         raise UserError("data.regenerate.temperature", regenerate.temperature, "It must not be negative.")
+    check_temperature("data.regenerate.temperature", regenerate.temperature)
     check_sampling(regenerate)
     if data.num_workers is not None and data.num_workers < 1:
         raise UserError("data.num_workers", data.num_workers, "Give at least 1, or null for all cores.")
+    check_template_kwargs(data.template_kwargs, "data.template_kwargs.")
     check_sources(data)
     check_augment(data)
 

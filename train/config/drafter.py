@@ -70,7 +70,14 @@ class DrafterShape:
 
 
 def check_drafter(drafter: DrafterShape) -> None:
-    """Raise UserError for settings that belong together and of which one is missing."""
+    """Raise UserError for values that no drafter could have, and for settings that belong together."""
+    if drafter.rms_norm_eps is not None and not 0 < drafter.rms_norm_eps < 1:
+        remedy = "It must be in (0, 1), such as 1e-6, or null for the target's."
+        raise UserError("drafter.rms_norm_eps", drafter.rms_norm_eps, remedy)
+    ids = drafter.aux_layer_ids
+    if ids is not None and (not ids or ids != sorted(set(ids)) or ids[0] < 0):
+        remedy = "Give distinct ids in increasing order from 0, the embedding's output, such as [2,18,33]."
+        raise UserError("drafter.aux_layer_ids", ids, remedy)
     if drafter.init_revision is not None and drafter.init_from is None:
         raise UserError("drafter.init_revision", drafter.init_revision, "Give drafter.init_from too.")
     unknown = set(drafter.init_from_target) - set(TARGET_PARTS)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from data.text.perturbation import check_system, check_template
 from eagle31.errors import UserError, require_positive
+from train.limits import check_temperature
 
 # A lengthened prompt can have this many tokens more than the setting names, for where texts are joined.
 _CONTEXT_SLACK = 64
@@ -54,7 +55,7 @@ class EvaluateConfig:
     """How the exported drafter is measured, on held-out prompts."""
 
     # Draft tokens per target forward (k). Checkpoints are chosen by the acceptance length at this length too,
-    # and replay measures every shorter draft as well, and drafts of up to 8 tokens.
+    # and replay measures every shorter draft as well, and drafts of up to 8 tokens. At most 64.
     draft_tokens: int = 4
     # Test prompts that are decoded too, with the drafter and without it. Replay measures acceptance on all of
     # them. Decoding checks the replay and the completions, where a mistake would show in any prompt, and
@@ -86,6 +87,7 @@ def check_evaluate(evaluate: EvaluateConfig) -> None:
     if evaluate.temperature <= 0:
         remedy = "It must be greater than 0; set evaluate.sampling=false for greedy decoding only."
         raise UserError("evaluate.temperature", evaluate.temperature, remedy)
+    check_temperature("evaluate.temperature", evaluate.temperature)
     check_matrix(evaluate.matrix)
 
 

@@ -65,8 +65,11 @@ def checked(arguments: Iterable[str]) -> list[str]:
 def _of_member(argument: str) -> str:
     """Return an argument for a domain or a source in the form in which Hydra can add the member, too."""
     key, _, text = argument.lstrip("+").partition("=")
-    found = re.fullmatch(rf"({'|'.join(map(re.escape, NAMED))})\.([\w-]+)\.(\w+)", key)
-    return argument if found is None else f"++{found[1]}={{{found[2]}:{{{found[3]}:{text}}}}}"
+    found = re.fullmatch(rf"({'|'.join(map(re.escape, NAMED))})\.([\w-]+)(?:\.(\w+))?", key)
+    if found is None:
+        return argument
+    group, name, setting = found.groups()
+    return f"++{group}={{{name}:{text}}}" if setting is None else f"++{group}={{{name}:{{{setting}:{text}}}}}"
 
 
 def _checked(argument: str, known: dict[str, object]) -> str:

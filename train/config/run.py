@@ -1,11 +1,8 @@
 """The recipe's schema. Hydra checks every key and type against it; `check` checks the values."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from math import isfinite
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -29,6 +26,7 @@ from train.config.training import (
     check_train,
 )
 from train.config.vllm import VllmConfig, check_temperatures, check_vllm
+from train.limits import check_limits
 
 
 class Stage(Enum):
@@ -88,7 +86,7 @@ def check(config: RunConfig) -> None:
     Raises:
         UserError: names the key, the value and the remedy.
     """
-    check_finite(config)
+    check_limits(config)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
     if config.stages == [Stage.cells] and not has_cells(config):
@@ -115,19 +113,6 @@ def check(config: RunConfig) -> None:
                 "data.regenerate.temperature": config.data.regenerate.temperature,
             }
         )
-
-
-def check_finite(settings: Any, prefix: str = "") -> None:
-    """Raise UserError for the first number of the recipe that is infinite or NaN."""
-    for name, value in vars(settings).items():
-        if is_dataclass(value):
-            check_finite(value, f"{prefix}{name}.")
-        elif any(isinstance(one, float) and not isfinite(one) for one in (value, *_items(value))):
-            raise UserError(f"{prefix}{name}", value, "Give a finite number.")
-
-
-def _items(value: object) -> Iterable[object]:
-    return value if isinstance(value, list) else ()
 
 
 def uses_vllm(config: RunConfig) -> bool:

@@ -96,7 +96,7 @@ class DeepSpeedConfig:
 class TrainConfig:
     """The training loop, in which samples are packed into rows of equal length."""
 
-    ttt_steps: int = 7  # Speculation steps that are rolled out in training (training-time test).
+    ttt_steps: int = 7  # Speculation steps that are rolled out in training (training-time test), 64 at most.
     # Fraction of the optimizer steps at the start over which the rolled out speculation steps grow from 1 to
     # ttt_steps, in [0, 1]; 0: all of them from the first step. The early steps then cost less. No ablation
     # supports it yet.

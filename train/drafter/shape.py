@@ -9,6 +9,7 @@ from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig, MlaShape
 from train.config.drafter import Attention, DrafterShape
+from train.config.run import RunConfig
 
 
 def complete_shape(
@@ -26,9 +27,9 @@ def complete_shape(
         UserError: neither gives a value, or values contradict each other.
     """
     target = target_config.get_text_config()
-    hidden_size = shape.hidden_size or target.hidden_size
-    heads = shape.num_attention_heads or target.num_attention_heads
-    intermediate_size = shape.intermediate_size or active_intermediate_size(target)
+    hidden_size = _given(shape.hidden_size, target.hidden_size)
+    heads = _given(shape.num_attention_heads, target.num_attention_heads)
+    intermediate_size = _given(shape.intermediate_size, active_intermediate_size(target))
     if intermediate_size is None:
         remedy = "The target's config has no width of its feed-forward network; set it."
         raise UserError("drafter.intermediate_size", None, remedy)
@@ -38,9 +39,9 @@ def complete_shape(
         num_hidden_layers=shape.num_hidden_layers,
         num_attention_heads=heads,
         **attention_heads(shape, target, heads, hidden_size),
-        rms_norm_eps=shape.rms_norm_eps or target.rms_norm_eps,
+        rms_norm_eps=_given(shape.rms_norm_eps, target.rms_norm_eps),
         rope_parameters=rope_parameters(shape.rope_parameters, getattr(target, "rope_parameters", None)),
-        max_position_embeddings=shape.max_position_embeddings or target.max_position_embeddings,
+        max_position_embeddings=_given(shape.max_position_embeddings, target.max_position_embeddings),
         sliding_window=sliding_window(shape, target),
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -52,6 +53,19 @@ def complete_shape(
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )
+
+
+def check_positions(config: RunConfig) -> None:
+    """Raise UserError for samples that are longer than the longest sequence that the recipe sets."""
+    limit, longest = config.drafter.max_position_embeddings, config.data.max_tokens
+    if limit is not None and limit < longest:
+        remedy = f"Samples have up to data.max_tokens={longest} tokens; raise it, or lower data.max_tokens."
+        raise UserError("drafter.max_position_embeddings", limit, remedy)
+
+
+def _given(setting: Any, default: Any) -> Any:
+    """Return the recipe's setting, which check_drafter has refused if it is 0, else the default."""
+    return default if setting is None else setting
 
 
 def sliding_window(shape: DrafterShape, target: Any) -> int | None:
@@ -90,8 +104,8 @@ def attention_heads(shape: DrafterShape, target: Any, num_heads: int, hidden_siz
     mla_target = getattr(target, "kv_lora_rank", None) is not None
     target_width = target.v_head_dim if mla_target else getattr(target, "head_dim", None)
     return {
-        "num_key_value_heads": shape.num_key_value_heads or target.num_key_value_heads,
-        "head_dim": shape.head_dim or target_width or hidden_size // num_heads,
+        "num_key_value_heads": _given(shape.num_key_value_heads, target.num_key_value_heads),
+        "head_dim": _given(shape.head_dim, target_width or hidden_size // num_heads),
     }
 
 

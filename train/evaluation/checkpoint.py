@@ -20,6 +20,7 @@ from data.target.modules import locate
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
+from data.text.choices import check_split
 from data.text.inspection import parse_template_kwargs
 from data.text.sources import read_conversations
 from data.text.split import choose_prompts
@@ -41,6 +42,7 @@ from train.evaluation.decoding import (
 )
 from train.evaluation.passes import PassResults
 from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
+from train.limits import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from train.reporting.results import FORMAT
 
 
@@ -208,8 +210,16 @@ def check(settings: CheckpointEvaluation) -> None:
     for name in ("num_prompts", "draft_tokens", "max_new_tokens", "decoded_prompts", "batch_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}", getattr(settings, name), "Give at least 1.")
-    if settings.temperature < 0:
-        raise UserError("--temperature", settings.temperature, "Give 0 (that temperature only) or more.")
+    for option, default in (("split", "test"), ("subset", None)):
+        value = getattr(settings, option)
+        if value != default:
+            check_split(f"--{option}", value, "--data", settings.data)
+    if settings.draft_tokens > MAX_DRAFT_TOKENS:
+        remedy = f"Give at most {MAX_DRAFT_TOKENS}: a longer draft is never accepted to its end."
+        raise UserError("--draft-tokens", settings.draft_tokens, remedy)
+    if not 0 <= settings.temperature <= MAX_TEMPERATURE:
+        remedy = f"Give 0 (that temperature only), or at most {MAX_TEMPERATURE}."
+        raise UserError("--temperature", settings.temperature, remedy)
 
 
 def read_prompts(settings: CheckpointEvaluation, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -157,6 +157,11 @@ def notes(config: RunConfig, drafter: DrafterConfig, target_config: Any) -> list
         )
     if not for_this_machine(config):
         found.append("this machine has no GPU: disk space and the spool's memory are not checked")
+    if drafter.max_position_embeddings < config.data.max_tokens:
+        found.append(
+            f"data.max_tokens={config.data.max_tokens} is longer than the target's longest sequences "
+            f"(max_position_embeddings={drafter.max_position_embeddings})"
+        )
     active, single = active_intermediate_size(target_config), expert_intermediate_size(target_config)
     if single is not None and active is not None and drafter.intermediate_size < active:
         found.append(

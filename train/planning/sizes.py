@@ -12,7 +12,7 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import RunConfig
 from train.config.training import Optimizer, Precision, objective_of
-from train.drafter.shape import complete_shape
+from train.drafter.shape import check_positions, complete_shape
 from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
 from train.planning.placement import Sizes
 from train.planning.server_memory import Parallelism, ServerMemory, server_memory
@@ -53,6 +53,7 @@ class RunSizes:
             shape.draft_vocab_size or text.vocab_size,
         )
         check_layout(drafter, self.config.export.layout)
+        check_positions(self.config)
         return drafter
 
     @cached_property

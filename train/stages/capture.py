@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 
 from data.capture.drain import drain_to_store
 from data.capture.given_store import check_samples, check_states
@@ -23,6 +23,7 @@ from data.store.codec import Encoding
 from data.store.index import STATES_VERSION
 from data.store.sample_cache import CacheSettings
 from data.target.tokenizer import tokenizer_fingerprint
+from data.text.saved import load_saved
 from data.text.template import template_fingerprint
 from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
 from data.torchspec.states import TorchSpecStates
@@ -78,7 +79,7 @@ SOURCE_INPUTS: dict[CaptureSource, Callable[[RunConfig], dict[str, Any]]] = {
 
 def training_samples(context: RunContext) -> Dataset:
     """Return the tokenized data, or `capture.max_samples` random samples of it."""
-    dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
+    dataset = load_saved(context.artifacts[Stage.data].directory / "train")
     limit = context.config.capture.max_samples
     if limit is None or limit >= len(dataset):
         return dataset
@@ -88,7 +89,7 @@ def training_samples(context: RunContext) -> Dataset:
 def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     """Write stores of hidden states: `validation/`, `test/`, and `train/` if training reads that."""
     answers = context.artifacts[Stage.answers].directory
-    datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
+    datasets = {name: load_saved(answers / name) for name in HELD_OUT}
     capture = context.config.capture
     if capture.store is not None:
         check_samples(capture.store, training_samples(context))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 
 from data.capture.opening import StoreSpec
 from data.generation.answers import AnswerGenerator, answer_prompts, answers_dataset
@@ -18,6 +18,7 @@ from data.store import DamagedShard, HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import STATES_VERSION
 from data.text.perturbation import PromptSetting, template_source
+from data.text.saved import load_saved
 from data.text.schemas import Conversation
 from data.text.sources import source_fingerprint
 from data.text.template import prompt_ids
@@ -172,7 +173,7 @@ def run_cells(context: RunContext, directory: Path) -> dict[str, Any]:
         specs = [
             StoreSpec(
                 one.directory / "states",
-                load_from_disk(str(one.directory / "prompts")),
+                load_saved(one.directory / "prompts"),
                 Encoding(),
                 context.config.capture.max_refused_fraction,
             )
@@ -210,7 +211,7 @@ def complete_cells(context: RunContext) -> dict[str, Any]:
                 if not (artifact.directory / "prompts").exists():
                     complete_cell(context, generator, cell, artifact.directory)
     for cell, artifact in zip(cells, artifacts, strict=True):
-        if not len(load_from_disk(str(artifact.directory / "prompts"))):
+        if not len(load_saved(artifact.directory / "prompts")):
             reason = "the target completes none of its prompts"
             if cell.purpose == VALIDATION:
                 raise no_validation(cell.cell, reason)
@@ -355,7 +356,7 @@ def complete_cell(
 
 def finished_cell(cell: dict[str, Any], artifact: Artifact) -> FinishedCell:
     """Return a captured cell; prompts that the engine refused are not in its store."""
-    dataset: Dataset = load_from_disk(str(artifact.directory / "prompts"))
+    dataset: Dataset = load_saved(artifact.directory / "prompts")
     store = HiddenStateStore(artifact.directory / "states")
     ids, lengths = dataset["id"], dataset["num_prompt_tokens"]
     captured = store.sample_ids.tolist()

@@ -14,19 +14,25 @@ from datasets import Dataset
 from data.generation.answers import answer_prompts
 from data.generation.continuous import ContinuousGenerator, continuously
 from data.generation.regenerate import regenerate, repeated, turn_by_turn
-from data.target.tokenizer import tokenizer_fingerprint
+from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from data.text.augmentation import Augmentation, AugmentedConversations
 from data.text.perturbation import NoEffect, PromptSetting, template_source
 from data.text.schemas import Conversation, Conversations
 from data.text.template import TemplateRefused, prompt_ids, render_prompt, template_fingerprint
-from data.text.tokenize import Enough, tokenize
+from data.text.tokenize import Enough, check_refused, tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from train.config.data import RegenerateConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.conversations.reading import print_left_out, read_conversations, remove_tables
-from train.conversations.sources import evaluation_source, share_inputs, source_inputs
+from train.conversations.sources import (
+    evaluation_source,
+    share_inputs,
+    source_inputs,
+    training_sources,
+)
+from train.conversations.trial import try_rendering
 
 HELD_OUT = ("validation", "test")
 TRAINING_PROMPTS = "training_prompts.npy"  # hashes of the prompts that training sees
@@ -82,6 +88,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/` (Arrow) and `held_out.json`."""
     data = context.config.data
+    _try_rendering(context)
     num_workers = data.num_workers or os.cpu_count() or 1
     read = read_conversations(context.config, context.located, directory, num_workers)
     conversations, summary = read.training, read.summary
@@ -120,6 +127,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             num_workers=num_workers,
             output_dir=directory / "train",
             eos_token_ids=context.eos_token_ids,
+            vocab_size=context.parts.vocab_size,
             enough=enough,
             progress=True,
             on_refused=_print_refused,
@@ -129,6 +137,22 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if not summary["num_samples"]:
         raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
     return summary
+
+
+def _try_rendering(context: RunContext) -> None:
+    """Try the template on the first conversations; reading all of them can take long."""
+    data = context.config.data
+    first, *_ = training_sources(data, context.located).values()
+    note = try_rendering(
+        first.reader(data.max_malformed_fraction),
+        context.tokenizer,
+        turns=data.turns,
+        template_kwargs=context.template_kwargs,
+        eos_token_ids=context.eos_token_ids,
+        vocab_size=context.parts.vocab_size,
+    )
+    if note is not None:
+        print(f"data: {note}", flush=True)
 
 
 def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
@@ -149,18 +173,22 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
         except TemplateRefused as refused:
             refusals.append((conversation.id, refused.remedy))
             continue
+        check_ids(context.tokenizer, ids, context.parts.vocab_size)
         if len(ids) <= _prompt_room(context):
             said = {"messages": list(conversation.messages), "tools": conversation.tools}
             rendered.append({"id": conversation.id, "input_ids": list(ids), **said})
     if refusals:
         _print_refused(refusals)
+        if not rendered:
+            check_refused(refusals, len(held_out))
     num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
     if not 0 < num_validation < len(rendered):
         raise UserError(
             "train.row_tokens",
             context.config.train.row_tokens,
-            f"Only {len(rendered)} held-out prompts leave room for evaluate.max_new_tokens "
-            f"({context.config.evaluate.max_new_tokens}) tokens; raise this value or lower that one.",
+            f"Only {len(rendered)} of {len(held_out)} held-out prompts leave room for "
+            f"evaluate.max_new_tokens ({context.config.evaluate.max_new_tokens}) tokens; raise this value or "
+            "lower that one.",
         )
     return {"validation": rendered[:num_validation], "test": rendered[num_validation:]}
 

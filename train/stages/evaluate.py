@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import load_from_disk
 
 from data.capture.hf import HiddenStateCapture
 from data.progress import tracked
 from data.store import HiddenStateStore
 from data.target.cached_decoding import TargetDecoder
+from data.text.saved import load_saved
 from eagle31.export.read import load_export
 from eagle31.json_files import write_json
 from eagle31.model.drafter import Drafter
@@ -71,7 +71,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     robustness matrix all of its cells are replayed, too.
     """
     evaluate = context.config.evaluate
-    tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
+    tests = load_saved(context.artifacts[Stage.answers].directory / "test")
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
     store.verify(cache_dir=context.cache_dir, progress=True)

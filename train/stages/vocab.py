@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import load_from_disk
 from safetensors.torch import save_file
 
+from data.text.saved import damaged, load_saved
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
 from eagle31.tensor_files import load_tensors
@@ -36,11 +36,15 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     A drafter that starts from a checkpoint keeps its vocabulary, for which the checkpoint's head was trained,
     and so does a training that continues on other data.
     """
-    dataset = load_from_disk(str(context.artifacts[Stage.data].directory / "train"))
+    samples = context.artifacts[Stage.data].directory / "train"
+    dataset = load_saved(samples)
     counts = np.zeros(context.parts.vocab_size, dtype=np.int64)
     for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
-            counts += np.bincount(ids[mask], minlength=len(counts))
+            found = np.bincount(ids[mask].clip(min=0), minlength=len(counts))
+            if ids.min(initial=0) < 0 or len(found) > len(counts):
+                raise damaged(samples, f"it has tokens beyond the target's {len(counts)}")
+            counts += found
     special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
     if context.earlier is not None and KEPT in context.artifacts[Stage.vocab].inputs:
         kept = load_tensors(context.earlier.directory / VOCAB)

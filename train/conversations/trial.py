@@ -1,0 +1,59 @@
+"""A trial of the tokenizer and the chat template, before all conversations are read."""
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.target.tokenizer import check_ids
+from data.text.choices import Turns
+from data.text.schemas import Conversation
+from data.text.template import TemplateRefused, render, unprompted_header
+
+_CONVERSATIONS = 4
+
+
+def try_rendering(
+    conversations: Iterable[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    turns: Turns,
+    template_kwargs: Mapping[str, Any],
+    eos_token_ids: Collection[int],
+    vocab_size: int,
+) -> str | None:
+    """Render the first conversations, and return the first note about what the template does, if any.
+
+    Args:
+        vocab_size: of the target.
+
+    Raises:
+        UserError: the template refuses all of them or is not prefix-stable, or the tokenizer is not the
+            target's.
+    """
+    first = list(islice(conversations, _CONVERSATIONS))
+    refusals = []
+    for conversation in first:
+        try:
+            samples = render(
+                tokenizer,
+                conversation,
+                turns=turns,
+                template_kwargs=template_kwargs,
+                eos_token_ids=eos_token_ids,
+            )
+            header = unprompted_header(tokenizer, conversation, template_kwargs)
+        except TemplateRefused as refused:
+            refusals.append(refused)
+            continue
+        for sample in samples:
+            check_ids(tokenizer, sample.input_ids, vocab_size)
+        if header is not None:
+            return (
+                "the chat template ignores add_generation_prompt, so that the loss mask includes what it "
+                f"writes before an answer: {header!r}"
+            )
+    if refusals and len(refusals) == len(first):
+        raise refusals[0]
+    return None
