@@ -9,7 +9,7 @@ from omegaconf import MISSING
 from data.text.choices import Overlong, Turns, check_template_kwargs
 from data.text.perturbation import check_system, check_template
 from eagle31.errors import UserError, require_positive
-from train.limits import check_temperature
+from train.config.limits import check_temperature
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from data.text.perturbation import check_system, check_template
 from eagle31.errors import UserError, require_positive
-from train.limits import check_temperature
+from train.config.limits import check_temperature
 
 # A lengthened prompt can have this many tokens more than the setting names, for where texts are joined.
 _CONTEXT_SLACK = 64

@@ -14,19 +14,19 @@ from train.config.drafter import DrafterShape, check_drafter
 from train.config.evaluate import EvaluateConfig, check_evaluate
 from train.config.export import ExportConfig, HubConfig
 from train.config.launcher import LauncherConfig, check_launcher
+from train.config.limits import check_limits
 from train.config.plan import PlanConfig, check_plan
 from train.config.target import TargetConfig, TargetEngine, check_target
-from train.config.tracking import TrackingConfig
 from train.config.training import (
     DeepSpeedConfig,
     OptimConfig,
+    TrackingConfig,
     TrainConfig,
     check_deepspeed,
     check_optim,
     check_train,
 )
 from train.config.vllm import VllmConfig, check_temperatures, check_vllm
-from train.limits import check_limits
 
 
 class Stage(Enum):

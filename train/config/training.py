@@ -1,4 +1,4 @@
-"""The recipe's schema for the optimizer, DeepSpeed and the training loop."""
+"""The recipe's schema for the optimizer, DeepSpeed, the training loop and its metrics."""
 
 import math
 from dataclasses import dataclass, field
@@ -167,6 +167,24 @@ class TrainConfig:
     # Seed of the drafter's first weights and of the order of the samples. null: that of the run, which also
     # chooses the data.
     seed: int | None = None
+
+
+class TrackingMode(Enum):
+    """Whether Weights & Biases gets the metrics; metrics.jsonl is written in every mode."""
+
+    auto = "auto"  # online if a W&B key is configured, offline otherwise
+    online = "online"  # sent while training
+    offline = "offline"  # kept in the output directory, for `wandb sync`
+    disabled = "disabled"  # no W&B
+
+
+@dataclass
+class TrackingConfig:
+    """Metrics in Weights & Biases, in addition to metrics.jsonl in the output directory."""
+
+    mode: TrackingMode = TrackingMode.auto  # Whether W&B gets the metrics.
+    project: str = "eagle31"  # W&B project.
+    name: str | None = None  # Name of the W&B run. null: the recipe's name.
 
 
 def check_optim(optim: OptimConfig) -> None:

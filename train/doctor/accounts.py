@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from train.config.tracking import TrackingMode
+from train.config.training import TrackingMode
 from train.doctor.check import Check, judged, ok
 from train.reporting.hub import TOKEN
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from eagle31.json_files import append_jsonl, read_json, read_jsonl, write_json, write_jsonl
-from train.config.tracking import TrackingMode
+from train.config.training import TrackingMode
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.text.sources import Source
-from train.config.tracking import TrackingMode
+from train.config.training import TrackingMode
 from train.doctor import accounts, environment, inputs, programs
 from train.doctor.check import Status
 from train.versions import missing_packages

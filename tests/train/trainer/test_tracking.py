@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from train.config.tracking import TrackingMode
+from train.config.training import TrackingMode
 from train.trainer.tracking import Tracker, flatten_metrics, has_wandb_key, open_tracker, without_secrets
 
 SECRET = "hf_" + "a1B2" * 8
