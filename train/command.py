@@ -12,6 +12,7 @@ and ends with `run_command(main)`. This module imports the standard library alon
 environment does not.
 """
 
+import errno
 import json
 import os
 import select
@@ -29,6 +30,16 @@ FAILURE = 1
 MISTAKE = 2  # the user's; argparse's status, too
 INTERRUPTED = 130
 CLOSED_PIPE = 141  # what a shell reports of a program that a closed pipe ended
+
+# For what the machine refuses. Other errors of the operating system keep their traceback.
+_REMEDIES = {
+    errno.EACCES: "Give a path that this account can use, or change its owner or mode.",
+    errno.EROFS: "Give a path on a file system that can be written to.",
+    errno.ENOSPC: "Free some space and give the same command again; finished work is kept.",
+    errno.EDQUOT: "Free some of the quota and give the same command again; finished work is kept.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n) and give the same command again.",
+    errno.ENOTDIR: "A part of this path is a file; give another path.",
+}
 
 _OUR_PACKAGES = ("eagle31", "data", "train", "tests")
 
@@ -61,6 +72,11 @@ def run_command(main: Callable[[], int | None], failures: tuple[type[Exception],
         if not _stdout_is_closed():
             raise
         status = CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in _REMEDIES or error.filename is None:
+            raise
+        reason = f"{os.strerror(error.errno)}. {_REMEDIES[error.errno]}"
+        status = _report(f"error: file={os.fspath(error.filename)}: {reason}", MISTAKE)
     sys.exit(status)
 
 

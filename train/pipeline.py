@@ -27,6 +27,7 @@ from train.config.run import RunConfig, Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.doctor.examine import check_start
+from train.doctor.failures import naming_full_disk
 from train.leftovers import remove_partials
 from train.lifetime.activity import ACTIVITY
 from train.optim.learning_rates import with_rates
@@ -254,7 +255,8 @@ def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) ->
     _say(context, f"{stage.value}: {artifact.directory}")
     started = time.perf_counter()
     try:
-        summary = definition.run(context, artifact.directory)
+        with naming_full_disk(artifact.directory):
+            summary = definition.run(context, artifact.directory)
     except DamagedShard:
         # On every rank, because the launcher may end rank 0 before it gets here.
         context.artifacts[Stage.capture].reopen()

@@ -15,11 +15,13 @@ from data.vllm.server_info import INFO_PATH
 from eagle31.errors import UserError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
+_NAMES_SECONDS = 60.0  # for the models' names, which wait for no prompt
 _TOKEN_SECONDS = 0.5  # per token of a completion, at most, by a loaded server
 _NO_ENTRY = (401, 403)
 _LATER = (408, 425, 429)
 _PROXY = (502, 503, 504)  # what a proxy answers for a server that it does not reach, or in time
 _REFUSALS = (400, 413, 422)  # refuse a prompt; the other 4xx mean that our request is wrong
+_OTHER = "Give the address of a server that scripts/serve_target has started."
 
 
 class _NotFound(Exception):
@@ -85,7 +87,11 @@ class VllmServer:
 
     async def _complete(self, input_ids: list[int], fields: dict[str, Any], seconds: float) -> dict[str, Any]:
         if self._model is None:
-            self._model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
+            answer = await self._request("GET", "/v1/models", seconds=_NAMES_SECONDS)
+            try:
+                self._model = str(answer["data"][0]["id"])
+            except (TypeError, KeyError, IndexError):
+                raise UserError("vllm.servers", self.name, f"It names no model. {_OTHER}") from None
         body = {"model": self._model, "prompt": input_ids, **fields}
         return await self._request("POST", "/v1/completions", body, seconds)
 
@@ -121,7 +127,8 @@ class VllmServer:
         if status == 404 and path == INFO_PATH:
             raise _NotFound
         if status >= 400:
-            raise UserError("vllm.servers", self.name + path, f"It answered {status}: {_reason(response)}")
+            remedy = f"It answered {status}: {_reason(response)} {_OTHER}"
+            raise UserError("vllm.servers", self.name + path, remedy)
         try:
             return response.json()
         except json.JSONDecodeError as error:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_CLONE_NEWNS = 0x00020000
-_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MNT_DETACH = 1, 32, 4096, 2
 _CAPABILITIES_3 = 0x20080522
 _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2  # let root ignore the modes of files
 
@@ -62,38 +61,36 @@ def protected(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_mounts() -> Iterator[None]:
-    """Have mounts of this thread alone, and of what it starts; they are gone at the end."""
-    directory = os.getcwd()
-    with open("/proc/thread-self/ns/mnt") as before:
-        if _LIBC.unshare(_CLONE_NEWNS):
-            pytest.skip("mounts need root's rights")
-        try:
-            _call(_LIBC.mount, b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-            yield
-        finally:
-            _call(_LIBC.setns, before.fileno(), _CLONE_NEWNS)
-            os.chdir(directory)
-
-
-@contextlib.contextmanager
 def small_disk(directory: Path, num_bytes: int) -> Iterator[None]:
     """Have a disk of this size at a directory, which is made."""
     directory.mkdir(parents=True, exist_ok=True)
-    with own_mounts():
-        options = f"size={num_bytes}".encode()
-        _call(_LIBC.mount, b"tmpfs", os.fsencode(directory), b"tmpfs", 0, options)
+    with _mounted(directory):
+        _mount(b"tmpfs", directory, b"tmpfs", 0, f"size={num_bytes}".encode())
         yield
 
 
 @contextlib.contextmanager
 def read_only(directory: Path) -> Iterator[None]:
     """Have a directory on a file system that is mounted read-only."""
-    with own_mounts():
-        path = os.fsencode(directory)
-        _call(_LIBC.mount, path, path, None, _MS_BIND, None)
-        _call(_LIBC.mount, b"none", path, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY, None)
+    with _mounted(directory):
+        _mount(os.fsencode(directory), directory, None, _MS_BIND)
+        _mount(b"none", directory, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
         yield
+
+
+@contextlib.contextmanager
+def _mounted(directory: Path) -> Iterator[None]:
+    """Unmount at the end what is mounted at a directory, even where files are open."""
+    if os.geteuid():
+        pytest.skip("mounts need root's rights")
+    try:
+        yield
+    finally:
+        _call(_LIBC.umount2, os.fsencode(directory), _MNT_DETACH)
+
+
+def _mount(source: bytes, directory: Path, kind: bytes | None, flags: int, options: bytes = b"") -> None:
+    _call(_LIBC.mount, source, os.fsencode(directory), kind, flags, options)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import urlsplit
 
 from eagle31.errors import UserError, require_positive
 
@@ -42,7 +43,20 @@ def check_vllm(vllm: VllmConfig) -> None:
         if name in vllm.engine_args:
             remedy = "The run sets it; leave it out."
             raise UserError(f"vllm.engine_args.{name}", vllm.engine_args[name], remedy)
+    for url in vllm.servers:
+        _check_url(url)
     _check_fraction(vllm)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is no number from 0 to 65535
+        good = False
+    if not good:
+        remedy = "Give the server's address, such as http://127.0.0.1:8000."
+        raise UserError("vllm.servers", url, remedy)
 
 
 def _check_fraction(vllm: VllmConfig) -> None:

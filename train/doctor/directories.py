@@ -15,17 +15,23 @@ from train.planning.memory_check import gigabytes
 _CLOCK_SECONDS = 5.0  # between this machine and its file servers
 
 
-def writable_check(name: str, field: str, directory: Path) -> Check:
+def writable_check(
+    name: str, field: str, directory: Path, otherwise: Status = Status.lacking, loss: str = ""
+) -> Check:
     """Return whether files can be written below a directory, which may not exist yet. It is really tried.
 
     Args:
         field: the setting that names the directory.
+        otherwise: the status of one that cannot be written to.
+        loss: what the run does without then, as a sentence.
     """
-    directory = directory.expanduser().absolute()
-    obstacle = next(filter(None, map(write_obstacle, _written(directory))), None)
-    remedy = f"{obstacle}; give a directory that this account can write to."
+    written = _written(directory.expanduser().absolute())
+    obstacle = next(filter(None, map(write_obstacle, written)), None)
+    remedy = f"Nothing can be written there ({obstacle}); give a directory that this account can write to."
+    remedy += f" {loss}" if loss else ""
     found = "writable" if obstacle is None else obstacle
-    return judged(name, obstacle is None, found, "writable", remedy, field=field, value=directory)
+    good = obstacle is None
+    return judged(name, good, found, "writable", remedy, otherwise=otherwise, field=field, value=directory)
 
 
 def _written(directory: Path) -> list[Path]:
@@ -52,6 +58,12 @@ def existing(path: Path) -> Path:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
+
+
+def directory_bytes(directory: Path) -> int:
+    """Return the bytes of the files below a directory; 0 where there is none."""
+    paths = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return sum(os.lstat(path).st_size for path in paths)
 
 
 @dataclass(frozen=True)

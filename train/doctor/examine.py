@@ -75,7 +75,7 @@ def environment_checks(needs: Needs) -> Iterator[Check]:
 def directory_checks(needs: Needs) -> Iterator[Check]:
     """Yield whether this account can write where the run does."""
     yield from written_directories(needs.config)
-    if inputs.is_downloaded(needs.config.target.model):
+    if needs.download_bytes:
         yield directories.writable_check("HF cache", "HF_HOME", inputs.hub_cache())
     yield directories.umask_check(directories.own_umask())
 
@@ -83,7 +83,12 @@ def directory_checks(needs: Needs) -> Iterator[Check]:
 def written_directories(config: RunConfig) -> Iterator[Check]:
     """Yield whether this account can write the run's own directories; a run refuses to start otherwise."""
     yield directories.writable_check("output_dir", "output_dir", Path(config.output_dir))
-    yield directories.writable_check("cache_dir", "cache_dir", Path(config.cache_dir))
+    if inputs.lacks_embedded(config):
+        yield directories.writable_check("cache_dir", "cache_dir", Path(config.cache_dir))
+    else:
+        loss = "Without it, hashes are not remembered, and each start reads the target's files again."
+        cache = Path(config.cache_dir)
+        yield directories.writable_check("cache_dir", "cache_dir", cache, Status.warning, loss)
     capture = config.capture
     for name, given in (("spool_dir", capture.spool_dir), ("cache_dir", capture.cache_dir)):
         if given is not None:
@@ -159,8 +164,7 @@ def input_checks(needs: Needs) -> Iterator[Check]:
     config = needs.config
     cached, offline = inputs.cached_bytes(), inputs.is_offline()
     model = config.target.model
-    size = needs.sizes.target.checkpoint_bytes if inputs.is_downloaded(model) else 0
-    yield inputs.target_check(model, size, cached.get(("model", model), 0), offline)
+    yield inputs.target_check(model, needs.download_bytes, cached.get(("model", model), 0), offline)
 
     def as_given(source: str, evaluation: bool) -> str:
         return source

@@ -2,6 +2,8 @@
 
 import errno
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -87,6 +89,24 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@contextmanager
+def naming_full_disk(directory: Path) -> Iterator[None]:
+    """Raise UserError for a full disk, whichever way a library reports it.
+
+    Args:
+        directory: where the files go.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if Topic.disk not in topics_of(error):
+            raise
+        remedy = "The disk is full: free some space and give the same command again; finished work is kept."
+        raise UserError("output_dir", directory, remedy) from error
 
 
 def _is_first(world: World) -> bool:

@@ -7,23 +7,24 @@ from pathlib import Path
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from data.embedded.corpus import standard_library
+from data.embedded.target import TargetSettings, fingerprint
 from data.target.checkpoint import is_hub_id
 from data.text.rows import is_file
 from data.text.sources import Source
 from eagle31.errors import UserError
+from train.config.run import RunConfig
 from train.config.target import EMBEDDED
 from train.doctor.check import Check, Status, judged, ok
 from train.planning.memory_check import gigabytes
 
-_DOWNLOADED = 0.9  # of a model's size, from which it counts as complete
 
-
-def target_check(model: str, num_bytes: int, cached_bytes: int, offline: bool) -> Check:
+def target_check(model: str, missing_bytes: int, cached_bytes: int, offline: bool) -> Check:
     """Return whether the target is here.
 
     Args:
-        num_bytes: of its weights.
-        cached_bytes: of what the cache of Hugging Face has of it.
+        missing_bytes: of its weights, which the cache of Hugging Face lacks.
+        cached_bytes: of what the cache has of it.
         offline: whether nothing may be downloaded.
     """
     if model == EMBEDDED:
@@ -44,9 +45,9 @@ def target_check(model: str, num_bytes: int, cached_bytes: int, offline: bool) -
     if not is_hub_id(model):
         remedy = "There is no such directory: give one, or a Hub id such as org/name."
         return Check("target", Status.lacking, "missing", model, remedy, "target.model", model)
-    if cached_bytes >= _DOWNLOADED * num_bytes:
+    if not missing_bytes:
         return ok("target", f"cached, {gigabytes(cached_bytes)}", model)
-    found = f"{gigabytes(cached_bytes)} of {gigabytes(num_bytes)} cached" if cached_bytes else "not cached"
+    found = f"{gigabytes(missing_bytes)} not cached" if cached_bytes else "not cached"
     return _download("target", found, model, "target.model", offline)
 
 
@@ -102,6 +103,14 @@ def cached_bytes() -> dict[tuple[str, str], int]:
 def is_downloaded(model: str) -> bool:
     """Whether a model is one of the Hub."""
     return model != EMBEDDED and not Path(model).expanduser().is_dir() and is_hub_id(model)
+
+
+def lacks_embedded(config: RunConfig) -> bool:
+    """Whether the run trains the embedded target first, because it uses it and the cache does not have it."""
+    used = EMBEDDED in (config.target.model, config.data.train, config.data.eval)
+    used = used or any(one.source == EMBEDDED for one in config.data.sources.values())
+    made = Path(config.cache_dir) / "embedded" / fingerprint(standard_library(), TargetSettings())
+    return used and not made.is_dir()
 
 
 def is_offline() -> bool:

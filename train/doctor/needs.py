@@ -14,10 +14,9 @@ from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.launcher import LauncherKind
 from train.config.run import RunConfig, Stage, uses_vllm
-from train.config.target import EMBEDDED
 from train.distributed import World
-from train.doctor.directories import SpaceUse
-from train.doctor.inputs import cached_bytes, hub_cache, is_downloaded
+from train.doctor.directories import SpaceUse, directory_bytes
+from train.doctor.inputs import cached_bytes, hub_cache, is_downloaded, lacks_embedded
 from train.inference.transport import chosen_transport
 from train.planning.plan import Plan, make_plan
 from train.planning.server_memory import Parallelism
@@ -35,6 +34,7 @@ _EMBEDDED_BYTES = 30_000_000
 _PROCESS_BYTES = 1_000_000_000
 # Buffers of NCCL in shared memory. Source: NCCL's troubleshooting page, for containers.
 _SHARED_BYTES = 1_000_000_000
+_DOWNLOADED = 0.1  # of a model's size: what may be missing where it counts as complete
 _WIDE = 4  # bytes of a float32
 
 
@@ -104,21 +104,23 @@ class Needs:
 
     def space_uses(self) -> Iterator[SpaceUse]:
         """Yield what the run writes and downloads, by directory."""
-        capture, model = self.config.capture, self.config.target.model
+        capture = self.config.capture
+        there = directory_bytes(self.output_dir)
         if self.store_bytes:
             remedy = (
                 "Free some space, lower capture.max_samples, or set capture.codec=fp8 or capture.mode=online."
             )
-            yield SpaceUse(self.output_dir, "store", self.store_bytes, remedy)
+            yield SpaceUse(self.output_dir, "store", max(0, self.store_bytes - there), remedy)
+            there = max(0, there - self.store_bytes)
         remedy = "Free some space, or lower train.keep_checkpoints."
-        yield SpaceUse(self.output_dir, "checkpoints and export", self.checkpoint_bytes, remedy)
-        if model == EMBEDDED:
+        left = max(0, self.checkpoint_bytes - there)
+        yield SpaceUse(self.output_dir, "checkpoints and export", left, remedy)
+        if lacks_embedded(self.config):
             remedy = "Free some space, or give another cache_dir."
             yield SpaceUse(Path(self.config.cache_dir), "embedded target", _EMBEDDED_BYTES, remedy)
-        if is_downloaded(model):
-            missing = max(0, self.sizes.target.checkpoint_bytes - cached_bytes().get(("model", model), 0))
+        if self.download_bytes:
             remedy = "Free some space, or set HF_HOME to a directory on a larger disk."
-            yield SpaceUse(hub_cache(), "the target's weights", missing, remedy)
+            yield SpaceUse(hub_cache(), "the target's weights", self.download_bytes, remedy)
         if capture.cache_dir is not None:
             kept = min(self.store_bytes or int(capture.cache_gb * 1e9), int(capture.cache_gb * 1e9))
             remedy = "Lower capture.cache_gb, or give a larger disk."
@@ -126,6 +128,16 @@ class Needs:
         if self.spool is not None and self.spool != MEMORY:
             remedy = "Lower capture.spool_gb, or give a larger disk."
             yield SpaceUse(self.spool, "spool", self.spool_bytes, remedy)
+
+    @cached_property
+    def download_bytes(self) -> int:
+        """The bytes of the target's weights that the Hub's cache lacks; 0 where nothing is missing."""
+        model = self.config.target.model
+        if not is_downloaded(model):
+            return 0
+        size = self.sizes.target.checkpoint_bytes
+        missing = size - cached_bytes().get(("model", model), 0)
+        return missing if missing > _DOWNLOADED * size else 0
 
     @property
     def store_bytes(self) -> int:

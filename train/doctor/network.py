@@ -26,7 +26,7 @@ def port_check(name: str, field: str, port: int, host: str = _LOOPBACK) -> Check
     """
     reason = port_obstacle(host, port)
     remedy = (
-        f"{host}:{port} cannot be listened on ({reason}); give another port, or end the program that has it."
+        f"Nothing can listen on {host}:{port} ({reason}); give another port, or end the program that has it."
     )
     return judged(name, reason is None, reason or "free", f"{host}:{port}", remedy, field=field, value=port)
 
@@ -106,10 +106,13 @@ def _silent(url: str, found: str) -> Check:
 
 def _cause(error: BaseException) -> str:
     """Return the operating system's reason, which clients wrap in several errors of theirs."""
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-        if isinstance(error, OSError) and error.errno:
-            return os.strerror(error.errno)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return cause.strerror or str(cause)
+        if isinstance(cause, OSError) and cause.errno:
+            return os.strerror(cause.errno)
+        cause = cause.__cause__ or cause.__context__
     return str(error)
 
 

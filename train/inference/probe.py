@@ -2,11 +2,13 @@
 
 import asyncio
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from data.progress import FIRST_LINE_SECONDS, LINE_SECONDS
 from data.transport.protocol import StateRequest, Transport
 from data.vllm.capture_request import CaptureRequest, with_client
 from data.vllm.dispatch import PATIENCE_SECONDS
@@ -52,21 +54,43 @@ def check_servers(
 
 
 async def _description(server: VllmServer) -> ServerInfo:
-    since, reported = time.monotonic(), False
+    waiting = _Waiting(server.name)
     while True:
+        asking = asyncio.ensure_future(describe(server))
         try:
-            return await describe(server)
+            while not (await asyncio.wait([asking], timeout=FIRST_LINE_SECONDS))[0]:
+                waiting.report("it is connected and says nothing")
+            return asking.result()
         except Unavailable as error:
-            if time.monotonic() - since > PATIENCE_SECONDS:
+            if waiting.seconds > PATIENCE_SECONDS:
                 waited = f"It did not answer for {PATIENCE_SECONDS:.0f} seconds ({error})"
                 remedy = f"{waited}; start it with scripts/serve_target."
                 raise UserError("vllm.servers", server.name, remedy) from error
-            if not reported:
-                print(f"vllm: waiting for {server.name} ({error})", flush=True)
-                reported = True
+            waiting.report(str(error))
             await asyncio.sleep(_PAUSE_SECONDS)
         except Refused as error:
             raise UserError("vllm.servers", server.name, str(error)) from error
+        finally:
+            asking.cancel()
+
+
+class _Waiting:
+    """The wait for a server that does not answer, which is reported at once and then now and then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._started = self._next_line = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def report(self, reason: str) -> None:
+        """Print a line if the last one was long ago."""
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            limit = f"{self.seconds:.0f} s of at most {PATIENCE_SECONDS:.0f} s"
+            print(f"vllm: waiting for {self._name}, {limit} ({reason})", file=sys.stderr, flush=True)
 
 
 async def _probe(server: VllmServer, transport: Transport, key: str) -> None:

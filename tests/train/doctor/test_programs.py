@@ -116,7 +116,7 @@ def test_keys_are_looked_for_and_never_shown() -> None:
 
 def test_a_target_is_here_cached_or_downloaded(tmp_path: Path) -> None:
     def status(model: str, cached: int = 0, offline: bool = False) -> tuple[Status, str]:
-        check = inputs.target_check(model, 1000, cached, offline)
+        check = inputs.target_check(model, 1000 - cached, cached, offline)
         return check.status, check.found
 
     assert status("embedded")[0] is Status.ok
