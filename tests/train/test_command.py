@@ -56,6 +56,15 @@ def test_every_end_has_its_status_and_its_message(body: str, status: int, printe
     assert (done.returncode, done.stdout, done.stderr) == (status, "", printed)
 
 
+def test_what_the_machine_refuses_is_a_message_with_the_file() -> None:
+    done = run("raise OSError(28, 'written', '/full/x')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: file=/full/x: No space left on device. Free some space")
+    unnamed = run("raise OSError(28, 'written')")
+    assert unnamed.returncode == 1
+    assert "Traceback" in unnamed.stderr
+
+
 def test_an_unexpected_exception_keeps_its_traceback() -> None:
     done = run("raise BrokenPipeError('of a socket')")
     assert done.returncode == 1
