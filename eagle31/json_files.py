@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -9,9 +10,15 @@ from typing import Any
 
 from eagle31.errors import UserError
 
+_CHECKSUM = "checksum"
+
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old content or the new one."""
+    """Write a file atomically: a reader sees the old content or the new one.
+
+    Raises:
+        UserError: there is a directory of that name.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -21,6 +28,8 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except IsADirectoryError:
+        raise _is_directory(path) from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -31,13 +40,51 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises UserError with file and line if it is not JSON."""
+    """Read a JSON file.
+
+    Raises:
+        UserError: it is a directory, or it is not JSON; names file and line.
+        OSError: it cannot be opened.
+    """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise _broken(path, error.lineno, error.msg) from error
+        return _parsed(path, 1, Path(path).read_text(encoding="utf-8"))
+    except IsADirectoryError:
+        raise _is_directory(path) from None
     except UnicodeDecodeError as error:
         raise _broken(path, 1, str(error)) from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises what `read_json` does, and UserError for another type."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise _broken(path, 1, f"an object is expected, and it is {type(content).__name__}")
+    return content
+
+
+def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as `write_json` does, with a checksum of its content."""
+    content = json.loads(json.dumps(value, default=_encode))
+    write_json(path, content | {_CHECKSUM: _content_checksum(content)})
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """Read what `write_sealed_json` wrote. An object of earlier versions has no checksum.
+
+    Raises:
+        UserError: what `read_json_object` raises, or the content was altered.
+        OSError: it cannot be opened.
+    """
+    content = read_json_object(path)
+    checksum = content.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != _content_checksum(content):
+        remedy = "It was altered since it was written; restore it, or delete it to have it written again."
+        raise UserError("file", path, remedy)
+    return content
+
+
+def _content_checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
@@ -57,16 +104,30 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read a JSON lines file, without a last line that has no newline: its process was killed.
 
-    Raises UserError with the line number for any other line that is not JSON.
+    Raises:
+        UserError: it is a directory, or another line is no JSON object; names file and line.
+        OSError: it cannot be opened.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    except IsADirectoryError:
+        raise _is_directory(path) from None
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # the last element is empty or an incomplete line
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise _broken(path, number, error.msg) from error
+        record = _parsed(path, number, line)
+        if not isinstance(record, dict):
+            raise _broken(path, number, f"an object is expected, and it is {type(record).__name__}")
+        records.append(record)
     return records
+
+
+def _parsed(path: Path, first_line: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _broken(path, first_line + error.lineno - 1, error.msg) from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or deep nesting
+        raise _broken(path, first_line, str(error)) from error
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -87,3 +148,7 @@ def _broken(path: Path, line: int, reason: str) -> UserError:
         f"{path}:{line}",
         f"This is not JSON ({reason}); correct it, or delete the file to have it written again.",
     )
+
+
+def _is_directory(path: Path) -> UserError:
+    return UserError("file", path, "It is a directory where a file belongs; move it elsewhere.")

@@ -1,6 +1,7 @@
 """Reading files of tensors that a user may have, with an error that names a damaged file."""
 
 import json
+import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,12 @@ from torch import Tensor
 from eagle31.errors import UserError
 
 _LENGTH_BYTES, _MAX_HEADER_BYTES = 8, 10**8  # as safetensors has them
+_DTYPE_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+}
 _LFS_POINTER = b"version https://git-lfs"
 _AGAIN = "download or write it again"
 
@@ -29,14 +36,19 @@ class TensorEntry:
     stop: int
 
 
-def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
+def read_header(
+    file: BinaryIO, path: Path | str, max_bytes: int = _MAX_HEADER_BYTES
+) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name, in the order of their bytes; nothing else is read.
+
+    Their bytes follow each other without a gap.
 
     Source: the safetensors format, https://github.com/huggingface/safetensors#format.
 
     Args:
         file: opened for reading bytes, at its start.
         path: for error messages.
+        max_bytes: the longest header that is read, because parsing one takes several times its memory.
 
     Raises:
         UserError: the file is a Git LFS pointer, truncated, or not a safetensors file.
@@ -46,7 +58,7 @@ def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
     prefix = file.read(len(_LFS_POINTER))
     _refuse_pointer(prefix, path)
     length = int.from_bytes(prefix[:_LENGTH_BYTES], "little")
-    if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+    if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, max_bytes):
         what = f"The file has {size:,} bytes" + (
             "" if size < _LENGTH_BYTES else f", and its header says {length:,} for the header alone"
         )
@@ -55,14 +67,15 @@ def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
     try:
         content = json.loads(file.read(length))
         content.pop("__metadata__", None)
-        entries = {
-            name: _entry(value, _LENGTH_BYTES + length)
-            for name, value in sorted(content.items(), key=lambda one: one[1]["data_offsets"])
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        end, entries = _LENGTH_BYTES + length, {}
+        for name, value in sorted(content.items(), key=lambda one: one[1]["data_offsets"]):
+            entries[name] = _entry(name, value, _LENGTH_BYTES + length)
+            if entries[name].start != end:
+                raise ValueError(f"the bytes of {name!r} do not follow those before")
+            end = entries[name].stop
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         remedy = f"Its header is damaged ({error}), or it is no safetensors file; {_AGAIN}."
         raise UserError("file", path, remedy) from None
-    end = max((entry.stop for entry in entries.values()), default=_LENGTH_BYTES + length)
     if end != size:
         raise UserError("file", path, f"It has {size:,} bytes where its header says {end:,}; {_AGAIN}.")
     return entries
@@ -80,11 +93,15 @@ def _refuse_pointer(prefix: bytes, path: Path | str) -> None:
         raise UserError("file", path, remedy)
 
 
-def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
+def _entry(name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
     start, stop = value["data_offsets"]
-    if not 0 <= start <= stop:
-        raise ValueError(f"data_offsets {start} to {stop}")
-    return TensorEntry(value["dtype"], tuple(map(int, value["shape"])), data_start + start, data_start + stop)
+    dtype, shape = value["dtype"], tuple(value["shape"])
+    if any(type(one) is not int or one < 0 for one in (start, stop, *shape)) or stop < start:
+        raise ValueError(f"{name!r} has shape {list(shape)} and data_offsets {start} to {stop}")
+    bits = _DTYPE_BITS.get(dtype)
+    if bits is not None and math.prod(shape) * bits != (stop - start) * 8:
+        raise ValueError(f"{name!r} is {dtype} {list(shape)} in {stop - start} bytes")
+    return TensorEntry(dtype, shape, data_start + start, data_start + stop)
 
 
 @contextmanager
@@ -99,7 +116,7 @@ def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
         read_header(file, path)
     try:
         opened = safe_open(path, framework=framework)
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise UserError("file", path, f"It is damaged ({error}); {_AGAIN}.") from None
     with opened as tensors:
         yield tensors

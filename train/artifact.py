@@ -3,11 +3,15 @@
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from eagle31.json_files import read_json, write_json
+from data.file_hashes import hash_files
+from eagle31.errors import UserError
+from eagle31.json_files import read_sealed_json, write_sealed_json
 
 MANIFEST = "stage.json"
 
@@ -36,11 +40,20 @@ class Artifact:
 
     @property
     def finished(self) -> bool:
-        return self.manifest_path.exists()
+        """Whether the manifest is there as it was written."""
+        try:
+            return bool(self.manifest)
+        except FileNotFoundError:
+            return False
+        except UserError:
+            if self.manifest_path.is_dir():
+                raise
+            return False
 
     @property
     def manifest(self) -> dict[str, Any]:
-        return read_json(self.manifest_path)
+        """What `finish` wrote. Raises UserError if it was altered."""
+        return read_sealed_json(self.manifest_path)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -52,16 +65,59 @@ class Artifact:
         """The name by which later stages include this result in their inputs."""
         return self.directory.name
 
-    def finish(self, seconds: float, summary: dict[str, Any]) -> None:
-        """Write the manifest, which marks the result as complete."""
+    def finish(
+        self,
+        seconds: float,
+        summary: dict[str, Any],
+        files: Sequence[str] = (),
+        cache_dir: Path | None = None,
+    ) -> None:
+        """Write the manifest, which marks the result as complete.
+
+        Args:
+            files: patterns of the files that later stages read, and whose hashes the manifest gets.
+            cache_dir: the directory in which hashes are remembered; see `hash_files`.
+        """
+        paths = {path for pattern in files for path in self.directory.glob(pattern) if path.is_file()}
+        hashes = _hashes(sorted(paths), cache_dir)
         manifest = {
             "stage": self.stage,
             "inputs": self.inputs,
             "facts": summary,
+            "files": {path.relative_to(self.directory).as_posix(): hashes[path] for path in sorted(paths)},
             "seconds": round(seconds, 3),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        write_json(self.manifest_path, manifest)
+        write_sealed_json(self.manifest_path, manifest)
+
+    def damage(self, files: Sequence[str] = ("*",), cache_dir: Path | None = None) -> str | None:
+        """Return which file of a finished result was changed since, and how; None if none was.
+
+        Results of earlier versions have no hashes, and none of their files is compared.
+
+        Args:
+            files: patterns of the files that are compared with their hashes.
+            cache_dir: the directory in which hashes are remembered; see `hash_files`.
+
+        Raises:
+            UserError: a directory has the place of a file.
+        """
+        recorded = self.manifest.get("files", {})
+        chosen = {
+            self.directory / name: name
+            for name in recorded
+            if any(fnmatch(name, pattern) for pattern in files)
+        }
+        for path in chosen:
+            if path.is_dir():
+                raise UserError("file", path, "It is a directory where a file belongs; move it elsewhere.")
+            if not path.exists():
+                return f"{path} is missing"
+        found = _hashes(list(chosen), cache_dir)
+        for path, name in chosen.items():
+            if found[path] != recorded[name]:
+                return f"{path} was altered after the stage finished"
+        return None
 
     def reopen(self) -> None:
         """Mark the result as unfinished, so that the next run makes the part that is lost."""
@@ -71,3 +127,12 @@ class Artifact:
 def has_trained(output_dir: Path) -> bool:
     """Whether a training in this output directory has a checkpoint, which the same command resumes."""
     return any(output_dir.glob("artifacts/train-*/checkpoints/step-*"))
+
+
+def _hashes(paths: Sequence[Path], cache_dir: Path | None) -> dict[Path, str]:
+    """Return the hash of each file, computed directory by directory, as `hash_files` remembers them."""
+    found: dict[Path, str] = {}
+    for directory in sorted({path.parent for path in paths}):
+        files = [path for path in paths if path.parent == directory]
+        found |= zip(files, hash_files(files, cache_dir=cache_dir), strict=True)
+    return found

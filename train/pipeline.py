@@ -28,6 +28,7 @@ from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.doctor.examine import check_start
 from train.doctor.failures import naming_full_disk
+from train.evaluation.cells import CELLS
 from train.leftovers import remove_partials
 from train.lifetime.activity import ACTIVITY
 from train.optim.learning_rates import with_rates
@@ -61,18 +62,30 @@ class StageRun:
 
     inputs: Callable[[RunContext], dict[str, Any]]  # returns everything that the result depends on
     run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
+    files: tuple[str, ...] = ()  # patterns of the files that later stages read
     every_rank: bool = False  # otherwise rank 0 runs it and the others wait
 
 
+_STORES = (
+    "*/manifest.json",
+    "*/index.safetensors",
+    "*/capture.json",
+)  # shards are checked when they are read
+_METRICS, _BEST = "metrics.jsonl", "checkpoints/best/*"
 STAGES = {
-    Stage.data: StageRun(data_inputs, run_data),
-    Stage.vocab: StageRun(vocab_inputs, run_vocab),
-    Stage.answers: StageRun(answers_inputs, run_answers),
-    Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
-    Stage.cells: StageRun(cells_inputs, run_cells, every_rank=True),
-    Stage.train: StageRun(train_inputs, run_train, every_rank=True),
-    Stage.export: StageRun(export_inputs, run_export),
-    Stage.evaluate: StageRun(evaluate_inputs, run_evaluate),
+    Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json", "training_prompts.npy")),
+    Stage.vocab: StageRun(vocab_inputs, run_vocab, ("vocab.json", "vocab.safetensors")),
+    Stage.answers: StageRun(answers_inputs, run_answers, ("validation/*", "test/*")),
+    Stage.capture: StageRun(capture_inputs, run_capture, _STORES, every_rank=True),
+    Stage.cells: StageRun(cells_inputs, run_cells, ("*.json",), every_rank=True),
+    Stage.train: StageRun(train_inputs, run_train, (_METRICS, _BEST), every_rank=True),
+    Stage.export: StageRun(
+        # Not README.md, which the report writes again.
+        export_inputs,
+        run_export,
+        ("checkpoint/config.json", "checkpoint/*.safetensors", "checkpoint/verification/*"),
+    ),
+    Stage.evaluate: StageRun(evaluate_inputs, run_evaluate, ("evaluation.json",)),
 }
 
 
@@ -129,6 +142,7 @@ def run_stages(context: RunContext) -> None:
         check_ranks(context)
     _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
+        check_links(context.output_dir)
         check_environment(config)
     context.check_drafter()
     if pushes(config):
@@ -213,9 +227,57 @@ def unfinished_stages(
     values = shared_values()
     if context.world.is_main:
         link_results(context, [stage for stage in needed if stage in STAGES])
-        found = [one.value for one in STAGES if one in needed and not context.artifacts[one].finished]
+        found = [one.value for one in STAGES if one in needed and not is_finished(context, one)]
+        check_training(context, needed, exports=Stage.export.value in found)
         values.set(_UNFINISHED, json.dumps(found))
     return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
+
+
+def is_finished(context: RunContext, stage: Stage) -> bool:
+    """Return whether a stage's result is there as it was written. A damaged one is made again, and is named.
+
+    `check_training` compares the files of a training, which is not repeated without a word from the user.
+    """
+    artifact = context.artifacts[stage]
+    if artifact.finished:
+        damage = None if stage is Stage.train else artifact.damage(cache_dir=context.cache_dir)
+    elif artifact.manifest_path.exists():
+        damage = f"{artifact.manifest_path} was altered"
+    else:
+        return False
+    if damage is None:
+        return True
+    print(f"{stage.value}: made again, because {damage}", file=sys.stderr, flush=True)
+    if artifact.directory.is_symlink():  # to another run's result
+        artifact.directory.unlink()
+    else:
+        artifact.reopen()  # before any rank looks
+    return False
+
+
+def check_training(context: RunContext, needed: Sequence[Stage], *, exports: bool) -> None:
+    """Check the files of a finished training that this run reads.
+
+    Raises:
+        UserError: one is missing or was altered.
+    """
+    if Stage.train not in needed or not context.artifacts[Stage.train].finished:
+        return
+    artifact = context.artifacts[Stage.train]
+    files = ([_BEST] if exports else []) + ([_METRICS] if Stage.report in context.config.stages else [])
+    damage = artifact.damage(files, context.cache_dir)
+    if damage is not None:
+        remedy = f"{damage}. Restore the file, or delete this directory to train again."
+        raise UserError("train", artifact.directory, remedy)
+
+
+def check_links(output_dir: Path) -> None:
+    """Raise UserError where a stage would replace something that no run has made."""
+    for name in ("export", CELLS):
+        path = output_dir / name
+        if path.exists() and not path.is_symlink():
+            remedy = f"It is not the link that a run makes to its {name}; move it elsewhere."
+            raise UserError("output_dir", path, remedy)
 
 
 def check_selected(context: RunContext, stage: Stage) -> None:
@@ -263,7 +325,8 @@ def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) ->
         raise
     release_memory(context)
     if world.is_main:
-        artifact.finish(time.perf_counter() - started, summary)
+        seconds = time.perf_counter() - started
+        artifact.finish(seconds, summary, definition.files, context.cache_dir)
         _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_shown(summary)}")
     wait_for(artifact.manifest_path)
 

@@ -84,6 +84,30 @@ def require_valid(directory: Path, spec: TargetSpec) -> None:
         raise UserError("export", directory, f"vLLM would not serve it as it was trained:\n{lines}")
 
 
+def check_unchanged(directory: Path, field: str) -> None:
+    """Compare an export's configuration and weights with its training record, if it has one.
+
+    Raises:
+        UserError: they were changed since; names what differs.
+    """
+    record = read_record(directory)
+    if record is None:
+        return
+    raw, tensors = read_raw_config(directory), read_tensors(directory)
+    missing = sorted(record.tensors.keys() - tensors.keys())
+    findings = [finding(name, "no such tensor", "the trained one", _AGAIN) for name in missing]
+    findings += config_findings(read_config(raw).config, record.config)
+    findings += rope_findings(raw, record.config)
+    findings += hash_findings(tensors, record)
+    if findings:
+        lines = "\n".join(f"  {one}" for one in findings)
+        remedy = (
+            "It was changed since it was exported; if that is meant, delete its verification/ first:\n"
+            f"{lines}"
+        )
+        raise UserError(field, directory, remedy)
+
+
 def optional_tensors(config: DrafterConfig) -> frozenset[str]:
     """Return the tensors that a published checkpoint may omit: vLLM takes the target's, or needs none."""
     embedding = {"embed_tokens.weight"} if config.hidden_size == config.target_hidden_size else set()

@@ -20,7 +20,7 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.vocab import DraftVocab, coverage
 from train.config.drafter import Attention, DrafterShape
-from train.drafter.export_checks import target_findings
+from train.drafter.export_checks import check_unchanged, target_findings
 
 # Settings that training may change: no weight has its shape or its meaning from them.
 _FREE = {"sliding_window"}
@@ -57,7 +57,8 @@ def open_published(
         field: the setting that `directory` is from, for errors.
 
     Raises:
-        UserError: the checkpoint cannot be read, is for another target, or has weights that are not finite.
+        UserError: the checkpoint cannot be read, is for another target, was changed since its export, or has
+            weights that are not finite.
     """
     raw = read_raw_config(directory)
     read = read_config(raw, num_target_layers=parts.num_layers, aux_layer_ids=aux_layer_ids)
@@ -67,13 +68,14 @@ def open_published(
     defaults = TargetDefaults(parts.num_layers, parts.embed_tokens, parts.head.weight)
     cpu = torch.device("cpu")
     loaded = load_export(directory, cpu, torch.float32, target=defaults, aux_layer_ids=aux_layer_ids)
-    check_finite(loaded.drafter, directory, field)
+    check_finite(loaded, directory, field)
+    check_unchanged(directory, field)
     return loaded
 
 
-def check_finite(drafter: Drafter, directory: Path, field: str) -> None:
+def check_finite(loaded: LoadedExport, directory: Path, field: str) -> None:
     """Raise UserError if a weight is infinite or NaN: nothing can be drafted with it, or trained from it."""
-    for name, weight in drafter.state_dict().items():
+    for name, weight in {**loaded.drafter.state_dict(), "embed_tokens.weight": loaded.embed_tokens}.items():
         num_damaged = weight.numel() - int(weight.isfinite().sum())
         if num_damaged:
             remedy = (

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from data.batches.row_schedule import steps_within
 from data.store.codec import Encoding, Rows, encoded_bytes
 from data.target.architecture import ParameterCounts
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
-from eagle31.json_files import read_json
+from eagle31.errors import UserError
+from eagle31.json_files import read_sealed_json
 from eagle31.model.config import DrafterConfig
 from eagle31.training.curriculum import rollout_phases
 from train.config.capture import CaptureMode
@@ -89,16 +91,24 @@ class Hours:
 def newest_data_summary(output_dir: Path) -> dict[str, Any]:
     """Return the summary of the newest data stage in this directory; empty if none has finished."""
     manifests = sorted(output_dir.glob("artifacts/data-*/stage.json"), key=lambda path: path.stat().st_mtime)
-    return read_json(manifests[-1])["facts"] if manifests else {}
+    for path in reversed(manifests):
+        with suppress(UserError):  # the stage is made again
+            return read_sealed_json(path)["facts"]
+    return {}
 
 
 def measured_rate(output_dir: Path) -> float | None:
     """Return the tokens per second over all ranks that the newest training in this directory reached."""
     files = sorted(output_dir.glob("artifacts/train-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    lines = files[-1].read_text(encoding="utf-8").splitlines() if files else []
-    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    rates = [one["tokens_per_second"] for one in records if one.get("kind") == "train"]
-    return rates[-1] if rates else None
+    lines: list[str] = []
+    if files and files[-1].is_file():
+        lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):  # a line that was cut or altered
+            record = json.loads(line)
+            if record["kind"] == "train":
+                return float(record["tokens_per_second"])
+    return None
 
 
 def work_plan(

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import read_sealed_json, write_sealed_json
 from train.draft_length.choice import Candidate, Choice, acceptance_resamples, choose, schedule
 from train.draft_length.step_times import StepTimes
 from train.reporting.model_card import serve_command
@@ -41,7 +41,7 @@ def write_step_times(output_dir: Path, timing: Timing) -> Path:
     path = Path(output_dir) / "report" / "step_times.json"
     export = str((Path(output_dir) / "export").resolve())
     times = [one.to_json() for one in timing.times]
-    write_json(path, {"format": FORMAT, "source": timing.source, "export": export, "times": times})
+    write_sealed_json(path, {"format": FORMAT, "source": timing.source, "export": export, "times": times})
     return path
 
 
@@ -50,8 +50,8 @@ def read_step_times(output_dir: Path) -> Timing | None:
     path = Path(output_dir) / "report" / "step_times.json"
     if not path.exists():
         return None
-    found = read_json(path)
-    if found["format"] != FORMAT or Path(found["export"]) != (Path(output_dir) / "export").resolve():
+    found = read_sealed_json(path)
+    if found.get("format") != FORMAT or Path(found["export"]) != (Path(output_dir) / "export").resolve():
         return None
     return Timing(found["source"], [StepTimes.from_json(one) for one in found["times"]])
 

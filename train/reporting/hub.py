@@ -14,7 +14,9 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
+from train.artifact import Artifact
 from train.config.export import HubConfig
+from train.drafter.export_checks import check_unchanged
 from train.reporting.model_card import model_card, public_name
 from train.reporting.results import at_draft_length, read_report, read_serving
 
@@ -83,13 +85,15 @@ def prepare_upload(output_dir: Path, hub: HubConfig) -> Upload:
     """Collect a run's export, its plots, and a card with the results and the serve command.
 
     Raises:
-        UserError: the run has no export or no report yet.
+        UserError: the run has no export or no report yet, or its export was changed since it was written.
     """
     output_dir = Path(output_dir)
+    check_directory(output_dir)
     export, report = output_dir / "export", output_dir / "report"
     for path, stage in ((export / "config.json", "export"), (report / "metrics.json", "report")):
         if not path.exists():
             raise UserError("OUTPUT_DIR", output_dir, f"Has no {path.name}: run the stage '{stage}' first.")
+    check_export(export)
     files: dict[str, Path | bytes] = {
         path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if path.is_file()
     }
@@ -97,6 +101,28 @@ def prepare_upload(output_dir: Path, hub: HubConfig) -> Upload:
     files |= plots
     files[CARD] = card(output_dir, hub, list(plots)).encode()
     return Upload(files)
+
+
+def check_directory(output_dir: Path) -> None:
+    """Raise UserError if there is no such directory."""
+    if not output_dir.is_dir():
+        raise UserError("OUTPUT_DIR", output_dir, "No such directory; give the output directory of a run.")
+
+
+def check_export(export: Path) -> None:
+    """Compare an export with what the run wrote, so that no damaged one is uploaded.
+
+    Raises:
+        UserError: a file is missing or was altered.
+    """
+    artifact = Artifact("export", {}, export.resolve().parent)
+    try:
+        damage = artifact.damage()
+    except FileNotFoundError:  # a copy, or an export that is being written
+        damage = None
+    if damage is not None:
+        raise UserError("export", export, f"{damage}; run the recipe again, which exports again.")
+    check_unchanged(export, "export")
 
 
 def card(output_dir: Path, hub: HubConfig, plots: list[str]) -> str:

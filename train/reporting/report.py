@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.export.layouts import Layout
-from eagle31.json_files import read_jsonl, write_json, write_text
+from eagle31.json_files import read_jsonl, write_sealed_json, write_text
 from train.reporting.draft_length import (
     Timing,
     choice_table,
@@ -78,7 +78,8 @@ def write_report(
     directory = Path(output_dir) / "report"
     directory.mkdir(parents=True, exist_ok=True)
     metrics = read_jsonl(metrics_path)
-    write_json(directory / "metrics.json", {"evaluation": evaluation, "run": run_info, "metrics": metrics})
+    known = {"evaluation": evaluation, "run": run_info, "metrics": metrics}
+    write_sealed_json(directory / "metrics.json", known)
 
     timing = read_step_times(Path(output_dir))
     panels = _panels(metrics, evaluation, run_info)

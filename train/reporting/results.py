@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
+from eagle31.json_files import read_sealed_json
 from train.tables import aligned
 
 FORMAT = 2  # of evaluation.json
@@ -49,12 +49,18 @@ def read_report(output_dir: Path) -> dict[str, Any]:
     """Return the report's metrics.json: the evaluation, the run and its metrics.
 
     Raises:
-        UserError: the run has no report yet, or one of another version.
+        UserError: the run has no report yet, one of another version, or a damaged one.
     """
     path = Path(output_dir) / "report" / "metrics.json"
     if not path.exists():
         raise UserError("report", path.parent, "There is no report; run the recipe's report stage.")
-    known: dict[str, Any] = read_json(path)
+    try:
+        known = read_sealed_json(path)
+    except UserError as error:
+        remedy = f"The file is damaged; run the recipe again with stages=[report]. ({error.remedy})"
+        raise UserError("report", path, remedy) from None
+    if not {"evaluation", "run", "metrics"} <= known.keys():
+        raise UserError("report", path, "It is no report; run the recipe again with stages=[report].")
     check_format(known["evaluation"], path)
     return known
 
@@ -146,7 +152,7 @@ def read_serving(output_dir: Path) -> dict[str, Any] | None:
     path = output_dir / "report" / "serving.json"
     if not path.exists():
         return None
-    numbers = read_json(path)
+    numbers = read_sealed_json(path)
     if numbers.get("format") != SERVING_FORMAT:
         return None
     return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None

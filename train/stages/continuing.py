@@ -223,7 +223,8 @@ def kept_vocab(context: RunContext, natural_key: str) -> str | None:
     if drafter.draft_vocab_size is None or drafter.init_from is not None or earlier is None:
         return None
     for artifacts in (context.output_dir / "artifacts", earlier.artifacts):
-        if (artifacts / natural_key / "stage.json").exists():
+        # One that was found damaged, and is made again, has no manifest.
+        if any((artifacts / natural_key / name).exists() for name in ("stage.json", "vocab.json")):
             return None
     d2t = load_tensors(earlier.directory / VOCAB)["d2t"]
     return hashlib.sha256(d2t.numpy().tobytes()).hexdigest()[:12]

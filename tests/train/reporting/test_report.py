@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, write_json, write_jsonl
+from eagle31.json_files import read_sealed_json, write_json, write_jsonl
 from tests.train.reporting.finished_run import (
     drift_metrics,
     evaluation,
@@ -92,7 +92,7 @@ def test_full_report(tmp_path: Path) -> None:
     style = dict(matplotlib.rcParams)
     page = report(tmp_path, finished_metrics(), evaluation(), drawn=True)
     assert pictures(tmp_path) == PICTURES
-    saved = read_json(tmp_path / "report" / "metrics.json")
+    saved = read_sealed_json(tmp_path / "report" / "metrics.json")
     assert saved == {"evaluation": evaluation(), "run": run_info(), "metrics": finished_metrics()}
     for shown in (
         "2.53",

@@ -1,0 +1,198 @@
+"""Files of a finished run that were damaged: the same command makes them again, or names them."""
+
+import contextlib
+import hashlib
+import io
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from data.embedded.target import EmbeddedTarget
+from eagle31.errors import UserError
+from eagle31.json_files import read_json
+from tests.bad_input.damage import DAMAGES
+from tests.train.small_run import RECIPE, arguments
+from tests.train.torchrun import composed, run_here
+from train.config.run import Stage, needed_stages, selected_stages
+from train.context import RunContext
+from train.distributed import World
+from train.pipeline import share_earlier, unfinished_stages
+
+FILES = {
+    "data_manifest": (Stage.data, "stage.json"),
+    "data_arrow": (Stage.data, "train/data-*.arrow"),
+    "data_state": (Stage.data, "train/state.json"),
+    "held_out": (Stage.data, "held_out.json"),
+    "vocab": (Stage.vocab, "vocab.safetensors"),
+    "vocab_coverage": (Stage.vocab, "vocab.json"),
+    "answers_arrow": (Stage.answers, "test/data-*.arrow"),
+    "capture_manifest": (Stage.capture, "stage.json"),
+    "store_manifest": (Stage.capture, "train/manifest.json"),
+    "store_index": (Stage.capture, "validation/index.safetensors"),
+    "train_manifest": (Stage.train, "stage.json"),
+    "export_manifest": (Stage.export, "stage.json"),
+    "export_config": (Stage.export, "checkpoint/config.json"),
+    "export_weights": (Stage.export, "checkpoint/model.safetensors"),
+    "export_record": (Stage.export, "checkpoint/verification/record.json"),
+    "evaluation": (Stage.evaluate, "evaluation.json"),
+}
+# What a training leaves cannot be made again without training.
+KEPT = {
+    "metrics": ("metrics.jsonl", False),
+    "best": ("checkpoints/best/best.json", True),
+    "best_drafter": ("checkpoints/best/drafter-*.safetensors", True),
+}
+
+
+@dataclass
+class FinishedRun:
+    """A finished run whose files tests damage, and its settings."""
+
+    directory: Path
+    context: RunContext
+
+    def file(self, stage: Stage, pattern: str) -> Path:
+        [path] = self.directory.glob(f"artifacts/{stage.value}-*/{pattern}")
+        return path
+
+    def unfinished(self) -> tuple[list[Stage], str]:
+        """Return the stages that the same command would run, and what it says on stderr."""
+        context = replace(self.context, artifacts={}, reused=set(), earlier=None, continued=None)
+        for name in ("parts", "tokenizer"):
+            context.__dict__[name] = getattr(self.context, name)
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr):
+            problem = share_earlier(context)
+            found = unfinished_stages(context, needed_stages(context.config), problem)
+        return found, stderr.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
+) -> FinishedRun:
+    directory = tmp_path_factory.mktemp("damaged") / "run"
+    shutil.copytree(finished[0], directory, symlinks=True)
+    config = composed(RECIPE, *arguments(small_target, directory))
+    config = replace(config, stages=selected_stages(config))
+    return FinishedRun(directory, RunContext(config, World(rank=0, local_rank=0, size=1)))
+
+
+@contextlib.contextmanager
+def damaged(path: Path, how: str) -> Iterator[None]:
+    """Damage a file, and restore it with the manifest of its stage."""
+    artifact = next(one for one in path.parents if one.parent.name == "artifacts")
+    kept = {one: one.read_bytes() for one in (path, artifact / "stage.json")}
+    DAMAGES[how](path)
+    try:
+        yield
+    finally:
+        if path.is_dir():
+            path.rmdir()
+        for one, content in kept.items():
+            one.write_bytes(content)
+
+
+def test_what_is_whole_is_reused(run: FinishedRun) -> None:
+    assert run.unfinished() == ([], "")
+
+
+@pytest.mark.parametrize("how", [how for how in DAMAGES if how != "directory"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_result_is_made_again(run: FinishedRun, name: str, how: str) -> None:
+    stage, pattern = FILES[name]
+    path = run.file(stage, pattern)
+    with damaged(path, how):
+        found, said = run.unfinished()
+        assert found == [stage]
+        if pattern == "stage.json":
+            expected = f"{path} was altered" if how != "missing" else ""
+        else:
+            expected = (
+                f"{path} {'is missing' if how == 'missing' else 'was altered after the stage finished'}"
+            )
+        assert said == (expected and f"{stage.value}: made again, because {expected}\n")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_directory_in_the_place_of_a_file_is_named(run: FinishedRun, name: str) -> None:
+    path = run.file(*FILES[name])
+    with damaged(path, "directory"), pytest.raises(UserError) as caught:
+        run.unfinished()
+    assert str(caught.value) == f"file={path}: It is a directory where a file belongs; move it elsewhere."
+
+
+@pytest.mark.parametrize("how", [how for how in DAMAGES if how != "directory"])
+@pytest.mark.parametrize("name", KEPT)
+def test_a_training_is_not_repeated_without_a_word_from_the_user(
+    run: FinishedRun, name: str, how: str
+) -> None:
+    pattern, for_export = KEPT[name]
+    path = run.file(Stage.train, pattern)
+    exported = run.file(Stage.export, "stage.json")
+    whole = exported.read_bytes()
+    with damaged(path, how):
+        if for_export:
+            assert run.unfinished() == ([], "")  # the export has the weights
+            exported.unlink()
+        try:
+            with pytest.raises(UserError) as caught:
+                run.unfinished()
+        finally:
+            exported.write_bytes(whole)
+    what = "is missing" if how == "missing" else "was altered after the stage finished"
+    assert str(caught.value) == (
+        f"train={run.file(Stage.train, 'stage.json').parent}: {path} {what}. "
+        "Restore the file, or delete this directory to train again."
+    )
+
+
+def test_results_that_are_made_again_are_the_same(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(finished[0], directory, symlinks=True)
+
+    def contents() -> dict[Path, str]:
+        read_once = ("stage.json", "state.json", "evaluation.json", ".lock")  # times, and a random name
+        files = [path for path in directory.glob("artifacts/*/**/*") if path.is_file()]
+        kept = [path for path in files if path.name not in read_once and "passes" not in path.parts]
+        return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in kept}
+
+    def trained() -> dict:
+        [path] = directory.glob("artifacts/evaluate-*/evaluation.json")
+        return read_json(path)["trained"]
+
+    before, acceptance = contents(), trained()
+    for stage, pattern, how in (
+        (Stage.data, "train/data-*.arrow", "cut"),
+        (Stage.vocab, "vocab.safetensors", "missing"),
+        (Stage.answers, "validation/data-*.arrow", "junk"),
+        (Stage.capture, "train/index.safetensors", "flipped"),
+        (Stage.train, "stage.json", "cut"),
+        (Stage.export, "checkpoint/model.safetensors", "missing"),
+        (Stage.evaluate, "evaluation.json", "empty"),
+    ):
+        [path] = directory.glob(f"artifacts/{stage.value}-*/{pattern}")
+        DAMAGES[how](path)
+    for path in directory.glob("artifacts/evaluate-*/passes/*.json"):
+        DAMAGES["flipped"](path)
+    run_here(RECIPE, *arguments(small_target, directory))
+    printed = capsys.readouterr().out
+    for stage in (Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.train, Stage.export):
+        assert f"{stage.value}: done" in printed
+    assert contents() == before
+    assert trained() == acceptance
+
+
+def test_a_directory_is_not_replaced_by_the_link_to_the_export(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    place = tmp_path / "run" / "export"
+    place.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"run/export: It is not the link .* move it elsewhere"):
+        run_here(RECIPE, *arguments(small_target, tmp_path / "run"))
+    assert not (tmp_path / "run" / "artifacts").exists()
