@@ -1,9 +1,11 @@
-"""Reading files of tensors that a user may have, with an error that names a damaged file."""
+"""Files of tensors: reading those that a user may have, naming a damaged one, and writing them."""
 
 import json
 import math
+import os
 import pickle
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31.errors import UserError
@@ -128,17 +131,52 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions that the umask gives; safetensors gives the owner's only.
+
+    Args:
+        tensors: contiguous, on the CPU.
+    """
+    with open(path, "wb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    save_file(dict(tensors), path, metadata)
+    os.chmod(path, mode)
+
+
 def load_pickled(path: Path) -> Any:
     """Read what `torch.save` wrote, onto the CPU and without running code in it.
 
     Raises:
-        UserError: the file is damaged; the message names it.
+        UserError: the file is damaged, or holds other things than tensors; the message names it.
         OSError: it cannot be opened.
     """
     check_pointer(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    # torch raises RuntimeError for a damaged archive, and others for what is no archive.
-    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
+    except pickle.UnpicklingError as error:
+        reason = _refused_by_pickle(str(error))
+        remedy = f"It is damaged, or it holds code, which is not run ({reason}); {_AGAIN} as safetensors."
+        raise UserError("file", path, remedy) from None
+    except OSError:
+        raise
+    # torch raises RuntimeError for a damaged archive, and many others for what is no archive.
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError("file", path, f"It is damaged ({reason}); {_AGAIN}.") from None
+
+
+def load_pickled_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a state dict that `torch.save` wrote. Raise what `load_pickled` does."""
+    content = load_pickled(path)
+    names = {type(name) for name in content} if isinstance(content, dict) else {None}
+    if names - {str} or not all(isinstance(one, Tensor) for one in content.values()):
+        raise UserError("file", path, "It holds other things than the weights of a model; give another file.")
+    return {name: tensor.detach() for name, tensor in content.items()}
+
+
+def _refused_by_pickle(message: str) -> str:
+    """Return which part of a file torch has refused, without its advice to trust the file."""
+    line = next((one for one in message.splitlines() if "WeightsUnpickler error" in one), "")
+    return (
+        line.partition("WeightsUnpickler error:")[2].strip().partition(" was not")[0] or "no archive of torch"
+    )

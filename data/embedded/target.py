@@ -152,6 +152,8 @@ def build_target(
     }
     with _bars_of_transformers(progress and sys.stderr.isatty()):
         model.save_pretrained(directory / "model")
+    for weights in (directory / "model").glob("*.safetensors"):  # safetensors lets the owner alone read them
+        weights.chmod((directory / "model" / "config.json").stat().st_mode)
     (directory / "model" / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     checkpoint.unlink(missing_ok=True)
 

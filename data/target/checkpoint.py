@@ -168,6 +168,8 @@ class Checkpoint:
         """Return the files of a local directory that affect what the model computes, by name."""
         directory = Path(self.path)
         files = {file for pattern in _COMPUTING_FILES for file in directory.glob(pattern)}
+        if not any(file.suffix == ".safetensors" for file in files):  # a drafter's, see drafter.init_from
+            files |= set(directory.glob("pytorch_model*.bin"))
         for index in directory.glob("*.safetensors.index.json"):
             shards = _weight_map(index).values()
             files |= {directory / shard for shard in shards if (directory / shard).exists()}

@@ -1,6 +1,5 @@
 """The layouts in which EAGLE-3 drafters are published: their keys, their tensor names, their files."""
 
-import json
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -9,10 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from eagle31.errors import UserError
+from eagle31.json_files import read_json_object
 from eagle31.model.config import DrafterConfig
-from eagle31.tensor_files import load_tensors
+from eagle31.tensor_files import check_pointer, load_pickled_tensors, load_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The files of `torch.save`, of which most published EAGLE-3 drafters consist.
+PICKLED_WEIGHTS, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -86,25 +88,29 @@ def parameter_name(name: str) -> str:
 
 def read_raw_config(directory: Path) -> dict[str, Any]:
     """Read config.json. Raises UserError when it is missing or not a JSON object."""
+    path = directory / "config.json"
     try:
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        check_pointer(path)
+        return read_json_object(path)
+    except UserError as error:
+        raise UserError("config.json", directory, f"It cannot be read: {error.remedy}") from error
+    except OSError as error:
         raise UserError("config.json", directory, f"It cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError("config.json", directory, "It is not a JSON object.")
-    return raw
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Read every tensor by its name in the checkpoint, from one safetensors file or several with an index.
+    """Read every tensor by its name in the checkpoint, from one file or from several with an index.
+
+    Files of `torch.save` are read where there is no safetensors file, without running code in them.
 
     Raises:
-        UserError: a file is missing, damaged, or not a safetensors file.
+        UserError: a file is missing, damaged, or not one of weights.
     """
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
         try:
-            tensors |= load_tensors(directory / file)
+            read = load_tensors if file.endswith(".safetensors") else load_pickled_tensors
+            tensors |= read(directory / file)
         except UserError as error:
             raise UserError(file, directory, f"It is damaged. {error.remedy}") from error
         except OSError as error:
@@ -114,15 +120,26 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _weight_files(directory: Path) -> list[str]:
-    index = directory / INDEX
-    if index.exists():
-        try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, json.JSONDecodeError, KeyError) as error:
-            raise UserError(INDEX, directory, f"It cannot be read: {error!r}") from error
-    if not (directory / WEIGHTS).exists() and list(directory.glob("*.bin")):
-        remedy = (
-            "Its weights are pickled, and loading them can run any code; convert them to model.safetensors."
-        )
-        raise UserError("checkpoint", directory, remedy)
+    """Return the names of the files with weights, as transformers and vLLM choose them."""
+    for whole, index in ((WEIGHTS, INDEX), (PICKLED_WEIGHTS, PICKLED_INDEX)):
+        if (directory / index).exists():
+            return _files_of_index(directory, index)
+        if (directory / whole).exists():
+            return [whole]
     return [WEIGHTS]
+
+
+def _files_of_index(directory: Path, index: str) -> list[str]:
+    """Return the files that an index names; all have to be next to it."""
+    try:
+        content = read_json_object(directory / index)
+        files = sorted(set(content["weight_map"].values()))
+        strange = [file for file in files if Path(file).name != file]
+    except (UserError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(index, directory, f"It cannot be read: {error!r}") from error
+    if strange or not files:
+        remedy = (
+            f"It names {strange[0]!r}, which is not a file next to it." if strange else "It names no file."
+        )
+        raise UserError(index, directory, remedy)
+    return files

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from eagle31.model.config import DrafterConfig, MlaShape
 from eagle31.model.drafter import Drafter
-from eagle31.tensor_files import load_tensors
+from eagle31.tensor_files import load_tensors, save_tensors
 from eagle31.training.batch import PackedBatch
 from eagle31.training.rollout import rollout
 from eagle31.training.supervision import supervised_drafts, supervised_positions
@@ -148,7 +147,7 @@ def write_verification(export: Path, record: TrainingRecord, probe: Probe | None
     if probe is not None:
         drafts = {name: getattr(probe, name) for name in ("rows", "top_ids", "top_logits", "logsumexp")}
         batch = {f.name: getattr(probe.batch, f.name) for f in fields(PackedBatch)}
-        save_file({n: t.cpu().contiguous() for n, t in (drafts | batch).items()}, directory / PROBE)
+        save_tensors({n: t.cpu().contiguous() for n, t in (drafts | batch).items()}, directory / PROBE)
 
 
 def read_record(export: Path) -> TrainingRecord | None:

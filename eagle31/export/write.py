@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31.errors import UserError
@@ -16,6 +15,7 @@ from eagle31.export.layouts import WEIGHTS, Layout, Verifier, served_name
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig
 from eagle31.model.vocab import DraftVocab
+from eagle31.tensor_files import save_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,7 +75,7 @@ def write_export(
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, partial / WEIGHTS, metadata={"format": "pt"})
     raw = config_json(config, layout, dtype, verifier)
     write_json(partial / "config.json", raw | {"eagle31": provenance})
     if complete is not None:

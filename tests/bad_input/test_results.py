@@ -3,7 +3,10 @@
 import contextlib
 import hashlib
 import io
+import os
 import shutil
+import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -180,12 +183,38 @@ def test_results_that_are_made_again_are_the_same(
         DAMAGES[how](path)
     for path in directory.glob("artifacts/evaluate-*/passes/*.json"):
         DAMAGES["flipped"](path)
-    run_here(RECIPE, *arguments(small_target, directory))
+    begun = time.time()
+    previous = os.umask(0o027)
+    try:
+        run_here(RECIPE, *arguments(small_target, directory))
+    finally:
+        os.umask(previous)
     printed = capsys.readouterr().out
     for stage in (Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.train, Stage.export):
         assert f"{stage.value}: done" in printed
     assert contents() == before
     assert trained() == acceptance
+    written = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_mtime > begun]
+    names = {path.name for path in written}
+    assert names >= {"model.safetensors", "probe.safetensors", "vocab.safetensors", "evaluation.json"}
+    assert names >= {"stage.json", "index.safetensors", "index.html", "loss.png", "config.yaml"}
+    kept = {".lock", ".writer-hf-0.lock", "training_prompts.npy"}  # files that were there, with their mode
+    assert {path for path in written if _mode(path) != 0o640 and path.name not in kept} == set()
+
+
+def test_what_a_run_writes_follows_the_umask(finished: tuple[Path, str]) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    others = {
+        path: oct(_mode(path))
+        for path in finished[0].rglob("*")
+        if not path.is_symlink() and _mode(path) != (0o777 if path.is_dir() else 0o666) & ~umask
+    }
+    assert others == {}
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_a_directory_is_not_replaced_by_the_link_to_the_export(

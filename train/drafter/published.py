@@ -25,6 +25,7 @@ from train.drafter.export_checks import check_unchanged, target_findings
 # Settings that training may change: no weight has its shape or its meaning from them.
 _FREE = {"sliding_window"}
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "verification/*"]
+_PICKLED_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # where there is no safetensors file
 
 
 def fetch_checkpoint(name: str, revision: str | None, field: str) -> Path:
@@ -42,7 +43,10 @@ def fetch_checkpoint(name: str, revision: str | None, field: str) -> Path:
     if not is_hub_id(name):
         raise UserError(field, name, "No such directory; give a directory or a Hub id.")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        found = Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        if not list(found.glob("*.safetensors")):
+            found = Path(snapshot_download(name, revision=revision, allow_patterns=_FILES + _PICKLED_FILES))
+        return found
     except (OSError, ValueError) as error:
         raise UserError(field, name, f"It cannot be downloaded: {' '.join(str(error).split())}") from error
 

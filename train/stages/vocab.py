@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from data.text.saved import damaged, load_saved
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
-from eagle31.tensor_files import load_tensors
+from eagle31.tensor_files import load_tensors, save_tensors
 from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
@@ -54,7 +53,7 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     else:
         size = context.config.drafter.draft_vocab_size
         vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
-    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / VOCAB)
+    save_tensors({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / VOCAB)
     summary = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
     write_json(directory / "vocab.json", summary)
     return summary

@@ -87,11 +87,21 @@ def test_sharded_weights(tmp_path: Path) -> None:
         load_export(tmp_path / "e", CPU)
 
 
-def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+def test_weights_of_torch_save(tmp_path: Path) -> None:
     export(tmp_path / "e")
-    (tmp_path / "e" / "model.safetensors").rename(tmp_path / "e" / "pytorch_model.bin")
-    with pytest.raises(UserError, match="convert them"):
-        load_export(tmp_path / "e", CPU)
+    expected = drafted(load_export(tmp_path / "e", CPU))
+    whole = tmp_path / "e" / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    torch.save(tensors, tmp_path / "e" / "pytorch_model.bin")
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
+    names = sorted(tensors)
+    weight_map = {name: f"pytorch_model-{index % 2}.bin" for index, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        torch.save({n: tensors[n] for n in names if weight_map[n] == file}, tmp_path / "e" / file)
+    (tmp_path / "e" / "pytorch_model.bin").write_bytes(b"")  # with an index, it is not read
+    (tmp_path / "e" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
 
 
 def test_what_a_checkpoint_leaves_to_its_target(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: P
 
 def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: Path) -> None:
     write_tiny_export(tmp_path / "e", spec, hidden_size=16)
+    shutil.rmtree(tmp_path / "e" / "verification")
     edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
     made = context(spec, tmp_path / "e", tmp_path)
     started(made, tmp_path / "vocab")
