@@ -16,7 +16,7 @@ from train.doctor.check import Check, Status, ok, refuse_lacking
 from train.doctor.needs import Needs
 from train.planning.memory_check import gigabytes
 from train.requirements import starts_vllm
-from train.trainer.tracking import has_wandb_key
+from train.tracking.tracker import has_wandb_key
 
 
 class Topic(Enum):

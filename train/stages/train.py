@@ -44,12 +44,12 @@ from train.stages.continuing import (
     without_unused,
 )
 from train.stages.vocab import load_vocab
+from train.tracking.tracker import open_tracker
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.continuation import CONTINUED
 from train.trainer.loop import LoopSettings, train
 from train.trainer.model_engine import ensure_process_group, release_memory
-from train.trainer.tracking import open_tracker
 from train.trainer.validation import HELD_OUT, ReplayValidation
 from train.trainer.window import Speed
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from data.batches.loader import RowLoader
 from eagle31.errors import UserError
 from train.distributed import World
+from train.tracking.tracker import Tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.host_copy import HostCopy
-from train.trainer.tracking import Tracker
 
 REFERENCE_DECAY = 0.9  # of the moving average of the norms of the steps that were taken
 

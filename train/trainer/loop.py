@@ -15,6 +15,7 @@ from data.progress import Progress
 from train.distributed import World, sum_over_ranks
 from train.lifetime.activity import ACTIVITY
 from train.lifetime.stops import Stopped, at_safe_points
+from train.tracking.tracker import Tracker
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.guard import StepGuard, report_skipped, spoiled_unless_finite
@@ -22,7 +23,6 @@ from train.trainer.host_copy import HostCopy, sent
 from train.trainer.learning_rate import learning_rate
 from train.trainer.model_engine import full_state
 from train.trainer.optimizer import GuardedAdamW, divisor_correction
-from train.trainer.tracking import Tracker
 from train.trainer.validation import HELD_OUT, ByLength, DriftDiagnosis, ReplayValidation, choosing_length
 from train.trainer.window import Speed, WindowSums, source_metrics
 
@@ -186,10 +186,12 @@ def train(
                 state.grad_norm_reference = guard.reference
                 with window.timed("checkpoint"):
                     checkpoints.save(model_engine, state, average)
+                tracker.commit()
             if stop and state.step < settings.max_steps and not stops_early(state, settings):
                 if world.is_main:
                     print(f"train: saved after step {state.step} and stopped; the same command resumes")
                 raise Stopped
+    tracker.commit()  # what no checkpoint has after skipped steps, and no run will repeat
     return state
 
 

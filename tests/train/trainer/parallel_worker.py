@@ -31,6 +31,7 @@ from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.checkpoint.engine_state import master_weights
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.optim.matrices import HEAD, is_matrix
+from train.tracking.tracker import flatten_metrics
 from train.trainer import model_engine as engine_module
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
@@ -44,7 +45,6 @@ from train.trainer.model_engine import (
     initialize_model_engine,
 )
 from train.trainer.muon import MuonSettings
-from train.trainer.tracking import flatten_metrics
 from train.trainer.validation import HELD_OUT, DriftDiagnosis, ReplayValidation
 from train.trainer.window import WindowSums
 

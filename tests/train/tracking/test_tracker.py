@@ -1,12 +1,16 @@
 import json
+import signal
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.train.torchrun import ROOT, preloaded_python
 from train.config.training import TrackingMode
-from train.trainer.tracking import Tracker, flatten_metrics, has_wandb_key, open_tracker, without_secrets
+from train.tracking.tracker import Tracker, flatten_metrics, has_wandb_key, open_tracker, without_secrets
+from train.tracking.wandb_files import history
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -38,9 +42,10 @@ def steps(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def log_steps(opened: Tracker, first: int, last: int) -> None:
+def log_steps(opened: Tracker, first: int, last: int, shift: float = 0.0) -> None:
     for step in range(first, last + 1):
-        opened.log({"kind": "train", "step": step, "loss": 1 / step, "depth": [{"loss": 1.0}, {"loss": 2.0}]})
+        depths = [{"loss": 1.0}, {"loss": 2.0}]
+        opened.log({"kind": "train", "step": step, "loss": shift + 1 / step, "depth": depths})
 
 
 def test_resume_reads_as_one_uninterrupted_run(tmp_path: Path) -> None:
@@ -78,6 +83,7 @@ def test_offline_wandb_run_continues_and_stores_no_secret(
     for resume_step in (0, 3):
         opened = tracker(tmp_path, TrackingMode.auto, resume_step, config=config)
         log_steps(opened, resume_step + 1, resume_step + 3)
+        opened.commit()
         opened.close()
         run_ids.append(json.loads((tmp_path / "wandb_run.json").read_text())["id"])
 
@@ -90,6 +96,53 @@ def test_offline_wandb_run_continues_and_stores_no_secret(
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert "wandb" not in "".join(capfd.readouterr())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.train.tracking.test_tracker import log_steps, tracker
+from train.config.training import TrackingMode
+opened = tracker(Path(sys.argv[2]), TrackingMode.offline)
+log_steps(opened, 1, 5)
+opened.commit()
+log_steps(opened, 6, 7)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_wandb_has_each_step_once_whenever_a_run_is_killed(tmp_path: Path) -> None:
+    """The first run is killed after step 7, with a checkpoint of step 5."""
+    killed = subprocess.run([preloaded_python(), "-c", KILLED, str(ROOT), str(tmp_path)], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    opened = tracker(tmp_path, TrackingMode.offline, resume_step=5)
+    log_steps(opened, 6, 8, shift=10.0)
+    opened.commit()
+    log_steps(opened, 9, 9)
+    opened.close()
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+    assert rows(tmp_path) == [(step, 1 / step) for step in range(1, 6)] + [
+        (step, 10 + 1 / step) for step in range(6, 9)
+    ]
+    # The checkpoint of step 8 is damaged, and the run resumes from an older one: W&B cannot go back.
+    first = run_id(tmp_path)
+    opened = tracker(tmp_path, TrackingMode.offline, resume_step=5)
+    log_steps(opened, 6, 6, shift=20.0)
+    opened.commit()
+    opened.close()
+    assert run_id(tmp_path) != first
+    assert rows(tmp_path) == [(step, 1 / step) for step in range(1, 6)] + [(6, 20 + 1 / 6)]
+
+
+def run_id(directory: Path) -> str:
+    return json.loads((directory / "wandb_run.json").read_text())["id"]
+
+
+def rows(directory: Path) -> list[tuple[int, float]]:
+    """The steps and losses of the current W&B run, in the order in which `wandb sync` sends them."""
+    found = sorted(directory.glob(f"wandb/offline-run-*-{run_id(directory)}/*.wandb"))
+    return [(row["_step"], row["train/loss"]) for path in found for row in history(path)]
 
 
 def test_key_is_found_in_the_environment_or_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

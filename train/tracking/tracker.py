@@ -5,7 +5,7 @@ import netrc
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,21 +23,33 @@ SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|https?://[^/\s:@]+:[^/\s@]+@)
 
 
 class Tracker:
-    """Appends metrics to metrics.jsonl and sends them to W&B; on ranks other than 0 it does nothing."""
+    """Appends metrics to metrics.jsonl and sends them to W&B; on ranks other than 0 it does nothing.
+
+    W&B takes no step twice, and none back. So its history gets a step once a checkpoint has it, after which
+    no resumed run repeats it. Its summary has each value at once.
+    """
 
     def __init__(self, metrics_path: Path | None, run: Any | None) -> None:
         self._metrics_path = metrics_path
         self._run = run
+        self._kept: list[dict[str, Any]] = []  # what no checkpoint has yet
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Logs one line; `metrics` has `kind`, the prefix of its names in W&B, and `step`."""
         if self._metrics_path is not None:
             append_jsonl(self._metrics_path, metrics)
         if self._run is not None:
-            self._run.log(flatten_metrics(metrics), step=metrics["step"])
+            self._kept.append(metrics)
+            self._run.summary.update(flatten_metrics(metrics) | {"step": metrics["step"]})
+
+    def commit(self) -> None:
+        """Send everything logged so far to W&B's history, after a checkpoint that has it."""
+        lines, self._kept = self._kept, []
+        if self._run is not None:
+            send(self._run, lines)
 
     def close(self) -> None:
-        """Waits until W&B has everything. Metrics logged later go to metrics.jsonl only."""
+        """Waits until W&B has everything that is committed. Later metrics go to metrics.jsonl only."""
         if self._run is not None:
             import wandb
 
@@ -61,7 +73,8 @@ def open_tracker(
     """Open the tracker of a run that resumes after `resume_step` (0: starts from the beginning).
 
     Lines that an interrupted run logged after its last checkpoint are dropped, so that metrics.jsonl reads as
-    one uninterrupted run. The W&B run id is kept in `directory`; a resumed run continues that W&B run.
+    one uninterrupted run. The W&B run id is kept in `directory`; a resumed run continues that W&B run, which
+    first gets what it lacks. Where W&B has later steps than the checkpoint, a new W&B run gets all steps.
 
     Args:
         config: shown by W&B, without values that look like secrets.
@@ -71,12 +84,16 @@ def open_tracker(
     if not is_main:
         return Tracker(None, None)
     lines = read_jsonl(metrics_path) if resume_step and metrics_path.exists() else []
-    write_jsonl(metrics_path, [line for line in lines if line["step"] <= resume_step])
+    lines = [line for line in lines if line["step"] <= resume_step]
+    write_jsonl(metrics_path, lines)
     if mode is TrackingMode.auto:
         mode = TrackingMode.online if has_wandb_key() else TrackingMode.offline
     if mode is TrackingMode.disabled:
         return Tracker(metrics_path, None)
-    return Tracker(metrics_path, _open_wandb(mode, project, name, config, directory, resume_step))
+    directory.mkdir(parents=True, exist_ok=True)
+    run, sent = _open_run(mode, project, name, config, directory, resume_step or -1)
+    send(run, [line for line in lines if line["step"] > sent])
+    return Tracker(metrics_path, run)
 
 
 def has_wandb_key() -> bool:
@@ -119,20 +136,53 @@ def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
         yield prefix, value
 
 
-def _open_wandb(
-    mode: TrackingMode, project: str, name: str, config: dict[str, Any], directory: Path, resume_step: int
-) -> Any:
+def send(run: Any, lines: Iterable[dict[str, Any]]) -> None:
+    """Log lines to W&B's history, with one row for each step, in the order of the steps."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in lines:
+        rows.setdefault(line["step"], {}).update(flatten_metrics(line))
+    for step, row in sorted(rows.items()):
+        run.log(row, step=step, commit=True)
+
+
+def _open_run(
+    mode: TrackingMode, project: str, name: str, config: dict[str, Any], directory: Path, last: int
+) -> tuple[Any, int]:
+    """Open the W&B run of the directory, or a new one if that has steps after `last`, the checkpoint's.
+
+    Returns:
+        The run, and the last step that W&B has of it; -1: none.
+    """
     # Imported here because it takes seconds, which other ranks and runs without W&B should not spend.
+    from train.tracking.wandb_files import last_step
+
+    id_path = directory / "wandb_run.json"
+    if id_path.exists():
+        run_id = read_json(id_path)["id"]
+        # Offline, a file may lack what a killed run has logged last.
+        sent = last_step(directory, run_id) if mode is TrackingMode.offline else -1
+        if sent <= last:
+            run = _init(mode, project, name, config, directory, run_id)
+            if mode is TrackingMode.online and run.resumed:
+                sent = run.starting_step - 1
+            if sent <= last:
+                return run, sent
+            run.finish()
+        logger.warning("W&B run %s has steps after the checkpoint; a new W&B run begins", run_id)
+    run_id = secrets.token_hex(4)
+    write_json(id_path, {"id": run_id})
+    return _init(mode, project, name, config, directory, run_id), -1
+
+
+def _init(
+    mode: TrackingMode, project: str, name: str, config: dict[str, Any], directory: Path, run_id: str
+) -> Any:
     import wandb
 
-    directory.mkdir(parents=True, exist_ok=True)
-    id_path = directory / "wandb_run.json"
-    if not (resume_step and id_path.exists()):
-        write_json(id_path, {"id": secrets.token_hex(4)})
     run = wandb.init(
         project=project,
         name=name,
-        id=read_json(id_path)["id"],
+        id=run_id,
         config=without_secrets(config),
         dir=str(directory),
         mode="online" if mode is TrackingMode.online else "offline",
