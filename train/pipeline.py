@@ -31,6 +31,7 @@ from train.doctor.failures import naming_full_disk
 from train.evaluation.cells import CELLS
 from train.leftovers import remove_partials
 from train.lifetime.activity import ACTIVITY
+from train.lifetime.stops import STOPPED_FILE
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
@@ -50,7 +51,6 @@ from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
 from train.stages.train import check_rows, run_train, train_inputs
 from train.stages.vocab import run_vocab, vocab_inputs
-from train.supervision import STOPPED_FILE
 from train.versions import git_revision, package_versions
 
 _UNFINISHED = "stages/unfinished"

@@ -12,10 +12,9 @@ from train.command import FAILURE, hand_to_torchrun
 from train.config.run import RunConfig
 from train.distributed import World, connected_values, leave_process_group, shared_values
 from train.lifetime.activity import ACTIVITY
-from train.lifetime.stops import Stopped, StopRequests, seconds_left, stop_requests
+from train.lifetime.stops import STOPPED_FILE, Stopped, StopRequests, seconds_left, stop_requests
 from train.lifetime.watch import RankWatch
 
-STOPPED_FILE = "stopped.json"
 # How many ranks have stopped, why, and whether one has failed.
 _STOPPED, _REASON, _FAILED = "run/stopped", "run/reason", "run/failed"
 _TOGETHER_SECONDS = 20.0  # until all ranks have stopped; torchrun grants 30 s

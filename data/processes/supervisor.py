@@ -3,8 +3,9 @@
 `data/vllm/server_process.py` starts it by location, with the standard library only:
 `supervisor.py PARENT ADDRESS START_SECONDS STALL_SECONDS COMMAND...`. It writes one JSON object per line to
 stdout: `{"server": PROCESS_ID}` first, `{"answered": true}` after the server's first completion, and
-`{"ended": "with signal 9"}` at the end. It ends the server when its stdin has a `c` (close), when stdin ends,
-when the parent has died, or when the server hangs.
+`{"ended": "with signal 9", "status": -9}` at the end. It ends the server when its stdin has a `c` (close),
+when stdin ends, when the parent has died, or when the server hangs. `supervised.py` gives an empty ADDRESS: the
+command is then no server.
 """
 
 import contextlib
@@ -103,9 +104,9 @@ def _is_counter(line: bytes) -> bool:
 
 
 class Supervisor:
-    """The server's command while it runs."""
+    """The server's command while it runs. Without a pulse it may take as long as it likes."""
 
-    def __init__(self, command: list[str], pulse: Pulse) -> None:
+    def __init__(self, command: list[str], pulse: Pulse | None) -> None:
         self._pulse = pulse
         prctl = ctypes.CDLL(None).prctl
         # Processes of vLLM whose parent dies become children of this process, which ends them.
@@ -134,11 +135,15 @@ class Supervisor:
         self._end(_ORPHAN_SECONDS if seconds is None else seconds)
         status = self.status or 0
         how = f"with signal {-status}" if status < 0 else f"with status {status}"
-        report(ended=how if self._pulse.hung is None else f"because {self._pulse.hung}")
+        report(ended=how if self._hung is None else f"because {self._hung}", status=status)
+
+    @property
+    def _hung(self) -> str | None:
+        return None if self._pulse is None else self._pulse.hung
 
     def _wait(self, parent: int) -> float | None:
         """Wait a moment; return how many seconds the server has to end, or None if it is to run."""
-        if os.getppid() != parent or self._pulse.hung is not None:
+        if os.getppid() != parent or self._hung is not None:
             return _ORPHAN_SECONDS
         for file in select.select(self._inputs, [], [], _POLL_SECONDS)[0]:
             content = os.read(file, 1)
@@ -204,6 +209,7 @@ def report(**content: object) -> None:
 
 if __name__ == "__main__":
     parent, address, start_seconds, stall_seconds, *command = sys.argv[1:]
-    Supervisor(command, Pulse(address, float(start_seconds), float(stall_seconds))).run(int(parent))
+    watched = Pulse(address, float(start_seconds), float(stall_seconds)) if address else None
+    Supervisor(command, watched).run(int(parent))
     # Python would write to the closed stdout once more.
     os._exit(0)

@@ -17,6 +17,7 @@ from train.config.launcher import LauncherConfig, LauncherKind, sets_launcher
 from train.config.run import RunConfig, uses_vllm
 from train.config.training import TrainConfig
 from train.config.vllm import Placement
+from train.lifetime.stops import STOPPED, STOPPED_FILE
 
 TEMPLATE = "slurm.sh.jinja"
 # Each node would take these for itself.
@@ -71,6 +72,8 @@ def render(submission: Submission, launcher: LauncherConfig) -> str:
         capture_port=launcher.capture_port,
         signal_seconds=launcher.signal_seconds,
         max_requeues=launcher.max_requeues,
+        stopped_file=STOPPED_FILE,
+        stopped_status=STOPPED,
         output_dir=str(submission.output_dir.absolute()),
         mooncake_port=submission.mooncake_port,
     )

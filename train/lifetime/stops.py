@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the same command succeeds later
+STOPPED_FILE = "stopped.json"  # in the output directory: why the run stopped
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _INTERRUPT = signal.SIGURG  # has a thread interrupt the main thread; by default a process ignores it

@@ -1,12 +1,12 @@
 """Runs jobs in vLLM: `worker.py` reads them in vLLM's environment and writes their results."""
 
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.processes.supervised import run_supervised
 from data.vllm.attention_backend import attention_backend
 from data.vllm.environment import environment
 from eagle31.json_files import read_json, write_json
@@ -208,12 +208,10 @@ def run_worker(jobs: Sequence[dict[str, Any]], python: Path, log_path: Path) -> 
         write_json(directory / "jobs.json", list(jobs))
         # With -I neither our packages nor the files next to the worker are importable.
         command = [str(python), "-I", str(WORKER), str(directory / "jobs.json"), scratch]
-        done = subprocess.run(
-            command, cwd=scratch, env=environment(python), stdout=log, stderr=subprocess.STDOUT
-        )
+        status = run_supervised(command, environment=environment(python), directory=directory, log=log)
         paths = [directory / f"{index}.json" for index in range(len(jobs))]
-        if done.returncode or not all(path.exists() for path in paths):
-            how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+        if status or not all(path.exists() for path in paths):
+            how = f"signal {-status}" if status < 0 else f"status {status}"
             raise EngineFailure(f"vLLM ended with {how}.\n{log_tail(log_path)}")
         return [read_json(path) for path in paths]
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from data.embedded.target import EmbeddedTarget
+from eagle31.json_files import read_json
 from tests.preloaded.start import program_of
 from tests.train.launch.slurm_cluster import Cluster, free_ports, running_cluster, wait_for
 from tests.train.small_run import MAIN, RECIPE, metrics_of, saved_steps, wait_for_step
@@ -19,6 +20,7 @@ from tests.train.small_run import arguments as tiny_arguments
 from tests.train.torchrun import ROOT, environment, preloaded_python, torchrun
 from train.config.launcher import LauncherConfig
 from train.launch.slurm import Submission, render
+from train.lifetime.stops import STOPPED_FILE
 
 STEPS = 20
 # A job starts six processes; on a busy machine each needs minutes.
@@ -185,6 +187,28 @@ def test_slurm_requeues_a_job_and_sends_the_signal_before_its_time_limit(
     cluster.wait(job, JobState="COMPLETED", Restarts="2")
     assert log.read_text().count("queued again") == 1
     assert metrics_of(directory) == request.getfixturevalue("one_node")
+
+
+def test_a_job_stops_before_its_end_though_no_signal_comes(
+    small_target: EmbeddedTarget,
+    captured: Path,
+    cluster: Cluster,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    if not request.config.getoption("--full"):
+        pytest.skip("--full runs it: the shortest job of Slurm takes a minute")
+    directory = tmp_path / "run"
+    shutil.copytree(captured, directory)
+    settings = ["train.max_steps=100000", "launcher.time=1", "launcher.signal_seconds=1"]
+    job = submit(cluster, *arguments(small_target, directory), *settings)
+    log = directory / f"slurm-{job}.out"
+    cluster.wait(job, Restarts="1", JobState="PENDING")
+    assert read_json(directory / STOPPED_FILE)["reason"] == "the time limit"
+    stopped_at(directory)
+    assert "slurm: queued again" in log.read_text()
+    assert "the time limit is near" not in log.read_text()
+    cluster.call("scancel", job)
 
 
 # Stand-ins where it is the batch script that is looked at.

@@ -22,6 +22,7 @@ from train.launch.slurm import (
     render,
     run_arguments,
 )
+from train.lifetime.stops import STOPPED, STOPPED_FILE
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 
@@ -252,6 +253,39 @@ COMMANDS = {
 }
 
 
+def start_job(tmp_path: Path, commands: dict[str, str], added: str, restarts: int) -> subprocess.Popen[str]:
+    """Start the batch script with replacements of the commands that it calls."""
+    (tmp_path / "bin").mkdir()
+    for name, body in commands.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    before = tmp_path / "run" / "artifacts" / "train-0"
+    before.mkdir(parents=True)
+    (before / "kept").touch()
+    launcher = LauncherConfig(LauncherKind.slurm, max_requeues=2)
+    (tmp_path / "slurm.sh").write_text(script(launcher, output_dir=str(tmp_path / "run")))
+    variables = {"HERE": str(tmp_path), "ADDED": str(tmp_path / added), "SLURM_RESTART_COUNT": str(restarts)}
+    variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
+    variables |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.Popen(
+        ["bash", tmp_path / "slurm.sh"], env=environment() | variables, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["stops", "fails"])
+def test_a_run_that_stops_by_itself_is_requeued_and_one_that_fails_is_not(
+    tmp_path: Path, stops: bool
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / STOPPED_FILE).touch()  # an earlier run's
+    srun = f'touch "$HERE/run/{STOPPED_FILE}"; exit 1' if stops else "exit 1"
+    job = start_job(tmp_path, COMMANDS | {"srun": srun}, added="elsewhere", restarts=0)
+    printed, _ = job.communicate(timeout=30)
+    assert ("slurm: queued again" in printed) == stops == (tmp_path / "requeued").exists()
+    assert job.returncode == (STOPPED if stops else 1)
+
+
 @pytest.mark.parametrize(
     ("restarts", "added", "last_line"),
     [
@@ -264,30 +298,16 @@ COMMANDS = {
 def test_job_is_requeued_while_it_progresses_and_not_forever(
     tmp_path: Path, restarts: int, added: str, last_line: str
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    for name, body in COMMANDS.items():
-        path = tmp_path / "bin" / name
-        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        path.chmod(0o755)
-    before = tmp_path / "run" / "artifacts" / "train-0"
-    before.mkdir(parents=True)
-    (before / "kept").touch()
-    launcher = LauncherConfig(LauncherKind.slurm, max_requeues=2)
-    (tmp_path / "slurm.sh").write_text(script(launcher, output_dir=str(tmp_path / "run")))
-    variables = {"HERE": str(tmp_path), "ADDED": str(tmp_path / added), "SLURM_RESTART_COUNT": str(restarts)}
-    variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
-    variables |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    job = subprocess.Popen(
-        ["bash", tmp_path / "slurm.sh"], env=environment() | variables, stdout=subprocess.PIPE, text=True
-    )
+    job = start_job(tmp_path, COMMANDS, added=added, restarts=restarts)
     while not (tmp_path / "started").exists():
         assert job.poll() is None
         time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)
     printed, _ = job.communicate(timeout=30)
     assert printed.splitlines()[-1].startswith(last_line)
-    assert (tmp_path / "requeued").exists() == (last_line == "slurm: queued again")
-    assert job.returncode == 143
+    queued = last_line == "slurm: queued again"
+    assert (tmp_path / "requeued").exists() == queued
+    assert job.returncode == (STOPPED if queued else 143)
 
 
 SLOW_TO_SAVE = """

@@ -23,8 +23,7 @@ from tests.train.small_run import (
     wait_for_step,
 )
 from tests.train.torchrun import ROOT, environment, preloaded_python, run_here, torchrun_command
-from train.lifetime.stops import STOPPED
-from train.supervision import STOPPED_FILE
+from train.lifetime.stops import STOPPED, STOPPED_FILE
 
 pytestmark = pytest.mark.timeout(600)
 
