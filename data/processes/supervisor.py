@@ -4,8 +4,8 @@
 `supervisor.py PARENT ADDRESS START_SECONDS STALL_SECONDS COMMAND...`. It writes one JSON object per line to
 stdout: `{"server": PROCESS_ID}` first, `{"answered": true}` after the server's first completion, and
 `{"ended": "with signal 9", "status": -9}` at the end. It ends the server when its stdin has a `c` (close),
-when stdin ends, when the parent has died, or when the server hangs. `supervised.py` gives an empty ADDRESS: the
-command is then no server.
+when stdin ends, when the parent has died, or when the server hangs. `supervised.py` gives an empty ADDRESS:
+the command is then no server.
 """
 
 import contextlib
