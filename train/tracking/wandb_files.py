@@ -20,7 +20,7 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
         ValueError: the file is not one of W&B's.
     """
     for content in _records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made when it is imported
         record.ParseFromString(content)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
