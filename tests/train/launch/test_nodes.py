@@ -201,7 +201,7 @@ def test_a_job_stops_before_its_end_though_no_signal_comes(
     directory = tmp_path / "run"
     shutil.copytree(captured, directory)
     settings = ["train.max_steps=100000", "launcher.time=1", "launcher.signal_seconds=1"]
-    settings.append("launcher.sbatch=[--signal=B:URG@1]")  # which a shell ignores
+    settings.append("launcher.sbatch=['--signal=B:URG@1']")  # which a shell ignores
     job = submit(cluster, *arguments(small_target, directory), *settings)
     log = directory / f"slurm-{job}.out"
     cluster.wait(job, Restarts="1", JobState="PENDING")
