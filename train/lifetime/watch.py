@@ -70,6 +70,12 @@ class Seen:
         ):
             self.moved = now
 
+    def forgive(self, seconds: float) -> None:
+        """Leave out a time in which this process itself did not run, and perhaps no other did."""
+        self.beaten += seconds
+        self.advanced += seconds
+        self.moved += seconds
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -113,7 +119,8 @@ class RankWatch:
         self._stop_seen = False
         self._ending = threading.Event()
         # Two, because one of them may be the one that hangs.
-        self._seen = [Seen(time.monotonic()) for _ in range(size)] if rank in (0, size - 1) else []
+        self._looked = time.monotonic()
+        self._seen = [Seen(self._looked) for _ in range(size)] if rank in (0, size - 1) else []
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
     def __enter__(self) -> "RankWatch":
@@ -161,6 +168,10 @@ class RankWatch:
 
     def _look(self) -> None:
         now = time.monotonic()
+        missed, self._looked = now - self._looked - self._period, now
+        if missed > self._period:  # Slurm may have suspended the job.
+            for seen in self._seen:
+                seen.forgive(missed)
         names = [_name(rank) for rank in range(self._size)]
         # A request for a value that is not there yet would wait for it.
         if not self._store.check(names):
@@ -174,7 +185,9 @@ class RankWatch:
                 return
             if finding.seconds > max(self._limit * _WARNING_FRACTION, seen.next_warning) and self._rank == 0:
                 seen.next_warning = 2 * finding.seconds
-                self._printed(f"warning: {self._described(finding)}")
+                # Without a collective operation a rank may be at work for hours.
+                kind = "warning" if finding.ends_run else "note"
+                self._printed(f"{kind}: {self._described(finding)}")
 
     def _described(self, finding: Finding) -> str:
         beat = self._seen[finding.rank].beat

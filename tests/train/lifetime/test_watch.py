@@ -3,8 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tests.train.torchrun import torchrun
-from train.lifetime.watch import Beat, Seen, find
+from train.lifetime.watch import Beat, RankWatch, Seen, find
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 LIMIT = 6.0
@@ -57,12 +59,37 @@ def test_a_rank_at_work_while_others_wait_does_not_end_the_run() -> None:
     assert (found.rank, found.seconds, found.ends_run) == (0, 5001.0, False)
 
 
+def test_a_suspended_job_continues(tmp_path: Path) -> None:
+    """The time in which the watch did not run does not count."""
+    store = dist.HashStore()
+
+    def never(_: str) -> int:
+        raise AssertionError
+
+    def watch(rank: int) -> RankWatch:
+        return RankWatch(store, rank, 2, limit_seconds=60.0, directory=tmp_path, stop=never, fail=never)
+
+    suspended, other = watch(0), watch(1)
+    other._beat()
+    suspended._look()
+    for seen in suspended._seen:
+        seen.beaten, seen.advanced, seen.moved = (
+            one - 3600 for one in (seen.beaten, seen.advanced, seen.moved)
+        )
+    suspended._looked -= 3600
+    suspended._look()
+    assert not store.check(["watch/hung"])
+    suspended._seen[1].beaten -= 3600  # it did run
+    suspended._look()
+    assert store.get("watch/hung").decode().startswith("0 rank 1 (process ")
+
+
 def test_a_rank_that_sleeps_is_named_with_its_stack_and_all_ranks_end(tmp_path: Path) -> None:
     printed = torchrun(WORKER, str(LIMIT), str(tmp_path), num_processes=2, check=False, seconds=60)
     assert "rank 0: stop: a test" in printed
     assert "rank 1: stop" not in printed
     warned, _, ended = printed.partition("error: ")
-    assert "warning: rank 1 (process " in warned
+    assert "note: rank 1 (process " in warned
     assert "has not moved while others wait for " in warned
     first = ended.splitlines()[0]
     assert first.startswith("Rank 1 (process ")
