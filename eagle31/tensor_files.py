@@ -157,9 +157,7 @@ def load_pickled(path: Path) -> Any:
         reason = _refused_by_pickle(str(error))
         remedy = f"It is damaged, or it holds code, which is not run ({reason}); {_AGAIN} as safetensors."
         raise UserError("file", path, remedy) from None
-    except OSError:
-        raise
-    # torch raises RuntimeError for a damaged archive, and many others for what is no archive.
+    # torch raises RuntimeError or OSError for a damaged archive, and many others for what is no archive.
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError("file", path, f"It is damaged ({reason}); {_AGAIN}.") from None

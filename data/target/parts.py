@@ -40,7 +40,7 @@ def load_target_parts(spec: TargetSpec, cache_dir: Path | None = None) -> Target
 
     Raises:
         UserError: the checkpoint has no safetensors, or lacks these tensors in a plain floating-point dtype
-            and the shapes of its config.json.
+            and the shapes of its config.json; or a value is not finite.
     """
     check_attention(spec)
     config = load_config(spec)
@@ -48,8 +48,9 @@ def load_target_parts(spec: TargetSpec, cache_dir: Path | None = None) -> Target
     modules = locate(model, spec)
     needed = (modules.embed_tokens, modules.final_norm, modules.lm_head)
     states = read_modules(spec.checkpoint, model, needed)
-    for module, state in zip(needed, states, strict=True):
+    for module, state, part in zip(needed, states, ("embedding", "final norm", "head"), strict=True):
         _check_shapes(module, state, spec)
+        _check_finite(part, state, spec)
     embedding, norm, lm_head = states
     dtype = spec.torch_dtype or _config_dtype(config) or embedding["weight"].dtype
     head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head)).to(dtype).eval()
@@ -77,6 +78,18 @@ def _check_shapes(module: nn.Module, state: dict[str, Tensor], spec: TargetSpec)
             remedy = (
                 f"Its weights have a {name} of shape {list(state[name].shape)} where config.json means "
                 f"{list(expected.shape)}; the two belong to different models."
+            )
+            raise UserError("target.model", spec.model, remedy)
+
+
+def _check_finite(part: str, state: dict[str, Tensor], spec: TargetSpec) -> None:
+    """Raise UserError for NaN and infinite weights, with which no hidden state is one."""
+    for name, weight in state.items():
+        num_damaged = 0 if weight.isfinite().all() else weight.numel() - int(weight.isfinite().sum())
+        if num_damaged:
+            remedy = (
+                f"{num_damaged:,} values of the {name} of its {part} are not finite: its files are damaged; "
+                "download them again."
             )
             raise UserError("target.model", spec.model, remedy)
 

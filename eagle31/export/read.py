@@ -80,7 +80,8 @@ def load_export(
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
-        raise UserError("export", directory, f"Its tensors do not match its config.json: {error}") from error
+        reason = " ".join(str(error).split())
+        raise UserError("export", directory, f"Its tensors do not match its config.json: {reason}") from error
     if embed_tokens.shape != (config.vocab_size, config.hidden_size):
         expected = f"[{config.vocab_size}, {config.hidden_size}]"
         raise UserError("embed_tokens.weight", list(embed_tokens.shape), f"Its shape must be {expected}.")

@@ -100,12 +100,8 @@ def check_unchanged(directory: Path, field: str) -> None:
     findings += rope_findings(raw, record.config)
     findings += hash_findings(tensors, record)
     if findings:
-        lines = "\n".join(f"  {one}" for one in findings)
-        remedy = (
-            "It was changed since it was exported; if that is meant, delete its verification/ first:\n"
-            f"{lines}"
-        )
-        raise UserError(field, directory, remedy)
+        remedy = "It was changed since it was exported; if that is meant, delete its verification/ first."
+        raise UserError(field, directory, " ".join([remedy, *map(str, findings)]))
 
 
 def optional_tensors(config: DrafterConfig) -> frozenset[str]:
