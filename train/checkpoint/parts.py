@@ -191,9 +191,9 @@ def load_weights(checkpoint: Path | str, kind: str = WEIGHTS) -> dict[str, Tenso
         DamagedCheckpoint: a file is missing or damaged.
     """
     checkpoint = Path(checkpoint)
-    parts, found = SavedParts(checkpoint), {}
-    for file, expected in parts.manifest["files"].items():
+    for file, expected in read_checked(checkpoint / MANIFEST)["files"].items():
         check_file(checkpoint / file, expected)
+    parts, found = SavedParts(checkpoint), {}
     for name, shape in parts.shapes.items():
         if kind in parts.kinds(name):
             flat = torch.empty(math.prod(shape))

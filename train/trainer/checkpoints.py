@@ -90,7 +90,7 @@ class CheckpointDirectory:
         """
         averages = [] if average is None or not average.begun else average.averages
         fragments = saved_fragments(model_engine, self.world, averages)
-        num_bytes = sum(gathered(part_bytes(fragments), self.world))
+        num_bytes = sum(gathered(part_bytes(fragments), self.world)) + _SPARE_BYTES
         final, partial_path = self._path(state.step), self.root / f".step-{state.step:08d}.partial"
         fails = partial(self._cannot_write, state.step, num_bytes)
         if not agreed_on_main(self.world, lambda: self._prepare(final, partial_path, num_bytes), fails):
@@ -230,7 +230,7 @@ class CheckpointDirectory:
         for unfinished in self.root.glob(".step-*"):  # that a killed run has left
             shutil.rmtree(unfinished, ignore_errors=True)
         partial_path.mkdir(parents=True)
-        if shutil.disk_usage(self.root).free < num_bytes + _SPARE_BYTES:
+        if shutil.disk_usage(self.root).free < num_bytes:
             partial_path.rmdir()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
         return True

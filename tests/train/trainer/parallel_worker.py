@@ -213,7 +213,7 @@ def new_engine(
     config = deepspeed_config(
         zero_stage=zero_stage,
         bf16=bf16,
-        micro_batches=ROWS_PER_STEP // world.size,
+        micro_batches=-(-ROWS_PER_STEP // world.size),
         world_size=world.size,
         offload_optimizer=offload,
         offload_parameters=offload and zero_stage == 3,

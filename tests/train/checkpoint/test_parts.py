@@ -1,0 +1,192 @@
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle31.errors import UserError
+from tests.train.torchrun import ROOT, environment
+from train.checkpoint.parts import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpoint,
+    SavedFragment,
+    SavedParts,
+    load_weights,
+    part_bytes,
+    write_checked,
+    write_part,
+    write_weights,
+)
+from train.distributed import World
+from train.trainer.checkpoints import CheckpointDirectory, TrainState
+
+SHAPES = {"fc.weight": [6, 5], "norm.weight": [7], "layers.0.mlp.up_proj.weight": [4, 3]}
+KINDS = ("weights", "exp_avg")
+
+
+def values(kind: str, name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((KINDS.index(kind), math.prod(SHAPES[name]))))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def write_checkpoint(checkpoint: Path, num_parts: int) -> None:
+    """Write the tensors as `num_parts` ranks do."""
+    checkpoint.mkdir(parents=True)
+    files = {}
+    for part in range(num_parts):
+        fragments = []
+        for name in SHAPES:
+            for kind in KINDS:
+                flat = values(kind, name).flatten()
+                begin, end = (len(flat) * index // num_parts for index in (part, part + 1))
+                fragments.append(SavedFragment(kind, name, begin, flat[begin:end]))
+        file = f"part-{part:05d}.safetensors"
+        files[file] = write_part(checkpoint / file, fragments)
+        assert files[file]["bytes"] == part_bytes(fragments) == (checkpoint / file).stat().st_size
+    manifest = {"files": files, "weights": SHAPES, "optimizer_steps": {}, "average_updates": 0}
+    write_checked(checkpoint / MANIFEST, manifest)
+    step = int(checkpoint.name.removeprefix("step-"))
+    write_checked(checkpoint / STATE, asdict(TrainState(step)) | {"world_size": num_parts})
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_any_elements_are_read_whoever_wrote_them(tmp_path: Path, num_parts: int) -> None:
+    checkpoint = tmp_path / "step-00000001"
+    write_checkpoint(checkpoint, num_parts)
+    for kind in KINDS:
+        for name, tensor in load_weights(checkpoint, kind).items():
+            assert torch.equal(tensor, values(kind, name))
+    parts, expected = SavedParts(checkpoint), values("exp_avg", "fc.weight").flatten()
+    for start in range(30):
+        for stop in range(start, 31):
+            read = torch.full((stop - start,), math.nan)
+            parts.read("exp_avg", "fc.weight", start, read)
+            assert torch.equal(read, expected[start:stop])
+    assert parts.kinds("norm.weight") == ["exp_avg", "weights"]
+    with pytest.raises(DamagedCheckpoint, match=r"exp_avg of fc\.weight: 2 of 3 elements are there"):
+        parts.read("exp_avg", "fc.weight", 28, torch.empty(3))
+    # Other readers of safetensors read the parts, too.
+    first = load_file(checkpoint / "part-00000.safetensors")
+    assert torch.equal(first["weights/norm.weight/0"], values("weights", "norm.weight")[: 7 // num_parts])
+
+
+def test_what_is_written_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_checkpoint(tmp_path / "step-00000001", 2)
+        write_weights(tmp_path / "drafter.safetensors", {"a": torch.ones(2, 3)}, {"step": "7"})
+        saved = CheckpointDirectory(tmp_path, 1, World(0, 0, 1))
+        saved.save_best({"drafter": {"a": torch.ones(3)}}, TrainState(1))
+        saved.keep_weights({"a": torch.ones(3)}, TrainState(1))
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 8
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+    assert torch.equal(load_file(tmp_path / "drafter.safetensors")["a"], torch.ones(2, 3))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def change_number(path: Path) -> None:
+    content = json.loads(path.read_text())
+    content["supervised_positions" if path.name == STATE else "average_updates"] += 1
+    path.write_text(json.dumps(content))
+
+
+def list_instead(path: Path) -> None:
+    path.write_text("[1, 2]")
+
+
+DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("part-00001.safetensors", flip, "is not as it was written: its checksum differs"),
+    ("part-00001.safetensors", cut, "bytes were written"),
+    ("part-00001.safetensors", Path.unlink, "is missing"),
+    ("part-00001.safetensors", lambda path: path.write_bytes(b""), "has 0 bytes"),
+    *((file, damage, reason) for file in (MANIFEST, STATE) for damage, reason in (
+        (Path.unlink, "is missing"),
+        (cut, "is not as it was written"),
+        (lambda path: path.write_bytes(b"\xff\x00"), "is not as it was written"),
+        (list_instead, "is not as it was written"),
+        (change_number, "its checksum differs"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGE)), ids=lambda n: f"{DAMAGE[n][0]} {n}")
+def test_a_damaged_file_is_named(tmp_path: Path, number: int) -> None:
+    file, damage, reason = DAMAGE[number]
+    checkpoint = tmp_path / "step-00000003"
+    write_checkpoint(checkpoint, 2)
+    damage(checkpoint / file)
+    if file != STATE:
+        with pytest.raises(DamagedCheckpoint, match=file):
+            load_weights(checkpoint)
+    saved = CheckpointDirectory(tmp_path, 1, World(0, 0, 1))
+    with pytest.raises(UserError, match="Every checkpoint of this training is damaged") as refused:
+        saved.resume(None)  # type: ignore[arg-type]  # it is not reached
+    assert str(checkpoint / file) in str(refused.value)
+    assert reason.replace("bytes were written", "") in str(refused.value)
+    assert saved.steps() == [3]  # nothing was moved
+
+
+class Poison:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("file", ["engine/mp_rank_00_model_states.pt", "part-00000.safetensors"])
+def test_a_poisoned_pickle_is_not_run(tmp_path: Path, file: str) -> None:
+    checkpoint, ran = tmp_path / "checkpoints" / "step-00000003", tmp_path / "ran"
+    if "engine" not in file:
+        write_checkpoint(checkpoint, 1)
+    (checkpoint / file).parent.mkdir(parents=True, exist_ok=True)
+    with open(checkpoint / file, "wb") as opened:  # torch writes another form into a file of that name
+        torch.save(Poison(ran), opened)
+    saved = CheckpointDirectory(checkpoint.parent, 1, World(0, 0, 1))
+    with pytest.raises(UserError) as refused:
+        saved.resume(None)  # type: ignore[arg-type]
+    expected = "An earlier version wrote this" if "engine" in file else "is damaged"
+    assert expected in str(refused.value)
+    assert not ran.exists()
+    (checkpoint / file).rename(tmp_path / "poison.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "poison.pt", weights_only=True)
+    torch.load(tmp_path / "poison.pt", weights_only=False)
+    assert ran.exists()  # the file is poisoned
+
+
+def test_the_drafter_is_read_without_deepspeed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-00000001", 3)
+    program = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "from train.checkpoint.parts import load_weights\n"
+        f"weights = load_weights({str(tmp_path / 'step-00000001')!r})\n"
+        "print({name: list(tensor.shape) for name, tensor in weights.items()})\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == str(SHAPES)

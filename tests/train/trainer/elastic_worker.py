@@ -1,0 +1,160 @@
+"""Runs under torchrun: saves trainings with one number of ranks, or resumes them with another."""
+
+import json
+import shutil
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+
+from data.batches.device_rows import DeviceRows
+from data.batches.loader import RowLoader, RowPosition
+from data.samples import StateShape
+from eagle31.errors import UserError
+from eagle31.json_files import read_json
+from tests.train.trainer.parallel_worker import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, MemorySource, new_engine
+from train.checkpoint.agreement import gathered
+from train.checkpoint.parts import load_weights
+from train.distributed import World, leave_process_group
+from train.trainer import checkpoints as checkpoints_module
+from train.trainer.average import WeightAverage
+from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.loop import optimizer_step
+from train.trainer.model_engine import ensure_process_group
+from train.trainer.window import WindowSums
+
+SAVED, STEPS = 2, 4
+KINDS = ("weights", "average", "exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class Training:
+    """Two steps, or two more after a checkpoint of them."""
+
+    def __init__(self, settings: dict[str, Any], world: World) -> None:
+        self.world = world
+        self.dtype = torch.bfloat16 if settings["bf16"] else torch.float32
+        self.engine = new_engine(
+            settings["zero_stage"],
+            settings["bf16"],
+            world,
+            muon=MUON if settings["muon"] else None,
+            offload=settings["offload"],
+            head_apart=settings["head_apart"],
+        )
+        self.average = WeightAverage(self.engine, 0.5) if settings["average"] else None
+
+    def steps(self, begin: int, end: int, row: int) -> tuple[list[list[float]], int]:
+        """Train; return losses and norms of the gradients, and the next row."""
+        source, world, found = MemorySource(), self.world, []
+        with closing(
+            RowLoader(
+                source,
+                row_tokens=ROW_TOKENS,
+                rows_per_step=ROWS_PER_STEP,
+                rank=world.rank,
+                world_size=world.size,
+                seed=0,
+                begin=RowPosition(begin, 0, row),
+                state_shape=StateShape.of(source[0].aux_hidden_states),
+            )
+        ) as loader:
+            rows = DeviceRows(loader, num_steps=3, device=world.device, dtype=self.dtype, stop_step=end)
+            for step in range(begin, end):
+                window = WindowSums(3, world.device)
+                trains_head = step >= 1
+                settings: dict[str, Any] = {} if trains_head else {"trains_head": False}
+                if not any(group.get("head") for group in self.engine.basic_optimizer.param_groups):
+                    settings = {}
+                _, norm = optimizer_step(
+                    self.engine, rows.of_step(step), LR, window, world, with_metrics=False, **settings
+                )
+                if self.average is not None:
+                    self.average.update(torch.tensor(False))
+                found.append([window.metrics(world)["loss"], float(norm)])
+            return found, loader.position(end)[1]
+
+
+def save(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
+    """Train two steps, save after each, and train two more."""
+    training, saved = Training(settings, world), CheckpointDirectory(directory, 2, world)
+    row = 0
+    for step in range(1, SAVED + 1):
+        _, row = training.steps(step - 1, step, row)
+        saved.save(training.engine, TrainState(step, row=row), training.average)
+    return {"losses": training.steps(SAVED, STEPS, row)[0]}
+
+
+def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
+    """Load a checkpoint, save it again, and train to the end."""
+    training = Training(settings, world)
+    state = CheckpointDirectory(directory, 2, world).resume(training.engine, training.average)
+    copy = directory.parent / f"{directory.name}.copy"
+    again = CheckpointDirectory(copy, 1, world)
+    again.save(training.engine, state, training.average)
+    name = f"step-{state.step:08d}"
+    found: dict[str, Any] = {"step": state.step, "kinds": [], "different": []}
+    for kind in KINDS if world.is_main else ():
+        ours, theirs = load_weights(copy / name, kind), load_weights(directory / name, kind)
+        found["kinds"] += [kind] if theirs else []
+        same = ours.keys() == theirs.keys() and all(torch.equal(ours[one], theirs[one]) for one in theirs)
+        found["different"] += [] if same else [kind]
+    if world.is_main:
+        for entry in ("optimizer_steps", "average_updates", "weights"):
+            ours, theirs = (read_json(root / name / "manifest.json")[entry] for root in (copy, directory))
+            found["different"] += [] if ours == theirs else [entry]
+    gathered(None, world)
+    if world.is_main:
+        shutil.rmtree(copy)
+    return found | {"losses": training.steps(state.step, STEPS, state.row)[0]}
+
+
+def fill(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
+    """Save on a disk that fills up; return what each rank is told."""
+    training, saved = Training(settings, world), CheckpointDirectory(directory, 2, world)
+    training.steps(0, 1, 0)
+    saved.save(training.engine, TrainState(1), training.average)
+    if world.is_main:
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        (directory / "other").write_bytes(bytes(shutil.disk_usage(directory).free - size // 2))
+    told = [refusal(saved, training, world)]
+    # As if the space had been free a moment before.
+    usage = shutil.disk_usage(directory)
+    checkpoints_module.shutil.disk_usage = lambda _: usage._replace(free=usage.total)  # type: ignore[attr-defined]
+    told.append(refusal(saved, training, world))
+    left = sorted(path.name for path in directory.iterdir())
+    resumed = Training(settings, world)
+    return {
+        "told": told,
+        "left": left,
+        "step": saved.resume(resumed.engine, resumed.average).step,
+    }
+
+
+def refusal(saved: CheckpointDirectory, training: Training, world: World) -> list[str]:
+    message = ""
+    try:
+        saved.save(training.engine, TrainState(2), training.average)
+    except UserError as error:
+        message = str(error)
+    return gathered(message, world)
+
+
+def main() -> None:
+    """Do the tasks in the file of argv, and write what they return next to it."""
+    file, world = Path(sys.argv[1]), World.from_environment()
+    ensure_process_group(timeout_minutes=2.0)
+    results = {}
+    for name, task in read_json(file).items():
+        action = {"save": save, "resume": resume, "fill": fill}[task.pop("action")]
+        results[name] = action(Path(task.pop("directory")), task, world)
+    if world.is_main:
+        file.with_suffix(".results.json").write_text(json.dumps(results))
+    leave_process_group()
+
+
+if __name__ == "__main__":
+    main()

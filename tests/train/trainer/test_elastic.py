@@ -1,0 +1,150 @@
+"""A training continues on other ranks, at another ZeRO stage; what is wrong, every rank says."""
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bad_input.faults import small_disk
+from tests.train.torchrun import RUN_SECONDS, torchrun
+
+WORKER = "tests/train/trainer/elastic_worker.py"
+DISK_BYTES = 4 << 20
+PLAIN = {"bf16": False, "muon": False, "average": False, "head_apart": False, "offload": False}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "adamw": {"zero_stage": 2, "average": True},
+    "muon": {"zero_stage": 3, "muon": True, "average": True, "head_apart": True},
+    "bf16": {"zero_stage": 1, "bf16": True, "muon": True},
+}
+# Each ZeRO stage is resumed on another one, on fewer and on more ranks than the two that saved.
+RESUMED = {
+    1: {"adamw": [{"zero_stage": 0}], "muon": [{"zero_stage": 2}], "bf16": [{"zero_stage": 3}]},
+    4: {
+        "adamw": [{"zero_stage": 3, "offload": True}],
+        "muon": [{"zero_stage": 1}],
+        "bf16": [{"zero_stage": 2}],
+    },
+}
+KINDS = {
+    "adamw": ["weights", "average", "exp_avg", "exp_avg_sq"],
+    "muon": ["weights", "average", "exp_avg", "exp_avg_sq", "momentum_buffer"],
+    "bf16": ["weights", "exp_avg", "exp_avg_sq", "momentum_buffer"],
+}
+
+
+def work(
+    directory: Path, tasks: dict[str, Any], num_processes: int, seconds: float = RUN_SECONDS
+) -> dict[str, Any]:
+    file = directory / f"tasks-{num_processes}.json"
+    file.write_text(json.dumps(tasks))
+    torchrun(WORKER, str(file), num_processes=num_processes, seconds=seconds)
+    return json.loads(file.with_suffix(".results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Trainings that two ranks saved, and a disk that filled up."""
+    root = tmp_path_factory.mktemp("elastic")
+    tasks = {
+        name: {"action": "save", "directory": str(root / name)} | PLAIN | settings
+        for name, settings in TRAININGS.items()
+    }
+    (root / "disk").mkdir()
+    with small_disk(root / "disk", DISK_BYTES):
+        filled = {"action": "fill", "directory": str(root / "disk/checkpoints"), "zero_stage": 2}
+        return root, work(root, tasks | {"filled": PLAIN | filled}, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_other_ranks_at_another_stage_continue_exactly(
+    saved: tuple[Path, dict[str, Any]], num_ranks: int
+) -> None:
+    root, results = saved
+    tasks = {
+        f"{name} {json.dumps(change)}": {"action": "resume", "directory": str(root / name)}
+        | PLAIN
+        | TRAININGS[name]
+        | change
+        for name, changes in RESUMED[num_ranks].items()
+        for change in changes
+    }
+    check(results, work(root, tasks, num_ranks))
+
+
+def check(results: dict[str, Any], resumed: dict[str, Any]) -> None:
+    for task, found in resumed.items():
+        name = task.partition(" ")[0]
+        assert found["step"] == 2, task
+        # Bit for bit, written by these ranks at this stage: weights, moments, average.
+        assert found["different"] == [], task
+        assert found["kinds"] == KINDS[name], task
+        for ours, theirs in zip(found["losses"], results[name]["losses"], strict=True):
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5), task
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-4), task
+
+
+def test_all_ranks_skip_a_checkpoint_in_which_one_finds_damage(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    root, results = saved
+    shutil.copytree(root / "adamw", tmp_path / "adamw")
+    damaged = tmp_path / "adamw/step-00000002/part-00001.safetensors"  # the second of four ranks reads it
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 4
+    damaged.write_bytes(content)
+    task = {"action": "resume", "directory": str(tmp_path / "adamw")} | PLAIN | TRAININGS["adamw"]
+    found = work(tmp_path, {"adamw": task}, 2)["adamw"]
+    assert (found["step"], found["different"]) == (1, [])
+    assert found["losses"][-2:] == results["adamw"]["losses"]  # bit for bit, on as many ranks
+    assert (tmp_path / "adamw/damaged-step-00000002").is_dir()
+
+
+def test_every_rank_is_told_that_the_disk_is_full(saved: tuple[Path, dict[str, Any]]) -> None:
+    _, results = saved
+    found = results["filled"]
+    before, during = found["told"]
+    for told in (before, during):
+        assert len(set(told)) == 1
+        assert "What is saved at step 2 needs " in told[0]
+        assert "The checkpoint of step 1 is kept" in told[0]
+        assert "the same command then resumes" in told[0]
+    assert found["left"] == ["other", "step-00000001"]
+    assert found["step"] == 1
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (2, 2), (2, 4), (4, 2)])
+def test_every_pair_of_stages(
+    request: pytest.FixtureRequest, tmp_path: Path, before: int, after: int
+) -> None:
+    if not request.config.getoption("--full"):
+        pytest.skip("runs with --full")
+    kinds = {
+        "adamw": {"average": True},
+        "muon": {"muon": True, "average": True},
+        "bf16": {"bf16": True, "average": True},
+        "muon-bf16": {"bf16": True, "muon": True, "head_apart": True},
+    }
+    begun = {
+        (kind, stage): PLAIN | settings | {"directory": str(tmp_path / f"{kind}-{stage}")}
+        for (kind, settings), stage in product(kinds.items(), range(4))
+    }
+    tasks = {
+        f"{kind} {stage}": task | {"action": "save", "zero_stage": stage}
+        for (kind, stage), task in begun.items()
+    }
+    results = work(tmp_path, tasks, before, seconds=3000)
+    tasks = {
+        f"{kind} {stage} {then}": task | {"action": "resume", "zero_stage": then}
+        for ((kind, stage), task), then in product(begun.items(), range(4))
+    }
+    for name, found in work(tmp_path, tasks, after, seconds=3000).items():
+        kind, stage, then = name.split()
+        assert (found["step"], found["different"]) == (2, []), name
+        for ours, theirs in zip(found["losses"], results[f"{kind} {stage}"]["losses"], strict=True):
+            same = before == after and stage == then
+            assert ours == (theirs if same else pytest.approx(theirs, rel=1e-4)), name
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5), name
