@@ -20,7 +20,6 @@ from tests.train.trainer.parallel_worker import LR, MUON, ROW_TOKENS, ROWS_PER_S
 from train.checkpoint.agreement import gathered
 from train.checkpoint.parts import load_weights
 from train.distributed import World, leave_process_group
-from train.trainer import checkpoints as checkpoints_module
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.loop import optimizer_step
@@ -123,7 +122,7 @@ def fill(directory: Path, settings: dict[str, Any], world: World) -> dict[str, A
     told = [refusal(saved, training, world)]
     # As if the space had been free a moment before.
     usage = shutil.disk_usage(directory)
-    checkpoints_module.shutil.disk_usage = lambda _: usage._replace(free=usage.total)  # type: ignore[attr-defined]
+    shutil.disk_usage = lambda _: usage._replace(free=usage.total)  # type: ignore[assignment]
     told.append(refusal(saved, training, world))
     left = sorted(path.name for path in directory.iterdir())
     resumed = Training(settings, world)

@@ -145,6 +145,10 @@ def test_every_pair_of_stages(
         kind, stage, then = name.split()
         assert (found["step"], found["different"]) == (2, []), name
         for ours, theirs in zip(found["losses"], results[f"{kind} {stage}"]["losses"], strict=True):
-            same = before == after and stage == then
-            assert ours == (theirs if same else pytest.approx(theirs, rel=1e-4)), name
-            assert ours[0] == pytest.approx(theirs[0], rel=1e-5), name
+            if before == after and stage == then:
+                assert ours == theirs, name
+            # Three ranks with two rows each scale the gradient by another number than a power of two, and
+            # bf16 rounds it.
+            exact = "bf16" not in kind or after != 3
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5 if exact else 1e-4), name
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-4 if exact else 2**-8), name
