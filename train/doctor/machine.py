@@ -57,7 +57,12 @@ def locked_memory_check(limit: int, registers: str | None) -> Check:
 
 
 def open_files_check(soft: int, hard: int, needed: int) -> Check:
-    """Return whether a process can open as many files and connections as one of the run's has."""
+    """Return whether a process can open as many files and connections as one of the run's may have.
+
+    Args:
+        soft, hard: the limits.
+        needed: an estimate.
+    """
     unlimited = resource.RLIM_INFINITY
     good = soft == unlimited or soft >= needed
     allowed = hard == unlimited or hard >= needed
@@ -65,7 +70,7 @@ def open_files_check(soft: int, hard: int, needed: int) -> Check:
         "" if allowed else f"; the hard limit is {hard}, ask the administrator"
     )
     found = "unlimited" if soft == unlimited else str(soft)
-    return judged("open files", good, found, str(needed), f"{remedy}.", field="ulimit -n", value=soft)
+    return judged("open files", good, found, str(needed), f"{remedy}.", otherwise=Status.warning)
 
 
 def shared_memory_check(free_bytes: int, needed_bytes: int, what: str, remedy: str) -> Check:

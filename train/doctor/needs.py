@@ -24,8 +24,8 @@ from train.planning.sizes import RunSizes
 from train.planning.work import newest_data_summary
 from train.requirements import joins_mooncake
 
-# What a process of the run has open: libraries, data sets, shards, connections to the other processes.
-# The quickstart has 80 at most, and 420 while it regenerates through vLLM with 64 requests at a time.
+# An estimate of what a process has open: data sets, shards, connections to other processes. A run of one
+# process on a small target works with 64.
 _OPEN_FILES = 256
 _FILES_PER_REQUEST = 2
 # Of the embedded target and its conversations.

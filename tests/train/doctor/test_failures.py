@@ -66,4 +66,4 @@ def test_the_explanation_has_the_rows_that_matter(tmp_path: Path) -> None:
     assert not any("Python" in line for line in lines)
     with open_file_limit(100):
         lines = explanation(os_error(errno.EMFILE), config, ALONE)
-    assert any(line.split()[:4] == ["lacking", "open", "files", "100"] for line in lines)
+    assert any(line.split()[:4] == ["warning", "open", "files", "100"] for line in lines)

@@ -33,8 +33,8 @@ def test_memory_is_what_this_machine_has() -> None:
     ("soft", "hard", "status", "said"),
     [
         (1024, 4096, Status.ok, ""),
-        (64, 4096, Status.lacking, "ulimit -n 384."),
-        (64, 64, Status.lacking, "the hard limit is 64, ask the administrator."),
+        (64, 4096, Status.warning, "ulimit -n 384."),
+        (64, 64, Status.warning, "the hard limit is 64, ask the administrator."),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, Status.ok, ""),
     ],
 )
