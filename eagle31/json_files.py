@@ -5,7 +5,7 @@ import os
 import zlib
 from collections.abc import Iterable
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from eagle31.errors import UserError
@@ -37,6 +37,24 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` atomically. Paths become strings, enums their values; other types raise TypeError."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=_encode) + "\n")
+
+
+def file_within(directory: Path, name: object, where: Path) -> Path:
+    """Return the path of a file that another file names, which has to be inside the directory.
+
+    Args:
+        name: as the file has it, relative to the directory.
+        where: the file that has the name, for the message.
+
+    Raises:
+        UserError: it is no relative path, or leaves the directory.
+    """
+    if isinstance(name, str) and name and "\0" not in name:
+        relative = PurePosixPath(name)
+        if relative.parts and not relative.is_absolute() and ".." not in relative.parts:
+            return directory / relative
+    remedy = f"It names {name!r}, which is no file inside {directory}; download or write it again."
+    raise UserError("file", where, remedy)
 
 
 def read_json(path: Path) -> Any:

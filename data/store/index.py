@@ -11,7 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from data.store.shard_file import file_checksum, write_tensors
-from data.store.shards import DamagedShard, FinishedShards, ShardRecord, file_sha256, refused, refused_ids
+from data.store.shards import (
+    SHARD_NAME,
+    DamagedShard,
+    FinishedShards,
+    ShardRecord,
+    file_sha256,
+    refused,
+    refused_ids,
+)
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from eagle31.tensor_files import read_header
@@ -146,7 +154,12 @@ class ShardTable(Sequence[ShardEntry]):
         return ShardEntry(self.file(index), int(self._index["shard_bytes"][index]), checksum, sha256)
 
     def file(self, index: int) -> str:
-        return self._index["shard_files"][index].tobytes().rstrip(b"\0").decode()
+        """Return a shard's name. Raises DamagedShard for what is none, such as a path."""
+        name = self._index["shard_files"][index].tobytes().rstrip(b"\0").decode(errors="replace")
+        if not SHARD_NAME.fullmatch(name):
+            remedy = "The index has a name that is no shard's; run again with the capture stage."
+            raise DamagedShard(name, None, remedy)
+        return name
 
 
 def write_manifest(

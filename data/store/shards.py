@@ -32,7 +32,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json, write_text
 
 REFUSED = "refused"
-SHARD_NAME = re.compile(r"shard-(?P<writer>.+)-(?P<number>\d{5,})\.safetensors")
+SHARD_NAME = re.compile(r"shard-(?P<writer>[^/\0]+)-(?P<number>\d{5,})\.safetensors")
 _READ_BYTES = 1 << 22
 _SETTLED_SECONDS = 2.0  # longer than the resolution of any file system's times
 _ROWS_IN_JSON = ("lengths", "aux_rows", "last_rows")
@@ -84,6 +84,8 @@ class ShardRecord:
     def from_json(content: Mapping[str, Any]) -> "ShardRecord":
         ids = np.array(content["sample_ids"], dtype=np.int64)
         rows = np.array([content[name] for name in _ROWS_IN_JSON], dtype=np.int64).T.reshape(len(ids), 3)
+        if not SHARD_NAME.fullmatch(content["file"]):
+            raise ValueError(f"{content['file']!r} is no shard's name")
         known = content["file"], content["num_bytes"], _encoding(**content["encoding"]), ids, rows
         if "checksums" not in content:
             return ShardRecord(*known, sha256=content["sha256"])

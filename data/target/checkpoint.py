@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from data.file_hashes import hash_files
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
+from eagle31.json_files import file_within, read_json
 from eagle31.tensor_files import check_pointer, open_tensors, read_header
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -180,6 +180,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     content = _read_json(index)
     if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
         raise UserError("target.model", index, "The file has no weight_map; download it again.")
+    for name in content["weight_map"].values():
+        file_within(index.parent, name, index)
     return content["weight_map"]
 
 

@@ -14,6 +14,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data.target.architecture import model_class
+from data.target.remote_code import announce_remote_code
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
@@ -91,6 +92,7 @@ def auto_class(config: PreTrainedConfig, spec: TargetSpec) -> Any:
 
 
 def _load_config(spec: TargetSpec, path: Path | None) -> PreTrainedConfig:
+    announce_remote_code(spec, path)
     known = path is not None and _model_type(path) in CONFIG_MAPPING
     with spec.checkpoint.loading():
         return AutoConfig.from_pretrained(

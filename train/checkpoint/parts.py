@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import file_within, read_json, write_json
 from eagle31.tensor_files import read_header
 
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -109,6 +109,8 @@ def read_checked(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path)
         checksum = values.pop(_CHECKSUM)
+        for name in values.get("files", {}):
+            file_within(path.parent, name, path)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
     except (UserError, AttributeError, KeyError, TypeError):

@@ -13,7 +13,7 @@ from data.text.perturbation import UNCHANGED, PromptSetting
 from data.text.schemas import Conversation
 from data.text.split import prompt_hashes
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
+from eagle31.json_files import file_within, read_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.evaluation.replay import MAX_DRAFT_TOKENS, PromptAcceptance, packed, replay_greedily
@@ -105,7 +105,7 @@ class FinishedCell:
         return FinishedCell(
             Cell(fields["domain"], PromptSetting(**fields["setting"])),
             fields["purpose"],
-            artifacts / fields["artifact"] / "states",
+            file_within(artifacts, fields["artifact"], Path(LISTING)) / "states",
             tuple(fields["prompt_ids"]),
             fields["mean_prompt_tokens"],
         )

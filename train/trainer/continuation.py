@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
+from eagle31.json_files import file_within, read_json, read_jsonl, write_json, write_jsonl
 from train.artifact import MANIFEST as FINISHED
 from train.checkpoint.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 from train.trainer.checkpoints import BEST, check_form, saved_steps
@@ -230,7 +230,7 @@ def _take_over_best(earlier: EarlierTraining, best_step: int | None, best: Path)
             return False
         best.mkdir(parents=True)
         for name in description["files"].values():
-            _link(str(theirs / name), str(best / name))
+            _link(str(file_within(theirs, name, theirs / BEST)), str(best / name))
     except FileNotFoundError:
         return False
     write_json(best / BEST, description)
