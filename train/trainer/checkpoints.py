@@ -298,7 +298,8 @@ class CheckpointDirectory:
 def saved_steps(checkpoints: Path) -> list[int]:
     """Return the steps of the finished checkpoints in a directory, ascending."""
     # A directory gets its name once all its files are on disk.
-    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
+    names = (path.name.removeprefix("step-") for path in checkpoints.glob("step-*"))
+    return sorted(int(name) for name in names if name.isdigit())  # not the copies that a user has made
 
 
 def check_form(checkpoint: Path) -> None:

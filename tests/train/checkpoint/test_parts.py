@@ -137,6 +137,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, number: int) -> None:
     checkpoint = tmp_path / "step-00000003"
     write_checkpoint(checkpoint, 2)
     damage(checkpoint / file)
+    (tmp_path / "step-00000003-copy").mkdir()  # a user's
     if file != STATE:
         with pytest.raises(DamagedCheckpoint, match=file):
             load_weights(checkpoint)
