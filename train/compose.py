@@ -10,6 +10,7 @@ from hydra.compose import compose
 from hydra.errors import HydraException
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from data.text.choices import check_split
 from eagle31.errors import UserError
@@ -43,7 +44,10 @@ def compose_config(arguments: Sequence[str]) -> DictConfig:
     name = recipe_name(arguments)
     overrides = checked([*arguments, f"recipe_name={name}"])
     register()
-    with _errors_for_users(name), initialize_config_dir(version_base="1.3", config_dir=str(RECIPES)):
+    with (
+        _errors_for_users(name, arguments),
+        initialize_config_dir(version_base="1.3", config_dir=str(RECIPES)),
+    ):
         return compose("train", overrides)
 
 
@@ -53,7 +57,7 @@ def composed(arguments: Sequence[str]) -> RunConfig:
     Raises:
         UserError: the recipe or an argument cannot be used.
     """
-    with _errors_for_users(recipe_name(arguments)):
+    with _errors_for_users(recipe_name(arguments), arguments):
         config: RunConfig = OmegaConf.to_object(compose_config(arguments))  # type: ignore[assignment]
     check(config)
     _check_splits(arguments, config)
@@ -93,17 +97,28 @@ def recipe_name(arguments: Sequence[str]) -> str:
 
 
 @contextmanager
-def _errors_for_users(recipe: str) -> Iterator[None]:
+def _errors_for_users(recipe: str, arguments: Sequence[str]) -> Iterator[None]:
     """Turns what Hydra and OmegaConf find wrong in a recipe into a UserError."""
     try:
         yield
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         raise UserError(key, "???", f"This recipe needs a value for it: {key}=...") from None
+    except UserError:
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         lines = f"{error}\n{error.__cause__ or ''}".splitlines()
         message = " ".join(line.strip() for line in lines if line.strip() and "object_type" not in line)
+        key = str(getattr(error.__cause__ or error, "full_key", None) or "")
+        for argument in arguments:
+            given, _, value = argument.lstrip("+").partition("=")
+            if given == key or key.startswith(f"{given}."):
+                raise UserError(given, value, message) from None
         raise UserError("recipe", recipe, message) from None
+    except (YAMLError, OSError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        # Hydra does not check that a file has keys.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError("recipe", recipe, f"A file in recipes/ cannot be read: {reason}.") from error
 
 
 def _epilog() -> str:

@@ -40,7 +40,8 @@ def held_out_split(
     num_different = len(np.unique(ranks))
     if num_different <= num_held_out:
         remedy = (
-            f"There are {num_different} different prompts and {num_held_out} to hold out; hold out fewer."
+            f"There are {num_different} different prompts and {num_held_out} to hold out; give more data, or "
+            "lower data.num_validation and data.num_test."
         )
         raise UserError(field, f"{len(ranks)} conversations", remedy)
     held_out = chosen_prompts(ranks, num_held_out)

@@ -125,24 +125,24 @@ def _parquet_rows(source: str, field: str) -> Iterator[Any]:
         for batch in file.iter_batches(batch_size=1024):
             try:
                 found = batch.to_pylist()
-            except UnicodeDecodeError:
+            except (ValueError, OverflowError):  # of UTF-8, and of dates that Python does not have
                 found = [_row_of_batch(batch, index) for index in range(len(batch))]
             yield from found
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(field, source, f"It is not a readable Parquet file: {error}.") from error
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: of names that are not UTF-8
+        raise UserError(field, source, f"It is not a readable Parquet file: {_reason(error)}.") from error
 
 
 def _row_of_batch(batch: pyarrow.RecordBatch, index: int) -> Any:
     try:
         return batch.slice(index, 1).to_pylist()[0]
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError) as error:
         return MalformedRow(_reason(error))
 
 
 def _dataset_rows(dataset: Dataset, source: str, field: str) -> Iterator[Any]:
     try:
         yield from dataset
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise UserError(field, source, f"The data set is damaged: {_reason(error)}.") from error
 
 
@@ -192,7 +192,7 @@ def _reason(error: Exception) -> str:
     """Return an error's message, which for UTF-8 may name bytes of half a line."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is {error.object[error.start]:#04x}, which is not UTF-8"
-    return str(error)
+    return " ".join(str(error).split())
 
 
 def _json_array(source: str, field: str) -> Iterator[tuple[str, Any]]:

@@ -159,7 +159,7 @@ def tokenize(
                 if enough is not None and enough.reached(counts):
                     break
         report = _report(counts, len(refused), fingerprint)
-        _check(report, refused, max_refused_fraction, max_tokens)
+        _check(report, refused, max_refused_fraction, max_tokens, tokenizer)
         if refused:
             on_refused(refused)
         with _datasets_bars(progress and sys.stderr.isatty()):
@@ -241,9 +241,19 @@ def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> Tokeniz
 
 
 def _check(
-    report: TokenizeReport, refused: list[tuple[str, str]], max_refused_fraction: float, max_tokens: int
+    report: TokenizeReport,
+    refused: list[tuple[str, str]],
+    max_refused_fraction: float,
+    max_tokens: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     check_refused(refused, report.num_conversations, max_refused_fraction)
+    if report.num_samples == 0 and not report.num_overlong:
+        remedy = (
+            f"No sample is left of {report.num_conversations} conversations: none has two assistant tokens "
+            "in a row. Look at one with scripts/inspect_data: does the template write the answers?"
+        )
+        raise UserError("target.chat_template", tokenizer.name_or_path, remedy)
     if report.num_samples == 0:
         raise UserError(
             "data.max_tokens",

@@ -124,8 +124,8 @@ def check(case: Case, directory: Path) -> Outcome:
     for part in case.absent:
         assert part not in outcome.out + outcome.err, printed
     if case.status == MISTAKE:
-        [*_, last] = outcome.err.rstrip().splitlines()
-        assert "error: " in last, f"the message is not one line at the end\n{printed}"
+        lines = [line for line in outcome.err.splitlines() if line.strip() and not line.startswith("  ")]
+        assert "error: " in lines[-1], f"the message, with its indented examples, is not the end\n{printed}"
     return outcome
 
 

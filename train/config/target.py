@@ -1,12 +1,16 @@
 """The recipe's schema for the target."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
-from eagle31.errors import require_positive
+from eagle31.errors import UserError, require_positive
+
+# What accelerate takes for device_map: ways to spread a model, and names of devices.
+_DEVICE_MAP = re.compile(r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|xpu|mps|npu|hpu)(:\d+)?")
 
 EMBEDDED = "embedded"  # target.model and data.train: a small model and its text, made on this machine
 
@@ -48,3 +52,6 @@ class TargetConfig:
 def check_target(target: TargetConfig) -> None:
     """Raise UserError for values that no stage could use."""
     require_positive({"target.checkpoint_gb": target.checkpoint_gb})
+    if target.device_map is not None and not _DEVICE_MAP.fullmatch(target.device_map):
+        remedy = "Give auto, a device such as cuda:0, or null for a copy on each device."
+        raise UserError("target.device_map", target.device_map, remedy)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import load_from_disk
 from transformers import PreTrainedTokenizerBase
 
+from data.text.saved import load_saved
 from data.text.sources import read_conversations
 from data.text.template import render_prompt
 from eagle31.errors import UserError
@@ -33,7 +33,7 @@ def find_prompts(
     if file is not None:
         prompts, source = read_prompts(file, tokenizer), str(file)
     elif held_out:
-        rows = load_from_disk(str(held_out))
+        rows = load_saved(held_out)
         prompts, source = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows], str(held_out)
     else:
         prompts, source = _probe_prompts(export), "the export's probe"

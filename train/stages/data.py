@@ -182,7 +182,13 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
         if not rendered:
             check_refused(refusals, len(held_out))
     num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
-    if not 0 < num_validation < len(rendered):
+    if len(rendered) > 1 and not 0 < num_validation < len(rendered):
+        remedy = (
+            f"There are {len(rendered)} held-out prompts for it and data.num_test={data.num_test}, and one "
+            "of the two would have none; choose them in another proportion, or give more prompts."
+        )
+        raise UserError("data.num_validation", data.num_validation, remedy)
+    if len(rendered) < 2:
         raise UserError(
             "train.row_tokens",
             context.config.train.row_tokens,

@@ -44,7 +44,7 @@ def test_prompts_are_chosen_as_those_of_conversations_are():
 
 
 def test_holding_out_every_prompt_is_a_user_error():
-    with pytest.raises(UserError, match="hold out fewer"):
+    with pytest.raises(UserError, match=r"or lower data\.num_validation"):
         held_out_split(ranks(["a", "a", "b"]), 2)
 
 

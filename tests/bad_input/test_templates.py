@@ -1,0 +1,316 @@
+"""Chat templates that cannot be used, and what does not fit the target, in scripts/inspect_data and a run."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.embedded.target import EmbeddedTarget
+from data.text import template
+from tests.bad_input.commands import Case, CheckCase, each, link
+from tests.train.small_run import RECIPE, arguments
+
+INSPECT = "scripts/inspect_data"
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ALL = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FORTY = [
+    {
+        "messages": [
+            {"role": "user", "content": f"what is {i}"},
+            {"role": "assistant", "content": f"it is {i}"},
+        ]
+    }
+    for i in range(40)
+]
+
+
+def written(source: str | bytes) -> Callable[[Path], None]:
+    def prepare(directory: Path) -> None:
+        data = source.encode() if isinstance(source, str) else source
+        (directory / "t.jinja").write_bytes(data)
+
+    return prepare
+
+
+def inspected(name: str, source: str | bytes, *says: str) -> Case:
+    """Return the case of a template in scripts/inspect_data."""
+    given = ("train.jsonl", "--tokenizer", "target", "--chat-template", "t.jinja")
+    return Case(name, given, ("error: --chat-template=", *says), written(source), INSPECT)
+
+
+TEMPLATES = [
+    inspected("empty", "", "The file is empty"),
+    inspected("white_space", " \n\n", "The file is empty"),
+    inspected("binary", b"\xff\xfe\0\1", "The file cannot be read", "codec can't decode"),
+    inspected("open_tag", "{% for m in messages %}{{ m.content }", "It is no Jinja template", "in line 1"),
+    inspected("no_end_of_loop", "\n{% for m in messages %}", "It is no Jinja template", "in line 2"),
+    inspected("unknown_tag", "{% banana %}", "It is no Jinja template", "unknown tag 'banana'"),
+    inspected("unknown_filter", "{{ messages | banana }}", "No filter named 'banana'"),
+    inspected(
+        "raises", "{{ raise_exception('no system prompt') }}", "refuses a conversation: no system prompt"
+    ),
+    inspected("divides_by_zero", "{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+    inspected("adds_text_and_number", "{{ 'a' + 1 }}", "TypeError"),
+    inspected("indexes_beyond_the_end", "{{ messages[100].role }}", "has no element 100"),
+    inspected("calls_what_is_undefined", "{{ banana() }}", "'banana' is undefined"),
+    inspected("includes_a_file", "{% include 'other' %}", "no loader for this environment"),
+    inspected("reads_internals", "{{ ''.__class__.__mro__ }}", "is unsafe"),
+    inspected("changes_the_messages", "{{ messages.append(1) }}", "is unsafe"),
+    inspected("recursion", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+    inspected("huge_range", "{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
+    inspected("writes_the_time", ALL + "{{ strftime_now(1) }}", "TypeError"),
+    inspected(
+        "starts_with_the_number_of_messages",
+        "{{ messages | length }}" + ALL + PROMPT,
+        "writes the start of a turn in two ways",
+        "use --turns=each",
+        "with a stable prefix",
+    ),
+    inspected(
+        "writes_only_the_last_turn",
+        "{% for m in messages[-1:] %}" + TURN + "{% endfor %}" + PROMPT,
+        "writes the start of a turn in two ways",
+    ),
+]
+
+
+@each(TEMPLATES)
+def test_a_template_that_cannot_be_used_is_named(
+    case: Case, check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    link(tmp_path / "target", small_target.model)
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
+    check_case(case)
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_an_endless_template_ends(
+    check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "RENDER_SECONDS", 0.1)
+    link(tmp_path / "target", small_target.model)
+    (tmp_path / "train.jsonl").write_text(json.dumps(FORTY[0]))
+    check_case(inspected("", ENDLESS, "takes more than 0.1 s for one conversation: it does not end"))
+
+
+def edited(**changes: Any) -> Callable[[Path], None]:
+    """Replace the link to the target by a copy with another config.json."""
+
+    def prepare(directory: Path) -> None:
+        own_target(directory)
+        path = directory / "target" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return prepare
+
+
+def own_target(directory: Path) -> None:
+    target = directory / "target"
+    source = target.resolve()
+    target.unlink()
+    shutil.copytree(source, target)
+
+
+def without(*names: str, tokenizer_class: str | None = None) -> Callable[[Path], None]:
+    def prepare(directory: Path) -> None:
+        own_target(directory)
+        for name in names:
+            (directory / "target" / name).unlink()
+        if tokenizer_class is not None:
+            config = {"tokenizer_class": tokenizer_class, "chat_template": ALL}
+            (directory / "target" / "tokenizer_config.json").write_text(json.dumps(config))
+
+    return prepare
+
+
+def run(
+    name: str, says: tuple[str, ...], *overrides: str, prepare: Callable[[Path], None] = lambda _: None
+) -> Case:
+    """Return the case of the data stage of a small run, with settings that replace its own."""
+    return Case(name, overrides, says, prepare)
+
+
+def other_prompts(directory: Path) -> None:
+    text = (directory / "train.jsonl").read_text().replace("what", "where")
+    (directory / "eval.jsonl").write_text(text)
+
+
+def template_run(name: str, source: str, *says: str) -> Case:
+    return run(name, says, "target.chat_template=t.jinja", prepare=written(source))
+
+
+RUNS = [
+    template_run(
+        "broken_template", "{% for m in messages %}", "error: target.chat_template=", "no Jinja template"
+    ),
+    template_run(
+        "raising_template", "{{ raise_exception('no') }}", "error: target.chat_template=", "refuses", "no"
+    ),
+    template_run(
+        "template_without_answers", "hello", "error: target.chat_template=", "does the template write"
+    ),
+    template_run(
+        "unstable_template", "{{ messages | length }}" + ALL, "error: target.chat_template=", "in two ways"
+    ),
+    run(
+        "no_template",
+        ("error: target.chat_template=None", "no chat template"),
+        prepare=without("chat_template.jinja"),
+    ),
+    run(
+        "no_tokenizer",
+        ("error: target.model=target: ", "cannot be loaded"),
+        prepare=without("tokenizer.json"),
+    ),
+    run(
+        "empty_tokenizer",
+        ("error: target.model=target: Its tokenizer has no vocabulary",),
+        prepare=without("tokenizer.json", tokenizer_class="LlamaTokenizer"),
+    ),
+    run(
+        "vocabulary_unlike_the_weights",
+        ("error: target.model=target: Its weights have a weight of shape [512, 64]", "[600, 64]"),
+        prepare=edited(vocab_size=600),
+    ),
+    run(
+        "width_unlike_the_weights",
+        ("error: target.model=target: Its weights have a weight of shape [512, 64]", "[512, 32]"),
+        prepare=edited(hidden_size=32),
+    ),
+    run("norms_of_nan", ("error: drafter.rms_norm_eps=nan",), prepare=edited(rms_norm_eps=float("nan"))),
+    run("no_layers", ("error: ",), prepare=edited(num_hidden_layers=0)),
+    run("unknown_kind", ("error: target.model=target: ", "banana"), prepare=edited(model_type="banana")),
+    run("no_config", ("error: target.model=target",), prepare=without("config.json")),
+    run(
+        "aux_layer_beyond_the_end",
+        ("error: drafter.aux_layer_ids=[1, 2, 5]: ", "to 4 (last layer's output)"),
+        "drafter.aux_layer_ids=[1,2,5]",
+    ),
+    run(
+        "draft_vocabulary_beyond_the_target's",
+        ("drafter.draft_vocab_size=513: ", "(512)"),
+        "drafter.draft_vocab_size=513",
+    ),
+    run(
+        "heads_that_do_not_divide",
+        ("drafter.num_key_value_heads=3: It must divide",),
+        "drafter.num_key_value_heads=3",
+    ),
+    run("odd_heads", ("drafter.head_dim=33: RoPE needs an even",), "drafter.head_dim=33"),
+    run(
+        "theta_of_words",
+        ("drafter.rope_parameters.rope_theta=a: ", "a number"),
+        "drafter.rope_parameters={rope_theta: a}",
+    ),
+    run(
+        "theta_below_zero", ("rope_theta=-1: ", "greater than 0"), "drafter.rope_parameters={rope_theta: -1}"
+    ),
+    run(
+        "unknown_rope",
+        ("rope_type=banana: ", "supported are"),
+        "drafter.rope_parameters={rope_theta: 1,rope_type: banana}",
+    ),
+    run("latent_widths_without_mla", ("drafter.q_lora_rank=4: ", "attention=mla"), "drafter.q_lora_rank=4"),
+    run("window_with_mla", ("error: drafter.",), "drafter.attention=mla", "drafter.sliding_window=4"),
+    run(
+        "positions_below_the_samples",
+        ("drafter.max_position_embeddings=8: Samples have up to data.max_tokens=256", "raise it"),
+        "drafter.max_position_embeddings=8",
+    ),
+    run(
+        "unknown_attention",
+        ("target.attn_implementation=banana: Choose one of eager",),
+        "target.attn_implementation=banana",
+    ),
+    run("unknown_devices", ("target.device_map=banana: Give auto",), "target.device_map=banana"),
+    run("unknown_dtype", ("target.dtype=banana: ",), "target.dtype=banana"),
+    run("dtype_of_whole_numbers", ("target.dtype=int32: ",), "target.dtype=int32"),
+    run("no_target", ("target.model=./none: The directory does not exist",), "target.model=./none"),
+    run("target_is_a_file", ("error: target.model=./train.jsonl",), "target.model=./train.jsonl"),
+    run("no_such_layers", ("target.layers_path=banana: ", "no such module"), "target.layers_path=banana"),
+    run(
+        "layers_of_no_list",
+        ("target.layers_path=model.norm: ", "ModuleList"),
+        "target.layers_path=model.norm",
+    ),
+    run("no_such_norm", ("target.norm_path=banana: ", "no such module"), "target.norm_path=banana"),
+    run(
+        "all_held_out",
+        ("There are 40 different prompts", "lower data.num_validation"),
+        "data.num_validation=100000",
+    ),
+    run(
+        "none_left_for_the_test",
+        ("error: data.num_validation=100000: There are 40 held-out prompts for it and data.num_test=6",),
+        "data.num_validation=100000",
+        "data.eval=eval.jsonl",
+        prepare=other_prompts,
+    ),
+    run(
+        "rows_too_short",
+        ("error: train.row_tokens=40: Only ", "of 14 held-out"),
+        "train.row_tokens=40",
+        "data.max_tokens=40",
+    ),
+    run(
+        "split_of_a_file",
+        ("error: data.split=banana: It has no effect", "train.jsonl is a file"),
+        "data.split=banana",
+    ),
+    run("subset_of_a_file", ("error: data.subset=banana: It has no effect",), "data.subset=banana"),
+    run(
+        "split_of_the_evaluation",
+        ("error: data.eval_split=b: It has",),
+        "data.eval=train.jsonl",
+        "data.eval_split=b",
+    ),
+    run(
+        "split_of_a_domain",
+        ("domains.a.split=b: It has",),
+        "evaluate.matrix.domains.a.source=train.jsonl",
+        "evaluate.matrix.domains.a.split=b",
+    ),
+    run(
+        "argument_of_ours",
+        ("data.template_kwargs.add_generation_prompt=True: It is set",),
+        "data.template_kwargs.add_generation_prompt=true",
+    ),
+    run(
+        "argument_that_is_a_template",
+        ("data.template_kwargs.chat_template=a: ", "target.chat_template=FILE"),
+        "data.template_kwargs.chat_template=a",
+    ),
+]
+
+
+@each(RUNS)
+def test_a_run_names_what_does_not_fit_before_it_reads_the_data(
+    case: Case, check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    link(tmp_path / "target", small_target.model)
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
+    given = EmbeddedTarget(Path("target"), Path("train.jsonl"), Path("none"))
+    settings = [*arguments(given, Path("run")), "stages=[data]", "cache_dir=cache"]
+    check_case(Case(case.name, (f"recipe={RECIPE}", *settings, *case.arguments), case.says, case.prepare))
+    assert not list(tmp_path.glob("run/artifacts/data-*/train"))
+
+
+def test_a_template_without_a_generation_prompt_is_announced(
+    check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    link(tmp_path / "target", small_target.model)
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
+    given = EmbeddedTarget(Path("target"), Path("train.jsonl"), Path("none"))
+    settings = (*arguments(given, Path("run")), "stages=[data]", "target.chat_template=t.jinja")
+    for number, (source, announced) in enumerate(((ALL, True), (ALL + PROMPT, False))):
+        written(source)(tmp_path)
+        case = Case("", (f"recipe={RECIPE}", *settings, f"output_dir=run-{number}"), (), status=0)
+        assert ("ignores add_generation_prompt" in check_case(case).out) == announced
+        if announced:
+            assert r"'<|im_start|>assistant\n'" in check_case(case).out or "reused" in check_case(case).out
