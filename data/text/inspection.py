@@ -1,5 +1,6 @@
 """Showing a sample's tokens colored by the loss mask, on a terminal or in an HTML page."""
 
+import errno
 import html
 import json
 import os
@@ -85,6 +86,8 @@ def write_page(path: Path, title: str, summary: Sequence[str], samples: Sequence
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><ul>{lines}</ul>{bodies}</html>\n"
     )
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(page, encoding="utf-8")
     os.replace(partial, path)

@@ -76,12 +76,13 @@ def find_schema(
     group = field.removesuffix(".source") if field.endswith(".source") else "data"
     names = f"{group}.prompt_column and {group}.response_column"
     prompt, response = columns.prompt, columns.response
-    missing = {prompt, columns.input, response} - {None, *row}
+    chosen = (prompt, columns.input, response)
+    missing = sorted({one for one in chosen if one is not None and one not in row})
     if prompt is not None or response is not None:
         if prompt is None or (response is None and require_answer):
             raise UserError(field, source, f"Name both {names}. {found}")
         if missing:
-            raise UserError(field, source, f"There is no column {', '.join(map(str, missing))}. {found}")
+            raise UserError(field, source, f"There is no column {', '.join(missing)}. {found}")
         return partial(_from_pair, prompt, columns.input, response)
     if columns.input is not None:
         raise UserError(
