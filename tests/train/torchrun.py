@@ -86,7 +86,7 @@ def composed(recipe: str, *arguments: str) -> RunConfig:
 def checked_config(arguments: Sequence[str]) -> RunConfig:
     """Return what `train.compose.composed` returns, and raise what it raises."""
     recipe = recipe_name(arguments)
-    with _errors_for_users(recipe):
+    with _errors_for_users(recipe, arguments):
         config = composed(recipe, *(one for one in arguments if not one.startswith("recipe=")))
     check(config)
     return config
