@@ -10,9 +10,9 @@ from typing import Protocol
 
 from data.addresses import is_url
 from data.progress import Progress
-from data.store.index import INDEX, MANIFEST, SETTINGS, ShardTable, read_index, read_manifest
+from data.store.index import INDEX, MANIFEST, SETTINGS, ShardTable, read_index, read_manifest, read_settings
 from data.store.remote import RemoteDirectory
-from data.store.shards import REFUSED, check_content
+from data.store.shards import REFUSED, check_content, check_sidecar, read_sidecar
 from eagle31.errors import UserError
 
 _NUM_THREADS = 4
@@ -65,6 +65,9 @@ def copy_store(store: Path, output: str, progress: bool = False) -> tuple[int, i
     if manifest is None:
         remedy = f"It has no {MANIFEST}: the store is unfinished, or it is none; finish its capture first."
         raise UserError("STORE", store, remedy)
+    if not (store / SETTINGS).exists():
+        raise UserError("STORE", store, f"It has lost its {SETTINGS}; restore it, or capture again.")
+    read_settings(store)
     if not is_url(output) and Path(output).resolve() == store.resolve():
         raise UserError("OUT", output, "This is the store itself; choose another directory.")
     shards = ShardTable(read_index(store, manifest))
@@ -79,6 +82,7 @@ def copy_store(store: Path, output: str, progress: bool = False) -> tuple[int, i
     def copy(index: int) -> int:
         shard = missing[index]
         check_content(store, shard.file, shard.checksum, shard.sha256)
+        check_sidecar(store, read_sidecar((store / shard.file).with_suffix(".json")))
         for path in (store / shard.file, (store / shard.file).with_suffix(".json")):
             destination.upload(path, path.name)
         return shard.num_bytes

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.store.shard_file import file_checksum, write_tensors
+from data.store.shard_file import MAX_HEADER_BYTES, file_checksum, write_tensors
 from data.store.shards import (
     SHARD_NAME,
     DamagedShard,
@@ -21,7 +21,7 @@ from data.store.shards import (
     refused_ids,
 )
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import read_json_object, read_sealed_json, write_sealed_json
 from eagle31.tensor_files import read_header
 
 FORMAT = 4
@@ -48,12 +48,28 @@ def claim(directory: Path, settings: Mapping[str, Any], rank: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path, settings = directory / SETTINGS, as_read_back(settings)
     if path.exists():
-        changed = differing(read_json(path), settings)
+        changed = differing(read_settings(directory), settings)
         if changed:
             remedy = f"Holds a capture with another {', '.join(changed)}; delete it or choose another."
             raise UserError("output_dir", directory, remedy)
     elif rank == 0:
-        write_json(path, settings)
+        write_sealed_json(path, settings)
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Return what a directory is for.
+
+    Raises:
+        UserError: it is damaged, or no description of a store.
+        OSError: there is none.
+    """
+    path = directory / SETTINGS
+    settings = read_sealed_json(path)
+    missing = {"encoding", "tokens_fingerprint", "dataset_samples"} - settings.keys()
+    if missing:
+        remedy = f"It lacks {', '.join(sorted(missing))}: it was damaged; restore it, or capture again."
+        raise UserError("capture", path, remedy)
+    return settings
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -189,7 +205,7 @@ def write_manifest(
         "refused": [{"sample_id": sample_id, "reason": reasons[sample_id]} for sample_id in left_out],
         "index_checksum": file_checksum(directory / INDEX),
     }
-    write_json(directory / MANIFEST, content)
+    write_sealed_json(directory / MANIFEST, content)
 
 
 def describes(
@@ -203,7 +219,12 @@ def describes(
         records: the shards that are there; by default the listed shards have to be in the directory, which
             takes one listing and reads no sidecar.
     """
-    manifest = read_manifest(directory)
+    try:
+        manifest = read_manifest(directory)
+    except UserError as error:
+        if error.field != "file":  # another version wrote it
+            raise
+        return False
     if manifest is None or any(manifest.get(name) != value for name, value in as_read_back(fields).items()):
         return False
     try:
@@ -220,16 +241,18 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest, or None while the store is unfinished.
 
     Raises:
-        UserError: a version of eagle31 wrote it whose stores this one cannot read.
+        UserError: it is damaged, or a version of eagle31 wrote it whose stores this one cannot read.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
         return None
-    manifest = read_json(path)
-    if manifest.get("format") not in (FORMAT, _FORMAT_WITHOUT_CHECKSUMS):
-        remedy = f"The store has format {manifest.get('format')}, not {FORMAT}; delete it and capture again."
+    found = read_json_object(path).get("format")
+    if found not in (FORMAT, _FORMAT_WITHOUT_CHECKSUMS):
+        remedy = f"The store has format {found}, not {FORMAT}; delete it and capture again."
+        if isinstance(found, int) and found > FORMAT:
+            remedy = f"A newer version of eagle31 wrote it: format {found}, not {FORMAT}. Use that version."
         raise UserError("capture", path, remedy)
-    return manifest
+    return read_sealed_json(path)
 
 
 def read_index(directory: Path, manifest: Mapping[str, Any]) -> dict[str, NDArray]:
@@ -240,7 +263,7 @@ def read_index(directory: Path, manifest: Mapping[str, Any]) -> dict[str, NDArra
     """
     path = Path(directory) / INDEX
     old = manifest["format"] == _FORMAT_WITHOUT_CHECKSUMS
-    if not path.exists() or (
+    if not path.is_file() or (
         file_sha256(path) != manifest["index_sha256"]
         if old
         else file_checksum(path) != manifest["index_checksum"]
@@ -248,7 +271,7 @@ def read_index(directory: Path, manifest: Mapping[str, Any]) -> dict[str, NDArra
         remedy = "The index is missing or altered; run again with the capture stage, which makes it again."
         raise DamagedShard(str(path), None, remedy)
     with path.open("rb") as file:
-        entries = read_header(file, path)
+        entries = read_header(file, path, MAX_HEADER_BYTES)
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
     index = {
         name: mapped[entry.start : entry.stop].view(_INDEX_DTYPES[entry.dtype]).reshape(entry.shape)

@@ -24,6 +24,7 @@ from data.store.index import (
     missing_ids,
     read_index,
     read_manifest,
+    read_settings,
     write_manifest,
 )
 from data.store.reader import SampleReader
@@ -41,7 +42,6 @@ from data.store.shards import (
 )
 from data.store.writer import StoreWriter, disk_full
 from eagle31.errors import UserError, require_positive
-from eagle31.json_files import read_json
 
 SHARD_TOKENS = 1 << 18
 
@@ -93,7 +93,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     path = directory / SETTINGS
     if not path.exists():
         raise UserError("STORE", directory, f"The directory holds no store: {SETTINGS} is missing.")
-    return read_json(path)
+    return read_settings(directory)
 
 
 def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:

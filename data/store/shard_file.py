@@ -23,6 +23,7 @@ from eagle31.tensor_files import read_header
 SAMPLE_IDS, ROWS = "sample_ids", "rows"
 # The kinds of rows, in the order of the column `rows`.
 KINDS = ("tokens", "aux", "final")
+MAX_HEADER_BYTES = 1 << 20  # of a store's files, which have a dozen columns
 _READ_BYTES = 1 << 22
 _DTYPES = {
     torch.int64: "I64",
@@ -211,7 +212,10 @@ class ShardFile:
         self._file: PositionedFile = LocalFile(source) if isinstance(source, Path) else source
         self.path = self._file.path
         with self._file.open() as file:
-            entries = read_header(file, self.path)
+            entries = read_header(file, self.path, MAX_HEADER_BYTES)
+        strange = [name for name, one in entries.items() if one.dtype not in _DTYPES_BY_NAME or not one.shape]
+        if strange or not {*STATES, "input_ids", "loss_mask", SAMPLE_IDS, ROWS} <= entries.keys():
+            raise UserError("file", self.path, "It has not the tensors of a shard.")
         self.head_bytes = min((entry.start for entry in entries.values()), default=0)
         self._columns = {
             name: _Column(
@@ -224,8 +228,6 @@ class ShardFile:
         }
         self._lengths = {name: entry.shape[0] for name, entry in entries.items()}
         self._names = [name for name in entries if name in ROWS_OF]
-        if not {*STATES, "input_ids", "loss_mask", SAMPLE_IDS, ROWS} <= entries.keys():
-            raise UserError("file", self.path, "It has not the tensors of a shard.")
 
     def read(
         self,

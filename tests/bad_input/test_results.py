@@ -175,6 +175,7 @@ def test_results_that_are_made_again_are_the_same(
         (Stage.vocab, "vocab.safetensors", "missing"),
         (Stage.answers, "validation/data-*.arrow", "junk"),
         (Stage.capture, "train/index.safetensors", "flipped"),
+        (Stage.capture, "validation/manifest.json", "cut"),
         (Stage.train, "stage.json", "cut"),
         (Stage.export, "checkpoint/model.safetensors", "missing"),
         (Stage.evaluate, "evaluation.json", "empty"),

@@ -75,7 +75,7 @@ def make_version_3(directory: Path) -> None:
         index = {name: array for name, array in load_file(directory / INDEX).items() if name in names}
         save_file(index, directory / INDEX)
         manifest = json.loads((directory / MANIFEST).read_text())
-        del manifest["num_shards"], manifest["index_checksum"]
+        del manifest["num_shards"], manifest["index_checksum"], manifest["checksum"]
         manifest |= {"format": 3, "shards": shards, "index_sha256": file_sha256(directory / INDEX)}
         (directory / MANIFEST).write_text(json.dumps(manifest))
 
