@@ -248,6 +248,10 @@ class ShardFile:
             OSError: the file ends before these rows, or cannot be read.
         """
         first, num = dict(zip(KINDS, starts, strict=True)), dict(zip(KINDS, rows, strict=True))
+        for name in self._names:  # before memory is allocated for them
+            kind = ROWS_OF[name]
+            if first[kind] < 0 or num[kind] < 0 or first[kind] + num[kind] > self._lengths[name]:
+                raise OSError(f"{self.path} has {self._lengths[name]} rows of {name}")
         sizes = {name: num[ROWS_OF[name]] * self._columns[name].row_bytes for name in self._names}
         num_bytes = sum(sizes.values())
         block = allocate(num_bytes)[:num_bytes]

@@ -69,6 +69,18 @@ def read_config(
     Raises:
         UserError: a key is missing, or the drafter has parts that are not supported here.
     """
+    try:
+        return _read_config(raw, num_target_layers, aux_layer_ids)
+    except UserError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        remedy = f"A value of it has a type or a size that no drafter has ({error}); download it again."
+        raise UserError("config.json", "damaged", remedy) from error
+
+
+def _read_config(
+    raw: dict[str, Any], num_target_layers: int | None, aux_layer_ids: Sequence[int] | None
+) -> ReadConfig:
     layer = layer_config(raw)
     refuse_unknown_parts(raw, layer)
     missing = [key for key in SHAPE_KEYS if layer.get(key) is None]

@@ -76,8 +76,11 @@ def load_export(
         # With a pruned vocabulary, vLLM would use the target's head for the wrong tokens.
         lm_head = target.lm_head if target is not None and not config.pruned else None
         tensors["lm_head.weight"] = _target_rows(lm_head, "lm_head.weight", config)
-    drafter = Drafter(config)
     try:
+        with torch.device("meta"):  # before memory is allocated for the sizes that config.json states
+            shapes = Drafter(config)
+        shapes.load_state_dict(tensors, assign=True)
+        drafter = Drafter(config)
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
