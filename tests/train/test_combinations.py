@@ -25,6 +25,11 @@ from tests.train.small_run import (
 from tests.train.torchrun import preloaded_python, torchrun
 
 
+# Whoever has one of these in the environment finds it in no file, output or command line of a run.
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+PLANTED = "planted0secret0of0forty0characters0000000"
+
+
 def hf_workers(directory: Path) -> list[psutil.Process]:
     return [one for one in processes_of(directory) if "data.capture.hf_worker" in one.cmdline()]
 
@@ -42,8 +47,10 @@ def kill_trainers(process: subprocess.Popen, directory: Path) -> None:
 
 
 def test_online_capture_kills_regeneration_frozen_head_and_another_width(
-    small_target: EmbeddedTarget, tmp_path: Path
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, PLANTED)
     directory, spools = tmp_path / "run", tmp_path / "spools"
     spools.mkdir()
     settings = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
@@ -60,6 +67,8 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
     wait_for_step(directory, 1)
     hf_workers(directory)[0].kill()
     wait_for_step(directory, 5)
+    for one in processes_of(directory):
+        assert PLANTED not in " ".join(one.cmdline())
     kill_trainers(process, directory)
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
     assert sum(record["producer_restarts"] for record in before) >= 1
@@ -69,6 +78,10 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
     )
     assert "resuming after step 4" in printed
     assert "acceptance length" in printed
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 50
+    assert not [path for path in written if PLANTED.encode() in path.read_bytes()]
+    assert PLANTED not in printed
     assert not list(spools.iterdir())
     assert (directory / "report" / "index.html").is_file()
     # Only held-out completions are in stores, and no training data.
