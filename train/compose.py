@@ -16,6 +16,7 @@ from data.text.choices import check_split
 from eagle31.errors import UserError
 from train.config.overrides import RECIPES, checked, choices
 from train.config.run import RunConfig, check, register
+from train.tracking.credentials import check_secrets
 
 CHECKOUT = RECIPES.parent
 
@@ -59,6 +60,7 @@ def composed(arguments: Sequence[str]) -> RunConfig:
     """
     with _errors_for_users(recipe_name(arguments), arguments):
         config: RunConfig = OmegaConf.to_object(compose_config(arguments))  # type: ignore[assignment]
+    check_secrets(config)
     check(config)
     _check_splits(arguments, config)
     return config

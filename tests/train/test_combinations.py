@@ -24,7 +24,6 @@ from tests.train.small_run import (
 )
 from tests.train.torchrun import preloaded_python, torchrun
 
-
 # Whoever has one of these in the environment finds it in no file, output or command line of a run.
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 PLANTED = "planted0secret0of0forty0characters0000000"

@@ -1,0 +1,40 @@
+from pathlib import Path
+
+import pytest
+
+from eagle31.errors import UserError
+from train.compose import composed
+from train.config.overrides import choices
+from train.tracking.credentials import check_secrets
+
+SECRET = "planted-secret"
+
+
+@pytest.mark.parametrize(
+    ("setting", "field"),
+    [
+        (f"vllm.servers=['http://user:{SECRET}@node1:8000']", "vllm.servers"),
+        (f"vllm.servers=['http://{SECRET}@node1:8000']", "vllm.servers"),
+        (f"capture.store='s3://key:{SECRET}@bucket/store'", "capture.store"),
+        (f"data.train='https://user:{SECRET}@host/data.jsonl'", "data.train"),
+        (f"vllm.engine_args.api_key={SECRET}", "vllm.engine_args.api_key"),
+        (f"vllm.engine_args.hf_token={SECRET}", "vllm.engine_args.hf_token"),
+    ],
+)
+def test_a_secret_in_a_configuration_is_refused_and_not_repeated(
+    tmp_path: Path, setting: str, field: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{field}=.*written to files") as caught:
+        composed(["recipe=quickstart", f"output_dir={tmp_path}", setting])
+    assert SECRET not in str(caught.value)
+
+
+def test_what_looks_alike_is_allowed() -> None:
+    check_secrets({"bos_token": "<s>", "max_tokens": 3, "password": "", "token": None})
+    check_secrets(["hf://datasets/owner/name@main", "owner/name@v1", "s3://bucket/store", "http://host:8000"])
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "kimi_k2_6"])
+def test_recipes_have_none(recipe: str) -> None:
+    assert recipe in choices("recipe")
+    composed([f"recipe={recipe}"])
