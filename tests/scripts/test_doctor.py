@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from data.embedded.target import EmbeddedTarget
 from tests.bad_input.commands import Outcome, run_command
@@ -80,6 +81,17 @@ def test_a_job_of_slurm_is_not_for_this_machine(
     assert outcome.status == 1
     assert outcome.out.endswith("This run cannot start on this machine: Slurm.\n")
     assert "not looked at: run it on a node" in outcome.out
+
+
+def test_a_target_that_cannot_be_reached_is_one_row(
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    outcome = doctor(small_target, tmp_path, "target.model=nowhere/at-all", "target.revision=x", "--json")
+    assert outcome.status == 1
+    lacking = [check for check in json.loads(outcome.out) if check["status"] == "lacking"]
+    assert [(check["name"], check["found"]) for check in lacking] == [("target.model", "nowhere/at-all")]
+    assert {"data.train", "umask", "vLLM"} <= rows(outcome).keys()
 
 
 def test_a_recipe_that_is_none_is_a_mistake(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from eagle31.errors import UserError
 
 _HEADER = ("", "check", "found", "needed", "remedy")
-_WIDEST = (7, 20, 40, 34)  # characters of the columns before the last
+_WIDEST = (7, 34, 40, 34)  # characters of the columns before the last
 _NARROWEST = 12  # a column that is broken into lines
 _SHARE = 0.3  # of the line, at most, for each of the columns `found` and `needed`
 _GAP = "  "

@@ -49,13 +49,15 @@ def examine(config: RunConfig, topics: Iterable[Topic] = Topic) -> list[Check]:
             try:
                 found += check(needs)
             except UserError as error:  # the plan cannot be made
-                found.append(_refused(topic, error))
+                found.append(_refused(error))
     return list(dict.fromkeys(found))
 
 
-def _refused(topic: Topic, error: UserError) -> Check:
-    remedy = f"{error.field}: {error.remedy}"
-    return Check(topic.value, Status.lacking, str(error.value), "a plan", remedy, error.field, error.value)
+def _refused(error: UserError) -> Check:
+    needed = "what the plan needs"
+    return Check(
+        error.field, Status.lacking, str(error.value), needed, error.remedy, error.field, error.value
+    )
 
 
 def check_start(config: RunConfig) -> None:
@@ -75,9 +77,9 @@ def environment_checks(needs: Needs) -> Iterator[Check]:
 def directory_checks(needs: Needs) -> Iterator[Check]:
     """Yield whether this account can write where the run does."""
     yield from written_directories(needs.config)
+    yield directories.umask_check(directories.own_umask())
     if needs.download_bytes:
         yield directories.writable_check("HF cache", "HF_HOME", inputs.hub_cache())
-    yield directories.umask_check(directories.own_umask())
 
 
 def written_directories(config: RunConfig) -> Iterator[Check]:
@@ -163,8 +165,6 @@ def input_checks(needs: Needs) -> Iterator[Check]:
     """Yield whether target, data and a given store are here."""
     config = needs.config
     cached, offline = inputs.cached_bytes(), inputs.is_offline()
-    model = config.target.model
-    yield inputs.target_check(model, needs.download_bytes, cached.get(("model", model), 0), offline)
 
     def as_given(source: str, evaluation: bool) -> str:
         return source
@@ -177,6 +177,8 @@ def input_checks(needs: Needs) -> Iterator[Check]:
     store = config.capture.store
     if store is not None:
         yield programs.store_check(store)
+    model = config.target.model
+    yield inputs.target_check(model, needs.download_bytes, cached.get(("model", model), 0), offline)
 
 
 def vllm_checks(needs: Needs) -> Iterator[Check]:

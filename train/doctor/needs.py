@@ -48,14 +48,27 @@ class Needs:
 
     config: RunConfig
 
-    @cached_property
+    @property
     def sizes(self) -> RunSizes:
-        return RunSizes(self.config)
+        if isinstance(self._sizes, UserError):
+            raise self._sizes
+        return self._sizes
+
+    @cached_property
+    def _sizes(self) -> RunSizes | UserError:
+        """The sizes, or why there are none: a Hub that does not answer is asked once."""
+        sizes = RunSizes(self.config)
+        try:
+            _ = sizes.target_config
+        except UserError as error:
+            return error
+        return sizes
 
     @cached_property
     def plan(self) -> Plan:
         """The plan for the GPUs at hand, or those that the recipe describes."""
         world = World.from_environment()
+        _ = self.sizes
         planned = self.config
         if world.size == 1:  # the user has not said how many processes there will be
             planned = replace(self.config, stages=[Stage.plan])
