@@ -22,7 +22,9 @@ def main() -> None:
     for name, arguments in json.loads(file.read_text()).items():
         print(f"=== {name}", flush=True)
         if isinstance(arguments, dict):
-            copy = shutil.copytree(file.parent / arguments["copy"], file.parent / arguments["to"])
+            copy = shutil.copytree(
+                file.parent / arguments["copy"], file.parent / arguments["to"], symlinks=True
+            )
             for path in [path for pattern in arguments["without"] for path in copy.glob(pattern)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             continue
