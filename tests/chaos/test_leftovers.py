@@ -5,6 +5,7 @@ from train.leftovers import remove_partials
 LEFT = (
     ".plan.json.71.partial",
     "artifacts/train-1/checkpoints/.step-00000008.partial/engine/model.pt",
+    "artifacts/train-1/checkpoints/.step-00000002.removed.partial/state.json",
     "artifacts/train-1/checkpoints/best/.tmpVPX8Nr",
     "artifacts/export-1/.checkpoint.partial/.tmpaB3dEf",
     "report/.index.html.71.partial",

@@ -14,7 +14,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tests.preloaded.start import PYTHON, interpreter
+from tests.chaos.library import preloads
+from tests.preloaded.start import PYTHON, interpreter, interpreters
 from train.compose import _errors_for_users, compose_config, recipe_name
 from train.config.overrides import checked, choices
 from train.config.run import RunConfig, check
@@ -52,8 +53,11 @@ def environment() -> dict[str, str]:
 
 
 def preloaded_python() -> str:
-    """Return an interpreter that has imported what a run needs. See `tests.preloaded.start`."""
-    return str(interpreter("ours", PYTHON, MODULES, environment()))
+    """Return an interpreter that has imported what a run needs. See `tests.preloaded.start`.
+
+    `tests.chaos` can stop its programs when they change a file.
+    """
+    return str(interpreter("ours", PYTHON, MODULES, environment() | preloads(interpreters())))
 
 
 def torchrun(

@@ -6,7 +6,7 @@ Source: the requests of huggingface_hub's client, and https://huggingface.co/doc
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +27,8 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     refuses_objects: bool = False
+    # Called with "request" or "answer", and the path, before a request is handled and before it is answered.
+    observe: Callable[[str, str], None] = lambda moment, path: None
 
     def files(self, repo: str) -> dict[str, bytes]:
         commits = self.commits.get(repo)
@@ -48,6 +50,7 @@ def running_hub() -> Iterator[Hub]:
             self._answer(200, {"sha": "0" * 40, "id": self.path.removeprefix("/api/models/")})
 
         def do_PUT(self) -> None:
+            hub.observe("request", self.path)
             content = self._body()
             oid = self.path.rpartition("/")[2]
             if hub.refuses_objects or hashlib.sha256(content).hexdigest() != oid:
@@ -57,6 +60,7 @@ def running_hub() -> Iterator[Hub]:
 
         def do_POST(self) -> None:
             hub.requests.append(self.path)
+            hub.observe("request", self.path)
             body = self._body()
             if self.headers["Authorization"] != f"Bearer {TOKEN}":
                 return self._answer(401, {"error": "Invalid username or password."})
@@ -125,6 +129,7 @@ def running_hub() -> Iterator[Hub]:
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
         def _answer(self, status: int, content: dict[str, Any]) -> None:
+            hub.observe("answer", self.path)
             data = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -135,7 +140,11 @@ def running_hub() -> Iterator[Hub]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            """A client that was killed is no error."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
         Thread(target=server.serve_forever, daemon=True).start()
         yield hub
