@@ -92,6 +92,11 @@ CHOSEN = (
         settings=UNTIL_TRAINED,
     ),
 )
+DRAWN = (
+    *(f"random 1.{index + 1}" for index in range(CHAINS_OF_ONE)),
+    *(f"random 2.{index + 1}" for index in range(CHAINS_OF_TWO)),
+)
+RUNS = (*(chain.name for chain in CHOSEN), *DRAWN)
 QUICK = ("in the middle of a write", "one rank of two")
 
 

@@ -20,8 +20,8 @@ _SHOWN = (".png", ".html", ".md")
 _LOCKS = (".lock", ".writer-")
 _CACHES = "cache-*.arrow"  # of the datasets library, named by chance
 _TIMED = {"seconds", "finished_at", "started_at", "hours", "crc32", "speed", "speed_up", "timing", "stages"}
-# What depends on how samples are divided between shards, and a name by chance of the datasets library.
-_BY_CHANCE = {"num_bytes", "num_shards", "index_checksum", "_fingerprint"}
+# What depends on how samples are divided between shards, on chance, or on commits made in the meantime.
+_BY_CHANCE = {"num_bytes", "num_shards", "index_checksum", "_fingerprint", "git_revision"}
 
 
 def outcome_of(output: Path, hub: Hub, repo: str) -> dict[str, str]:
@@ -29,7 +29,7 @@ def outcome_of(output: Path, hub: Hub, repo: str) -> dict[str, str]:
 
     A store counts as its samples, whatever shards hold them. Times are left out.
     """
-    found = {}
+    found: dict[str, str] = {}
     stores = [path.parent for path in output.glob("artifacts/*/*/manifest.json")]
     for store in stores:
         found |= _samples(store, output)

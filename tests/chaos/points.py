@@ -100,13 +100,16 @@ def drawn_points(
             and rank in (None, int(one.rank))
             for one in by_stage[stage]
         )
+        number = draw.randint(1, alike)
+        if stage == "start":
+            number = 1  # the second plan is written after another stage
         points.append(
             KillPoint(
                 f"{change.operation} {shown(change.path)}",
                 stage,
                 change.operation,
                 pattern,
-                draw.randint(1, alike),
+                number,
                 rank,
                 victims[index % len(victims)],
                 num_processes,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.chaos.chains import Chain
+from tests.chaos.chains import RUNS, Chain
 from tests.chaos.points import KillPoint
 from tests.train.torchrun import ROOT
 
@@ -37,18 +37,26 @@ class Row:
 
 
 def write_table(rows: Sequence[Row]) -> None:
-    """Write the table with its summary."""
-    runs = {row.chain.name for row in rows}
-    good = sum(row.result == "identical" for row in rows)
+    """Write the table with its summary. Rows of runs that were not made this time stay."""
+    page = PAGE.read_text()
+    found = _SECTION.search(page)
+    assert found is not None, f"{PAGE} has no place for the table"
+    lines = found[0].splitlines()
+    by_run: dict[str, list[str]] = {name: [] for name in RUNS}
+    for line in lines:
+        if line.startswith("| ") and (name := line.split(" | ")[0].removeprefix("| ")) in by_run:
+            by_run[name].append(line)
+    for name in {row.chain.name for row in rows}:
+        by_run[name] = [f"| {' | '.join(row.cells())} |" for row in rows if row.chain.name == name]
+    written = [line for own in by_run.values() for line in own]
+    runs = sum(map(bool, by_run.values()))
+    good = sum(line.endswith("| identical |") for line in written)
     lines = [
-        f"{len(rows)} points in {len(runs)} runs; after {good} of them the results were identical.",
+        f"{len(written)} points in {runs} runs; the results after {good} of them are identical.",
         "",
         "| run | stage | killed when | killed | ranks | seconds until then | seconds until free | result |",
         "|---|---|---|---|---|---|---|---|",
-        *(f"| {' | '.join(row.cells())} |" for row in rows),
+        *written,
         "",
     ]
-    page = PAGE.read_text()
-    written, count = _SECTION.subn(lambda found: found[1] + "\n".join(lines) + found[2], page)
-    assert count == 1, f"{PAGE} has no place for the table"
-    PAGE.write_text(written)
+    PAGE.write_text(_SECTION.sub(lambda found: found[1] + "\n".join(lines) + found[2], page))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.embedded.target import EmbeddedTarget
-from tests.chaos.chains import CHAINS_OF_ONE, CHAINS_OF_TWO, CHOSEN, QUICK, Chain, drawn_chains
+from tests.chaos.chains import CHOSEN, QUICK, RUNS, Chain, drawn_chains
 from tests.chaos.library import compiler
 from tests.chaos.outcome import differences, outcome_of
 from tests.chaos.points import Change
@@ -22,8 +22,6 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(compiler() is None, reason="a C compiler is needed to stop a process at a write"),
 ]
-DRAWN = [f"random 1.{index + 1}" for index in range(CHAINS_OF_ONE)]
-DRAWN += [f"random 2.{index + 1}" for index in range(CHAINS_OF_TWO)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
         write_table(found)
 
 
-@pytest.mark.parametrize("name", [*(chain.name for chain in CHOSEN), *DRAWN])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_is_killed_anywhere_ends_as_one_that_nobody_killed(
     name: str,
     small_target: EmbeddedTarget,  # noqa: F811

@@ -4,6 +4,7 @@ REFERENCE is the output directory of an offline capture of the same samples. For
 RECORDS gets a line with their indices and the largest difference of their states from the reference's.
 """
 
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,8 @@ from data.samples import CapturedSample
 from data.store import HiddenStateStore
 from eagle31.json_files import append_jsonl
 from train.bench.capture_load.client import difference
-from train.command import run_command
-from train.compose import composed
-from train.distributed import World
-from train.main import run
+
+_MAIN = Path(__file__).resolve().parents[2] / "main.py"
 
 
 def record_samples(reference: Path, records: Path) -> None:
@@ -31,15 +30,16 @@ def record_samples(reference: Path, records: Path) -> None:
         append_jsonl(records, {"samples": list(map(int, indices)), "difference": largest})
         return samples
 
-    OnlineStates.get_many = get_many  # type: ignore[method-assign]  # the run itself stays as it is
+    OnlineStates.get_many = get_many  # type: ignore[method-assign, assignment]  # the run itself stays as it is
 
 
 def main() -> None:
     reference, records, *settings = sys.argv[3:]
     if reference != "-":
         record_samples(Path(reference), Path(records))
-    run(composed(settings), World.from_environment())
+    sys.argv = [str(_MAIN), *settings]
+    runpy.run_path(str(_MAIN), run_name="__main__")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    main()
