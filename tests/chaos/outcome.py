@@ -19,7 +19,20 @@ from tests.train.small_run import depends_on_time
 _SHOWN = (".png", ".html", ".md")
 _LOCKS = (".lock", ".writer-")
 _CACHES = "cache-*.arrow"  # of the datasets library, named by chance
-_TIMED = {"seconds", "finished_at", "started_at", "hours", "crc32", "speed", "speed_up", "timing", "stages"}
+# Times, and checksums of files that have times; the files are compared themselves.
+_TIMED = {
+    "checksum",
+    "files",
+    "seconds",
+    "finished_at",
+    "started_at",
+    "hours",
+    "crc32",
+    "speed",
+    "speed_up",
+    "timing",
+    "stages",
+}
 # What depends on how samples are divided between shards, on chance, or on commits made in the meantime.
 _BY_CHANCE = {"num_bytes", "num_shards", "index_checksum", "_fingerprint", "git_revision"}
 
