@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.bad_input.commands import Case, CheckCase, each
-from tests.bad_input.damage import cut, empty, flip, junk
+from tests.fuzz.damage import cut, empty, flip, junk
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

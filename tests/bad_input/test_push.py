@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.bad_input.commands import Case, CheckCase, each
-from tests.bad_input.damage import cut, empty, flip, junk, remove
+from tests.fuzz.damage import cut, empty, flip, junk, remove
 
 WEIGHTS, CONFIG, METRICS = "export/model.safetensors", "export/config.json", "report/metrics.json"
 

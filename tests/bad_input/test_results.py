@@ -16,7 +16,7 @@ import pytest
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from tests.bad_input.damage import DAMAGES
+from tests.fuzz.damage import DAMAGES
 from tests.train.small_run import RECIPE, arguments
 from tests.train.torchrun import composed, run_here
 from train.config.run import Stage, needed_stages, selected_stages

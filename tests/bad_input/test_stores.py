@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.bad_input.commands import Case, CheckCase, each
-from tests.bad_input.damage import cut, directory, empty, flip, junk, remove
 from tests.data.store.samples import write_store
+from tests.fuzz.damage import cut, directory, empty, flip, junk, remove
 from train.command import FAILURE
 
 SHARD, SIDECAR = "shard-a-00000.safetensors", "shard-a-00000.json"
