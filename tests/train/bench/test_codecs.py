@@ -37,7 +37,8 @@ def finish_run(output_dir: Path, codec: str, acceptance_length: float) -> None:
     trained = {"by_draft_length": [stats]}
     evaluation = {"format": FORMAT, "k": 4, "engine": "some engine", "trained": trained}
     (output_dir / "report").mkdir(exist_ok=True)
-    write_json(output_dir / "report" / "metrics.json", {"evaluation": evaluation})
+    report = {"evaluation": evaluation, "run": {}, "metrics": []}
+    write_json(output_dir / "report" / "metrics.json", report)
 
 
 def test_results_are_of_each_runs_store_and_evaluation(script: dict[str, Any], tmp_path: Path) -> None:

@@ -457,7 +457,9 @@ def main() -> None:
     ensure_process_group(timeout_minutes=2.0)
     group = dist.group.WORLD
     assert group is not None
-    assert group._get_backend(world.device).options._timeout > timedelta(minutes=2.0)  # the watch names the rank first
+    assert group._get_backend(world.device).options._timeout > timedelta(
+        minutes=2.0
+    )  # the watch names the rank first
     # The rows of validation have 1 and 12 chunks.
     engine_module.greedy_hits = partial(greedy_hits, chunk_rows=3)
     # One process with the stages that differ most, two with all of them.
