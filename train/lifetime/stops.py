@@ -18,8 +18,8 @@ from types import FrameType
 STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the same command succeeds later
 STOPPED_FILE = "stopped.json"  # in the output directory: why the run stopped
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_INTERRUPT = signal.SIGURG  # has a thread interrupt the main thread; by default a process ignores it
+_SIGNALS = (signal.Signals.SIGTERM, signal.Signals.SIGUSR1, signal.Signals.SIGUSR2)
+_INTERRUPT = signal.Signals.SIGURG  # has a thread interrupt the main thread; by default a process ignores it
 # One event can reach a rank twice: Slurm signals every process, and torchrun forwards what it receives.
 _SAME_EVENT_SECONDS = 5.0
 # Of the time that a Slurm job has left, the part that is kept for saving, and the longest such time.

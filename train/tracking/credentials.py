@@ -7,8 +7,8 @@ from eagle31.errors import UserError
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ or token@ in a URL
 _NAME = re.compile(
-    r"(^|_)(api_key|secret|secret_key|access_key|password|credentials?)$|^((hf|access|auth|session)_)?token$",
-    re.IGNORECASE,
+    r"(?i)(^|_)(api_key|secret|secret_key|access_key|password|credentials?)$"
+    r"|^((hf|access|auth|session)_)?token$"
 )
 
 
