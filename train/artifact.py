@@ -42,7 +42,7 @@ class Artifact:
     def finished(self) -> bool:
         """Whether the manifest is there as it was written."""
         try:
-            return bool(self.manifest)
+            return {"facts", "seconds"} <= self.manifest.keys()
         except FileNotFoundError:
             return False
         except UserError:

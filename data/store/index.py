@@ -252,7 +252,12 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
         if isinstance(found, int) and found > FORMAT:
             remedy = f"A newer version of eagle31 wrote it: format {found}, not {FORMAT}. Use that version."
         raise UserError("capture", path, remedy)
-    return read_sealed_json(path)
+    manifest = read_sealed_json(path)
+    missing = ({"index_checksum"} if found == FORMAT else {"index_sha256", "shards"}) - manifest.keys()
+    if missing:
+        remedy = f"It lacks {', '.join(sorted(missing))}: it was damaged; restore it, or capture again."
+        raise UserError("file", path, remedy)
+    return manifest
 
 
 def read_index(directory: Path, manifest: Mapping[str, Any]) -> dict[str, NDArray]:

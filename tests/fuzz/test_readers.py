@@ -96,3 +96,24 @@ def test_no_file_breaks_a_reader(
     check()
     taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert taken < MEMORY_BYTES, f"{taken:,} bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("store_manifest", b'{"format": 4}'),
+        ("store_manifest", b'{"format": 3}'),
+        ("step_times", b'{"format": 1}'),
+        ("report", b"{}"),
+        ("step_times", b'{"format": 1, "export": 7}'),
+    ],
+)
+def test_what_fuzzing_has_found(known: dict[str, tuple[Path, Reader]], name: str, content: bytes) -> None:
+    directory, reader = known[name]
+    assert not reader.run(directory, content)
+
+
+def test_a_manifest_without_its_facts_is_of_no_finished_stage(known: dict[str, tuple[Path, Reader]]) -> None:
+    directory, reader = known["artifact"]
+    (directory / "stage.json").write_text('{"stage": "data", "inputs": {}}')
+    assert not reader.read(directory)

@@ -51,9 +51,13 @@ def read_step_times(output_dir: Path) -> Timing | None:
     if not path.exists():
         return None
     found = read_sealed_json(path)
-    if found.get("format") != FORMAT or Path(found["export"]) != (Path(output_dir) / "export").resolve():
-        return None
-    return Timing(found["source"], [StepTimes.from_json(one) for one in found["times"]])
+    try:
+        if found.get("format") != FORMAT or Path(found["export"]) != (Path(output_dir) / "export").resolve():
+            return None
+        return Timing(found["source"], [StepTimes.from_json(one) for one in found["times"]])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        remedy = f"It was damaged ({error!r}); delete it, and measure again with scripts/bench/serving."
+        raise UserError("step times", path, remedy) from error
 
 
 def check_step_times(timing: Timing) -> Timing:

@@ -153,7 +153,7 @@ def read_serving(output_dir: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     numbers = read_sealed_json(path)
-    if numbers.get("format") != SERVING_FORMAT:
+    if numbers.get("format") != SERVING_FORMAT or not isinstance(numbers.get("export"), str):
         return None
     return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
