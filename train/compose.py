@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compose_config(arguments: Sequence[str]) -> DictConfig:
-    """Return the configuration before its values are checked.
+    """Return the configuration before its values are checked; it has no secrets.
 
     Raises:
         UserError: the recipe or an argument cannot be used.
@@ -49,7 +49,9 @@ def compose_config(arguments: Sequence[str]) -> DictConfig:
         _errors_for_users(name, arguments),
         initialize_config_dir(version_base="1.3", config_dir=str(RECIPES)),
     ):
-        return compose("train", overrides)
+        config = compose("train", overrides)
+    check_secrets(OmegaConf.to_container(config))
+    return config
 
 
 def composed(arguments: Sequence[str]) -> RunConfig:
@@ -60,7 +62,6 @@ def composed(arguments: Sequence[str]) -> RunConfig:
     """
     with _errors_for_users(recipe_name(arguments), arguments):
         config: RunConfig = OmegaConf.to_object(compose_config(arguments))  # type: ignore[assignment]
-    check_secrets(config)
     check(config)
     _check_splits(arguments, config)
     return config

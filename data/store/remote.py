@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 import fsspec
 
 from data.cache import cache_directory
+from eagle31.credentials import has_url_credentials
 from eagle31.errors import UserError
 
 # The package that fsspec needs for a protocol, where its own message does not name the right one.
@@ -51,11 +52,14 @@ class RemoteDirectory:
     ~/.aws for s3://, Google's default credentials for gs://.
 
     Raises:
-        UserError: the URL's protocol is unknown, or its package is not installed.
+        UserError: the URL has credentials, its protocol is unknown, or its package is not installed.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        if has_url_credentials(url):
+            remedy = "Leave them out: credentials come from the variables or files of the protocol's package."
+            raise UserError("capture.store", url, f"The URL has credentials. {remedy}")
         protocol = url.partition("://")[0]
         try:
             self._system, self._path = fsspec.core.url_to_fs(self.url)

@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from eagle31.credentials import is_secret_name, without_credentials
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig
@@ -104,7 +105,9 @@ def _parsed(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException as error:
-        reason = str(error).splitlines()[0].strip()
+        # Hydra's reason repeats a part of the value, which may be a part of a secret.
+        secret = is_secret_name(key.lstrip("+")) or without_credentials(text) != text
+        reason = "It cannot be parsed" if secret else str(error).splitlines()[0].strip()
         remedy = f"{reason}. Put a value that has special characters into quotes: \"{key}='...'\"."
         raise UserError(key, text, remedy) from None
 

@@ -1,15 +1,9 @@
 """Secrets have no place in a configuration: it is written to the output directory and sent to W&B."""
 
 import dataclasses
-import re
 
+from eagle31.credentials import HIDDEN, has_url_credentials, is_secret_name
 from eagle31.errors import UserError
-
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ or token@ in a URL
-_NAME = re.compile(
-    r"(?i)(^|_)(api_key|secret|secret_key|access_key|password|credentials?)$"
-    r"|^((hf|access|auth|session)_)?token$"
-)
 
 
 def check_secrets(value: object, field: str = "") -> None:
@@ -26,16 +20,17 @@ def check_secrets(value: object, field: str = "") -> None:
             check_secrets(getattr(value, one.name), f"{field}.{one.name}".lstrip("."))
     elif isinstance(value, dict):
         for key, item in value.items():
-            if isinstance(item, str) and item and _NAME.search(str(key)):
+            name = f"{field}.{key}".lstrip(".")
+            if isinstance(item, str) and item and is_secret_name(str(key)):
                 remedy = "A configuration is written to files; give the secret in an environment variable."
-                raise UserError(f"{field}.{key}", "(hidden)", remedy)
-            check_secrets(item, f"{field}.{key}")
+                raise UserError(name, HIDDEN, remedy)
+            check_secrets(item, name)
     elif isinstance(value, list | tuple):
         for item in value:
             check_secrets(item, field)
-    elif isinstance(value, str) and _CREDENTIALS.search(value):
+    elif isinstance(value, str) and has_url_credentials(value):
         remedy = (
             "A configuration is written to files, so its URLs have no credentials: a server's key belongs in "
             "VLLM_API_KEY, and those of object storage in the variables or files of its own client."
         )
-        raise UserError(field, _CREDENTIALS.sub("...@", value), remedy)
+        raise UserError(field, value, remedy)

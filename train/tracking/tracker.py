@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from eagle31.credentials import without_url_credentials
 from eagle31.json_files import append_jsonl, read_json, read_jsonl, write_json, write_jsonl
 from train.config.training import TrackingMode
 
@@ -17,9 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 SECRET_KEY = re.compile(r"(^|_)(token|api_key|secret|password|credentials?)$", re.IGNORECASE)
-
-
-SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|https?://[^/\s:@]+:[^/\s@]+@)")
 
 
 class Tracker:
@@ -120,7 +118,7 @@ def without_secrets(value: Any) -> Any:
         return {k: without_secrets(v) for k, v in value.items() if not SECRET_KEY.search(str(k))}
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
-    if isinstance(value, str) and SECRET_VALUE.search(value):
+    if isinstance(value, str) and without_url_credentials(value) != value:
         return "(removed)"
     return value
 

@@ -184,6 +184,9 @@ def test_missing_packages_and_unreachable_services_are_user_errors(monkeypatch: 
         HiddenStateStore("gs://bucket/store")
     with pytest.raises(UserError, match=r"capture\.store=banana://x: .*give s3://"):
         HiddenStateStore("banana://x")
+    with pytest.raises(UserError, match="has credentials") as caught:
+        HiddenStateStore("s3://key:pass/word@bucket/store")
+    assert "word" not in str(caught.value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"capture\.store=s3://bucket/x: It cannot be read"):
         HiddenStateStore("s3://bucket/x")

@@ -3,11 +3,12 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
-from train.compose import composed
+from train.compose import compose_config, composed
 from train.config.overrides import choices
 from train.tracking.credentials import check_secrets
 
 SECRET = "planted-secret"
+KEY = "planted/secret:of+a@store"  # keys of object storage have such characters
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,31 @@ def test_a_secret_in_a_configuration_is_refused_and_not_repeated(
     with pytest.raises(UserError, match=f"^{field}=.*written to files") as caught:
         composed(["recipe=quickstart", f"output_dir={tmp_path}", setting])
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        f"HF_TOKEN={KEY}",
+        f"HF_TOKEN={SECRET}}}{{",
+        f"tracking.api_key={KEY}",
+        f"vllm.engine_args={{api_key: {SECRET}",
+        f"vllm.servers=[http://user:{KEY}@node1:8000]",
+        f"vllm.server=http://user:{KEY}@node1:8000",
+        f"capture=s3://key:{KEY}@bucket/store",
+        f"capture.store=s3://key:{KEY}@bucket/store",
+        f"capture.spool_gb=s3://key:{KEY}@bucket",
+        f"train.max_steps={{password: {KEY}}}",
+        f"recipe=https://user:{KEY}@host",
+        "hf_plantedsecret0000000000",
+    ],
+)
+def test_no_error_of_an_argument_repeats_a_secret(argument: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_config(["recipe=quickstart", argument])
+    error = caught.value
+    assert "planted" not in f"{error} {error.field} {error.value} {error.remedy}"
+    assert "(hidden)" in str(error) or "://...@" in str(error)
 
 
 def test_what_looks_alike_is_allowed() -> None:
