@@ -99,7 +99,8 @@ def load(source: str, split: str, subset: str | None, field: str) -> Dataset:
     path = Path(source).expanduser()
     try:
         loaded = load_from_disk(str(path)) if path.is_dir() else load_dataset(source, subset, split=split)
-    except (OSError, ValueError) as error:  # raised for a missing name, split, config or network
+    # Raised for a missing name, split, config or network, and for a data set that is a loading script.
+    except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(field, source, f"`datasets` cannot load it (split {split}): {reason}") from error
     if isinstance(loaded, DatasetDict):
