@@ -47,6 +47,12 @@ def forbidden(directory: Path) -> AbstractContextManager[object]:
     return protected(directory / "kept")
 
 
+def open_to_all(directory: Path) -> AbstractContextManager[object]:
+    (directory / "kept").mkdir()
+    (directory / "kept").chmod(0o777)
+    return contextlib.nullcontext()
+
+
 def mounted_read_only(directory: Path) -> AbstractContextManager[object]:
     (directory / "kept").mkdir()
     return read_only(directory / "kept")
@@ -127,6 +133,15 @@ MACHINES = [
             "spool_of_another", ("capture.spool_dir=kept",), ("capture.spool_dir=kept: ", "Permission denied")
         ),
         forbidden,
+    ),
+    Machine(
+        Case(
+            "spool_of_all",
+            ("capture.spool_dir=kept",),
+            ("capture.spool_dir=kept: ", "every account"),
+            absent=WORK,
+        ),
+        open_to_all,
     ),
     Machine(
         Case("store_cache_of_another", ("capture.cache_dir=kept",), ("capture.cache_dir=kept: ", "denied")),

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -51,6 +52,24 @@ def write_obstacle(directory: Path) -> str | None:
     except OSError as error:
         return f"{there}: {os.strerror(error.errno or 0)}"
     return None
+
+
+def own_directory_check(name: str, field: str, directory: Path) -> Check:
+    """Return whether other accounts can put files of theirs in the place of those in a directory."""
+    path = directory.expanduser().absolute()
+    obstacle = None
+    if path.is_symlink():
+        obstacle = "it is a link"
+    elif path.is_dir():
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0):
+            obstacle = f"it belongs to account {status.st_uid}"
+        elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            obstacle = "every account can write to it"
+    remedy = f"Others could exchange what is written there ({obstacle}); give a directory of this account."
+    found = "of this account" if obstacle is None else obstacle
+    good = obstacle is None
+    return judged(name, good, found, "of this account", remedy, field=field, value=directory)
 
 
 def existing(path: Path) -> Path:

@@ -95,6 +95,9 @@ def written_directories(config: RunConfig) -> Iterator[Check]:
     for name, given in (("spool_dir", capture.spool_dir), ("cache_dir", capture.cache_dir)):
         if given is not None:
             yield directories.writable_check(f"capture.{name}", f"capture.{name}", Path(given))
+    if capture.spool_dir is not None:
+        key = "capture.spool_dir"
+        yield directories.own_directory_check(key, key, Path(capture.spool_dir))
 
 
 def disk_checks(needs: Needs) -> Iterator[Check]:

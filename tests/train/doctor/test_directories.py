@@ -16,6 +16,7 @@ from train.doctor.directories import (
     clock_check,
     clocks_check,
     lock_check,
+    own_directory_check,
     own_umask,
     space_checks,
     umask_check,
@@ -32,6 +33,25 @@ def output(directory: Path) -> Check:
 def test_a_directory_that_does_not_exist_yet_is_as_writable_as_its_parent(tmp_path: Path) -> None:
     assert output(tmp_path / "a" / "b").status is Status.ok
     assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_in_which_others_can_exchange_files_is_refused(tmp_path: Path) -> None:
+    def found(path: Path) -> str | None:
+        check = own_directory_check("spool", "capture.spool_dir", path)
+        return None if check.status is Status.ok else check.found
+
+    directory, link = tmp_path / "spool", tmp_path / "link"
+    assert found(directory) is None  # there is none yet
+    directory.mkdir(mode=0o700)
+    link.symlink_to(directory)
+    assert (found(directory), found(link)) == (None, "it is a link")
+    directory.chmod(0o777)
+    assert found(directory) == "every account can write to it"
+    directory.chmod(0o1777)  # as /dev/shm is
+    assert found(directory) is found(Path("/dev/shm")) is None
+    if os.getuid() == 0:
+        os.chown(directory, 12345, -1)
+        assert found(directory) == "it belongs to account 12345"
 
 
 def test_no_permission_is_found_at_the_nearest_directory(tmp_path: Path) -> None:
