@@ -3,13 +3,18 @@
 import os
 import signal
 import subprocess
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
+from data.transport.mooncake import outward_address
 from eagle31.errors import UserError
-from tests.train.launch.slurm_cluster import debian_packages
+from tests.sockets import listening
+from tests.train.launch.slurm_cluster import debian_packages, free_ports
 from tests.train.torchrun import checked_config, environment, preloaded_python, torchrun_command
 from train.compose import CHECKOUT
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
@@ -109,13 +114,18 @@ def test_script_passes_shellcheck_and_forwards_the_arguments(
 
 
 def test_tokens_stay_in_the_environment(tmp_path: Path) -> None:
-    tokens = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
+    names = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    tokens = dict.fromkeys(names, "planted")
     command = [
         preloaded_python(),
         "scripts/submit",
         "--dry-run",
         "recipe=any_target",
         "launcher=slurm",
+        "launcher.nodes=2",
+        "launcher.capture_nodes=1",
+        "capture=vllm_online",
+        "capture.transport=mooncake",
         *NEEDED,
     ]
     done = subprocess.run(
@@ -127,7 +137,9 @@ def test_tokens_stay_in_the_environment(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --gpus-per-node=8" in done.stdout
-    assert "secret" not in done.stdout
+    assert "serve_target" in done.stdout
+    assert "mooncake_master" in done.stdout
+    assert "planted" not in done.stdout + done.stderr
     assert "#SBATCH --export" not in done.stdout
     assert not (tmp_path / "run").exists()
 
@@ -253,7 +265,15 @@ COMMANDS = {
 }
 
 
-def start_job(tmp_path: Path, commands: dict[str, str], added: str, restarts: int) -> subprocess.Popen[str]:
+def start_job(
+    tmp_path: Path,
+    commands: dict[str, str],
+    added: str,
+    restarts: int,
+    *,
+    nodes: int = 1,
+    mooncake_port: int | None = None,
+) -> subprocess.Popen[str]:
     """Start the batch script with replacements of the commands that it calls."""
     (tmp_path / "bin").mkdir()
     for name, body in commands.items():
@@ -263,8 +283,9 @@ def start_job(tmp_path: Path, commands: dict[str, str], added: str, restarts: in
     before = tmp_path / "run" / "artifacts" / "train-0"
     before.mkdir(parents=True)
     (before / "kept").touch()
-    launcher = LauncherConfig(LauncherKind.slurm, max_requeues=2)
-    (tmp_path / "slurm.sh").write_text(script(launcher, output_dir=str(tmp_path / "run")))
+    launcher = LauncherConfig(LauncherKind.slurm, max_requeues=2, nodes=nodes)
+    text = script(launcher, output_dir=str(tmp_path / "run"), mooncake_port=mooncake_port)
+    (tmp_path / "slurm.sh").write_text(text.replace("/env/bin/python", sys.executable))
     variables = {"HERE": str(tmp_path), "ADDED": str(tmp_path / added), "SLURM_RESTART_COUNT": str(restarts)}
     variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
     variables |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -308,6 +329,28 @@ def test_job_is_requeued_while_it_progresses_and_not_forever(
     queued = last_line == "slurm: queued again"
     assert (tmp_path / "requeued").exists() == queued
     assert job.returncode == (STOPPED if queued else 143)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_mooncake_master_listens_no_further_than_the_other_nodes_need(tmp_path: Path, nodes: int) -> None:
+    own = outward_address()
+    if find_spec("mooncake") is None or (nodes == 2 and own is None):
+        pytest.skip("needs Mooncake, and for two nodes an address that other machines reach")
+    scontrol = f'case "$1 $2" in "show hostnames") echo n1 ;; --oneliner*) echo " NodeAddr={own} " ;; esac'
+    srun = 'touch "$HERE/started"; until [ -e "$HERE/done" ]; do sleep 0.1; done'
+    [port] = free_ports(1)
+    commands = COMMANDS | {"srun": srun, "scontrol": scontrol}
+    job = start_job(tmp_path, commands, "elsewhere", 0, nodes=nodes, mooncake_port=port)
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None, (tmp_path / "run" / "mooncake-1.log").read_text()
+        time.sleep(0.05)
+    [master] = [one for one in psutil.Process(job.pid).children() if one.name() == "mooncake_master"]
+    listens = {address for address, _ in listening(master)}
+    (tmp_path / "done").touch()
+    job.communicate(timeout=30)
+    psutil.wait_procs([master], timeout=10)
+    assert not master.is_running()
+    assert listens == ({"127.0.0.1"} if nodes == 1 else {"127.0.0.1", own})
 
 
 SLOW_TO_SAVE = """
