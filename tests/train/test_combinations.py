@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from eagle31.model.frozen import project_width
+from tests.sockets import EVERY_ADDRESS, listening
 from tests.train.small_run import (
     MAIN,
     RECIPE,
@@ -68,6 +69,9 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
     wait_for_step(directory, 5)
     for one in processes_of(directory):
         assert PLANTED not in " ".join(one.cmdline())
+        # torchrun's store has no setting for the address on which it listens.
+        is_torchrun = "--nproc-per-node" in one.cmdline()
+        assert is_torchrun or not EVERY_ADDRESS & {address for address, _ in listening(one)}, one.cmdline()
     kill_trainers(process, directory)
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
     assert sum(record["producer_restarts"] for record in before) >= 1

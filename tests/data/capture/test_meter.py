@@ -5,11 +5,13 @@ import socket
 from pathlib import Path
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from data.capture.meter import CaptureMeter, served_metrics
 from data.progress import Progress
 from eagle31.errors import UserError
+from tests.sockets import listening
 
 
 class Clock:
@@ -59,6 +61,7 @@ def test_prometheus_reads_the_same_numbers_on_loopback_only(meter: CaptureMeter)
         with pytest.raises(UserError, match=r"capture\.metrics_port=.*choose another port"):
             served_metrics(meter, port).__enter__()
     with served_metrics(meter, port):
+        assert [address for address, own in listening(psutil.Process()) if own == port] == ["127.0.0.1"]
         text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(lines['eagle31_capture_tokens_total{server="http://one:8000"}']) == 80_000

@@ -36,6 +36,7 @@ from tests.data.vllm.targets import (
     save_mla,
 )
 from tests.preloaded.start import program_of
+from tests.sockets import EVERY_ADDRESS, listening
 from tests.train.torchrun import preloaded_python
 
 IDS = (1, 2, 3, 4)
@@ -91,6 +92,8 @@ def test_a_server_is_started_again_and_ends_with_its_run(
         last = [supervisor, *first]
         assert len(first) >= 2
         assert KEY not in " ".join(str(process.cmdline()) for process in last)
+        assert {address for address, _ in listening(server)} == {"127.0.0.1"}
+        assert not EVERY_ADDRESS & {address for process in last for address, _ in listening(process)}
         if killed_before:
             server.kill()
             wait_for(lambda: not any(map(is_alive, [supervisor, *first])))
