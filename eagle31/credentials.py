@@ -4,7 +4,7 @@ import re
 
 HIDDEN = "(hidden)"
 # What is before the host in a URL: user:password@ or token@. A password may have a slash, unlike a port.
-_IN_URL = re.compile(r"(?<=://)(?:[^/\s]{1,500}@|[^/\s:@]{1,200}:(?!\d{1,5}/)[^\s@]{1,500}@)")
+_IN_URL = re.compile(r"(?<=://)(?:[^/\s]{1,500}@|[^/\s:@[]{1,200}:(?!\d{1,5}/)[^\s@]{1,500}@)")
 _NAMES = (
     r"(?:\w+_)?(?:api_key|secret|secret_key|access_key|password|credentials?)"
     r"|(?:(?:\w+_)?(?:hf|hub|access|auth|session|api|bearer)_)?token"

@@ -25,7 +25,14 @@ def test_secrets_are_hidden(text: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["http://host:8000/a@b", "hf://datasets/owner/name@main", "owner/name@v1", "max_tokens=3", "file.py:3"],
+    [
+        "http://host:8000/a@b",
+        "http://[::1]:8000/a@b",
+        "hf://datasets/owner/name@main",
+        "owner/name@v1",
+        "max_tokens=3",
+        "file.py:3",
+    ],
 )
 def test_what_looks_alike_stays(text: str) -> None:
     assert without_credentials(text) == text
