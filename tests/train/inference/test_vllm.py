@@ -115,6 +115,7 @@ def test_two_ranks_online_have_the_losses_of_one_rank_offline(in_vllm: Path, in_
 def test_one_server_serves_all_stages_and_nothing_of_it_is_left(in_vllm: Path) -> None:
     log = (in_vllm / "vllm-0.log").read_text()
     assert log.count("Application startup complete") == 1
+    assert "{'host': '127.0.0.1', 'port'" in log
     assert read_json(result(in_vllm, "evaluate-*/evaluation.json"))["engine"].startswith("vLLM")
     assert not list(MEMORY.glob(f"eagle31-{run_name(in_vllm)}*"))
     assert not list(in_vllm.glob(".vllm-*"))
