@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -267,5 +268,6 @@ TARGETS = [
 
 
 @each(TARGETS)
-def test_a_target_is_refused(case: Case, check_case: CheckCase) -> None:
+def test_a_target_is_refused(case: Case, check_case: CheckCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # without a network it is asked for a minute
     check_case(case)

@@ -64,6 +64,7 @@ def test_a_stopped_rank_is_named_and_a_signal_to_one_rank_saves_on_all(
         torchrun_command(MAIN, *run, "deepspeed.timeout_minutes=0.2", num_processes=2)[1:], directory
     )
     wait_for_step(directory, 3)
+    time.sleep(2.0)  # several beats, so that the others know the rank's step
     program_of_rank(directory, 1).send_signal(signal.SIGSTOP)
     status, printed = ended(process, directory)
     assert status == 1
