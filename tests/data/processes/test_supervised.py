@@ -33,7 +33,9 @@ open("started", "w").write(json.dumps([os.getpid(), started.pid]) + "\\n")
 time.sleep(600)
 """
 RUN = """
-import os, sys
+import os, signal, sys
+# A shell ignores it in what runs in the background, and so in the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from data.processes.supervised import run_supervised
