@@ -66,11 +66,8 @@ class StageRun:
     every_rank: bool = False  # otherwise rank 0 runs it and the others wait
 
 
-_STORES = (
-    "*/manifest.json",
-    "*/index.safetensors",
-    "*/capture.json",
-)  # shards are checked when they are read
+# Shards are checked when they are read.
+_STORES = ("*/manifest.json", "*/index.safetensors", "*/capture.json")
 _METRICS, _BEST = "metrics.jsonl", "checkpoints/best/*"
 STAGES = {
     Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json", "training_prompts.npy")),
@@ -344,7 +341,7 @@ def exclusive(output_dir: Path) -> Iterator[None]:
     """Lock the output directory for this run until it ends.
 
     Raises:
-        UserError: another run holds it, possibly workers that outlived their launcher.
+        UserError: another run holds it.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     lock = try_lock(output_dir / ".lock", on_lost=lambda: _end_run(output_dir))

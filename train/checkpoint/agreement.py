@@ -33,7 +33,7 @@ def agreed(world: World, action: Callable[[], Any], on_error: Callable[[OSError]
     """Run `action` on every rank, and return what it returns on each. Every rank calls.
 
     Args:
-        on_error: returns what the user is told of a failed read or write.
+        on_error: returns the error for the user, from that of a failed read or write.
 
     Raises:
         UserError: on every rank, if the action failed on some rank.

@@ -266,7 +266,7 @@ class CheckpointDirectory:
         print(f"train: using the checkpoint of step {used} instead", flush=True)
 
     def _cannot_write(self, step: int, num_bytes: int, error: OSError) -> UserError:
-        """Return what the user is told, with the space that is needed and the space that is free."""
+        """Return the error for the user, with the space that is needed and the space that is free."""
         kept = [one for one in self.steps() if one != step]
         left = f"The checkpoint of step {kept[-1]} is kept" if kept else "There is no earlier checkpoint"
         if error.errno not in _FULL:

@@ -112,7 +112,7 @@ def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str,
 
 
 def fill(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
-    """Save on a disk that fills up; return what each rank is told."""
+    """Save on a disk that fills up; return the error of each rank."""
     training, saved = Training(settings, world), CheckpointDirectory(directory, 2, world)
     training.steps(0, 1, 0)
     saved.save(training.engine, TrainState(1), training.average)
