@@ -8,8 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.generation.turns import parsed_turn, same_calls
+from data.rendering.prompts import render_prompt
+from data.rendering.template import TemplateRefused
 from data.text.schemas import Conversation
-from data.text.template import TemplateRefused, render_prompt
 
 
 @dataclass(frozen=True)

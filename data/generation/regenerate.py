@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.generation.answers import answers_dataset
 from data.generation.dialogue import AnsweredTurn, Dialogue
+from data.rendering.tokenize import SAMPLE_SCHEMA, check_refused
 from data.text.schemas import Conversation
-from data.text.tokenize import SAMPLE_SCHEMA, check_refused
 from eagle31.json_files import read_json, write_json
 
 Answer = Callable[[Sequence[Sequence[int]], Path], list[list[int]]]

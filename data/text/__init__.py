@@ -1,1 +1,1 @@
-"""Reading conversations from files and data sets, and turning them into token ids and loss masks."""
+"""Reading conversations from files and data sets, and changing them."""

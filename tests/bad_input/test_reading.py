@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from data.mixture.table import write_table
-from data.text import template
+from data.rendering import template
+from data.rendering.inspection import bracketed, pieces
+from data.rendering.masks import render
+from data.rendering.template import template_fingerprint
 from data.text.choices import Turns
-from data.text.inspection import bracketed, pieces
 from data.text.schemas import Conversation
 from data.text.sources import ReadResult, read_conversations, source_fingerprint
 from data.text.split import prompt_hashes, prompt_rank
-from data.text.template import render, template_fingerprint
 from eagle31.errors import UserError
 from tests.data.text import chat_templates
 from tests.data.text.chat_templates import byte_level_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.embedded.target import EmbeddedTarget
-from data.text import template
+from data.rendering import template
 from tests.bad_input.commands import Case, CheckCase, each, link
 from tests.train.small_run import RECIPE, arguments
 

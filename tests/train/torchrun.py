@@ -33,7 +33,7 @@ MODULES = (
     "train.launch.slurm",
     "train.parity.inputs",
     "train.parity.speed",
-    "data.text.inspection",
+    "data.rendering.inspection",
     "data.capture.hf",
     "data.generation.hf",
     "transformers.models.qwen3.modeling_qwen3",

@@ -6,10 +6,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.rendering.masks import render
+from data.rendering.prompts import unprompted_header
+from data.rendering.template import TemplateRefused
 from data.target.tokenizer import check_ids
 from data.text.choices import Turns
 from data.text.schemas import Conversation
-from data.text.template import TemplateRefused, render, unprompted_header
 
 _CONVERSATIONS = 4
 

@@ -12,6 +12,8 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from data.capture.hf import HiddenStateCapture, check_head
+from data.rendering.inspection import parse_template_kwargs
+from data.rendering.prompts import render_prompt
 from data.sampling import Sampling
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.cached_decoding import TargetDecoder
@@ -21,10 +23,8 @@ from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from data.text.choices import check_split
-from data.text.inspection import parse_template_kwargs
 from data.text.sources import read_conversations
 from data.text.split import choose_prompts
-from data.text.template import render_prompt
 from eagle31.errors import UserError
 from eagle31.export.read import LoadedExport
 from eagle31.json_files import write_json

@@ -13,16 +13,16 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from data.rendering.inspection import parse_template_kwargs
+from data.rendering.prompts import prompt_ids
 from data.sampling import Sampling
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.checkpoint import Checkpoint
 from data.target.parts import TargetParts, load_target_parts
 from data.target.tokenizer import load_tokenizer
-from data.text.inspection import parse_template_kwargs
 from data.text.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
 from data.text.schemas import Conversation
 from data.text.split import prompt_hashes
-from data.text.template import prompt_ids
 from eagle31.errors import UserError
 from eagle31.export.read import LoadedExport
 from eagle31.json_files import write_json

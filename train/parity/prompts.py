@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.rendering.prompts import render_prompt
 from data.text.saved import load_saved
 from data.text.sources import read_conversations
-from data.text.template import render_prompt
 from eagle31.errors import UserError
 from eagle31.export.verification import read_probe
 

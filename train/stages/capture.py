@@ -17,6 +17,7 @@ from data.capture.offline import capture_to_store
 from data.capture.online import OnlineStates
 from data.capture.opening import StoreSpec
 from data.capture.refusals import refusal_lines
+from data.rendering.template import template_fingerprint
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -24,7 +25,6 @@ from data.store.index import STATES_VERSION
 from data.store.sample_cache import CacheSettings
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.saved import load_saved
-from data.text.template import template_fingerprint
 from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
 from data.torchspec.states import TorchSpecStates
 from data.transport.protocol import Arrivals, Producer, Transport

@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from data.capture.opening import StoreSpec
 from data.generation.answers import AnswerGenerator, answer_prompts, answers_dataset
+from data.rendering.prompts import prompt_ids
 from data.samples import CapturedSample
 from data.store import DamagedShard, HiddenStateStore
 from data.store.codec import Encoding
@@ -21,7 +22,6 @@ from data.text.perturbation import PromptSetting, template_source
 from data.text.saved import load_saved
 from data.text.schemas import Conversation
 from data.text.sources import source_fingerprint
-from data.text.template import prompt_ids
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 from train.artifact import Artifact

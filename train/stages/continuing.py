@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from data.rendering.template import template_fingerprint
 from data.target.tokenizer import tokenizer_fingerprint
-from data.text.template import template_fingerprint
 from eagle31.errors import UserError
 from eagle31.tensor_files import load_tensors
 from train.artifact import Artifact, fingerprint

@@ -14,12 +14,13 @@ from datasets import Dataset
 from data.generation.answers import answer_prompts
 from data.generation.continuous import ContinuousGenerator, continuously
 from data.generation.regenerate import regenerate, repeated, turn_by_turn
+from data.rendering.prompts import prompt_ids, render_prompt
+from data.rendering.template import TemplateRefused, template_fingerprint
+from data.rendering.tokenize import Enough, check_refused, tokenize
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from data.text.augmentation import Augmentation, AugmentedConversations
 from data.text.perturbation import NoEffect, PromptSetting, template_source
 from data.text.schemas import Conversation, Conversations
-from data.text.template import TemplateRefused, prompt_ids, render_prompt, template_fingerprint
-from data.text.tokenize import Enough, check_refused, tokenize
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from train.config.data import RegenerateConfig

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from data.batches.rows import pack_row
+from data.rendering.template import template_fingerprint
 from data.store import HiddenStateStore
 from data.target.tokenizer import tokenizer_fingerprint
-from data.text.template import template_fingerprint
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.verification import (

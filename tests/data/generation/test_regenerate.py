@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
 from data.generation.regenerate import BLOCK_TURNS, regenerate, repeated, turn_by_turn
+from data.rendering.prompts import render_prompt
 from data.sampling import Sampling
 from data.text.schemas import Conversation
-from data.text.template import render_prompt
 from eagle31.errors import UserError
 from tests.data.text.chat_templates import CHATML, STRICT, byte_level_tokenizer
 

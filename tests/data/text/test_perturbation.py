@@ -2,6 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from data.rendering.masks import render
+from data.rendering.prompts import prompt_ids, render_prompt
+from data.rendering.template import decode, eos_token_ids
 from data.text.choices import Turns
 from data.text.perturbation import (
     SYSTEM_PROMPTS,
@@ -12,7 +15,6 @@ from data.text.perturbation import (
     check_setting,
 )
 from data.text.schemas import Conversation
-from data.text.template import decode, eos_token_ids, prompt_ids, render, render_prompt
 from eagle31.errors import UserError
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer

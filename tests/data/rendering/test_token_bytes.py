@@ -2,11 +2,12 @@ import random
 
 import pytest
 
-from data.text import template, token_bytes
+from data.rendering import boundaries, token_bytes
+from data.rendering.masks import render
+from data.rendering.template import Template
+from data.rendering.token_bytes import token_ends
 from data.text.choices import Turns
 from data.text.schemas import Conversation
-from data.text.template import render
-from data.text.token_bytes import token_ends
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer, python_tokenizer, sentencepiece_tokenizer
 
@@ -50,18 +51,18 @@ def test_one_encoding_finds_the_same_tokens_as_encoding_each_prompt(name, turns,
     tokenizer = byte_level_tokenizer(getattr(templates, name))
     settings = {"turns": turns, "template_kwargs": {}, "eos_token_ids": {tokenizer.eos_token_id}}
     encoded: list[str] = []
-    encode = template._Template.encode
+    encode = Template.encode
 
-    def counting(self: template._Template, text: str) -> list[int]:
+    def counting(self: Template, text: str) -> list[int]:
         encoded.append(text)
         return encode(self, text)
 
-    monkeypatch.setattr(template._Template, "encode", counting)
+    monkeypatch.setattr(Template, "encode", counting)
     data = conversations(150)
     found = [render(tokenizer, one, **settings) for one in data]
     # A template with markers encodes once too, by another function.
     assert len(encoded) == (0 if "MARKED" in name else sum(map(len, found)))
-    monkeypatch.setattr(template, "token_ends", lambda *_: None)
+    monkeypatch.setattr(boundaries, "token_ends", lambda *_: None)
     encoded.clear()
     assert [render(tokenizer, one, **settings) for one in data] == found
     assert len(encoded) > sum(map(len, found)) or "MARKED" in name

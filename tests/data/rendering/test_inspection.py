@@ -1,7 +1,7 @@
 import pytest
 
-from data.text.inspection import bracketed, colored, parse_template_kwargs, pieces
-from data.text.template import RenderedConversation
+from data.rendering.inspection import bracketed, colored, parse_template_kwargs, pieces
+from data.rendering.masks import RenderedConversation
 from eagle31.errors import UserError
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer

@@ -16,15 +16,16 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from data.progress import Progress
+from data.rendering import template
+from data.rendering.masks import RenderedConversation, render
+from data.rendering.template import TemplateRefused, template_fingerprint
+from data.rendering.token_bytes import token_ends
 from data.target.spec import TargetSpec
 from data.target.tokenizer import check_ids, load_tokenizer
-from data.text import template
 from data.text.choices import Overlong, Turns
 from data.text.parallel import map_in_order
 from data.text.schemas import Conversations
 from data.text.sources import first_reasons
-from data.text.template import RenderedConversation, TemplateRefused, template_fingerprint
-from data.text.token_bytes import token_ends
 from eagle31.errors import UserError
 
 _REPORT = "report.json"
@@ -180,7 +181,7 @@ def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: 
     samples: list[tuple[str, RenderedConversation]] = []
     for conversation in map(conversations.__getitem__, indices):
         try:
-            rendered = template.render(
+            rendered = render(
                 settings.tokenizer,
                 conversation,
                 turns=settings.turns,

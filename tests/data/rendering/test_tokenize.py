@@ -4,10 +4,10 @@ from dataclasses import asdict
 import datasets
 import pytest
 
+from data.rendering.template import template_fingerprint
+from data.rendering.tokenize import Enough, TokenizeReport, tokenize
 from data.text.choices import Overlong, Turns
 from data.text.schemas import Conversation
-from data.text.template import template_fingerprint
-from data.text.tokenize import Enough, TokenizeReport, tokenize
 from eagle31.errors import UserError
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer

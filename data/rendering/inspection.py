@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.rendering.masks import RenderedConversation
+from data.rendering.template import decode, template_fingerprint, uses_generation_markers
 from data.text.choices import check_template_kwargs
 from data.text.schemas import Conversation
 from data.text.sources import ReadResult
-from data.text.template import RenderedConversation, decode, template_fingerprint, uses_generation_markers
 from eagle31.errors import UserError
 
 _SUPERVISED = ("\x1b[30;42m", "\x1b[30;102m")  # two alternating greens show where tokens begin

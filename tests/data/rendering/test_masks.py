@@ -3,18 +3,17 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from data.text.schemas import Conversation
-from data.text.template import (
-    RenderedConversation,
+from data.rendering.masks import RenderedConversation, render
+from data.rendering.prompts import render_prompt
+from data.rendering.template import (
     TemplateRefused,
-    Turns,
     decode,
     eos_token_ids,
-    render,
-    render_prompt,
     template_fingerprint,
     uses_generation_markers,
 )
+from data.text.choices import Turns
+from data.text.schemas import Conversation
 from eagle31.errors import UserError
 from tests.data.text import chat_templates as templates
 from tests.data.text.chat_templates import byte_level_tokenizer
