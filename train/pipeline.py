@@ -29,7 +29,7 @@ from train.distributed import World, read_when_set, shared_values, wait_for
 from train.doctor.examine import check_start
 from train.doctor.failures import naming_full_disk
 from train.evaluation.cells import CELLS
-from train.leftovers import remove_partials
+from train.leftovers import remove_leftovers
 from train.lifetime.activity import ACTIVITY
 from train.lifetime.stops import STOPPED_FILE
 from train.optim.learning_rates import with_rates
@@ -100,7 +100,7 @@ def run_pipeline(config: RunConfig, world: World) -> None:
         check_start(config)
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
-            remove_partials(Path(config.output_dir))
+            remove_leftovers(Path(config.output_dir))
             (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
             announce_plan(context)
             write_configuration(config)

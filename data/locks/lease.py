@@ -8,7 +8,6 @@ the highest generation has the lock: one that wakes up too late finds the higher
 
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from data.processes.identity import Identity
 from eagle31.errors import UserError
 
 _LEASES = ".leases"
@@ -139,7 +139,7 @@ def take_lease(path: Path, wait: bool, times: LeaseTimes, on_lost: Callable[[], 
     if last and not _is_free(path, last, wait, times):
         return None
     before = _read(path, last) if last else None
-    content = _Content(uuid.uuid4().hex, _machine(), _process(os.getpid()))
+    content = _Content(uuid.uuid4().hex, **Identity.of(os.getpid()).to_json())
     new = _file_of(path, last + 1)
     try:
         descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -181,30 +181,10 @@ def _is_free(path: Path, generation: int, wait: bool, times: LeaseTimes) -> bool
 
 
 def _has_ended(content: str) -> bool:
-    """Return whether the holder was a process of this machine that is no more."""
+    """Return whether the holder was a process of this machine that no longer exists."""
     fields = content.split()
-    if len(fields) != 4 or fields[1] != _machine():
-        return False
-    return _process(int(fields[2].partition(":")[0])) != fields[2]
-
-
-def _machine() -> str:
-    """Return the name of this boot of this machine, and of the namespace that gives processes their ids."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"{socket.gethostname()}:{uuid.getnode()}"
-
-
-def _process(pid: int) -> str:
-    """Return a process's id and start, so that another one with the same id is told apart."""
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return f"{pid}:ended"
-    # Of a process that has ended and is not reaped, the state is Z.
-    return f"{pid}:ended" if started[0] == "Z" else f"{pid}:{started[19]}"
+    holder = Identity.from_json({"machine": fields[1], "process": fields[2]}) if len(fields) == 4 else None
+    return holder is not None and holder.has_ended
 
 
 def _file_of(path: Path, generation: int) -> Path:

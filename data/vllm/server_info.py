@@ -3,11 +3,15 @@
 The file shows that server and client see the same directories.
 """
 
+import contextlib
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle31.json_files import write_json
+from data.processes.identity import Identity
+from eagle31.errors import UserError
+from eagle31.json_files import read_json, write_json
 
 INFO_PATH = "/v1/eagle31"  # where a server without the connector gives its info
 # vLLM needs room for one token after a prompt. Without it, vLLM keeps no states of any prompt in the batch.
@@ -75,11 +79,23 @@ def info_path(root: str, server_id: str) -> Path:
 
 
 def write_info(info: ServerInfo) -> None:
+    """Write the files of an engine that starts, in its process, and remove those of killed engines."""
     for root in info.roots:
-        write_json(info_path(root, info.id), info.to_json())
+        remove_ended(Path(root))
+        content = info.to_json() | {"engine": Identity.of(os.getpid()).to_json()}
+        write_json(info_path(root, info.id), content)
 
 
 def remove_info(info: ServerInfo) -> None:
-    """Remove the files of a server that ends."""
+    """Remove the files of an engine that ends."""
     for root in info.roots:
         info_path(root, info.id).unlink(missing_ok=True)
+
+
+def remove_ended(root: Path) -> None:
+    """Remove the files of this machine's engines that no longer exist."""
+    for path in root.glob(".vllm-*.json"):
+        with contextlib.suppress(UserError, FileNotFoundError):  # of others: damaged, or removed now
+            match read_json(path):
+                case {"engine": engine} if (one := Identity.from_json(engine)) and one.has_ended:
+                    path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from train.leftovers import remove_partials
+from train.leftovers import remove_leftovers
 
 LEFT = (
     ".plan.json.71.partial",
@@ -31,7 +31,7 @@ def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
         path.touch()
     (output / "link").symlink_to(elsewhere)
     (output / ".export.partial").symlink_to(elsewhere)
-    remove_partials(output)
+    remove_leftovers(output)
     found = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert found == {*KEPT}
     assert not (output / "artifacts/train-1/checkpoints/.step-00000008.partial").exists()

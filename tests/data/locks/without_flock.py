@@ -5,7 +5,7 @@ import errno
 import platform
 import struct
 
-from data.locks import lease
+from data.processes import identity
 
 _FLOCK = {"x86_64": 73, "aarch64": 32}  # the number of the system call
 _SECCOMP_RET_ERRNO, _SECCOMP_RET_ALLOW = 0x00050000, 0x7FFF0000
@@ -40,4 +40,4 @@ def answer_flock(error: int = errno.ENOSYS) -> None:
 
 def be_node(name: str) -> None:
     """Be a process of another machine, of whose processes this one cannot tell whether they run."""
-    lease._machine = lambda: name
+    identity._machine = lambda: name
