@@ -1,5 +1,6 @@
 """What the soak trains on: a small target, its conversations, and the settings of the run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,9 @@ _TARGET = TargetSettings(
     training=TrainingSettings(steps=80, batch_tokens=1024, max_document_tokens=256),
 )
 _KV_CACHE_BYTES = 64 << 20
-_SPOOL_GB = 0.05
+_SPOOL_GB = 0.2  # the states of a minute of training
 _ENDLESS_STEPS = 100_000_000
-# By the value of `capture.source`. A worker of transformers takes a minute less to start than a server.
+# By the value of `capture.source`.
 SOURCES = {
     "hf": ("capture=hf_online", "capture.processes=2"),
     "vllm": (
@@ -55,11 +56,19 @@ class SoakRuns:
         directory = self.work / "reference"
         return [*self._settings(directory), "stages=[data,vocab,answers,capture]"]
 
-    def training(self, source: str) -> list[str]:
-        """Return the settings of the training, which ends when it gets SIGTERM."""
-        transport = [f"capture.spool_dir={self.spools}", f"capture.spool_gb={_SPOOL_GB}"]
+    def training(self, source: str, servers: Sequence[str] = ()) -> list[str]:
+        """Return the settings of the training, which ends when it gets SIGTERM.
+
+        Args:
+            servers: the addresses of its vLLM servers.
+        """
         stages = "stages=[data,vocab,answers,capture,train]"
-        return [*self._settings(self.output), *SOURCES[source], *transport, stages]
+        return [*self.serving(source), f"vllm.servers=[{','.join(servers)}]", stages]
+
+    def serving(self, source: str) -> list[str]:
+        """Return the settings of what runs the target for the training."""
+        transport = [f"capture.spool_dir={self.spools}", f"capture.spool_gb={_SPOOL_GB}"]
+        return [*self._settings(self.output), *SOURCES[source], *transport]
 
     def _settings(self, output: Path) -> list[str]:
         return [

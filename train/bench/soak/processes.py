@@ -1,24 +1,25 @@
-"""The processes of the soak's run: finding them by their kind, measuring them, killing one."""
+"""The processes of the soak: starting them, finding them by their kind, measuring what they hold."""
 
 import contextlib
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from data.processes.parent import module_command
-
 # A part of the command line or of the name, by the kind of the process; the first that fits counts.
 _KINDS = {
-    "producer": "data.capture.hf_worker",
-    "engine": "EngineCor",
-    "server": "vllm.entrypoints",
-    "supervisor": "supervisor.py",
+    "trainer": "train.bench.soak.trainer",
+    "producers": "data.capture.hf_worker",
+    "supervisors": "supervisor.py",
+    "engines": "EngineCor",
+    "API processes": "vllm.entrypoints",
 }
-# What is killed, in turn, and what the kill is meant for.
-_VICTIMS = {"hf": ("producer",), "vllm": ("engine", "server")}
+_OTHER = "others"
+# More would slow each other down on a small machine, and vLLM would bind several servers to the same cores.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @dataclass(frozen=True)
@@ -33,38 +34,42 @@ class Sample:
     threads: int
 
 
-class SoakProcesses:
-    """A run and all that it has started.
+class Program:
+    """A command of the soak and all processes that it has started.
 
     Args:
-        log: what the run prints.
+        log: what it prints.
     """
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path) -> None:
         self.log = log
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [*module_command("train.bench.soak.trainer"), *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
+                env=os.environ | _ONE_THREAD,
                 start_new_session=True,
             )
-        self._turn = 0
 
     @property
     def running(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def tail(self) -> str:
+        """The last lines of the log."""
+        return " | ".join(self.log.read_text(errors="replace").splitlines()[-8:])
+
     def by_kind(self) -> dict[str, list[psutil.Process]]:
-        """Return the processes, the trainer itself among them."""
+        """Return the processes."""
         found: dict[str, list[psutil.Process]] = {}
         with contextlib.suppress(psutil.NoSuchProcess):
-            trainer = psutil.Process(self.process.pid)
-            found["trainer"] = [trainer]
-            for child in trainer.children(recursive=True):
+            root = psutil.Process(self.process.pid)
+            for one in [root, *root.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                    found.setdefault(kind_of(child), []).append(child)
+                    found.setdefault(kind_of(one), []).append(one)
         return found
 
     def measure(self, seconds: float) -> Iterator[Sample]:
@@ -74,35 +79,30 @@ class SoakProcesses:
             if numbers:
                 yield Sample(seconds, kind, len(numbers), *map(sum, zip(*numbers, strict=True)))
 
-    def kill_next(self, source: str) -> str | None:
-        """Kill the next process in turn; return its kind, or None where there is none now."""
-        victims = _VICTIMS[source]
-        kind = victims[self._turn % len(victims)]
-        processes = sorted(self.by_kind().get(kind, []), key=lambda one: one.pid)
-        if not processes:
-            return None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes[self._turn // len(victims) % len(processes)].kill()
-            self._turn += 1
-            return kind
-        return None
-
     def end(self) -> int:
-        """Have the run save a checkpoint and end; return its status."""
+        """Have it save what it has, and end; return its status."""
         self.process.terminate()
         try:
             return self.process.wait(120)
         except subprocess.TimeoutExpired:
             for processes in self.by_kind().values():
                 for one in processes:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
+                    kill(one)
             return self.process.wait()
 
 
 def kind_of(process: psutil.Process) -> str:
     text = " ".join([process.name(), *process.cmdline()])
-    return next((kind for kind, part in _KINDS.items() if part in text), "other")
+    return next((kind for kind, part in _KINDS.items() if part in text), _OTHER)
+
+
+def kill(process: psutil.Process) -> bool:
+    """Kill a process with SIGKILL; return whether it was there."""
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
 
 
 def _numbers(process: psutil.Process) -> tuple[int, int, int] | None:

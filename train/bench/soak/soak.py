@@ -4,15 +4,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from data.processes.parent import module_command
 from eagle31.errors import UserError
 from eagle31.json_files import read_jsonl
 from train.bench.soak.inputs import SoakRuns, make_runs
-from train.bench.soak.processes import Sample, SoakProcesses
+from train.bench.soak.processes import Program, Sample
 from train.bench.soak.slopes import Slope, slope_of
+from train.bench.soak.victims import Producers, Servers, Victims
 
 MAX_DIFFERENCE = 1e-3  # of a state, relative to the largest: batches differ from run to run
 MIN_THROUGHPUT = 0.7
@@ -47,18 +51,27 @@ def run_soak(work: Path, source: str, minutes: float, every_seconds: float) -> d
     """
     runs = make_runs(work)
     _say("capturing the reference")
-    reference = SoakProcesses(["-", "-", *runs.reference()], work / "reference.log")
+    reference = _trainer(["-", "-", *runs.reference()], work / "reference.log")
     if reference.process.wait() != 0:
-        raise UserError("--work", work, f"The reference failed: {_tail(reference.log)}")
-    training = SoakProcesses(
-        [str(work / "reference"), str(runs.records), *runs.training(source)], work / "training.log"
-    )
-    try:
-        measured = _disturb(training, runs, source, 60 * minutes, every_seconds)
+        raise UserError("--work", work, f"The reference failed: {reference.tail}")
+    with ExitStack() as programs:
+        servers = None
+        if source == "vllm":
+            _say("starting the servers")
+            servers = Servers(runs, work / "servers.log")
+            programs.callback(servers.program.end)
+            servers.wait_until_ready()
+        settings = runs.training(source, servers.urls if servers else [])
+        training = _trainer([str(work / "reference"), str(runs.records), *settings], work / "training.log")
+        programs.callback(training.end)
+        measured = _disturb(training, servers, runs, 60 * minutes, every_seconds)
         status = training.end()
-    finally:
-        training.end()
-    return _result(runs, measured, status, source, minutes)
+    restarts = servers.restart_seconds if servers else []
+    return _result(runs, measured, status, source, minutes) | {"restart_seconds": restarts}
+
+
+def _trainer(arguments: list[str], log: Path) -> Program:
+    return Program([*module_command("train.bench.soak.trainer"), *arguments], log)
 
 
 @dataclass
@@ -68,34 +81,51 @@ class _Measured:
 
 
 def _disturb(
-    training: SoakProcesses, runs: SoakRuns, source: str, seconds: float, every_seconds: float
+    training: Program, servers: Servers | None, runs: SoakRuns, seconds: float, every_seconds: float
 ) -> _Measured:
-    """Kill a process at the beginning of most periods."""
+    """Kill a process at the beginning of most periods.
+
+    A period without a kill begins once all that was killed before runs again.
+    """
     metrics = _Steps(runs.output)
+    victims: Victims = servers or Producers(training)
+    programs = [training, *([servers.program] if servers else [])]
     deadline = time.monotonic() + _START_SECONDS
     while metrics.newest() < 10:
         if not training.running or time.monotonic() > deadline:
-            raise UserError("--work", runs.work, f"The run did not begin: {_tail(training.log)}")
+            raise UserError("--work", runs.work, f"The run did not begin: {training.tail}")
         time.sleep(_POLL_SECONDS)
     began = next_measure = time.monotonic()
     measured = _Measured([], [])
     while time.monotonic() - began < seconds:
         number = len(measured.periods)
-        period = Period(number % DISTURBED_OF_CYCLE[1] < DISTURBED_OF_CYCLE[0])
+        period = Period(is_disturbed(number))
         started, first = time.monotonic(), metrics.newest()
-        while (now := time.monotonic()) - started < every_seconds:
-            if not training.running:
-                raise UserError("--work", runs.work, f"The run has ended: {_tail(training.log)}")
+        while (now := time.monotonic()) - started < every_seconds or (
+            not victims.ready() and not is_disturbed(number + 1)
+        ):
+            for program in programs:
+                if not program.running:
+                    raise UserError("--work", runs.work, f"A program has ended: {program.tail}")
             if period.disturbed and period.killed is None:
-                period.killed = training.kill_next(source)
+                period.killed = victims.kill_next()
             if now >= next_measure:
                 next_measure += _MEASURE_SECONDS
-                measured.samples += training.measure(now - began)
+                measured.samples += chain.from_iterable(one.measure(now - began) for one in programs)
+            victims.ready()
             time.sleep(_POLL_SECONDS)
         period.seconds, period.steps = time.monotonic() - started, metrics.newest() - first
         measured.periods.append(period)
-        _say(f"{now - began:.0f} s: {period.steps} steps, killed {period.killed or 'nothing'}")
+        _say(
+            f"{now - began:.0f} s: {period.steps} steps in {period.seconds:.0f} s, "
+            f"killed {period.killed or 'nothing'}"
+        )
     return measured
+
+
+def is_disturbed(period: int) -> bool:
+    """Return whether a period begins with a kill."""
+    return period % DISTURBED_OF_CYCLE[1] < DISTURBED_OF_CYCLE[0]
 
 
 class _Steps:
@@ -178,10 +208,6 @@ def _slopes(kind: str, samples: Sequence[Sample]) -> dict[str, Slope]:
     if len(own) < 4:
         return {}
     return {name: slope_of(seconds, [getattr(one, name) for one in own]) for name in names}
-
-
-def _tail(log: Path) -> str:
-    return " | ".join(log.read_text(errors="replace").splitlines()[-8:])
 
 
 def _say(line: str) -> None:
