@@ -67,6 +67,10 @@ class Dispatcher:
         """
         return self._heard_at.get(origin.engine, -math.inf) <= origin.link.failed_at
 
+    def doubt(self, origin: Origin) -> None:
+        """Have the endpoint looked at soon, although it is up. Any thread may call this."""
+        origin.link.doubted = True
+
     def give_up(self, origin: Origin) -> None:
         """Count an engine as lost whose states have not come."""
         self._heard_at.pop(origin.engine, None)
@@ -106,6 +110,8 @@ class Dispatcher:
         except Refused as error:
             raise UserError("vllm.servers", link.endpoint.name, str(error)) from error
         self._check_engine(link, info)
+        if link.is_up and info.id not in link.engines:
+            link.went_down("another engine answers")
         link.went_up(info)
 
     def _check_engine(self, link: Link, info: ServerInfo) -> None:
@@ -116,10 +122,11 @@ class Dispatcher:
     async def _keep_up(self, link: Link) -> None:
         pause = _FIRST_PAUSE_SECONDS
         while True:
-            if link.is_up:
+            if link.is_up and not link.doubted:
                 pause = _FIRST_PAUSE_SECONDS
                 await asyncio.sleep(_FIRST_PAUSE_SECONDS)
                 continue
+            link.doubted = False
             await self.look(link)
             if not link.is_up:
                 self._check_patience()

@@ -78,6 +78,7 @@ class Link:
         self.endpoint = endpoint
         self.info: ServerInfo | None = None
         self.down_since: float | None = time.monotonic()
+        self.doubted = False  # whether it is to be looked at although it is up
         self.reason = "not reached yet"
         self.num_failures = 0
         self.failed_at = -math.inf  # when it went down last

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from data.transport.protocol import StateRequest, Transport
 from data.vllm.capture_request import CaptureRequest
@@ -12,6 +14,18 @@ from data.vllm.endpoint import Endpoint
 from data.vllm.server_info import ServerInfo
 
 _ANSWERED_KEPT = 64  # as many as `OnlineStates` discards where they come twice
+# The states of an answer come at once, unless a disk is slow or the engine has ended. While no request is
+# under way, nothing else shows the latter.
+_DOUBT_SECONDS = 5.0
+
+
+@dataclass
+class _Answer:
+    """An answer whose states have not arrived yet."""
+
+    prompt: Prompt
+    origin: Origin
+    expected_at: float  # after which its engine is looked at
 
 
 class VllmProducer:
@@ -39,7 +53,7 @@ class VllmProducer:
         self._destination = transport.to_json()
         self._lock = threading.Lock()
         self._owed: dict[str, Prompt] = {}
-        self._answered: dict[str, tuple[Prompt, Origin]] = {}
+        self._answered: dict[str, _Answer] = {}
         self._refused: dict[str, str] = {}
         self._num_requests = 0
         self._failure: BaseException | None = None
@@ -71,7 +85,7 @@ class VllmProducer:
             answered = self._answered.pop(request.key, None)
             if answered is not None:
                 # Its states have not come, and will not, nor will the others of that engine.
-                self._dispatcher.give_up(answered[1])
+                self._dispatcher.give_up(answered.origin)
             self._owed[request.key] = prompt
         self._send(prompt)
 
@@ -84,14 +98,20 @@ class VllmProducer:
 
     def refusals(self) -> dict[str, str]:
         self._raise_failure()
+        now = time.monotonic()
         with self._lock:
             self._answered = {
                 key: value for key, value in self._answered.items() if not self._transport.arrived(key)
             }
-            lost = [prompt for prompt, origin in self._answered.values() if self._dispatcher.is_lost(origin)]
+            answers = list(self._answered.values())
+            lost = [answer.prompt for answer in answers if self._dispatcher.is_lost(answer.origin)]
             for prompt in lost:
                 del self._answered[prompt.key]
                 self._owed[prompt.key] = prompt
+            for answer in self._answered.values():
+                if answer.expected_at < now:
+                    answer.expected_at = now + _DOUBT_SECONDS
+                    self._dispatcher.doubt(answer.origin)
             refused, self._refused = self._refused, {}
         for prompt in lost:
             self._send(prompt)
@@ -120,7 +140,7 @@ class VllmProducer:
             if prompt.withdrawn:
                 return
             self._owed.pop(prompt.key, None)
-            self._answered[prompt.key] = (prompt, origin)
+            self._answered[prompt.key] = _Answer(prompt, origin, time.monotonic() + _DOUBT_SECONDS)
             while len(self._answered) > _ANSWERED_KEPT:
                 del self._answered[next(iter(self._answered))]
 

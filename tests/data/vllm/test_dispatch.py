@@ -255,6 +255,43 @@ def test_an_engine_after_a_load_balancer_is_lost_once_it_is_silent_after_a_failu
     asyncio.run(run())
 
 
+def test_an_engine_that_ended_without_a_request_under_way_is_lost_once_it_is_doubted() -> None:
+    one = Computer("one", 1, computes, FACTS)
+    origins: list[Origin] = []
+
+    async def run() -> None:
+        dispatcher = Dispatcher(
+            [one],
+            check=lambda endpoint, facts: None,
+            answered=lambda prompt, origin, _: origins.append(origin),
+            refused=lambda prompt, reason: None,
+            patience_seconds=0.5,
+        )
+        running = asyncio.create_task(dispatcher.run())
+
+        async def until(happened: Callable[[], bool]) -> None:
+            while not running.done() and not happened():
+                await asyncio.sleep(0.01)
+
+        dispatcher.add(Prompt(0, "0", [1], {}))
+        await until(lambda: bool(origins))
+        num_looks = one.num_starts
+        dispatcher.doubt(origins[0])
+        await until(lambda: one.num_starts > num_looks)
+        assert not dispatcher.is_lost(origins[0]), "it still answers"
+        one.engines = [replace(FACTS, id="b")]
+        dispatcher.doubt(origins[0])
+        await until(lambda: dispatcher.is_lost(origins[0]))
+        dispatcher.add(Prompt(1, "1", [1], {}))
+        await until(lambda: len(origins) == 2)
+        assert [(one.engine, dispatcher.is_lost(one)) for one in origins] == [("a", True), ("b", False)]
+        assert dispatcher.links[0].num_failures == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_every_engine_after_a_load_balancer_is_checked() -> None:
     def check(endpoint: object, info: ServerInfo) -> None:
         if info.id == "b":
