@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from data.locks.lease import LeaseTimes, Lock, take_lease
+from data.locks.lease import LeaseTimes, take_lease
+from data.locks.lock import Lock
 
 # What flock raises where the file system does not have it.
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -29,6 +30,9 @@ class _KernelLock(Lock):
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
+
+    def check(self) -> None:
+        """A process that has not closed the file cannot have lost its flock."""
 
     def close(self) -> None:
         self._file.close()

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
+from data.locks.lock import Lock
 from data.processes.identity import Identity
 from eagle31.errors import UserError
 
@@ -38,26 +38,6 @@ class LeaseTimes:
     expire: float = 60.0
     grace: float = 1.0
     poll: float = 0.5
-
-
-class Lock:
-    """A lock that this process holds until `close`, or until it ends."""
-
-    closed = False
-
-    def check(self) -> None:
-        """Raise UserError if another process has the lock by now."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> "Lock":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Lease(Lock):
