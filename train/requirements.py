@@ -4,7 +4,7 @@ from collections.abc import Set
 from urllib.parse import urlsplit
 
 from data.addresses import is_loopback
-from data.transport.mooncake import load_mooncake, reach
+from data.transport.mooncake_store import load_mooncake, reach
 from data.vllm.environment import check_mooncake, find_python
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from data.transport.mooncake import MooncakeSettings
+from data.transport.mooncake_store import MooncakeSettings
 from eagle31.errors import UserError
 
 REVISION = "6f21829"

@@ -13,7 +13,8 @@ from data.processes.child import Message
 from data.processes.parent import ChildProcess
 from data.samples import CapturedSample
 from data.torchspec.settings import DTYPE, TorchSpecSettings, bridge_command, check_torchspec
-from data.transport.mooncake import MooncakeTransport, library_directory
+from data.transport.mooncake import MooncakeTransport
+from data.transport.mooncake_store import library_directory
 from data.transport.protocol import StateRequest
 from eagle31.errors import UserError
 

@@ -1,48 +1,27 @@
 """Mooncake as a transport: states wait in memory that processes lend to a shared store."""
 
-import ctypes
-import os
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from ipaddress import ip_address
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.cache import cache_directory
 from data.samples import CapturedSample
+from data.transport.mooncake_store import MooncakeSettings, connect, load_mooncake
 from data.transport.protocol import StateRequest
 from eagle31.errors import UserError
 
 # The format is that of TorchSpec's `EagleMooncakeStore` (torchspec/transfer/mooncake/eagle_store.py):
 # [T, A * Ht], int64 [T] and [T, Ht], bytes only; shapes and dtype are known on both sides.
 SUFFIXES = ("_hs", "_ids", "_lhs")
-REQUIREMENT = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
 
 _ALIGNMENT = 64
 _POLL_SECONDS = 0.005
 _FULL_POLL_SECONDS = 0.05
-_CONNECT_SECONDS = 5.0
-_ELSEWHERE = ("192.0.2.1", 9)  # an address of no machine (RFC 5737)
 _NO_SPACE, _NO_MASTER = -200, -900  # NO_AVAILABLE_HANDLE and RPC_FAIL in Mooncake's ErrorCode
-# Each one needs those before it.
-_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
-
-
-@dataclass(frozen=True)
-class MooncakeSettings:
-    """The settings with which a process joins a Mooncake store; `capture.mooncake` in the recipe."""
-
-    master: str = "127.0.0.1:50051"
-    metadata: str = "P2PHANDSHAKE"  # or the URL of a metadata server
-    protocol: str = "tcp"  # or rdma
-    device: str = ""  # the RDMA device
-    segment_bytes: int = 0  # memory that this process lends to the store
 
 
 def state_bytes(num_tokens: int, num_aux_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
@@ -256,102 +235,6 @@ class _Staging:
     def release(self) -> None:
         if self._buffer.nbytes:
             self._store.unregister_buffer(self._buffer.data_ptr())
-
-
-def load_mooncake() -> Any:
-    """Import and return the module `mooncake.store`.
-
-    Raises:
-        UserError: the package is not installed, or one of its system libraries is missing.
-    """
-    # By default it logs every connection, and each attempt to put into a full store.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    for name in _LIBRARIES:
-        path = library_directory() / name
-        if path.exists():
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    try:
-        import mooncake.store
-    except ModuleNotFoundError as error:
-        remedy = f"This needs Mooncake's Python package: pip install '{REQUIREMENT}'."
-        raise UserError("capture.transport", "mooncake", remedy) from error
-    except ImportError as error:
-        remedy = (
-            f"Mooncake lacks a system library ({error}): run scripts/setup/mooncake, which needs no root."
-        )
-        raise UserError("capture.transport", "mooncake", remedy) from error
-    return mooncake.store
-
-
-def library_directory() -> Path:
-    """Return where scripts/setup/mooncake puts libraries that the system lacks."""
-    return cache_directory() / "mooncake-libraries"
-
-
-def connect(library: Any, settings: MooncakeSettings) -> Any:
-    """Return a client of the store that `settings.master` runs."""
-    own_address = reach(settings.master)
-    store = library.MooncakeDistributedStore()
-    code = store.setup(
-        own_address,
-        settings.metadata,
-        settings.segment_bytes,
-        # Puts and gets use memory that we register.
-        _ALIGNMENT,
-        settings.protocol,
-        settings.device,
-        settings.master,
-    )
-    if code != 0:
-        remedy = (
-            f"Mooncake could not join with metadata={settings.metadata}, protocol={settings.protocol}, "
-            f"device={settings.device!r}, {settings.segment_bytes:,} bytes lent (code {code}); see its log."
-        )
-        raise UserError("capture.mooncake", settings.master, remedy)
-    return store
-
-
-def reach(master: str) -> str:
-    """Return the address at which the store's other processes reach this machine.
-
-    Raises:
-        UserError: no master answers.
-    """
-    host, port = address(master)
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as probe:
-            own, masters = probe.getsockname()[0], probe.getpeername()[0]
-    except OSError as error:
-        remedy = (
-            f"No master answers at this address ({error.strerror or error}). Start one: "
-            f"mooncake_master --rpc_address={host} --rpc_port={port}"
-        )
-        raise UserError("capture.mooncake.master", master, remedy) from error
-    # Many systems give a machine's name a loopback address, at which other machines do not reach it.
-    named = ip_address(masters).is_loopback and host != "localhost" and host != masters
-    return (outward_address() or own) if named else own
-
-
-def outward_address() -> str | None:
-    """Return the address from which this machine reaches others, or None. It sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-        except OSError:
-            return None
-        return probe.getsockname()[0]
-
-
-def address(master: str) -> tuple[str, int]:
-    """Return the host and the port of a master that is given as HOST:PORT.
-
-    Raises:
-        UserError: it is given otherwise.
-    """
-    host, _, port = master.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError("capture.mooncake.master", master, "Give it as host:port.")
-    return host, int(port)
 
 
 def _keys(key: str) -> list[str]:

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from data.processes.parent import without_launcher
-from data.transport.mooncake import REQUIREMENT
+from data.transport.mooncake_store import REQUIREMENT
 from eagle31.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from data.addresses import is_url
-from data.transport.mooncake import load_mooncake, reach
+from data.transport.mooncake_store import load_mooncake, reach
 from data.vllm.environment import find_python, installed_version
 from eagle31.errors import UserError
 from train.doctor.check import Check, Status, judged, ok

@@ -15,7 +15,8 @@ from data.capture.online import OnlineStates
 from data.samples import StateShape
 from data.store.codec import Encoding
 from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
-from data.transport.mooncake import MooncakeSettings, MooncakeTransport, state_bytes
+from data.transport.mooncake import MooncakeTransport, state_bytes
+from data.transport.mooncake_store import MooncakeSettings
 from data.transport.protocol import Arrivals, Producer, Transport
 from data.transport.spool import file_bytes, open_spool
 from train.config.capture import CaptureConfig, MooncakeConfig

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.addresses import is_loopback
 from data.batches.row_schedule import check_divisible
-from data.transport.mooncake import address
+from data.transport.mooncake_store import address
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
 from train.config.launcher import LauncherConfig, LauncherKind, sets_launcher

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.torchspec.settings import TorchSpecSettings, check_torchspec
-from data.transport.mooncake import MooncakeSettings
+from data.transport.mooncake_store import MooncakeSettings
 from eagle31.errors import UserError
 from tests.torchspec_python import torchspec_python
 

@@ -14,7 +14,8 @@ from data.capture.online import OnlineStates
 from data.samples import StateShape
 from data.torchspec.settings import TorchSpecSettings
 from data.torchspec.states import TorchSpecStates, before_norm, norm_gain
-from data.transport.mooncake import library_directory, state_bytes
+from data.transport.mooncake import state_bytes
+from data.transport.mooncake_store import library_directory
 from data.transport.protocol import StateRequest
 from eagle31.errors import UserError
 from tests.data.target.tiny_target import (

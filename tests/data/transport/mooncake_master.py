@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from data.transport.mooncake import REQUIREMENT, MooncakeSettings
+from data.transport.mooncake_store import REQUIREMENT, MooncakeSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = Path(__file__).with_name("mooncake_worker.py")

@@ -7,7 +7,8 @@ import time
 import torch
 from torch import Tensor
 
-from data.transport.mooncake import MooncakeSettings, MooncakeTransport
+from data.transport.mooncake import MooncakeTransport
+from data.transport.mooncake_store import MooncakeSettings
 from data.transport.protocol import StateRequest
 
 NUM_AUX_LAYERS, HIDDEN_SIZE = 3, 64

@@ -1,5 +1,3 @@
-import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.transport.mooncake import (
-    MooncakeSettings,
-    MooncakeTransport,
-    load_mooncake,
-    outward_address,
-    reach,
-    state_bytes,
-)
+from data.transport.mooncake import MooncakeTransport, state_bytes
+from data.transport.mooncake_store import MooncakeSettings
 from eagle31.errors import UserError
 from tests.data.transport.mooncake_master import (
     Master,
@@ -206,29 +198,9 @@ def test_what_was_made_with_other_settings_is_refused(master: Master, trainer: M
     wide.close()
 
 
-def test_what_is_missing_is_named_at_the_start(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_does_not_answer_is_named_at_the_start(master: Master) -> None:
     (port,) = free_ports(1)
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: No master answers at this address"):
         open_transport(MooncakeSettings(master=f"127.0.0.1:{port}"))
     with pytest.raises(UserError, match="host:port"):
         open_transport(MooncakeSettings(master="127.0.0.1"))
-    monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(UserError, match="pip install"):
-        load_mooncake()
-
-
-def test_a_machine_whose_name_is_a_loopback_address_gives_others_another_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    look_up = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *more: look_up("127.0.0.1" if host == "node7" else host, *more),
-    )
-    with socket.create_server(("127.0.0.1", 0)) as master:
-        port = master.getsockname()[1]
-        assert reach(f"127.0.0.1:{port}") == reach(f"localhost:{port}") == "127.0.0.1"
-        if outward_address() is None:
-            pytest.skip("this machine has no network")
-        assert reach(f"node7:{port}") == outward_address() != "127.0.0.1"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from data.transport.mooncake import library_directory
+from data.transport.mooncake_store import library_directory
 from tests.data.torchspec.ray_node import ON_CPU
 from tests.data.transport.mooncake_master import running_master
 from tests.data.transport.mooncake_worker import HIDDEN_SIZE, NUM_AUX_LAYERS, open_transport, sample

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from data.store.codec import Encoding
-from data.transport.mooncake import MooncakeSettings
+from data.transport.mooncake_store import MooncakeSettings
 from data.vllm.destinations import MAX_SHARD_BYTES, Accepted, below, refusal, resolved, store_destination
 
 ENCODING = Encoding().to_json()

@@ -7,7 +7,7 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
-from data.transport.mooncake import library_directory
+from data.transport.mooncake_store import library_directory
 from tests.data.torchspec.ray_node import ON_CPU, running_node
 from tests.data.transport.mooncake_master import Master, running_master
 from tests.torchspec_python import torchspec_python

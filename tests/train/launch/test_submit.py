@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data.transport.mooncake import outward_address
+from data.transport.mooncake_store import outward_address
 from eagle31.errors import UserError
 from tests.sockets import listening
 from tests.train.launch.slurm_cluster import debian_packages, free_ports
