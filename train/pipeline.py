@@ -23,7 +23,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact, has_trained
 from train.command import FAILURE
-from train.config.run import RunConfig, Stage, needed_stages, selected_stages
+from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_stages
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.doctor.examine import check_start
@@ -286,11 +286,6 @@ def check_selected(context: RunContext, stage: Stage) -> None:
             [one.value for one in selected],
             f"They need stage '{stage.value}', which has no result for this configuration; add it.",
         )
-
-
-def pushes(config: RunConfig) -> bool:
-    """Whether the run ends with a push: without hub.repo_id only if push is the one selected stage."""
-    return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])
 
 
 def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:

@@ -4,10 +4,9 @@ from collections.abc import Set
 from urllib.parse import urlsplit
 
 from data.addresses import is_loopback
-from data.transport.mooncake_store import load_mooncake, reach
+from data.transport.mooncake_store import check_joinable, check_master
 from data.vllm.environment import check_mooncake, find_python
-from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
+from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig, Stage, has_cells
 from train.config.target import TargetEngine
 from train.config.vllm import VllmConfig
@@ -18,28 +17,18 @@ def check_environment(config: RunConfig) -> None:
 
     A Mooncake master that the named servers cannot reach is refused, too.
     """
-    check_master(config.capture, config.vllm)
+    check_master(config.capture.mooncake.master, mooncake_clients(config))
     if starts_vllm(config):
         python = find_python()
-        if config.capture.transport is TransportKind.mooncake and joins_mooncake(config, set(config.stages)):
+        if engine_joins_mooncake(config):
             check_mooncake(python)
-
-
-def check_master(capture: CaptureConfig, vllm: VllmConfig) -> None:
-    """Raise UserError if servers on other nodes are given a Mooncake master under a loopback address."""
-    host = capture.mooncake.master.rpartition(":")[0].strip("[]")
-    remote = [url for url in vllm.servers if not is_loopback(urlsplit(url).hostname)]
-    if capture.transport is TransportKind.mooncake and remote and is_loopback(host):
-        remedy = f"{remote[0]} is another machine, where this address is its own; give the master's address."
-        raise UserError("capture.mooncake.master", capture.mooncake.master, remedy)
 
 
 def check_store(config: RunConfig, stage: Stage) -> None:
     """Raise UserError if this stage, or a selected later one, needs a Mooncake store and cannot join it."""
     later = set(list(Stage)[list(Stage).index(stage) :])
     if joins_mooncake(config, later & set(config.stages)):
-        load_mooncake()
-        reach(config.capture.mooncake.master)
+        check_joinable(config.capture.mooncake.master)
 
 
 def starts_vllm(config: RunConfig) -> bool:
@@ -47,6 +36,22 @@ def starts_vllm(config: RunConfig) -> bool:
     if config.target.engine is TargetEngine.vllm and Stage.evaluate in config.stages:
         return True
     return not config.vllm.servers and any(uses_servers(config, stage) for stage in config.stages)
+
+
+def remote_servers(vllm: VllmConfig) -> list[str]:
+    """Return the URLs of the recipe's servers that are on other machines."""
+    return [url for url in vllm.servers if not is_loopback(urlsplit(url).hostname)]
+
+
+def mooncake_clients(config: RunConfig) -> list[str]:
+    """Return the URLs of servers on other machines that put into the Mooncake store."""
+    return remote_servers(config.vllm) if config.capture.transport is TransportKind.mooncake else []
+
+
+def engine_joins_mooncake(config: RunConfig) -> bool:
+    """Whether an engine that the run starts puts into the Mooncake store."""
+    through = config.capture.transport is TransportKind.mooncake
+    return through and starts_vllm(config) and joins_mooncake(config, set(config.stages))
 
 
 def uses_servers(config: RunConfig, stage: Stage) -> bool:

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +46,33 @@ class RemoteFile:
             view[:] = content
 
 
+def check_protocol(url: str) -> None:
+    """Check that stores can be read through a URL's protocol. It sends nothing.
+
+    Raises:
+        UserError: the URL has credentials, its protocol is unknown, or its package is not installed.
+    """
+    with _named_errors(url):
+        for protocol in url.partition("://")[0].split("::"):
+            fsspec.get_filesystem_class(protocol)
+
+
+@contextmanager
+def _named_errors(url: str) -> Iterator[None]:
+    """Raise UserError for a URL with credentials, and for what fsspec raises about its protocol."""
+    if has_url_credentials(url):
+        remedy = "Leave them out: credentials come from the variables or files of the protocol's package."
+        raise UserError("capture.store", url, f"The URL has credentials. {remedy}")
+    try:
+        yield
+    except ImportError as error:
+        package = _PACKAGES.get(url.partition("://")[0])
+        remedy = f"pip install {package}" if package else str(error)
+        raise UserError("capture.store", url, f"Reading it needs another package: {remedy}.") from None
+    except ValueError as error:
+        raise UserError("capture.store", url, f"{error}; give s3://, gs:// or a directory.") from None
+
+
 class RemoteDirectory:
     """The files of a store below a URL.
 
@@ -57,18 +85,8 @@ class RemoteDirectory:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        if has_url_credentials(url):
-            remedy = "Leave them out: credentials come from the variables or files of the protocol's package."
-            raise UserError("capture.store", url, f"The URL has credentials. {remedy}")
-        protocol = url.partition("://")[0]
-        try:
+        with _named_errors(url):
             self._system, self._path = fsspec.core.url_to_fs(self.url)
-        except ImportError as error:
-            package = _PACKAGES.get(protocol)
-            remedy = f"pip install {package}" if package else str(error)
-            raise UserError("capture.store", url, f"Reading it needs another package: {remedy}.") from None
-        except ValueError as error:
-            raise UserError("capture.store", url, f"{error}; give s3://, gs:// or a directory.") from None
 
     def file(self, name: str) -> RemoteFile:
         return RemoteFile(self._system, f"{self._path}/{name}")

@@ -3,11 +3,13 @@
 import ctypes
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from data.addresses import is_loopback
 from data.cache import cache_directory
 from eagle31.errors import UserError
 
@@ -60,6 +62,17 @@ def check_joinable(master: str) -> None:
     """Raise UserError if this process could not join a store: package, library or master is missing."""
     load_mooncake()
     reach(master)
+
+
+def check_master(master: str, clients: Sequence[str]) -> None:
+    """Raise UserError if servers on other machines are given a master under a loopback address.
+
+    Args:
+        clients: the URLs of these servers.
+    """
+    if clients and is_loopback(master.rpartition(":")[0].strip("[]")):
+        remedy = f"{clients[0]} is another machine, where this address is its own; give the master's address."
+        raise UserError("capture.mooncake.master", master, remedy)
 
 
 def library_directory() -> Path:

@@ -125,6 +125,11 @@ def has_cells(config: RunConfig) -> bool:
     return bool(config.evaluate.matrix.domains)
 
 
+def pushes(config: RunConfig) -> bool:
+    """Return whether the run ends with a push: without hub.repo_id only if push is the one selected stage."""
+    return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])
+
+
 def selected_stages(config: RunConfig) -> list[Stage]:
     """Return the stages to run in their order. Those that measure cells include the one that makes them."""
     selected = set(config.stages) - {Stage.cells}

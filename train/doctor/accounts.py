@@ -1,26 +1,26 @@
 """Keys and tokens: whether they are there. None is ever printed."""
 
+import os
 from collections.abc import Mapping
 
+from train.config.export import HubConfig
 from train.config.training import TrackingMode
-from train.doctor.check import Check, judged, ok
-from train.reporting.hub import TOKEN
+from train.doctor.check import Check, asked, judged, ok
+from train.reporting.hub import TOKEN, check_push
 
 _SET, _MISSING = "set", "not set"
 
 
-def hub_check(environment: Mapping[str, str], pushes: bool) -> Check:
-    """Return whether there is a token of the Hugging Face Hub.
+def hub_check(hub: HubConfig, pushes: bool) -> Check:
+    """Return whether there is a token of the Hugging Face Hub, and whether a push could begin.
 
     Args:
         pushes: whether the run ends with a push.
     """
-    there = bool(environment.get(TOKEN, "").strip())
-    found = _SET if there else _MISSING
     if not pushes:
+        found = _SET if os.environ.get(TOKEN, "").strip() else _MISSING
         return ok(TOKEN, found, "only for gated and private models")
-    remedy = f"The push needs it: export {TOKEN}=... with write access, or hub.repo_id=null."
-    return judged(TOKEN, there, found, "for the push", remedy, field=TOKEN)
+    return asked(TOKEN, lambda: check_push(hub), _SET, "for the push")
 
 
 def tracking_check(mode: TrackingMode, has_key: bool, wandb_mode: str | None) -> Check:

@@ -6,7 +6,7 @@ This module imports the standard library alone, so that it works where the envir
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import zip_longest
@@ -73,6 +73,29 @@ def judged(
     if good:
         return Check(name, Status.ok, found, needed, field=field, value=value)
     return Check(name, otherwise, found, needed, remedy, field, value)
+
+
+def refusal(name: str, needed: str, error: UserError, found: str | None = None) -> Check:
+    """Return a check that lacks what an error says: the run would end with the same message.
+
+    Args:
+        found: in words; None: the value of the error.
+    """
+    shown = str(error.value) if found is None else found
+    return Check(name, Status.lacking, shown, needed, error.remedy, error.field, error.value)
+
+
+def asked(name: str, question: Callable[[], object], found: str, needed: str) -> Check:
+    """Return a check that asks as the run does, which raises UserError where it cannot start.
+
+    Args:
+        found: in words, where nothing is raised.
+    """
+    try:
+        question()
+    except UserError as error:
+        return refusal(name, needed, error)
+    return ok(name, found, needed)
 
 
 def lacks(checks: Iterable[Check]) -> list[Check]:

@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from train.doctor.check import Check, Status, judged, ok
@@ -72,8 +71,3 @@ def threads_check(environment: Mapping[str, str], cores: int) -> Check:
     found = f"{cores} cores, OMP_NUM_THREADS={threads}, {policy.lower()}"
     good = few and policy.lower() == "passive"
     return judged("threads", good, found, f"1 to {cores}, passive", remedy, otherwise=Status.warning)
-
-
-def has_module(name: str) -> bool:
-    """Return whether a module can be imported, without importing it."""
-    return find_spec(name) is not None

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from data.vllm.environment import KEY_VARIABLE
 from eagle31.errors import UserError
-from train.config.run import RunConfig, Stage, uses_vllm
+from train.config.run import RunConfig, Stage, pushes, uses_vllm
 from train.conversations.sources import evaluation_sets, evaluation_source, training_sources
 from train.doctor import accounts, directories, environment, gpus, inputs, machine, network, programs
-from train.doctor.check import Check, Status, ok, refuse_lacking
+from train.doctor.check import Check, Status, ok, refusal, refuse_lacking
 from train.doctor.needs import Needs
 from train.planning.memory_check import gigabytes
-from train.requirements import starts_vllm
+from train.requirements import engine_joins_mooncake, mooncake_clients, remote_servers, starts_vllm
 from train.tracking.tracker import has_wandb_key
 
 
@@ -49,15 +49,8 @@ def examine(config: RunConfig, topics: Iterable[Topic] = Topic) -> list[Check]:
             try:
                 found += check(needs)
             except UserError as error:  # the plan cannot be made
-                found.append(_refused(error))
+                found.append(refusal(error.field, "what the plan needs", error))
     return list(dict.fromkeys(found))
-
-
-def _refused(error: UserError) -> Check:
-    needed = "what the plan needs"
-    return Check(
-        error.field, Status.lacking, str(error.value), needed, error.remedy, error.field, error.value
-    )
 
 
 def check_start(config: RunConfig) -> None:
@@ -189,12 +182,14 @@ def vllm_checks(needs: Needs) -> Iterator[Check]:
     if not needs.on_other_machines or uses_vllm(config):
         yield programs.vllm_check(starts_vllm(config))
     if needs.joins_mooncake:
-        yield programs.mooncake_check(config.capture.mooncake.master)
+        yield programs.mooncake_check(config.capture.mooncake.master, mooncake_clients(config))
+    if engine_joins_mooncake(config):
+        yield programs.engine_mooncake_check()
 
 
 def server_checks(needs: Needs) -> Iterator[Check]:
     config = needs.config
-    key = accounts.server_key_check(os.environ, KEY_VARIABLE, needs.remote_servers)
+    key = accounts.server_key_check(os.environ, KEY_VARIABLE, bool(remote_servers(config.vllm)))
     if key is not None:
         yield key
     if config.vllm.servers:
@@ -219,8 +214,7 @@ def listened_ports(config: RunConfig) -> Iterator[Check]:
 def service_checks(needs: Needs) -> Iterator[Check]:
     """Yield whether tokens and other programs are there that the run reports to or starts with."""
     config = needs.config
-    pushes = config.hub.repo_id is not None and Stage.push in config.stages
-    yield accounts.hub_check(os.environ, pushes)
+    yield accounts.hub_check(config.hub, pushes(config))
     yield accounts.tracking_check(config.tracking.mode, has_wandb_key(), os.environ.get("WANDB_MODE"))
     if needs.on_other_machines:
         yield programs.slurm_check(config.launcher.partition)

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 
-from data.addresses import is_loopback
 from data.transport.spool import MEMORY
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
@@ -195,10 +193,6 @@ class Needs:
     @property
     def joins_mooncake(self) -> bool:
         return joins_mooncake(self.config, set(self.config.stages))
-
-    @property
-    def remote_servers(self) -> bool:
-        return any(not is_loopback(urlsplit(url).hostname) for url in self.config.vllm.servers)
 
     @property
     def aux_layer_ids(self) -> list[int] | None:

@@ -2,19 +2,18 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.addresses import is_url
-from data.transport.mooncake_store import load_mooncake, reach
-from data.vllm.environment import find_python, installed_version
+from data.store.remote import check_protocol
+from data.transport.mooncake_store import check_joinable, check_master
+from data.vllm.environment import check_mooncake, find_python, installed_version
 from eagle31.errors import UserError
-from train.doctor.check import Check, Status, judged, ok
-from train.doctor.environment import has_module
+from train.doctor.check import Check, Status, asked, judged, ok, refusal
 
 VLLM = "0.32"  # with which the tests have run
 _SLURM = ("sbatch", "srun", "scontrol")
-# The module that fsspec needs for a protocol, and the extra of this project that installs it.
-_STORAGE = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
 
 
 def vllm_check(starts_vllm: bool) -> Check:
@@ -28,7 +27,7 @@ def vllm_check(starts_vllm: bool) -> Check:
     except UserError as error:
         if not starts_vllm:
             return ok("vLLM", "no environment", "not by this run; scripts/check_serving")
-        return Check("vLLM", Status.lacking, "no environment", VLLM, error.remedy, error.field, error.value)
+        return refusal("vLLM", VLLM, error, "no environment")
     version = installed_version(python)
     try:
         done = subprocess.run([str(python), "-IS", "--version"], capture_output=True, text=True, timeout=60)
@@ -47,22 +46,24 @@ def vllm_check(starts_vllm: bool) -> Check:
     return judged("vLLM", good, f"{version}, {runs}", VLLM, remedy, otherwise=Status.warning)
 
 
-def mooncake_check(master: str) -> Check:
-    """Return whether this process could join a Mooncake store."""
-    try:
-        load_mooncake()
-        reach(master)
-    except UserError as error:
-        return Check(
-            "Mooncake",
-            Status.lacking,
-            str(error.value),
-            "libraries, a master",
-            error.remedy,
-            error.field,
-            error.value,
-        )
-    return ok("Mooncake", f"{master} answers", "libraries, a master")
+def mooncake_check(master: str, clients: Sequence[str]) -> Check:
+    """Return whether this process could join a Mooncake store, and servers on other machines, too.
+
+    Args:
+        clients: the URLs of these servers.
+    """
+
+    def question() -> None:
+        check_master(master, clients)
+        check_joinable(master)
+
+    return asked("Mooncake", question, f"{master} answers", "libraries, a master")
+
+
+def engine_mooncake_check() -> Check:
+    """Return whether an engine that the run starts could put into a Mooncake store."""
+    needed = "its package in vLLM's environment"
+    return asked("Mooncake in vLLM", lambda: check_mooncake(find_python()), "installed", needed)
 
 
 def slurm_check(partition: str | None) -> Check:
@@ -100,9 +101,5 @@ def store_check(store: str) -> Check:
         return judged(
             name, good, "a directory" if good else "missing", store, remedy, field=field, value=store
         )
-    protocol = store.partition("://")[0]
-    module, extra = _STORAGE.get(protocol, ("fsspec", protocol))
-    good = has_module(module)
-    found = module if good else f"without {module}"
-    remedy = f"pip install --editable '.[{extra}]'."
-    return judged(name, good, found, f"{module} for {protocol}://", remedy, field=field, value=store)
+    protocol = f"{store.partition('://')[0]}://"
+    return asked(name, lambda: check_protocol(store), f"reads {protocol}", f"a package for {protocol}")

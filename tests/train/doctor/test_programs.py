@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.text.sources import Source
+from train.config.export import HubConfig
 from train.config.training import TrackingMode
 from train.doctor import accounts, environment, inputs, programs
 from train.doctor.check import Status
@@ -61,9 +62,10 @@ def test_slurm_is_lacking_where_its_commands_are_missing_or_refuse(
 
 
 def test_a_store_needs_the_package_of_its_protocol(tmp_path: Path) -> None:
-    assert programs.store_check("s3://bucket/store").found == "s3fs"
+    assert programs.store_check("s3://bucket/store").status is Status.ok
     missing = programs.store_check("gs://bucket/store")
-    assert (missing.status, "[gcs]" in missing.remedy) == (Status.lacking, True)
+    assert (missing.status, "pip install gcsfs" in missing.remedy) == (Status.lacking, True)
+    assert "give s3://" in programs.store_check("banana://store").remedy
     assert programs.store_check(str(tmp_path)).status is Status.ok
     assert programs.store_check(str(tmp_path / "none")).status is Status.lacking
 
@@ -97,12 +99,38 @@ def test_an_old_python_is_lacking() -> None:
     assert environment.python_check((3, 9), "/usr/bin/python3").status is Status.lacking
 
 
-def test_keys_are_looked_for_and_never_shown() -> None:
-    there = accounts.hub_check({"HF_TOKEN": SECRET}, pushes=True)
+def test_a_push_needs_a_token_and_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = HubConfig(repo_id="org/drafter")
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    there = accounts.hub_check(hub, pushes=True)
     assert (there.status, there.found) == (Status.ok, "set")
     assert SECRET not in str(there)
-    assert accounts.hub_check({}, pushes=True).status is Status.lacking
-    assert accounts.hub_check({}, pushes=False).status is Status.ok
+    assert accounts.hub_check(HubConfig(), pushes=True).field == "hub.repo_id"
+    assert accounts.hub_check(HubConfig(), pushes=False).found == "set"
+    monkeypatch.delenv("HF_TOKEN")
+    check = accounts.hub_check(hub, pushes=True)
+    assert (check.status, check.field) == (Status.lacking, "HF_TOKEN")
+    assert accounts.hub_check(HubConfig(), pushes=False).found == "not set"
+
+
+def test_a_mooncake_master_has_to_be_reached_from_every_machine() -> None:
+    check = programs.mooncake_check("127.0.0.1:50051", ["http://node1:8000"])
+    assert (check.status, check.field) == (Status.lacking, "capture.mooncake.master")
+    assert "http://node1:8000 is another machine" in check.remedy
+
+
+def test_an_engine_needs_the_package_of_mooncake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(python))
+    write_program(python, "exit 0")
+    assert programs.engine_mooncake_check().status is Status.ok
+    write_program(python, "exit 1")
+    check = programs.engine_mooncake_check()
+    assert (check.status, check.field) == (Status.lacking, "capture.transport")
+    assert "pip install 'mooncake" in check.remedy
+
+
+def test_keys_are_looked_for_and_never_shown() -> None:
     for mode in TrackingMode:
         expected = Status.lacking if mode is TrackingMode.online else Status.ok
         assert accounts.tracking_check(mode, False, None).status is expected
