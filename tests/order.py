@@ -24,7 +24,7 @@ SLOW = (
     "tests/data/transport/test_mooncake.py",
     "tests/train/inference/test_vllm.py",
     "tests/train/stages/test_evaluate.py",
-    "tests/train/stages/test_continuing.py",
+    "tests/train/stages/training/test_continuing.py",
     "tests/train/test_quickstart.py",
     "tests/data/generation/test_vllm.py",
     "tests/pretended_gpu/test_step.py",

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -122,6 +123,23 @@ class Artifact:
     def reopen(self) -> None:
         """Mark the result as unfinished, so that the next run makes the part that is lost."""
         self.manifest_path.unlink(missing_ok=True)
+
+
+def link_result(output_dir: Path, name: str, result: Path) -> None:
+    """Point a link in the output directory at a result, also where it points at another one."""
+    partial = output_dir / f".{name}.partial"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(os.path.relpath(result, output_dir))
+    os.replace(partial, output_dir / name)
+
+
+def check_links(output_dir: Path, names: Iterable[str]) -> None:
+    """Raise UserError where a link would replace something that no run has made."""
+    for name in names:
+        path = output_dir / name
+        if path.exists() and not path.is_symlink():
+            remedy = f"It is not the link that a run makes to its {name}; move it elsewhere."
+            raise UserError("output_dir", path, remedy)
 
 
 def has_trained(output_dir: Path) -> bool:

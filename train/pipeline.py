@@ -1,13 +1,12 @@
 """The pipeline: runs the selected stages in order and reuses the ones that are finished."""
 
 import gc
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,15 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from data.batches.row_schedule import check_divisible
 from data.locks import try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
-from train.artifact import Artifact, has_trained
+from train.artifact import check_links, link_result
 from train.command import FAILURE
 from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_stages
 from train.context import RunContext
-from train.distributed import World, read_when_set, shared_values, wait_for
+from train.distributed import World, wait_for
 from train.doctor.examine import check_start
 from train.doctor.failures import naming_full_disk
 from train.evaluation.cells import CELLS
@@ -38,52 +36,17 @@ from train.planning.at_hand import check_gpu_memory, cluster_at_hand
 from train.planning.sizes import RunSizes
 from train.reporting.hub import check_push, push_run
 from train.requirements import check_environment, check_store, uses_servers
-from train.stages.answers import answers_inputs, run_answers
-from train.stages.capture import capture_inputs, run_capture
-from train.stages.cells import cells_inputs, link_cells, run_cells
-from train.stages.continuing import begin_training, link_results, share_continued, share_earlier
-from train.stages.data import data_inputs, run_data
-from train.stages.evaluate import evaluate_inputs, run_evaluate
-from train.stages.export import export_inputs, link_export, run_export
 from train.stages.find_lr import check_stored, find_rates
 from train.stages.plan import announce_plan, announce_work
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
-from train.stages.train import check_rows, run_train, train_inputs
-from train.stages.vocab import run_vocab, vocab_inputs
+from train.stages.table import STAGES
+from train.stages.train import check_ranks, check_rows
+from train.stages.training.continuing import begin_training, share_earlier
+from train.stages.unfinished import check_selected, unfinished_stages
 from train.versions import git_revision, package_versions
 
-_UNFINISHED = "stages/unfinished"
-
-
-@dataclass(frozen=True)
-class StageRun:
-    """The functions of a stage."""
-
-    inputs: Callable[[RunContext], dict[str, Any]]  # returns everything that the result depends on
-    run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
-    files: tuple[str, ...] = ()  # patterns of the files that later stages read
-    every_rank: bool = False  # otherwise rank 0 runs it and the others wait
-
-
-# Shards are checked when they are read.
-_STORES = ("*/manifest.json", "*/index.safetensors", "*/capture.json")
-_METRICS, _BEST = "metrics.jsonl", "checkpoints/best/*"
-STAGES = {
-    Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json", "training_prompts.npy")),
-    Stage.vocab: StageRun(vocab_inputs, run_vocab, ("vocab.json", "vocab.safetensors")),
-    Stage.answers: StageRun(answers_inputs, run_answers, ("validation/*", "test/*")),
-    Stage.capture: StageRun(capture_inputs, run_capture, _STORES, every_rank=True),
-    Stage.cells: StageRun(cells_inputs, run_cells, ("*.json",), every_rank=True),
-    Stage.train: StageRun(train_inputs, run_train, (_METRICS, _BEST), every_rank=True),
-    Stage.export: StageRun(
-        # Not README.md, which the report writes again.
-        export_inputs,
-        run_export,
-        ("checkpoint/config.json", "checkpoint/*.safetensors", "checkpoint/verification/*"),
-    ),
-    Stage.evaluate: StageRun(evaluate_inputs, run_evaluate, ("evaluation.json",)),
-}
+_EXPORT = "export"
 
 
 def run_pipeline(config: RunConfig, world: World) -> None:
@@ -139,7 +102,7 @@ def run_stages(context: RunContext) -> None:
         check_ranks(context)
     _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
-        check_links(context.output_dir)
+        check_links(context.output_dir, (_EXPORT, CELLS))
         check_environment(config)
     context.check_drafter()
     if pushes(config):
@@ -164,25 +127,6 @@ def run_stages(context: RunContext) -> None:
         context.servers.close()
 
 
-def check_ranks(context: RunContext) -> None:
-    """Check that each rank has as many rows of a step, or say what empty ones a resumed training has.
-
-    Raises:
-        UserError: the rows cannot be divided equally, and there is no training to resume.
-    """
-    train, size = context.config.train, context.world.size
-    try:
-        check_divisible(train.rows_per_step, train.rows_per_step_start, size)
-    except UserError as error:
-        if not has_trained(context.output_dir):
-            raise
-        print(
-            f"train: the {error.value} rows of a step cannot be divided equally among {size} processes: "
-            f"{-error.value % size} more rows are empty",  # type: ignore[operator]
-            flush=True,
-        )
-
-
 def conclude(context: RunContext, stage: Stage) -> None:
     """Do on rank 0 what follows a stage: update the plan, link the export, report, push."""
     config = context.config
@@ -194,98 +138,13 @@ def conclude(context: RunContext, stage: Stage) -> None:
         if Stage.train in config.stages:
             check_rows(context)
     elif stage is Stage.cells:
-        link_cells(context)
+        link_result(context.output_dir, CELLS, context.artifacts[stage].directory)
     elif stage is Stage.export:
-        link_export(context)
+        link_result(context.output_dir, _EXPORT, context.artifacts[stage].directory / "checkpoint")
     elif stage is Stage.report:
         print(run_report(context))
     elif stage is Stage.push and pushes(config):
         _say(context, f"push: {push_run(context.output_dir, config.hub)}")
-
-
-def unfinished_stages(
-    context: RunContext, needed: Sequence[Stage], problem: UserError | None = None
-) -> list[Stage]:
-    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it.
-
-    Args:
-        problem: why there is no training to continue.
-
-    Raises:
-        UserError: the training to continue cannot be continued with these settings.
-    """
-    for stage in needed:
-        if stage in STAGES:
-            if stage is Stage.train:
-                share_continued(context, STAGES[stage].inputs(context), problem)
-            inputs = STAGES[stage].inputs(context)
-            artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
-            context.artifacts[stage] = artifact
-    values = shared_values()
-    if context.world.is_main:
-        link_results(context, [stage for stage in needed if stage in STAGES])
-        found = [one.value for one in STAGES if one in needed and not is_finished(context, one)]
-        check_training(context, needed, exports=Stage.export.value in found)
-        values.set(_UNFINISHED, json.dumps(found))
-    return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
-
-
-def is_finished(context: RunContext, stage: Stage) -> bool:
-    """Return whether a stage's result is there as it was written. A damaged one is made again, and is named.
-
-    `check_training` compares the files of a training, which is not repeated without a word from the user.
-    """
-    artifact = context.artifacts[stage]
-    if artifact.finished:
-        damage = None if stage is Stage.train else artifact.damage(cache_dir=context.cache_dir)
-    elif artifact.manifest_path.exists():
-        damage = f"{artifact.manifest_path} was altered"
-    else:
-        return False
-    if damage is None:
-        return True
-    print(f"{stage.value}: made again, because {damage}", file=sys.stderr, flush=True)
-    if artifact.directory.is_symlink():  # to another run's result
-        artifact.directory.unlink()
-    else:
-        artifact.reopen()  # before any rank looks
-    return False
-
-
-def check_training(context: RunContext, needed: Sequence[Stage], *, exports: bool) -> None:
-    """Check the files of a finished training that this run reads.
-
-    Raises:
-        UserError: one is missing or was altered.
-    """
-    if Stage.train not in needed or not context.artifacts[Stage.train].finished:
-        return
-    artifact = context.artifacts[Stage.train]
-    files = ([_BEST] if exports else []) + ([_METRICS] if Stage.report in context.config.stages else [])
-    damage = artifact.damage(files, context.cache_dir)
-    if damage is not None:
-        remedy = f"{damage}. Restore the file, or delete this directory to train again."
-        raise UserError("train", artifact.directory, remedy)
-
-
-def check_links(output_dir: Path) -> None:
-    """Raise UserError where a stage would replace something that no run has made."""
-    for name in ("export", CELLS):
-        path = output_dir / name
-        if path.exists() and not path.is_symlink():
-            remedy = f"It is not the link that a run makes to its {name}; move it elsewhere."
-            raise UserError("output_dir", path, remedy)
-
-
-def check_selected(context: RunContext, stage: Stage) -> None:
-    """Raise UserError if a stage without a result is not selected."""
-    selected = context.config.stages
-    if stage not in selected:
-        raise UserError(
-            "stages",
-            [one.value for one in selected],
-            f"They need stage '{stage.value}', which has no result for this configuration; add it.",
-        )
 
 
 def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:

@@ -31,9 +31,10 @@ from train import pipeline
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World
-from train.pipeline import STAGES, StageRun, exclusive
-from train.stages.capture import open_source
+from train.pipeline import exclusive
+from train.stages.table import STAGES, StageRun
 from train.stages.train import train_inputs
+from train.stages.training.states import open_source
 
 
 def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> None:
@@ -108,12 +109,6 @@ def test_a_changed_setting_reruns_what_depends_on_it(
     assert "evaluate: done" in printed
     config = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
     assert config["torch_dtype"] == "float32"
-
-
-def test_a_missing_stage_is_named(small_target: EmbeddedTarget, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'data'") as caught:
-        run_here(RECIPE, *arguments(small_target, tmp_path), "stages=[train]")
-    assert caught.value.field == "stages"
 
 
 def test_two_runs_cannot_share_a_directory(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:

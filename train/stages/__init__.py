@@ -1,1 +1,1 @@
-"""The pipeline's stages, with a file for each."""
+"""The pipeline's stages, with a file for each, and what concerns several of them."""

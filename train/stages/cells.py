@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,6 @@ from train.config.run import Stage, has_cells
 from train.context import RunContext
 from train.distributed import wait_for
 from train.evaluation.cells import (
-    CELLS,
     EVALUATION,
     LISTING,
     VALIDATION,
@@ -367,14 +365,6 @@ def finished_cell(cell: dict[str, Any], artifact: Artifact) -> FinishedCell:
         tuple(ids[index] for index in captured),
         sum(lengths[index] for index in captured) / len(store),
     )
-
-
-def link_cells(context: RunContext) -> None:
-    """Point the link `cells` in the output directory at this run's cells. Rank 0 calls."""
-    link, partial = context.output_dir / CELLS, context.output_dir / f".{CELLS}.partial"
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(os.path.relpath(context.artifacts[Stage.cells].directory, context.output_dir))
-    os.replace(partial, link)
 
 
 def run_cells_of(context: RunContext, purpose: str) -> list[FinishedCell]:

@@ -35,8 +35,8 @@ from train.evaluation.passes import PassResults
 from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.reporting.results import FORMAT, at_draft_length, warnings_of
-from train.stages.building import new_drafter
 from train.stages.cells import run_cells_of, verified
+from train.stages.training.building import new_drafter
 from train.stages.vocab import load_vocab
 
 Candidate = tuple[Drafter, FrozenParts]

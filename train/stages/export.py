@@ -1,6 +1,5 @@
 """The export stage: writes the best weights for vLLM and validates them. Rank 0 runs it."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +145,3 @@ def held_out_probe(
         if piece is not None:
             return make_probe(drafter, embed_tokens.to(torch.float32), piece, num_steps)
     raise UserError("data.num_validation", len(store), "No held-out completion is long enough to draft in.")
-
-
-def link_export(context: RunContext) -> Path:
-    """Point the link `export` in the output directory at this run's export."""
-    link = context.output_dir / "export"
-    partial = context.output_dir / ".export.partial"
-    partial.unlink(missing_ok=True)
-    target = context.artifacts[Stage.export].directory / "checkpoint"
-    partial.symlink_to(os.path.relpath(target, context.output_dir))
-    os.replace(partial, link)
-    return link

@@ -24,9 +24,9 @@ from train.optim.short_runs import (
     rounded,
     scaled_rate,
 )
-from train.stages.building import new_drafter, new_engine, num_rows_per_epoch, row_loader
-from train.stages.capture import open_source
 from train.stages.train import steps_of_epochs
+from train.stages.training.building import new_drafter, new_engine, num_rows_per_epoch, row_loader
+from train.stages.training.states import open_source
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import TrainState
 from train.trainer.loop import optimizer_step

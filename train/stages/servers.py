@@ -7,17 +7,20 @@ from data.generation.vllm import check_unchanged
 from data.store.codec import Encoding
 from data.transport.protocol import Transport
 from data.transport.spool import open_spool
+from data.vllm.arguments import CaptureEngine
 from data.vllm.client import check_server
 from data.vllm.endpoint import Endpoint, check_target
 from data.vllm.server_info import ServerInfo
 from train.config.capture import CaptureSource
-from train.config.run import Stage
+from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
+from train.distributed import World
 from train.inference.online import rank_name
 from train.inference.probe import check_servers
 from train.requirements import uses_servers
-from train.stages.capture import opened_transport, training_encoding, writes_stores_directly
+from train.stages.capture import writes_stores_directly
+from train.stages.training.states import opened_transport, training_encoding
 
 _WRITERS = {Stage.data, Stage.answers, Stage.cells}  # have the target write completions
 
@@ -60,6 +63,12 @@ def end_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
     """End the servers that the run has started once no unfinished stage needs them. Every rank calls."""
     if not _users(context, unfinished):
         context.servers.close()
+
+
+def server_engine(config: RunConfig) -> tuple[CaptureEngine, float]:
+    """Return the engine that a vLLM server for this run needs, and how many seconds it may take to start."""
+    context = RunContext(config, World(rank=0, local_rank=0, size=1))
+    return context.capture_engine(), context.start_seconds
 
 
 def must_capture(context: RunContext, stage: Stage) -> bool:

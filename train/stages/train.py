@@ -12,18 +12,20 @@ import torch.distributed as dist
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowPosition, check_enough
 from data.batches.packing import pack_epoch
-from data.batches.row_schedule import RowSchedule, steps_within
+from data.batches.row_schedule import RowSchedule, check_divisible, steps_within
 from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
 from eagle31.kernels.compiled import use_compiled
 from eagle31.training.curriculum import rollout_steps
+from train.artifact import has_trained
 from train.config.run import Stage
 from train.config.training import Schedule, TrainConfig, row_schedule_of
 from train.context import RunContext
 from train.distributed import wait_for_ranks
-from train.stages.building import (
+from train.stages.cells import validation_samples
+from train.stages.training.building import (
     drift_diagnosis,
     expected_speed,
     new_drafter,
@@ -32,9 +34,7 @@ from train.stages.building import (
     row_flops,
     row_loader,
 )
-from train.stages.capture import open_store, opened_source, training_samples
-from train.stages.cells import validation_samples
-from train.stages.continuing import (
+from train.stages.training.continuing import (
     CHANGEABLE_OPTIM,
     fixed_inputs,
     keep_vocab,
@@ -43,6 +43,7 @@ from train.stages.continuing import (
     validation_inputs,
     without_unused,
 )
+from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
 from train.tracking.tracker import open_tracker
 from train.trainer.average import WeightAverage
@@ -249,6 +250,25 @@ def check_rows(context: RunContext) -> None:
     lengths = dataset_lengths(training_samples(context))
     rows = pack_epoch(lengths, train.row_tokens, context.train_seed, epoch=0)
     check_enough(len(rows), train.row_tokens, train.rows_per_step)
+
+
+def check_ranks(context: RunContext) -> None:
+    """Check that each rank has as many rows of a step, or say what empty ones a resumed training has.
+
+    Raises:
+        UserError: the rows cannot be divided equally, and there is no training to resume.
+    """
+    train, size = context.config.train, context.world.size
+    try:
+        check_divisible(train.rows_per_step, train.rows_per_step_start, size)
+    except UserError as error:
+        if not has_trained(context.output_dir):
+            raise
+        print(
+            f"train: the {error.value} rows of a step cannot be divided equally among {size} processes: "
+            f"{-error.value % size} more rows are empty",  # type: ignore[operator]
+            flush=True,
+        )
 
 
 def _tracked_config(context: RunContext) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.published import starting_vocab
-from train.stages.continuing import KEPT, kept_vocab
+from train.stages.training.continuing import KEPT, kept_vocab
 from train.trainer.continuation import VOCAB
 
 

@@ -28,8 +28,8 @@ from train.context import RunContext
 from train.distributed import World
 from train.drafter.build import frozen_rows
 from train.drafter.published import fetch_checkpoint
-from train.stages.building import new_drafter
 from train.stages.train import train_inputs
+from train.stages.training.building import new_drafter
 from train.stages.vocab import load_vocab, run_vocab, vocab_inputs
 
 CPU = torch.device("cpu")

@@ -13,9 +13,10 @@ from tests.train.torchrun import composed
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
-from train.pipeline import run_stage, unfinished_stages
+from train.pipeline import run_stage
 from train.stages import data as data_stage
-from train.stages.capture import training_samples
+from train.stages.training.states import training_samples
+from train.stages.unfinished import unfinished_stages
 
 LIMIT = 50
 

@@ -26,11 +26,12 @@ from train.distributed import World
 from train.evaluation import vllm as vllm_evaluation
 from train.parity.compare import check_case
 from train.parity.reference import decode_reference, reference_drafter
-from train.pipeline import run_stage, run_stages, unfinished_stages
+from train.pipeline import run_stage, run_stages
 from train.serving.drafts import common_length
 from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
 from train.stages import evaluate as evaluate_stage
 from train.stages.report import run_report
+from train.stages.unfinished import unfinished_stages
 
 CPU = torch.device("cpu")
 

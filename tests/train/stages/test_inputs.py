@@ -20,7 +20,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.export_checks import validate_export
-from train.pipeline import STAGES, StageRun
+from train.stages.table import STAGES, StageRun
 
 # Without a matrix there are no cells.
 ALL = set(STAGES) - {Stage.cells}

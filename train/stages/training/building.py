@@ -26,7 +26,7 @@ from train.context import RunContext
 from train.drafter.build import build_drafter
 from train.planning.memory import trainer_memory, worst_counts
 from train.planning.sizes import trainer_settings
-from train.stages.capture import training_samples
+from train.stages.training.states import training_samples
 from train.trainer.guard import StepGuard
 from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.muon import MuonSettings
