@@ -119,7 +119,8 @@ def take_lease(path: Path, wait: bool, times: LeaseTimes, on_lost: Callable[[], 
     if last and not _is_free(path, last, wait, times):
         return None
     before = _read(path, last) if last else None
-    content = _Content(uuid.uuid4().hex, **Identity.of(os.getpid()).to_json())
+    holder = Identity.of(os.getpid())
+    content = _Content(uuid.uuid4().hex, holder.machine, holder.process)
     new = _file_of(path, last + 1)
     try:
         descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
