@@ -5,6 +5,9 @@ from pathlib import Path
 
 # torchrun puts this file's folder first; the packages are one above.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from train.lifetime.held_signals import hold_signals
+
+hold_signals()
 from train.command import prepare, run_command
 from train.lifetime.launcher import end_with_launcher
 
@@ -19,6 +22,8 @@ from train.compose import compose_config, composed, parse_arguments
 from train.config.launcher import sets_launcher
 from train.config.run import RunConfig
 from train.distributed import World
+from train.lifetime.stops import at_safe_points
+from train.supervision import supervised
 
 
 def main() -> None:
@@ -36,14 +41,13 @@ def main() -> None:
 @record  # hands an unexpected exception's traceback to torchrun
 def run(config: RunConfig, world: World) -> None:
     """Run the stages of a sound configuration; every rank calls."""
-    # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
-    with collection_paused():
-        from train.doctor.failures import explanation
-        from train.pipeline import run_pipeline
-        from train.supervision import supervised
-
     keep_freed_memory()
     with supervised(config, world):
+        # Only now: this import takes seconds, which a mistake in the configuration need not wait for. It is
+        # not interrupted, because a library might take that for its own failure.
+        with at_safe_points(), collection_paused():
+            from train.doctor.failures import explanation
+            from train.pipeline import run_pipeline
         try:
             run_pipeline(config, world)
         except Exception as error:

@@ -18,10 +18,10 @@ from types import FrameType
 STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the same command succeeds later
 STOPPED_FILE = "stopped.json"  # in the output directory: why the run stopped
 
-_SIGNALS = (signal.Signals.SIGTERM, signal.Signals.SIGUSR1, signal.Signals.SIGUSR2)
+SIGNALS = (signal.Signals.SIGTERM, signal.Signals.SIGUSR1, signal.Signals.SIGUSR2)
 _INTERRUPT = signal.Signals.SIGURG  # has a thread interrupt the main thread; by default a process ignores it
 # One event can reach a rank twice: Slurm signals every process, and torchrun forwards what it receives.
-_SAME_EVENT_SECONDS = 5.0
+SAME_EVENT_SECONDS = 5.0
 # Of the time that a Slurm job has left, the part that is kept for saving, and the longest such time.
 _SAVING_FRACTION, _SAVING_SECONDS = 0.1, 120.0
 
@@ -77,7 +77,7 @@ class StopRequests:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Handle signals and the time limit. Only the main thread may enter."""
-        before = {number: signal.signal(number, self._handle) for number in (*_SIGNALS, _INTERRUPT)}
+        before = {number: signal.signal(number, self._handle) for number in (*SIGNALS, _INTERRUPT)}
         descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._thread.start()
         try:
@@ -116,9 +116,9 @@ class StopRequests:
             for number in os.read(self._woken, 64) if ready else b"":
                 if number == 0:
                     return
-                if number in _SIGNALS:
+                if number in SIGNALS:
                     self._note(signal.Signals(number).name)
-                    if self._requests[-1][0] - self._requests[0][0] > _SAME_EVENT_SECONDS:
+                    if self._requests[-1][0] - self._requests[0][0] > SAME_EVENT_SECONDS:
                         self._end_at_once(number)
             if self._requests and not reported:
                 reported = True
@@ -183,20 +183,20 @@ def seconds_left(run_minutes: float | None, environment: Mapping[str, str], now:
 # handlers, none may arrive.
 def _before_fork() -> None:
     if _installed is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _after_fork_in_parent() -> None:
     if _installed is not None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _after_fork_in_child() -> None:
     if _installed is not None:
         signal.set_wakeup_fd(-1)
-        for number in (*_SIGNALS, _INTERRUPT):
+        for number in (*SIGNALS, _INTERRUPT):
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 os.register_at_fork(

@@ -15,7 +15,7 @@ BEGIN = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from train.lifetime import stops
-stops._SAME_EVENT_SECONDS = 0.5
+stops.SAME_EVENT_SECONDS = 0.5
 def wait(seconds):
     print("here", flush=True)
     time.sleep(seconds)
