@@ -21,6 +21,7 @@ from eagle31.training.objectives import Objective
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
+from train.distributed import World
 from train.optim.matrices import HEAD, is_matrix
 from train.trainer.guard import StepGuard
 from train.trainer.muon import GuardedMuon, MuonSettings
@@ -243,6 +244,9 @@ def ensure_process_group(timeout_minutes: float = 30.0) -> None:
     if not torch.cuda.is_available():
         # DeepSpeed uses it for inference only and would compile it for over a minute at its first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if World.from_environment().num_nodes == 1:
+        # Otherwise gloo listens at the address of the host's name, where other machines reach it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
         if "RANK" not in os.environ:

@@ -423,3 +423,15 @@ def test_nodes_for_servers_that_the_run_would_not_use_are_refused(
     with pytest.raises(UserError) as caught:
         check_capture_nodes(checked_config([*arguments, *settings]))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_one_process_on_this_machine_needs_no_torchrun(num_processes: int) -> None:
+    setting = f"launcher.gpus_per_node={num_processes}"
+    command = [preloaded_python(), "scripts/submit", "--dry-run", "recipe=quickstart", setting]
+    printed = subprocess.run(
+        command, cwd=CHECKOUT, env=environment(), capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert printed.split()[-2:] == [str(CHECKOUT / "train" / "main.py"), "recipe=quickstart"]
+    assert (f"--nproc-per-node={num_processes}" in printed) == (num_processes > 1)
+    assert ("torch.distributed.run" in printed) == (num_processes > 1)
