@@ -1,5 +1,6 @@
-"""What all commands have in common: --help, and the messages of `train/main.py`."""
+"""What all commands have in common: --help, what they say outside the environment, and messages."""
 
+import os
 import runpy
 import subprocess
 import sys
@@ -84,3 +85,32 @@ def test_torchrun_shows_the_message_once_before_its_table_and_in_it(num_processe
     assert MESSAGE in table, "the table is the end of a long output"
     assert "exitcode  : 2" in table
     assert "UserError" not in done.stderr
+
+
+def test_commands_outside_the_environment_say_how_to_activate_it(tmp_path: Path) -> None:
+    # Those in scripts/setup make environments.
+    found = [path for path in COMMANDS if path.parent.name != "setup"]
+    in_the_environment = [str(path.relative_to(ROOT)) for path in found]
+    assert len(in_the_environment) > 20
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-I", "-S", str(ROOT / name)],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in (*in_the_environment, "train/main.py")
+    }
+    for name, process in started.items():
+        out, err = process.communicate(timeout=60)
+        if name == "scripts/doctor":
+            assert (process.returncode, err) == (1, ""), name
+            assert "lacking" in out
+            assert "packages" in out
+        else:
+            assert process.returncode == 2, (name, err)
+            assert err.startswith("error: package="), (name, err)
+            assert "run `source .venv/bin/activate`" in err
+            assert len(err.splitlines()) == 1, (name, err)
+    assert os.listdir(tmp_path) == []

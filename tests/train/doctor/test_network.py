@@ -5,24 +5,10 @@ import time
 
 import pytest
 
-from data.vllm.server_info import ServerInfo
 from tests.bad_input.faults import answering, free_port, port_in_use
+from tests.data.vllm.servers import INFO
 from train.doctor.check import Check, Status
 from train.doctor.network import master_port_check, port_check, server_check, servers_checks
-
-INFO = ServerInfo(
-    id="1",
-    model="org/target",
-    target_fingerprint=None,
-    aux_layer_ids=(2, 4, 6),
-    num_layers=8,
-    hidden_size=16,
-    dtype="bfloat16",
-    device="cuda",
-    vocab_size=100,
-    max_tokens=64,
-    roots=(),
-)
 
 
 def test_a_port_in_use_is_found() -> None:

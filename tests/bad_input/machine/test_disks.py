@@ -1,0 +1,177 @@
+"""Directories and disks that do not let a run work: no permission, no room."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from data.embedded.target import EmbeddedTarget
+from tests.bad_input.commands import MAIN, Case, CheckCase, run_command
+from tests.bad_input.faults import protected, read_only, small_disk
+from tests.bad_input.machine.machines import (
+    GPU_CHECK,
+    SERVE,
+    SUBMIT,
+    WORK,
+    CheckMachine,
+    Fault,
+    Machine,
+    each_machine,
+)
+from tests.train.small_run import arguments
+
+KEPT = "output_dir=kept/run"
+TEXTS = "stages=[data,vocab,answers]"
+SLURM = ("launcher=slurm", "launcher.gpus_per_node=0")
+
+
+def forbidden(directory: Path) -> AbstractContextManager[object]:
+    (directory / "kept").mkdir()
+    return protected(directory / "kept")
+
+
+def open_to_all(directory: Path) -> AbstractContextManager[object]:
+    (directory / "kept").mkdir()
+    (directory / "kept").chmod(0o777)
+    return contextlib.nullcontext()
+
+
+def mounted_read_only(directory: Path) -> AbstractContextManager[object]:
+    (directory / "kept").mkdir()
+    return read_only(directory / "kept")
+
+
+@contextlib.contextmanager
+def a_file(directory: Path) -> Iterator[None]:
+    (directory / "kept").touch()
+    yield
+
+
+@contextlib.contextmanager
+def unreadable(directory: Path) -> Iterator[None]:
+    (directory / "kept").mkdir()
+    rows = directory / "kept" / "rows.jsonl"
+    rows.write_text("{}\n")
+    rows.chmod(0)
+    with protected(directory / "kept"):
+        yield
+
+
+@contextlib.contextmanager
+def full(directory: Path) -> Iterator[None]:
+    with small_disk(directory / "kept", 1 << 16):
+        (directory / "kept" / "fill").write_bytes(bytes(1 << 16))
+        yield
+
+
+def disk_of(num_bytes: int) -> Fault:
+    return lambda directory: small_disk(directory / "kept", num_bytes)
+
+
+MACHINES = [
+    # permission
+    Machine(
+        Case(
+            "output_of_another", (KEPT,), ("lacking", "output_dir=kept/run", "Permission denied"), absent=WORK
+        ),
+        forbidden,
+    ),
+    Machine(
+        Case("output_read_only", (KEPT,), ("output_dir=kept/run", "Read-only file system")), mounted_read_only
+    ),
+    Machine(Case("output_is_a_file", ("output_dir=kept",), ("output_dir=kept", "kept is a file")), a_file),
+    Machine(Case("output_below_a_file", (KEPT,), ("output_dir=kept/run", "kept is a file")), a_file),
+    Machine(Case("output_disk_full", (KEPT,), ("output_dir=kept/run", "No space left on device")), full),
+    Machine(
+        Case(
+            "spool_of_another", ("capture.spool_dir=kept",), ("capture.spool_dir=kept: ", "Permission denied")
+        ),
+        forbidden,
+    ),
+    Machine(
+        Case(
+            "spool_of_all",
+            ("capture.spool_dir=kept",),
+            ("capture.spool_dir=kept: ", "every account"),
+            absent=WORK,
+        ),
+        open_to_all,
+    ),
+    Machine(
+        Case("store_cache_of_another", ("capture.cache_dir=kept",), ("capture.cache_dir=kept: ", "denied")),
+        forbidden,
+    ),
+    Machine(
+        Case(
+            "cache_of_another_and_a_target_to_train",
+            ("target.model=embedded", "cache_dir=kept/cache", KEPT.replace("kept", "own")),
+            ("cache_dir=kept/cache: ", "Permission denied"),
+        ),
+        forbidden,
+    ),
+    Machine(
+        Case("find_lr_output", (KEPT,), ("output_dir=kept/run", "denied"), script="scripts/find_lr"),
+        forbidden,
+    ),
+    Machine(
+        Case("submit_output", (KEPT, *SLURM), ("file=", "kept/run: Permission denied."), script=SUBMIT),
+        forbidden,
+    ),
+    Machine(
+        Case(
+            "gpu_check_output",
+            ("--dry-run", "--output=kept/x"),
+            ("file=", "kept/x: Permission"),
+            script=GPU_CHECK,
+        ),
+        forbidden,
+    ),
+    Machine(Case("serve_output", (KEPT,), ("output_dir=kept/run", "denied"), script=SERVE), forbidden),
+    Machine(
+        Case(
+            "data_unreadable",
+            ("data.train=kept/rows.jsonl", TEXTS),
+            ("file=", "rows.jsonl: Permission denied."),
+        ),
+        unreadable,
+    ),
+    # room
+    Machine(
+        Case("disk_full_in_data", (KEPT, TEXTS), ("lacking", "disk", "artifacts/data-", "The disk is full")),
+        disk_of(1 << 17),
+    ),
+    Machine(
+        Case(
+            "disk_too_small_to_capture",
+            (KEPT, "stages=[data,vocab,answers,capture]"),
+            ("output_dir=kept/run/artifacts/capture-", "The store needs", "are free; choose another disk"),
+        ),
+        disk_of(5 << 20),
+    ),
+]
+
+
+@each_machine(MACHINES)
+def test_what_cannot_be_written_or_read_is_one_message(machine: Machine, check_machine: CheckMachine) -> None:
+    check_machine(machine)
+
+
+def test_a_disk_that_fills_up_in_the_export_keeps_the_training(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, check_case: CheckCase
+) -> None:
+    disk = tmp_path / "kept"
+    with small_disk(disk, 200 << 20):
+        shutil.copytree(finished[0], disk / "run", symlinks=True)
+        for made in (disk / "run" / "artifacts").glob("e*-*"):  # export and evaluate
+            shutil.rmtree(made)
+        room = 1 << 17
+        (disk / "fill").write_bytes(bytes(shutil.disk_usage(disk).free - room))
+        settings = (*arguments(small_target, Path("kept/run")), "stages=[export]")
+        said = ("output_dir=kept/run/artifacts/export-", "The disk is full", "finished work is kept")
+        check_case(Case("full", ("recipe=any_target", *settings), said))
+        (disk / "fill").unlink()
+        outcome = run_command(MAIN, "recipe=any_target", *settings, directory=tmp_path)
+        assert outcome.status == 0, outcome.err
+        assert "train: reused" in outcome.out
+        assert "export: done" in outcome.out

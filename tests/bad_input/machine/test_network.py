@@ -1,0 +1,139 @@
+"""Ports that are in use, and servers of somebody else."""
+
+import contextlib
+import json
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data.vllm import server
+from data.vllm.capture_request import PARAMS
+from tests.bad_input.commands import Case
+from tests.bad_input.faults import answering, free_port, port_in_use
+from tests.bad_input.machine.machines import (
+    PORT,
+    SERVE,
+    WORK,
+    CheckMachine,
+    Fault,
+    Machine,
+    each_machine,
+)
+from tests.data.vllm.servers import INFO
+from train.inference import probe
+
+CAPTURES = ("capture=vllm", "stages=[data,vocab,answers,capture]")
+SERVED = (f"vllm.servers=[http://127.0.0.1:{PORT}]", *CAPTURES)
+NAMED = ("error: vllm.servers=http://127.0.0.1:", PORT)
+
+
+def used(directory: Path) -> AbstractContextManager[object]:
+    return port_in_use()
+
+
+def none(directory: Path) -> AbstractContextManager[object]:
+    return contextlib.nullcontext(free_port())
+
+
+def served(status: int, body: bytes, answer: bytes | None = None) -> Fault:
+    return lambda directory: answering(status, body, answer)
+
+
+MODELS = json.dumps({"data": [{"id": "gpt"}]}).encode()
+OTHER = replace(INFO, model="org/other", target_fingerprint="0123")
+OTHER_ANSWER = json.dumps({"kv_transfer_params": {PARAMS: OTHER.to_json()}}).encode()
+
+MACHINES = [
+    # ports
+    Machine(
+        Case(
+            "metrics_port_in_use",
+            (f"capture.metrics_port={PORT}", *CAPTURES),
+            (f"capture.metrics_port={PORT}: ", "Address already in use", "another port"),
+            absent=WORK,
+        ),
+        used,
+    ),
+    Machine(
+        Case(
+            "metrics_port_too_great",
+            ("capture.metrics_port=70000", *CAPTURES),
+            ("capture.metrics_port=70000: ",),
+        ),
+        none,
+    ),
+    Machine(Case("serve_port_in_use", ("--port", PORT), (f"--port={PORT}: ", "in use"), script=SERVE), used),
+    Machine(
+        Case("serve_port_too_great", ("--port=70000",), ("--port=70000: ", "0-65535"), script=SERVE), none
+    ),
+    # servers
+    Machine(
+        Case(
+            "server_that_is_down",
+            SERVED,
+            (
+                "vllm: waiting for ",
+                "No server answers",
+                "lacking",
+                "no answer",
+                *NAMED,
+                "scripts/serve_target",
+            ),
+            absent=WORK,
+        ),
+        none,
+    ),
+    Machine(
+        Case("server_that_is_silent", SERVED, ("vllm: waiting for ", *NAMED, "did not answer"), absent=WORK),
+        used,
+    ),
+    Machine(
+        Case("server_with_another_key", SERVED, (*NAMED, "VLLM_API_KEY"), absent=WORK), served(401, b"{}")
+    ),
+    Machine(
+        Case("server_without_connector", SERVED, (*NAMED, "without eagle31's connector"), absent=WORK),
+        served(200, MODELS, b"{}"),
+    ),
+    Machine(
+        Case("server_of_another_target", SERVED, (*NAMED, "Its target is org/other, not "), absent=WORK),
+        served(200, MODELS, OTHER_ANSWER),
+    ),
+    Machine(
+        Case("server_without_models", SERVED, (*NAMED, "It names no model."), absent=WORK), served(200, b"[]")
+    ),
+    Machine(
+        Case("server_of_web_pages", SERVED, (*NAMED, "The answer is no JSON: <html>"), absent=WORK),
+        served(200, b"<html>"),
+    ),
+    Machine(
+        Case("server_of_something_else", SERVED, (*NAMED, "It answered 404"), absent=WORK), served(404, b"")
+    ),
+    Machine(
+        Case(
+            "server_whose_name_is_unknown",
+            ("vllm.servers=[http://no.such.host.invalid:8000]", *CAPTURES),
+            ("vllm.servers=http://no.such.host.invalid:8000: It did not answer",),
+        ),
+        none,
+    ),
+    Machine(
+        Case("server_without_scheme", ("vllm.servers=[node1:8000]",), ("vllm.servers=node1:8000: ",)), none
+    ),
+    Machine(
+        Case("server_port_is_a_word", ("vllm.servers=['http://n:p']",), ("vllm.servers=http://n:p: Give ",)),
+        none,
+    ),
+]
+
+
+@each_machine(MACHINES)
+def test_what_cannot_be_used_is_one_message(
+    machine: Machine, check_machine: CheckMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(probe, "FIRST_LINE_SECONDS", 0.1)
+    monkeypatch.setattr(probe, "_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(server, "_NAMES_SECONDS", 0.3)
+    check_machine(machine)
