@@ -38,16 +38,14 @@ from train.evaluation.cells import (
     RenderedCell,
     listing,
     read_listing,
-    rendered_cell,
-    settings_of,
 )
-from train.evaluation.domains import (
-    Domain,
-    DomainSource,
-    chosen_domain,
-    document_of,
-    prompt_messages,
-    read_domains,
+from train.evaluation.domains import prompt_messages
+from train.evaluation.matrix_prompts import (
+    check_names,
+    domain_sources,
+    matrix_domains,
+    no_validation,
+    render_cells,
 )
 from train.inference.inputs import target_inputs
 from train.stages.capture import SOURCE_INPUTS, SOURCES, manifest_fields
@@ -66,7 +64,7 @@ def cells_inputs(context: RunContext) -> dict[str, Any]:
     matrix = config.evaluate.matrix
     if not has_cells(config):
         return {}
-    check_names(matrix, domain_sources(context))
+    check_names(matrix, domain_sources(matrix))
     data = context.artifacts[Stage.data].inputs
     return {
         "data": {name: data[name] for name in sorted(HELD_OUT_INPUTS)},
@@ -107,43 +105,6 @@ def completion_inputs(context: RunContext) -> dict[str, Any]:
         "max_new_tokens": config.evaluate.max_new_tokens,
         "format": STATES_VERSION,
     }
-
-
-def domain_sources(context: RunContext) -> dict[str, list[DomainSource]]:
-    """Read the sources of the domains that have one, by the recipe's name of the domain."""
-    return {
-        name: read_domains(
-            name,
-            domain.source,
-            split=domain.split,
-            subset=domain.subset,
-            prompt_column=domain.prompt_column,
-            category_column=domain.category_column,
-            num_prompts=domain.num_prompts,
-            field=f"evaluate.matrix.domains.{name}.source",
-        )
-        for name, domain in context.config.evaluate.matrix.domains.items()
-        if domain.source is not None
-    }
-
-
-def check_names(matrix: MatrixConfig, sources: dict[str, list[DomainSource]]) -> None:
-    """Raise UserError for a validation cell that the matrix does not have."""
-    domains = [
-        one
-        for name in matrix.domains
-        for one in ([d.name for d in sources[name]] if name in sources else [name])
-    ]
-    known = [Cell(domain, setting).name for domain in domains for setting in matrix_settings(matrix)]
-    for name in matrix.validation_cells:
-        if name not in known:
-            remedy = f"There is no such cell. The cells are {', '.join(known)}."
-            raise UserError("evaluate.matrix.validation_cells", name, remedy)
-
-
-def matrix_settings(matrix: MatrixConfig) -> list[PromptSetting]:
-    """Return the settings of each domain."""
-    return settings_of(matrix.templates, matrix.systems, matrix.context_tokens, crossed=matrix.crossed)
 
 
 def max_prompt_tokens(context: RunContext) -> int:
@@ -199,7 +160,7 @@ def complete_cells(context: RunContext) -> dict[str, Any]:
     Raises:
         UserError: no cell is left, or a validation cell has no prompts.
     """
-    cells, left_out = render_cells(context)
+    cells, left_out = rendered_cells(context)
     found: list[dict[str, Any]] = []
     artifacts = [cell_artifact(context, cell_inputs(context, cell)) for cell in cells]
     missing = [one for one in artifacts if not (one.directory / "prompts").exists()]
@@ -238,86 +199,34 @@ def check_left(matrix: MatrixConfig, found: Sequence[dict[str, Any]], left_out: 
         raise UserError("evaluate.matrix.domains", ", ".join(matrix.domains), remedy)
 
 
-def no_validation(cell: Cell, reason: str) -> UserError:
-    remedy = (
-        f"It has no prompts for validation: {reason}. Validation needs other prompts than the evaluation; "
-        "lower num_prompts of its domain, or choose another cell."
-    )
-    return UserError("evaluate.matrix.validation_cells", cell.name, remedy)
-
-
-def render_cells(context: RunContext) -> tuple[list[RenderedCell], list[LeftOut]]:
+def rendered_cells(context: RunContext) -> tuple[list[RenderedCell], list[LeftOut]]:
     """Render the prompts of all cells, for evaluation and of some for validation."""
-    matrix, config = context.config.evaluate.matrix, context.config
-    limits = {EVALUATION: max_prompt_tokens(context)}
-    # Validation packs its samples into rows of training.
-    limits[VALIDATION] = min(limits[EVALUATION], config.train.row_tokens - config.evaluate.max_new_tokens)
-    rendered: list[RenderedCell] = []
-    left_out: list[LeftOut] = []
-    for domain in domains(context):
-
-        def render(conversation: Conversation, setting: PromptSetting, domain: Domain = domain) -> list[int]:
-            return prompt_ids(
-                context.tokenizer,
-                prompt_messages(conversation),
-                conversation.tools,
-                context.template_kwargs,
-                setting,
-                domain.documents,
-            )
-
-        for setting in matrix_settings(matrix):
-            cell = Cell(domain.name, setting)
-            purposes = [(EVALUATION, domain.evaluation)]
-            if cell.name in matrix.validation_cells:
-                purposes.append((VALIDATION, domain.validation))
-            for purpose, conversations in purposes:
-                one = rendered_cell(cell, purpose, conversations, render, limits[purpose])
-                if isinstance(one, RenderedCell):
-                    rendered.append(one)
-                elif purpose == VALIDATION:
-                    raise no_validation(cell, one.reason)
-                else:
-                    left_out.append(one)
-    return rendered, left_out
-
-
-def domains(context: RunContext) -> list[Domain]:
-    """Return the domains with their prompts, without those that training has seen."""
+    config = context.config
     directory = context.artifacts[Stage.data].directory
+    longest = max_prompt_tokens(context)
+    # Validation packs its samples into rows of training.
+    limits = {
+        EVALUATION: longest,
+        VALIDATION: min(longest, config.train.row_tokens - config.evaluate.max_new_tokens),
+    }
     held_out = read_json(directory / "held_out.json")
     if not (directory / TRAINING_PROMPTS).exists():
         remedy = "An earlier version wrote it, without what cells need; give another output_dir."
         raise UserError("output_dir", directory, remedy)
-    seen, sources = np.load(directory / TRAINING_PROMPTS), domain_sources(context)
-    found: list[Domain] = []
-    for name, settings in context.config.evaluate.matrix.domains.items():
-        if name in sources:
-            found += [chosen_domain(source, seen, context.config.seed) for source in sources[name]]
-        else:
-            found.append(held_out_domain(name, held_out, settings.num_prompts))
-    for domain in found:
-        if domain.num_left_out:
-            print(
-                f"cells: {domain.name}: {domain.num_left_out} prompts are left out, because they are in the "
-                "training data",
-                flush=True,
-            )
-    return found
+    seen = np.load(directory / TRAINING_PROMPTS)
 
+    def render(conversation: Conversation, setting: PromptSetting, documents: Sequence[str]) -> list[int]:
+        return prompt_ids(
+            context.tokenizer,
+            prompt_messages(conversation),
+            conversation.tools,
+            context.template_kwargs,
+            setting,
+            documents,
+        )
 
-def held_out_domain(name: str, held_out: dict[str, list[dict[str, Any]]], num_prompts: int) -> Domain:
-    """Return the run's held-out prompts: those for the evaluation, and those for validation."""
-    conversations = {
-        part: [
-            Conversation(one["id"], tuple(one["messages"]), one["tools"] and tuple(one["tools"]))
-            for one in prompts
-        ]
-        for part, prompts in held_out.items()
-    }
-    documents = [document_of(one) for part in conversations.values() for one in part]
-    test, validation = (conversations[part][:num_prompts] for part in ("test", "validation"))
-    return Domain(name, test, validation, documents)
+    matrix = config.evaluate.matrix
+    return render_cells(matrix, matrix_domains(matrix, held_out, seen, config.seed), render, limits)
 
 
 def cell_inputs(context: RunContext, cell: RenderedCell) -> dict[str, Any]:
