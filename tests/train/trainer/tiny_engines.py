@@ -1,0 +1,78 @@
+"""What the workers train: a tiny drafter's model engine at any ZeRO stage, on random samples."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from data.samples import CapturedSample
+from eagle31.training.objectives import Objective
+from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from train.distributed import World
+from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.muon import MuonSettings
+
+ROWS_PER_STEP, ROW_TOKENS = 4, 48
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
+
+
+class MemorySource:
+    """Random samples of different lengths and different numbers of supervised positions."""
+
+    def __init__(self) -> None:
+        config = tiny_config()
+        self.samples = []
+        for seed in range(40):
+            batch = random_batch((16 + seed % 31,), config, seed=seed, dtype=torch.float32)
+            batch.loss_mask[5 : 8 + seed % 7] = True
+            self.samples.append(
+                CapturedSample(
+                    batch.input_ids, batch.loss_mask, batch.aux_hidden_states, batch.final_hidden_states
+                )
+            )
+        self.lengths = [len(sample.input_ids) for sample in self.samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> CapturedSample:
+        return self.samples[index]
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        return [self.samples[i] for i in indices]
+
+
+def new_engine(
+    zero_stage: int,
+    bf16: bool,
+    world: World,
+    objective: Objective | None = None,
+    muon: MuonSettings | None = None,
+    *,
+    offload: bool = False,
+    head_apart: bool = False,
+) -> Any:
+    drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
+    module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8, objective=objective)
+    config = deepspeed_config(
+        zero_stage=zero_stage,
+        bf16=bf16,
+        micro_batches=-(-ROWS_PER_STEP // world.size),
+        world_size=world.size,
+        offload_optimizer=offload,
+        offload_parameters=offload and zero_stage == 3,
+    )
+    # By default DeepSpeed partitions no parameter that is as small as those here.
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return initialize_model_engine(
+        module,
+        config,
+        lr=LR,
+        betas=BETAS,
+        eps=1e-8,
+        weight_decay=WEIGHT_DECAY if head_apart else 0.0,
+        max_grad_norm=0.5,
+        muon=muon,
+        head_apart=head_apart,
+    )
