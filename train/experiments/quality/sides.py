@@ -2,9 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -39,17 +39,43 @@ def chosen_sides(names: Sequence[str], further: Sequence[str]) -> list[Side]:
     Raises:
         UserError: a name is unknown, or there are two sides of one name, or none.
     """
-    known = known_sides()
+    return chosen("side", known_sides(), names, further, parse_side)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+NamedT = TypeVar("NamedT", bound=_Named)
+
+
+def chosen(
+    what: str,
+    known: Mapping[str, NamedT],
+    names: Sequence[str],
+    further: Sequence[str],
+    parse: Callable[[str], NamedT],
+) -> list[NamedT]:
+    """Return what the two options for trained drafters choose: --sides and --side, if `what` is "side".
+
+    Args:
+        names: names of known ones.
+        further: texts that `parse` reads.
+
+    Raises:
+        UserError: a name is unknown, or there are two of one name, or none.
+    """
     for name in names:
         if name not in known:
-            raise UserError("--sides", name, f"Choose from {', '.join(known)}.")
-    sides = [known[name] for name in names] + [parse_side(text) for text in further]
-    for index, side in enumerate(sides):
-        if side.name in {other.name for other in sides[:index]}:
-            raise UserError("--side", side.name, "There are two sides of this name.")
-    if not sides:
-        raise UserError("--sides", "", "Give at least one side.")
-    return sides
+            raise UserError(f"--{what}s", name, f"Choose from {', '.join(known)}.")
+    found = [known[name] for name in names] + [parse(text) for text in further]
+    for index, one in enumerate(found):
+        if one.name in {other.name for other in found[:index]}:
+            raise UserError(f"--{what}", one.name, f"There are two {what}s of this name.")
+    if not found:
+        raise UserError(f"--{what}s", "", f"Give at least one {what}.")
+    return found
 
 
 def known_sides() -> dict[str, Side]:

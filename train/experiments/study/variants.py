@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eagle31.errors import UserError
-from train.experiments.quality.sides import Side, named_overrides
+from train.experiments.quality.sides import Side, chosen, named_overrides
 
 REFERENCE = "eagle3"
 _DATA_KEYS = ("data.", "capture.")
@@ -57,16 +56,7 @@ def chosen_variants(names: Sequence[str], further: Sequence[str]) -> list[Varian
         UserError: a name is unknown, or there are two variants of one name, or none.
     """
     known = {variant.name: variant for variant in (*DRAFTERS, *TRAININGS)}
-    for name in names:
-        if name not in known:
-            raise UserError("--variants", name, f"Choose from {', '.join(known)}.")
-    variants = [known[name] for name in names] + [parse_variant(text) for text in further]
-    for index, variant in enumerate(variants):
-        if variant.name in {other.name for other in variants[:index]}:
-            raise UserError("--variant", variant.name, "There are two variants of this name.")
-    if not variants:
-        raise UserError("--variants", "", "Give at least one variant.")
-    return variants
+    return chosen("variant", known, names, further, parse_variant)
 
 
 def parse_variant(text: str) -> Variant:
