@@ -87,6 +87,10 @@ class ServerProcess:
         """The process of vLLM's HTTP server, or None while it starts."""
         return self._process_id
 
+    def is_healthy(self, seconds: float = 10.0) -> bool:
+        """Return whether the server answers within some seconds that it takes requests."""
+        return is_healthy(_EVERY_ADDRESS.get(self._host, self._host), self._port, seconds)
+
     def wait_until_ready(self, progress: bool) -> None:
         """Return once the server takes requests.
 
@@ -98,7 +102,7 @@ class ServerProcess:
         """
         started = time.monotonic()
         next_line = started + FIRST_LINE_SECONDS
-        while not self._is_healthy():
+        while not self.is_healthy():
             self.check()
             if self._closing:
                 raise self._error("vLLM was closed before it was ready")
@@ -197,21 +201,22 @@ class ServerProcess:
             how = "with its supervisor"
         return how
 
-    def _is_healthy(self) -> bool:
-        host = _EVERY_ADDRESS.get(self._host, self._host)
-        connection = http.client.HTTPConnection(host, self._port, timeout=10)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
     def _error(self, what: str) -> UserError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
         remedy = "\n".join([f"{what}:", *(f"  | {line}" for line in lines), f"The full log: {self._log}"])
         return UserError(_FIELD, self.url, remedy)
+
+
+def is_healthy(host: str, port: int, seconds: float) -> bool:
+    """Return whether a vLLM server answers within some seconds that it takes requests."""
+    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _environment(python: Path, key: str | None, devices: Sequence[int] | None) -> dict[str, str]:

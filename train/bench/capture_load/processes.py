@@ -1,7 +1,6 @@
 """The servers and clients of the load test: starting, ending and stopping their processes."""
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -63,14 +62,7 @@ class LoadServer:
 
     @property
     def answers(self) -> bool:
-        connection = http.client.HTTPConnection(self.process.url.removeprefix("http://"), timeout=2)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return self.process.is_healthy(seconds=2.0)
 
 
 class LoadClient:

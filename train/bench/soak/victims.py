@@ -1,7 +1,6 @@
 """What the soak kills: the processes that run the target, one after the other."""
 
 import contextlib
-import http.client
 import random
 import socket
 import sys
@@ -13,6 +12,7 @@ from typing import Protocol
 
 import psutil
 
+from data.vllm.server_process import is_healthy
 from eagle31.errors import UserError
 from train.bench.soak.inputs import SoakRuns
 from train.bench.soak.processes import Program, kill, kind_of
@@ -128,14 +128,7 @@ def _engine_of(server: psutil.Process) -> psutil.Process | None:
 
 
 def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return is_healthy("127.0.0.1", port, seconds=2.0)
 
 
 def _free_ports(number: int) -> list[int]:
