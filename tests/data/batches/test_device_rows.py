@@ -18,31 +18,14 @@ from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import schedule_batch
 from eagle31.training.supervision import supervised_drafts
-from tests.eagle31.tiny import random_batch, tiny_config
+from tests.data.batches.memory_source import MemorySource, random_sample
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu, pinned
 
 ROW_TOKENS, NUM_STEPS, NUM_ROWS = 32, 3, 2
 
 
-class Samples:
-    """Random samples."""
-
-    def __init__(self) -> None:
-        batches = [random_batch((9 + seed,), tiny_config(), seed=seed) for seed in range(20)]
-        self.samples = [
-            CapturedSample(b.input_ids, b.loss_mask, b.aux_hidden_states, b.final_hidden_states)
-            for b in batches
-        ]
-        self.lengths = [len(sample.input_ids) for sample in self.samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> CapturedSample:
-        return self.samples[index]
-
-    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
-        return [self.samples[index] for index in indices]
+def random_samples() -> MemorySource:
+    return MemorySource([random_sample(9 + seed, seed) for seed in range(20)])
 
 
 class Now(Executor):
@@ -70,7 +53,9 @@ class ReadRows:
 
 
 def loader_of(rows_per_step: int | RowSchedule = NUM_ROWS) -> RowLoader:
-    return RowLoader(Samples(), row_tokens=ROW_TOKENS, rows_per_step=rows_per_step, seed=0, pad_multiple=8)
+    return RowLoader(
+        random_samples(), row_tokens=ROW_TOKENS, rows_per_step=rows_per_step, seed=0, pad_multiple=8
+    )
 
 
 def rows_of(loader: Any, device: torch.device, **changes: Any) -> DeviceRows:

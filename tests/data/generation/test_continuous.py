@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from data.generation.continuous import continuously
 from data.generation.regenerate import BLOCK_TURNS, AnswerTurns, regenerate, turn_by_turn
 from data.sampling import Sampling
 from data.text.schemas import Conversation
 from eagle31.errors import UserError
+from tests.data.generation.tiny_llama import tiny_llama
 from tests.data.text.chat_templates import CHATML, STRICT, byte_level_tokenizer
 
 
@@ -37,17 +38,7 @@ class OneAtATime:
     engine = "one"
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=24,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            initializer_range=0.3,
-        )
-        torch.manual_seed(0)
-        self.model = LlamaForCausalLM(config).eval()
+        self.model = tiny_llama(tokenizer)
         self.order: list[int] = []
         self.seeds: list[tuple[int, ...]] = []
         self.fails_after = NUM_TURNS + 1

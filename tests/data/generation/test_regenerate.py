@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
@@ -15,6 +15,7 @@ from data.rendering.prompts import render_prompt
 from data.sampling import Sampling
 from data.text.schemas import Conversation
 from eagle31.errors import UserError
+from tests.data.generation.tiny_llama import tiny_llama
 from tests.data.text.chat_templates import CHATML, STRICT, byte_level_tokenizer
 
 MAX_NEW_TOKENS = 10
@@ -55,17 +56,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(tokenizer)
 
 
 def answerer(

@@ -16,7 +16,7 @@ from data.batches.loader import RowLoader, RowPosition
 from data.samples import StateShape
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, MemorySource, new_engine
+from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
 from train.checkpoint.agreement import gathered
 from train.checkpoint.parts import load_weights
 from train.distributed import World, leave_process_group
@@ -48,7 +48,7 @@ class Training:
 
     def steps(self, begin: int, end: int, row: int) -> tuple[list[list[float]], int]:
         """Train; return losses and norms of the gradients, and the next row."""
-        source, world, found = MemorySource(), self.world, []
+        source, world, found = random_source(), self.world, []
         with closing(
             RowLoader(
                 source,

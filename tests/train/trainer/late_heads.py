@@ -22,8 +22,8 @@ from tests.train.trainer.tiny_engines import (
     ROW_TOKENS,
     ROWS_PER_STEP,
     WEIGHT_DECAY,
-    MemorySource,
     new_engine,
+    random_source,
 )
 from train.distributed import World, on_main_first
 from train.optim.matrices import HEAD
@@ -95,7 +95,7 @@ def late_head(
 
 def growing_loader(world: World, begin: RowPosition) -> RowLoader:
     return RowLoader(
-        MemorySource(),
+        random_source(),
         row_tokens=ROW_TOKENS,
         rows_per_step=RowSchedule(ROWS_PER_STEP, 2, 3),
         rank=world.rank,

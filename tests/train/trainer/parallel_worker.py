@@ -25,7 +25,7 @@ from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from tests.train.trainer.engine_checks import EMA_DECAY, CheckedAverage, refused_steps, snapshot
 from tests.train.trainer.late_heads import late_heads
-from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, MemorySource, new_engine
+from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.tracking.tracker import flatten_metrics
 from train.trainer import model_engine as engine_module
@@ -58,7 +58,7 @@ def validation_samples() -> list[CapturedSample]:
 def reference_step(objective: Objective) -> dict[str, float]:
     """The first step's loss and the norm of its gradient, divided by the positions that the loss counts."""
     drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
-    loader = RowLoader(MemorySource(), row_tokens=ROW_TOKENS, rows_per_step=ROWS_PER_STEP, seed=0)
+    loader = RowLoader(random_source(), row_tokens=ROW_TOKENS, rows_per_step=ROWS_PER_STEP, seed=0)
     parts = [
         rollout_loss(drafter, frozen, batch, num_steps=3, step_decay=0.8, objective=objective)
         for batch in loader.batches(0)
@@ -80,7 +80,7 @@ def losses_at(
     *,
     offload: bool = False,
 ) -> dict:
-    source = MemorySource()
+    source = random_source()
     loader = RowLoader(
         source,
         costs=[float(sample.loss_mask.sum()) for sample in source.samples],

@@ -1,13 +1,12 @@
 """What the workers train: a tiny drafter's model engine at any ZeRO stage, on random samples."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from data.samples import CapturedSample
 from eagle31.training.objectives import Objective
-from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from tests.data.batches.memory_source import MemorySource, random_sample
+from tests.eagle31.tiny import tiny_config, tiny_drafter
 from train.distributed import World
 from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.muon import MuonSettings
@@ -17,30 +16,14 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
 
 
-class MemorySource:
-    """Random samples of different lengths and different numbers of supervised positions."""
-
-    def __init__(self) -> None:
-        config = tiny_config()
-        self.samples = []
-        for seed in range(40):
-            batch = random_batch((16 + seed % 31,), config, seed=seed, dtype=torch.float32)
-            batch.loss_mask[5 : 8 + seed % 7] = True
-            self.samples.append(
-                CapturedSample(
-                    batch.input_ids, batch.loss_mask, batch.aux_hidden_states, batch.final_hidden_states
-                )
-            )
-        self.lengths = [len(sample.input_ids) for sample in self.samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> CapturedSample:
-        return self.samples[index]
-
-    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
-        return [self.samples[i] for i in indices]
+def random_source() -> MemorySource:
+    """Return samples of different lengths and different numbers of supervised positions."""
+    samples = []
+    for seed in range(40):
+        sample = random_sample(16 + seed % 31, seed, torch.float32)
+        sample.loss_mask[5 : 8 + seed % 7] = True
+        samples.append(sample)
+    return MemorySource(samples)
 
 
 def new_engine(
