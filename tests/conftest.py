@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full(why): a test that runs with --full only")
     if not hasattr(config, "workerinput"):  # one of xdist's workers has it
         begin_session()
 
@@ -34,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         end_session()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what --full runs, before any fixture is made for it."""
+    mark = item.get_closest_marker("full")
+    if mark is not None and not item.config.getoption("--full"):
+        pytest.skip(f"--full runs it: {mark.args[0]}")
 
 
 def pytest_collection_finish() -> None:

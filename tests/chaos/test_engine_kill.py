@@ -32,14 +32,12 @@ def kill_engine_while_it_writes(store: Path, killed: list[int]) -> None:
             killed.append(process.pid)
 
 
+@pytest.mark.full("it starts vLLM's engine twice")
 def test_every_sample_is_captured_once_though_the_engine_is_killed(
     small_target: EmbeddedTarget,  # noqa: F811
     vllm_python: Path,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("part of scripts/test --full")
     plain = tmp_path / "transformers"
     run_here(RECIPE, *arguments(small_target, plain), *SMALLER, STAGES)
     output = tmp_path / "vllm"

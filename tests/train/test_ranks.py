@@ -53,6 +53,7 @@ def test_many_ranks_train_as_one_does(
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
 
 
+@pytest.mark.full("it starts eight ranks twice")
 @pytest.mark.timeout(2 * RUN_SECONDS)
 @pytest.mark.parametrize("capture", ["hf_online", "vllm_online"])
 def test_eight_ranks_train_online_as_one_does_offline(
@@ -60,11 +61,8 @@ def test_eight_ranks_train_online_as_one_does_offline(
     vllm_python: Path,
     tmp_path: Path,
     capture: str,
-    request: pytest.FixtureRequest,
 ) -> None:
     """With vllm_online, all ranks send to the one server that the run starts."""
-    if not request.config.getoption("--full"):
-        pytest.skip("runs with --full")
     settings = [*small_quickstart(small_target, tmp_path), *few(8), f"capture.spool_dir={tmp_path}"]
     command = [MAIN, "recipe=quickstart", *settings, "stages=[data,vocab,answers,capture,train]"]
     torchrun(*command, f"capture={capture}", num_processes=8, seconds=RUN_SECONDS)

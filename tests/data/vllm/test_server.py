@@ -472,16 +472,14 @@ def test_nothing_is_lost_when_the_client_is_killed(
     assert {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")} == shards
 
 
+@pytest.mark.full("it starts two engines, twice")
 def test_the_engines_of_one_server_share_a_capture(
     vllm_python: Path,
     spec: TargetSpec,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two data-parallel engines; one of them is killed on the way."""
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: it starts two engines, twice")
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))  # it looks for an engine among its children
     two: dict[str, object] = {"data_parallel_size": 2, "distributed_executor_backend": "uni"}
     process = ServerProcess(

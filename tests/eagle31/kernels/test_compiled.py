@@ -60,14 +60,11 @@ def test_the_step_can_be_traced() -> None:
     assert distance(compiled_step({}, torch.float64, 2, "aot_eager"), plain) < 1e-12
 
 
+@pytest.mark.full("compiling takes minutes")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [{}, MLA, {"num_hidden_layers": 2}], ids=["gqa", "mla", "two layers"])
-def test_the_compiled_step_is_as_exact_as_the_plain_one(
-    shape: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: compiling takes minutes")
+def test_the_compiled_step_is_as_exact_as_the_plain_one(shape: dict[str, Any], dtype: torch.dtype) -> None:
     exact = step(shape, dtype, 3, computed_in=torch.float64)
     error = distance(step(shape, dtype, 3), exact)
     assert distance(compiled_step(shape, dtype, 3, "inductor"), exact) <= 1.5 * error + 1e-12

@@ -92,17 +92,16 @@ def test_two_ranks_train_through_the_store_and_leave_it_empty(
         assert losses == pytest.approx(request.getfixturevalue("through_spool"), rel=1e-5)
 
 
+@pytest.mark.full("it starts vLLM twice")
 def test_training_survives_a_killed_vllm_engine(
     small_target: EmbeddedTarget,
     with_answers: Path,
+    through_spool: list[float],
     master: Master,
+    vllm_python: Path,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: it starts vLLM twice")
-    through_spool = request.getfixturevalue("through_spool")
-    check_mooncake(request.getfixturevalue("vllm_python"))
+    check_mooncake(vllm_python)
     directory = tmp_path / "run"
     shutil.copytree(with_answers, directory)
     with left_empty(master):

@@ -231,8 +231,10 @@ def nodes_idle(cluster: Cluster) -> int:
     return done.stdout.split().count("idle")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(
+    condition: Callable[[], bool], seconds: float = 120, explain: Callable[[], str] = lambda: ""
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, explain()
         time.sleep(0.1)

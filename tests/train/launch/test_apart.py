@@ -111,15 +111,13 @@ def test_a_server_on_another_node_with_a_shared_output_directory(
         assert not path.is_file() or key.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.full("another run on two nodes")
 def test_a_server_on_another_node_with_nothing_shared_but_mooncake(
     stand_in: StandIn,
     vllm_python: Path,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: another run on two nodes")
     check_mooncake(vllm_python)
     monkeypatch.setattr(sys, "executable", PYTHON)  # the job finds mooncake_master next to it
     output_dir = tmp_path / "run"
@@ -131,11 +129,8 @@ def test_a_server_on_another_node_with_nothing_shared_but_mooncake(
         assert not list(second.path(output_dir).rglob("*.safetensors"))
 
 
-def test_two_nodes_that_train_have_a_server_each(
-    stand_in: StandIn, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: two servers")
+@pytest.mark.full("it starts two servers")
+def test_two_nodes_that_train_have_a_server_each(stand_in: StandIn, tmp_path: Path) -> None:
     output_dir = tmp_path / "run"
     with nodes(stand_in, output_dir, shared=True) as (cluster, _, _):
         job = submit(cluster, stand_in, output_dir, "launcher.capture_nodes=0", UP_TO_TRAINING)

@@ -4,8 +4,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -44,14 +44,10 @@ def one_node(
     return metrics_of(directory)
 
 
+@pytest.mark.full("a job of Slurm starts torchrun in the same way")
 def test_two_nodes_without_slurm(
-    small_target: EmbeddedTarget,
-    captured: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    small_target: EmbeddedTarget, captured: Path, one_node: list[dict], tmp_path: Path
 ) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: a job of Slurm starts torchrun in the same way")
     directory = tmp_path / "run"
     shutil.copytree(captured, directory)
     [port] = free_ports(1)
@@ -67,7 +63,7 @@ def test_two_nodes_without_slurm(
     for node in nodes:
         printed, _ = node.communicate(timeout=240)
         assert node.returncode == 0, printed
-    assert metrics_of(directory) == request.getfixturevalue("one_node")
+    assert metrics_of(directory) == one_node
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +75,42 @@ def cluster() -> Iterator[Cluster]:
             yield running
 
 
-def submit(cluster: Cluster, *more: str) -> str:
-    """The job's number."""
-    launcher = ["launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=0", "launcher.cpus_per_task=1"]
-    launcher += ["launcher.time=30", "launcher.signal_seconds=100"]
-    printed = cluster.call(sys.executable, "scripts/submit", f"recipe={RECIPE}", *launcher, *more)
-    return printed.split()[1].rstrip(",")
+@dataclass
+class Job:
+    """A job that trains on two nodes."""
+
+    cluster: Cluster
+    number: str
+    directory: Path  # of its run
+
+    @property
+    def log(self) -> Path:
+        return self.directory / f"slurm-{self.number}.out"
+
+    def wait(self, **expected: str) -> dict[str, str]:
+        return self.cluster.wait(self.number, **expected)
+
+    def update(self, *fields: str) -> None:
+        self.cluster.call("scontrol", "update", f"JobId={self.number}", *fields)
+
+
+Submit = Callable[..., Job]
+
+
+@pytest.fixture
+def submit(cluster: Cluster, small_target: EmbeddedTarget, captured: Path, tmp_path: Path) -> Submit:
+    """Submits the training of a run that has its states, with further settings."""
+
+    def submitted(*settings: str) -> Job:
+        directory = tmp_path / "run"
+        shutil.copytree(captured, directory)
+        launcher = ["launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=0"]
+        launcher += ["launcher.cpus_per_task=1", "launcher.time=30", "launcher.signal_seconds=100"]
+        command = [*launcher, *arguments(small_target, directory), *settings]
+        printed = cluster.call(sys.executable, "scripts/submit", f"recipe={RECIPE}", *command)
+        return Job(cluster, printed.split()[1].rstrip(","), directory)
+
+    return submitted
 
 
 def workers(directory: Path) -> list[psutil.Process]:
@@ -107,23 +133,31 @@ def hold_at(directory: Path, step: int) -> list[psutil.Process]:
     return held
 
 
-def wait_for_signal(log: Path, line: str) -> None:
-    """Wait until, after this line of the log, torchrun has received a signal to end on both nodes."""
-    deadline = time.monotonic() + 120
-    while log.read_text().partition(line)[2].count("Received 15 death signal") < 2:
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
+def release(held: Sequence[psutil.Process]) -> None:
+    for process in held:
+        process.send_signal(signal.SIGCONT)
 
 
-def start_again(cluster: Cluster, job: str, restarts: int) -> None:
+def release_at_time_limit(job: Job, held: Sequence[psutil.Process]) -> None:
+    """Let held processes continue once torchrun has, near the time limit, a signal to end on both nodes."""
+
+    def is_signalled() -> bool:
+        after = job.log.read_text().partition("the time limit is near")[2]
+        return after.count("Received 15 death signal") >= 2
+
+    wait_for(is_signalled, explain=job.log.read_text)
+    release(held)
+
+
+def start_again(job: Job, restarts: int) -> None:
     """Start a requeued job, which Slurm would hold back for two minutes by default.
 
     The start has to be some seconds later: slurmd distinguishes a new credential from the revoked one by the
     second in which it was made.
     """
-    cluster.wait(job, Restarts=str(restarts), JobState="PENDING")
-    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=30", "StartTime=now+3")
-    cluster.wait(job, JobState="RUNNING")
+    job.wait(Restarts=str(restarts), JobState="PENDING")
+    job.update("TimeLimit=30", "StartTime=now+3")
+    job.wait(JobState="RUNNING")
 
 
 def stopped_at(directory: Path) -> int:
@@ -133,82 +167,54 @@ def stopped_at(directory: Path) -> int:
     return step
 
 
-def test_a_job_that_is_near_its_time_limit_saves_and_resumes(
-    small_target: EmbeddedTarget, captured: Path, one_node: list[dict], cluster: Cluster, tmp_path: Path
-) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(captured, directory)
-    job = submit(cluster, *arguments(small_target, directory))
-    log = directory / f"slurm-{job}.out"
-    held = hold_at(directory, 3)
+def test_a_job_that_is_near_its_time_limit_saves_and_resumes(submit: Submit, one_node: list[dict]) -> None:
+    job = submit()
+    held = hold_at(job.directory, 3)
     # The signal that Slurm sends before the time limit.
-    cluster.call("scancel", "--batch", "--signal=USR1", job)
-    wait_for_signal(log, "the time limit is near")
-    for process in held:
-        process.send_signal(signal.SIGCONT)
-    start_again(cluster, job, 1)
-    step = stopped_at(directory)
+    job.cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    release_at_time_limit(job, held)
+    start_again(job, 1)
+    step = stopped_at(job.directory)
     assert 3 <= step < STEPS
-    facts = cluster.wait(job, JobState="COMPLETED")
+    facts = job.wait(JobState="COMPLETED")
     assert (facts["Restarts"], facts["ExitCode"]) == ("1", "0:0")
-    printed = log.read_text()
+    printed = job.log.read_text()
     assert f"resuming after step {step} of" in printed
     assert printed.count("queued again") == 1
-    assert metrics_of(directory) == one_node
+    assert metrics_of(job.directory) == one_node
 
 
+@pytest.mark.full("Slurm looks at time limits every 30 s only")
 def test_slurm_requeues_a_job_and_sends_the_signal_before_its_time_limit(
-    small_target: EmbeddedTarget,
-    captured: Path,
-    cluster: Cluster,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    submit: Submit, one_node: list[dict]
 ) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: Slurm looks at time limits every 30 s only")
-    directory = tmp_path / "run"
-    shutil.copytree(captured, directory)
-    job = submit(cluster, *arguments(small_target, directory))
-    log = directory / f"slurm-{job}.out"
-    hold_at(directory, 3)
-    cluster.call("scontrol", "requeue", job)  # Slurm lets stopped processes continue
-    start_again(cluster, job, 1)
-    first = stopped_at(directory)
+    job = submit()
+    held = hold_at(job.directory, 3)
+    job.cluster.call("scontrol", "requeue", job.number)
+    release(held)  # Slurm lets the job's stopped processes continue, which forks of another one are not
+    start_again(job, 1)
+    first = stopped_at(job.directory)
     assert 3 <= first < STEPS - 8
 
-    held = hold_at(directory, first + 3)
-    # From now on the signal is due.
-    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=2")
-    wait_for_signal(log, "the time limit is near")
-    for process in held:
-        process.send_signal(signal.SIGCONT)
-    start_again(cluster, job, 2)
-    assert first + 3 <= stopped_at(directory) < STEPS
-    cluster.wait(job, JobState="COMPLETED", Restarts="2")
-    assert log.read_text().count("queued again") == 1
-    assert metrics_of(directory) == request.getfixturevalue("one_node")
+    held = hold_at(job.directory, first + 3)
+    job.update("TimeLimit=2")  # from now on the signal is due
+    release_at_time_limit(job, held)
+    start_again(job, 2)
+    assert first + 3 <= stopped_at(job.directory) < STEPS
+    job.wait(JobState="COMPLETED", Restarts="2")
+    assert job.log.read_text().count("queued again") == 1
+    assert metrics_of(job.directory) == one_node
 
 
-def test_a_job_stops_before_its_end_though_no_signal_comes(
-    small_target: EmbeddedTarget,
-    captured: Path,
-    cluster: Cluster,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: the shortest job of Slurm takes a minute")
-    directory = tmp_path / "run"
-    shutil.copytree(captured, directory)
-    settings = ["train.max_steps=100000", "launcher.time=1", "launcher.signal_seconds=1"]
-    settings.append("launcher.sbatch=['--signal=B:URG@1']")  # which a shell ignores
-    job = submit(cluster, *arguments(small_target, directory), *settings)
-    log = directory / f"slurm-{job}.out"
-    cluster.wait(job, Restarts="1", JobState="PENDING")
-    assert read_json(directory / STOPPED_FILE)["reason"] == "the time limit"
-    assert "slurm: queued again" in log.read_text()
-    assert "the time limit is near" not in log.read_text()
-    cluster.call("scancel", job)
+@pytest.mark.full("the shortest job of Slurm takes a minute")
+def test_a_job_stops_before_its_end_though_no_signal_comes(submit: Submit) -> None:
+    ignored = "launcher.sbatch=['--signal=B:URG@1']"  # by a shell
+    job = submit("train.max_steps=100000", "launcher.time=1", "launcher.signal_seconds=1", ignored)
+    job.wait(Restarts="1", JobState="PENDING")
+    assert read_json(job.directory / STOPPED_FILE)["reason"] == "the time limit"
+    assert "slurm: queued again" in job.log.read_text()
+    assert "the time limit is near" not in job.log.read_text()
+    job.cluster.call("scancel", job.number)
 
 
 # Stand-ins where it is the batch script that is looked at.

@@ -115,13 +115,10 @@ def test_every_rank_is_told_that_the_disk_is_full(saved: tuple[Path, dict[str, A
     assert found["step"] == 1
 
 
+@pytest.mark.full("it trains with every pair of ZeRO stages")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (2, 2), (2, 4), (4, 2)])
-def test_every_pair_of_stages(
-    request: pytest.FixtureRequest, tmp_path: Path, before: int, after: int
-) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("runs with --full")
+def test_every_pair_of_stages(tmp_path: Path, before: int, after: int) -> None:
     kinds = {
         "adamw": {"average": True},
         "muon": {"muon": True, "average": True},

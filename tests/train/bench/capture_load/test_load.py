@@ -55,11 +55,10 @@ def test_signals_and_kinds_of_processes_take_turns() -> None:
     assert disturber.all_recovered
 
 
+@pytest.mark.full("it starts three servers and six clients")
 def test_clients_have_every_sample_once_though_processes_are_killed(
-    vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
+    vllm_python: Path, tmp_path: Path
 ) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("--full runs it: it starts three servers and six clients")
     output = tmp_path / "result.json"
     command = [sys.executable, "scripts/bench/capture_load", "--minutes", "1.5", "--samples", "40"]
     done = subprocess.run(

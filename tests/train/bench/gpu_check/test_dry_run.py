@@ -31,12 +31,9 @@ def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
     assert "2 passed, 0 failed, 0 not run" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.full("all parts take as long as a run")
 @pytest.mark.timeout(7200)
-def test_a_dry_run_walks_through_all_parts(
-    tmp_path: Path, vllm_python: Path, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("part of scripts/test --full")
+def test_a_dry_run_walks_through_all_parts(tmp_path: Path, vllm_python: Path) -> None:
     done, found = dry_run(tmp_path, seconds=7000)
     assert list(found) == [part.name for part in PARTS]
     failed = {name: one["error"] or one["checks"] for name, one in found.items() if one["status"] != "passed"}

@@ -121,10 +121,9 @@ def test_a_run_that_fails_is_reported_and_the_others_continue(
     assert "its last words" in runner.failures[0]
 
 
+@pytest.mark.full("it starts the peers")
 @pytest.mark.parametrize("peer", ["speculators", "specforge"])
-def test_a_run_of_a_peer(peer: str, dataset: Dataset, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("starts the peers: --full")
+def test_a_run_of_a_peer(peer: str, dataset: Dataset, tmp_path: Path) -> None:
     setup = ROOT / "scripts" / "setup" / "peers"
     subprocess.run([setup, peer], check=True, stdout=subprocess.DEVNULL, timeout=1100)
     copied = replace(dataset, directory=Path(shutil.copytree(dataset.directory, tmp_path / "data")))
