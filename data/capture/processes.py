@@ -65,6 +65,7 @@ class ProcessProducer:
         min(self._workers, key=lambda worker: worker.owed_tokens).request(request)
 
     def received(self, key: str) -> None:
+        self._deaths_with.pop(key, None)
         for worker in self._workers:
             worker.forget(key)
 

@@ -7,12 +7,12 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,11 +20,12 @@ from data.samples import CapturedSample
 from data.store.codec import Encoding, decode, encode, encoded_bytes, kept_rows
 from data.transport.protocol import ReceiverGone, StateRequest
 from eagle31.errors import UserError
+from eagle31.tensor_files import map_tensors
 
 MEMORY = Path("/dev/shm")
 # The size of a file beyond the encoded sample: its header, and the partial last page.
 _FILE_BYTES = 8192
-_SUFFIX = ".safetensors"
+_SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
 # safetensors reports the operating system's error as text only.
 _DISK_FULL = tuple(f"(os error {number})" for number in (errno.ENOSPC, errno.EDQUOT))
@@ -35,6 +36,9 @@ class Spool:
 
     In memory a rename shows all of a file or nothing. A shared disk may show a name before its bytes, and
     lose them in a crash. So files on a disk have a checksum, and one that does not match counts as missing.
+
+    The names of samples are plain strings. A `Path` interns its parts: for names that never come again, the
+    table of interned strings grows, and Python 3.12 keeps every one of them until the process ends.
     """
 
     def __init__(self, directory: Path, encoding: Encoding) -> None:
@@ -62,10 +66,10 @@ class Spool:
         metadata = {"crc32": _crc32(tensors)} if self._checked else None
         # The file of a producer that died while it wrote the same sample would count towards the bound.
         self._remove_unfinished(request.key)
-        temporary = self.directory / f"{request.key}.{os.getpid()}.tmp"
+        temporary = f"{self.directory}/{request.key}.{os.getpid()}{_UNFINISHED}"
         try:
             save_file(tensors, temporary, metadata)
-            temporary.replace(self._path(request.key))
+            os.replace(temporary, self._path(request.key))
         except (FileNotFoundError, SafetensorError) as error:
             if not self.directory.is_dir():
                 reason = f"{self.directory}: the trainer that made this directory has ended"
@@ -77,7 +81,7 @@ class Spool:
             if isinstance(error, SafetensorError):
                 raise
         finally:
-            temporary.unlink(missing_ok=True)
+            _remove(temporary)
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
         """Remove and return a sample; None where it did not come within `timeout` seconds."""
@@ -89,34 +93,32 @@ class Spool:
                 return None
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        path.unlink(missing_ok=True)
+        _remove(path)
         assert sample.input_ids.equal(request.input_ids), f"{path} holds another sample"
         return sample
 
     def arrived(self, key: str) -> bool:
         """Return whether a sample waits under the key."""
-        return self._path(key).exists()
+        return os.path.exists(self._path(key))
 
     def discard(self, key: str) -> None:
         """Remove the key's sample, and any that is being written."""
-        self._path(key).unlink(missing_ok=True)
+        _remove(self._path(key))
         self._remove_unfinished(key)
 
     def close(self) -> None:
         """Nothing is open between two samples."""
 
-    def _read(self, path: Path) -> CapturedSample | None:
+    def _read(self, path: str) -> CapturedSample | None:
         """Return the sample, or None where no complete file exists.
 
         Its mapped states outlive the file's name.
         """
         try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                metadata = file.metadata() or {}
+            tensors, metadata = map_tensors(path)
         except FileNotFoundError:
             return None
-        except SafetensorError:
+        except UserError:
             if not self._checked:
                 raise
             return None
@@ -124,12 +126,14 @@ class Spool:
             return None
         return decode(tensors)
 
-    def _path(self, key: str) -> Path:
-        return self.directory / f"{key}{_SUFFIX}"
+    def _path(self, key: str) -> str:
+        return f"{self.directory}/{key}{_SUFFIX}"
 
     def _remove_unfinished(self, key: str) -> None:
-        for path in self.directory.glob(f"{key}.*.tmp"):
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # of a trainer that has ended
+            for name in os.listdir(self.directory):
+                if name.startswith(f"{key}.") and name.endswith(_UNFINISHED):
+                    _remove(f"{self.directory}/{name}")
 
 
 def file_bytes(
@@ -172,6 +176,11 @@ def open_spool(base: Path | None, name: str, encoding: Encoding, limit_bytes: in
     finally:
         # A producer that is still alive may add a file in the meantime.
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _crc32(tensors: Mapping[str, Tensor]) -> str:

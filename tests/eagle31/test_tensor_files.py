@@ -1,4 +1,7 @@
+import gc
+import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle31.errors import UserError
-from eagle31.tensor_files import load_pickled, load_tensors, open_tensors, read_header
+from eagle31.tensor_files import load_pickled, load_tensors, map_tensors, open_tensors, read_header
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(0, 4, dtype=torch.int32)}
@@ -25,6 +28,71 @@ def test_tensors_read_back(tmp_path: Path) -> None:
         "a": ("F32", (2, 3)),
         "b": ("I32", (0, 4)),
     }
+
+
+def test_mapped_tensors_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors = TENSORS | {
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "fp8": torch.randn(4).to(torch.float8_e4m3fn),
+        "mask": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(7),
+    }
+    save_file(tensors, path, metadata={"crc32": "12"})
+    found, metadata = map_tensors(path)
+    written = path.read_bytes()
+    path.unlink()
+    assert metadata == {"crc32": "12"}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    path.write_bytes(written)
+    map_tensors(path)[0]["a"].zero_()
+    assert path.read_bytes() == written
+
+
+def write_by_hand(path: Path, shape: list[int], data: bytes, **others: object) -> None:
+    """Write a file of one tensor, float32, whose data begins at an odd address."""
+    described = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, len(data)]}}
+    header = json.dumps(described | others).encode()
+    header += b" " * (1 - len(header) % 2)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def test_a_file_that_is_not_aligned_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_by_hand(path, [2], torch.tensor([1.5, 2]).numpy().tobytes(), __metadata__=None)
+    found, metadata = map_tensors(path)
+    assert found["a"].tolist() == [1.5, 2]
+    assert metadata == {}
+
+
+def test_a_header_of_what_torch_has_not_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_by_hand(path, [0, 1 << 70], b"")
+    with pytest.raises(UserError, match=re.escape(f"{path}: 'a' has shape [0, {1 << 70}]")):
+        map_tensors(path)
+    write_by_hand(path, [1], bytes(4), b={"dtype": "F6", "shape": [0], "data_offsets": [4, 4]})
+    with pytest.raises(UserError, match=re.escape(f"{path}: It has tensors of F6")):
+        map_tensors(path)
+    write_by_hand(path, [1], bytes(4), __metadata__={"crc32": 12})
+    with pytest.raises(UserError, match=re.escape(f"{path}: Its header is damaged")):
+        map_tensors(path)
+
+
+def test_files_that_are_mapped_leave_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)
+
+    def blocks_after(times: int) -> int:
+        for _ in range(times):
+            map_tensors(path)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before, times = blocks_after(50), 400
+    assert blocks_after(times) - before < times / 2
 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
@@ -54,6 +122,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     path.write_bytes(alter(path.read_bytes()))
     with pytest.raises(UserError, match=re.escape(f"{path}: ") + f".*{message}"), open_tensors(path):
         pass
+    with pytest.raises(UserError, match=re.escape(f"{path}: ")):
+        map_tensors(path)
 
 
 @pytest.mark.parametrize("content", [POINTER, b"", b"nonsense", None])

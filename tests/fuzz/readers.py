@@ -16,7 +16,7 @@ from eagle31.export.layouts import read_raw_config
 from eagle31.export.published_config import read_config
 from eagle31.export.verification import read_probe, read_record
 from eagle31.json_files import read_json, read_jsonl, read_sealed_json, write_sealed_json
-from eagle31.tensor_files import load_pickled_tensors, load_tensors, read_header
+from eagle31.tensor_files import load_pickled_tensors, load_tensors, map_tensors, read_header
 from tests.data.store.samples import write_store
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
 from train.artifact import Artifact
@@ -83,6 +83,7 @@ def readers(directory: Path) -> dict[str, Reader]:
     calls: dict[str, tuple[str, Callable[[Path], object]]] = {
         "header": ("file", _header),
         "tensors": ("file", lambda d: load_tensors(d / "file")),
+        "mapped": ("file", lambda d: map_tensors(d / "file")),
         "pickled": ("file.bin", lambda d: load_pickled_tensors(d / "file.bin")),
         "json": ("report/metrics.json", lambda d: read_json(d / "report" / "metrics.json")),
         "sealed": ("report/metrics.json", lambda d: read_sealed_json(d / "report" / "metrics.json")),

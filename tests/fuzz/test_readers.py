@@ -13,6 +13,7 @@ from tests.fuzz.readers import Reader, readers
 NAMES = (
     "header",
     "tensors",
+    "mapped",
     "pickled",
     "json",
     "sealed",

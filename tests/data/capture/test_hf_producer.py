@@ -160,6 +160,7 @@ def test_a_sample_that_ends_or_hangs_its_process_is_set_aside_and_named(
     )
     assert source.refused == {}
     assert producer.num_restarts == 5  # they were in one batch, when the first process died
+    assert not producer._deaths_with  # nor is anything kept of those that came
     for index, sample in enumerate(samples):
         assert sample.input_ids.tolist() == ([] if index in faults else dataset[index]["input_ids"])
 

@@ -1,4 +1,6 @@
+import gc
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,23 @@ def test_samples_come_in_the_order_announced_and_leave_nothing(spool: Spool) -> 
     ]
     assert len({request.key for request in producer.requests}) == len(ORDER)
     assert not list(spool.directory.iterdir())
+
+
+def test_what_is_held_does_not_grow_with_the_samples(spool: Spool) -> None:
+    producer = PromptProducer(spool)
+    source = states_from(DATASET, producer, spool)
+
+    def blocks_after(times: int) -> int:
+        for _ in range(times):
+            read(source, ORDER)
+            source.collect_stats()
+        producer.requests.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    times = 30
+    before = blocks_after(times)
+    assert blocks_after(times) - before < times * len(ORDER)
 
 
 def test_exactly_what_fits_is_requested(spool: Spool) -> None:

@@ -117,8 +117,8 @@ def test_a_spool_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(_tensors: dict, path: Path, _metadata: object) -> None:
-        path.write_bytes(b"half")
+    def fail(_tensors: dict, path: str, _metadata: object) -> None:
+        Path(path).write_bytes(b"half")
         reason = f"{os.strerror(number)} (os error {number})"
         raise SafetensorError(f"Error while serializing: I/O error: {reason}")
 
