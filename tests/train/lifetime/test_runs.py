@@ -1,5 +1,6 @@
 """Runs under torchrun with a rank that hangs or is signalled, and a run that is stopped before training."""
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.timeout(600)
 def start(command: list[str], directory: Path) -> subprocess.Popen[bytes]:
     """Start a run that writes to the file `printed` next to its directory."""
     python = preloaded_python()
-    own = {"PYTHON_EXEC": python, RUN_VARIABLE: str(directory), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+    own = {"PYTHON_EXEC": python, RUN_VARIABLE: str(directory)}
     with directory.with_name("printed").open("w") as file:
         return subprocess.Popen(
             [python, *command], cwd=ROOT, env=environment() | own, stdout=file, stderr=subprocess.STDOUT
@@ -56,40 +57,47 @@ def ended(process: subprocess.Popen[bytes], directory: Path) -> tuple[int, str]:
 def test_a_stopped_rank_is_named_and_a_signal_to_one_rank_saves_on_all(
     small_target: EmbeddedTarget, captured: Path, tmp_path: Path
 ) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(captured, directory)
-    settings = ["stages=[train]", "train.max_steps=5000", "train.save_every=5000"]
-    run = [f"recipe={RECIPE}", *arguments(small_target, directory), *settings]
-    process = start(
-        torchrun_command(MAIN, *run, "deepspeed.timeout_minutes=0.2", num_processes=2)[1:], directory
-    )
-    wait_for_step(directory, 3)
+    """Two runs: while the first one waits for its time limit, the second one trains."""
+
+    def start_training(directory: Path, *settings: str) -> subprocess.Popen[bytes]:
+        shutil.copytree(captured, directory)
+        run = [f"recipe={RECIPE}", *arguments(small_target, directory), "stages=[train]", *settings]
+        run += [f"train.{name}=5000" for name in ("max_steps", "save_every", "validate_every")]
+        started = start(torchrun_command(MAIN, *run, num_processes=2)[1:], directory)
+        wait_for_step(directory, 3)
+        return started
+
+    hung, signalled = tmp_path / "first" / "run", tmp_path / "second" / "run"
+    hanging = start_training(hung, "deepspeed.timeout_minutes=0.2")
     time.sleep(2.0)  # several beats, so that the others know the rank's step
-    program_of_rank(directory, 1).send_signal(signal.SIGSTOP)
-    status, printed = ended(process, directory)
+    ranks = [program_of_rank(hung, rank) for rank in range(2)]
+    ranks[1].send_signal(signal.SIGSTOP)
+
+    stopping = start_training(signalled)
+    program_of_rank(signalled, 1).send_signal(signal.SIGUSR1)
+    status, printed = ended(stopping, signalled)
+    assert status == 1  # torchrun's, whatever that of its processes is
+    stopped = read_json(signalled / STOPPED_FILE)
+    assert stopped["stage"] == "train"
+    assert stopped["reason"].startswith("SIGUSR1")
+    assert saved_steps(signalled) == [f"step-{stopped['step']:08d}"]
+    assert metrics_of(signalled)[-1]["step"] == stopped["step"] < 5000
+    assert "the same command resumes" in printed
+    assert f"exitcode  : {STOPPED} " in printed
+
+    ranks[0].wait(timeout=120)
+    # torchrun would kill the other one after 30 s. It continues too late, and ends.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        ranks[1].send_signal(signal.SIGCONT)
+    status, printed = ended(hanging, hung)
     assert status == 1
     assert "error: Rank 1 (process " in printed
     assert ", which is stopped) has not answered for " in printed
     assert "in stage train, step " in printed
     assert "deepspeed.timeout_minutes=0.2: Rank 1" in printed  # in torchrun's table
-    assert (directory / "hung" / "rank-0.txt").is_file()
-    assert not (directory / STOPPED_FILE).exists()
-    assert saved_steps(directory) == []
-
-    for path in directory.glob("artifacts/train-*/metrics.jsonl"):
-        path.unlink()
-    process = start(torchrun_command(MAIN, *run, num_processes=2)[1:], directory)
-    wait_for_step(directory, 3)
-    program_of_rank(directory, 1).send_signal(signal.SIGUSR1)
-    status, printed = ended(process, directory)
-    assert status == 1  # torchrun's, whatever that of its processes is
-    stopped = read_json(directory / STOPPED_FILE)
-    assert stopped["stage"] == "train"
-    assert stopped["reason"].startswith("SIGUSR1")
-    assert saved_steps(directory) == [f"step-{stopped['step']:08d}"]
-    assert metrics_of(directory)[-1]["step"] == stopped["step"] < 5000
-    assert "the same command resumes" in printed
-    assert f"exitcode  : {STOPPED} " in printed
+    assert (hung / "hung" / "rank-0.txt").is_file()
+    assert not (hung / STOPPED_FILE).exists()
+    assert saved_steps(hung) == []
 
 
 def test_a_run_that_is_stopped_before_training_resumes(small_target: EmbeddedTarget, tmp_path: Path) -> None:
