@@ -152,8 +152,9 @@ def _open_run(
         The run, and the last step that W&B has of it; -1: none.
     """
     # Imported here because it takes seconds, which other ranks and runs without W&B should not spend.
-    from train.tracking.wandb_files import last_step
+    from train.tracking.wandb_files import last_step, mend
 
+    mend(directory)
     id_path = directory / "wandb_run.json"
     if id_path.exists():
         run_id = read_json(id_path)["id"]

@@ -1,6 +1,8 @@
-"""Reads the files of W&B runs: records in the log format of LevelDB, as wandb-core writes them."""
+"""Reads and mends the files of W&B runs: records in the log format of LevelDB, as wandb-core writes them."""
 
 import json
+import os
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: the file is not one of W&B's.
     """
-    for content in _records(path.read_bytes()):
+    for content, _ in _records(path.read_bytes()):
         record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made when it is imported
         record.ParseFromString(content)
         if record.WhichOneof("record_type") == "history":
@@ -34,7 +36,22 @@ def last_step(directory: Path, run_id: str) -> int:
     return max((row["_step"] for file in files for row in history(file)), default=-1)
 
 
-def _records(content: bytes) -> Iterator[bytes]:
+def mend(directory: Path) -> None:
+    """Let `wandb sync` read what killed runs have left, below the directory that W&B was given.
+
+    It refuses a file without a row, or with an incomplete record at its end, and then all files after it.
+    """
+    for file in directory.glob("wandb/offline-run-*/run-*.wandb"):
+        if next(history(file), None) is None:
+            shutil.rmtree(file.parent)
+            continue
+        *_, (_, end) = _records(file.read_bytes())
+        if end < file.stat().st_size:
+            os.truncate(file, end)
+
+
+def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yield the complete records, each with the position of its end."""
     if content and not content.startswith(_IDENTIFIER):
         raise ValueError("not a file of W&B")
     position, parts = _FILE_HEADER, b""
@@ -51,4 +68,4 @@ def _records(content: bytes) -> Iterator[bytes]:
         parts = part if kind in (_FULL, _FIRST) else parts + part
         position += length
         if kind in (_FULL, _LAST):
-            yield parts
+            yield parts, position

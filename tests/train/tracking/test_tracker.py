@@ -121,7 +121,6 @@ def test_wandb_has_each_step_once_whenever_a_run_is_killed(tmp_path: Path) -> No
     opened.commit()
     log_steps(opened, 9, 9)
     opened.close()
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
     assert rows(tmp_path) == [(step, 1 / step) for step in range(1, 6)] + [
         (step, 10 + 1 / step) for step in range(6, 9)
     ]
