@@ -34,12 +34,11 @@ from train.stages.training.building import (
     row_flops,
     row_loader,
 )
-from train.stages.training.continuing import (
+from train.stages.training.continuing import keep_vocab, prepared
+from train.stages.training.inputs import (
     CHANGEABLE_OPTIM,
     fixed_inputs,
-    keep_vocab,
     plain,
-    prepared,
     validation_inputs,
     without_unused,
 )

@@ -1,1 +1,1 @@
-"""How a training is built: what it reads, its model engine, and how it continues an earlier one."""
+"""How a training is built: its inputs, what it reads, its engine, and how it continues an earlier one."""

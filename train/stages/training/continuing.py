@@ -1,26 +1,24 @@
-"""Continuing a training: what must stay the same, which checkpoint it is, and how its run begins."""
+"""Continuing a training: which checkpoint it is, and how its run begins."""
 
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.rendering.template import template_fingerprint
-from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.tensor_files import load_tensors
-from train.artifact import Artifact, fingerprint
+from train.artifact import Artifact
 from train.config.run import Stage
 from train.config.training import AUTO, NONE
 from train.context import RunContext
 from train.distributed import World, on_main_first, read_when_set, shared_values
-from train.inference.inputs import target_inputs
+from train.stages.training.inputs import fixed_inputs, order_key, validation_key
 from train.trainer.checkpoints import TrainState
 from train.trainer.continuation import (
     VOCAB,
@@ -35,64 +33,7 @@ from train.trainer.continuation import (
 
 KEPT = "kept"  # the input of the vocab stage that says which earlier vocabulary it keeps
 _EARLIER, _CONTINUED = "stages/train/earlier", "stages/train/continued"
-# Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
-CHANGEABLE_OPTIM = frozenset(
-    {
-        "lr",
-        "matrix_lr",
-        "schedule",
-        "warmup_fraction",
-        "warmup_steps",
-        "min_lr_fraction",
-        "decay_fraction",
-        "decay_shape",
-        "max_grad_norm",
-        "max_norm_jump",
-        "max_skipped_steps",
-    }
-)
 _LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.cells)
-
-
-def fixed_inputs(context: RunContext) -> dict[str, Any]:
-    """Return the settings that cannot change when a training is continued, and those of `SPLIT`."""
-    config = context.config
-    drafter = without_unused(plain(asdict(config.drafter)))
-    drafter.pop("init_revision")
-    if drafter.pop("init_from") is not None:
-        drafter["init_from"] = context.initial_fingerprint
-    deepspeed = plain(asdict(config.deepspeed))
-    deepspeed.pop("timeout_minutes")
-    deepspeed |= context.begun_split
-    optim = plain(asdict(config.optim))
-    fixed = {
-        "target": target_inputs(config.target, context.parts.fingerprint),
-        "tokenizer": tokenizer_fingerprint(context.tokenizer),
-        "template": template_fingerprint(context.tokenizer, context.template_kwargs),
-        "aux_layer_ids": list(context.aux_layer_ids),
-        "drafter": drafter,
-        "optim": {name: value for name, value in optim.items() if name not in CHANGEABLE_OPTIM},
-        "deepspeed": deepspeed,
-        "seed": context.train_seed,
-    }
-    return json.loads(json.dumps(fixed))  # as it is read from a file
-
-
-def without_unused(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without those of options that are off and that earlier versions did not have.
-
-    So the fingerprint of a training is what it was, and its result is reused and continued.
-    """
-    optional = ("sliding_window", "early_stop_validations", "shuffle_window_tokens")
-    off = {name for name in optional if settings.get(name, 0) is None}
-    if not settings.get("position_gap_probability", True):
-        off |= {"position_gap_probability", "position_gap_tokens"}
-    return {name: value for name, value in settings.items() if name not in off}
-
-
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the values of enums."""
-    return {key: getattr(value, "value", value) for key, value in values.items()}
 
 
 def share_earlier(context: RunContext) -> UserError | None:
@@ -228,33 +169,6 @@ def kept_vocab(context: RunContext, natural_key: str) -> str | None:
             return None
     d2t = load_tensors(earlier.directory / VOCAB)["d2t"]
     return hashlib.sha256(d2t.numpy().tobytes()).hexdigest()[:12]
-
-
-def order_key(inputs: dict[str, Any]) -> str:
-    """Return a fingerprint of what the order of the training rows depends on, apart from the seed."""
-    return fingerprint(
-        {name: inputs[name] for name in ("capture", "max_samples")}
-        | {"row_tokens": inputs["train"]["row_tokens"]}
-    )
-
-
-def validation_key(context: RunContext) -> str:
-    """Return a fingerprint of what the acceptance length in validation depends on, apart from the drafter."""
-    # Without `max_samples`, because another number of training samples leaves the held-out prompts.
-    answers = context.artifacts[Stage.answers].key
-    held_out = {"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens}
-    return fingerprint(held_out | validation_inputs(context))
-
-
-def validation_inputs(context: RunContext) -> dict[str, Any]:
-    """Return what the acceptance in the validation cells depends on; empty without such cells."""
-    names = context.config.evaluate.matrix.validation_cells
-    if not names:
-        return {}
-    # Not the key of all cells: another cell of the evaluation changes no training.
-    cells = context.artifacts[Stage.cells].inputs
-    fields = ("data", "domains", "templates", "max_prompt_tokens", "completion")
-    return {"validation_cells": {"names": list(names)} | {name: cells[name] for name in fields}}
 
 
 def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
