@@ -11,13 +11,17 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.rendering.time_limit import TooLong, time_limit
+from data.rendering.limits import TooLong, confined, time_limit
+from data.text.parallel import ProcessKilled
 from data.text.perturbation import UNCHANGED, rewritten, template_source
 from eagle31.errors import UserError
 
 FIELD = "target.chat_template"
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 RENDER_SECONDS = 30.0  # of the processor, for one conversation; one of a thousand turns takes about a second
+OPERATION_SECONDS = 60  # more than the time limit, which ends all but a single operation
+# In addition to what the process has, and for each character of the conversation.
+_RENDER_BYTES, _BYTES_PER_CHARACTER = 1 << 30, 32
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -49,7 +53,7 @@ class Template:
 
     def text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """Return the text of the messages, and of the generation prompt if it is asked for."""
-        with self._refusal():
+        with self._refusal(messages):
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
             )
@@ -58,7 +62,7 @@ class Template:
 
     def marked_text(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the character spans of the generation markers; adjacent spans are merged."""
-        with self._refusal():
+        with self._refusal(messages):
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=self.tokenizer.get_chat_template(tools=self.arguments["tools"]),
@@ -90,11 +94,20 @@ class Template:
             raise TemplateRefused(FIELD, self.name, remedy) from error
 
     @contextmanager
-    def _refusal(self) -> Iterator[None]:
+    def _refusal(self, messages: Messages) -> Iterator[None]:
+        num_characters = sum(len(str(message.get("content") or "")) for message in messages)
+        num_bytes = _RENDER_BYTES + _BYTES_PER_CHARACTER * num_characters
         try:
-            yield
+            with confined(OPERATION_SECONDS, num_bytes):
+                yield
         except TooLong:
             raise
+        except MemoryError as error:
+            remedy = (
+                f"The template takes more than {num_bytes / 1e9:.1f} GB of memory for one conversation of "
+                f"{num_characters:,} characters. Correct the template."
+            )
+            raise TemplateRefused(FIELD, self.name, remedy) from error
         except TemplateSyntaxError as error:
             remedy = f"It is no Jinja template: {error.message}, in line {error.lineno}. Correct it."
             raise TemplateRefused(FIELD, self.name, remedy) from error
@@ -106,7 +119,21 @@ class Template:
     @property
     def name(self) -> str:
         """The tokenizer's name in messages."""
-        return self.tokenizer.name_or_path or type(self.tokenizer).__name__
+        return _name_of(self.tokenizer)
+
+
+@contextmanager
+def surviving(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Name the template where a process that renders with it has been killed."""
+    try:
+        yield
+    except ProcessKilled as error:
+        remedy = (
+            f"A process that renders conversations has ended ({error}): the template has an operation that "
+            f"takes more than {OPERATION_SECONDS} s, or the machine has no memory for data.num_workers "
+            "processes. Correct the template, or lower data.num_workers."
+        )
+        raise UserError(FIELD, _name_of(tokenizer), remedy) from error
 
 
 def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> bool:
@@ -143,6 +170,10 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
+
+
+def _name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.name_or_path or type(tokenizer).__name__
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:

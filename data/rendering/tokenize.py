@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data.progress import Progress
 from data.rendering import template
 from data.rendering.masks import RenderedConversation, render
-from data.rendering.template import TemplateRefused, template_fingerprint
+from data.rendering.template import TemplateRefused, surviving, template_fingerprint
 from data.rendering.token_bytes import token_ends
 from data.target.spec import TargetSpec
 from data.target.tokenizer import check_ids, load_tokenizer
@@ -149,6 +149,7 @@ def tokenize(
             pa.OSFile(str(stream), "wb") as sink,
             pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer,
             Progress("tokenize", None, "conversations", shown=progress) as bar,
+            surviving(tokenizer),
             closing(map_in_order(tokenize_chunk, _chunks(len(conversations)), num_workers)) as chunks,
         ):
             for chunk in chunks:

@@ -62,6 +62,13 @@ TEMPLATES = [
     inspected("changes_the_messages", "{{ messages.append(1) }}", "is unsafe"),
     inspected("recursion", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
     inspected("huge_range", "{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
+    inspected("huge_text", "{{ 'x' * 10 ** 10 }}", "takes more than 1.1 GB of memory for one conversation"),
+    inspected("huge_list", "{{ (messages * 10 ** 9) | join }}", "1.1 GB of memory"),
+    inspected(
+        "doubles",
+        "{% set n = namespace(t='x') %}{% for i in range(99) %}{% set n.t = n.t * 2 %}{% endfor %}{{ n.t }}",
+        "1.1 GB of memory",
+    ),
     inspected("writes_the_time", ALL + "{{ strftime_now(1) }}", "TypeError"),
     inspected(
         "starts_with_the_number_of_messages",
@@ -97,6 +104,16 @@ def test_an_endless_template_ends(
     link(tmp_path / "target", small_target.model)
     (tmp_path / "train.jsonl").write_text(json.dumps(FORTY[0]))
     check_case(inspected("", ENDLESS, "takes more than 0.1 s for one conversation: it does not end"))
+
+
+def test_an_operation_that_cannot_be_interrupted_ends(
+    check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "OPERATION_SECONDS", 0)
+    link(tmp_path / "target", small_target.model)
+    (tmp_path / "train.jsonl").write_text(json.dumps(FORTY[0]))
+    source = "{{ 5 | round(10 ** 9, 'ceil') }}"
+    check_case(inspected("", source, "its process was ended by SIGXCPU", "Correct the template"))
 
 
 def edited(**changes: Any) -> Callable[[Path], None]:
@@ -152,6 +169,7 @@ RUNS = [
     template_run(
         "raising_template", "{{ raise_exception('no') }}", "error: target.chat_template=", "refuses", "no"
     ),
+    template_run("huge_template", "{{ 'x' * 10 ** 10 }}", "error: target.chat_template=", "1.1 GB of memory"),
     template_run(
         "template_without_answers", "hello", "error: target.chat_template=", "does the template write"
     ),

@@ -1,6 +1,7 @@
 """A trial of the tokenizer and the chat template, before all conversations are read."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -8,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.rendering.masks import render
 from data.rendering.prompts import unprompted_header
-from data.rendering.template import TemplateRefused
+from data.rendering.template import TemplateRefused, surviving
 from data.target.tokenizer import check_ids
 from data.text.choices import Turns
+from data.text.parallel import isolated
 from data.text.schemas import Conversation
 
 _CONVERSATIONS = 4
@@ -27,6 +29,8 @@ def try_rendering(
 ) -> str | None:
     """Render the first conversations, and return the first note about what the template does, if any.
 
+    This is done in another process, which a template that computes without end does not outlive.
+
     Args:
         vocab_size: of the target.
 
@@ -35,6 +39,21 @@ def try_rendering(
             target's.
     """
     first = list(islice(conversations, _CONVERSATIONS))
+    trial = partial(
+        _try_conversations, first, tokenizer, turns, template_kwargs, frozenset(eos_token_ids), vocab_size
+    )
+    with surviving(tokenizer):
+        return isolated(trial)
+
+
+def _try_conversations(
+    first: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Turns,
+    template_kwargs: Mapping[str, Any],
+    eos_token_ids: Collection[int],
+    vocab_size: int,
+) -> str | None:
     refusals = []
     for conversation in first:
         try:
