@@ -195,7 +195,7 @@ def _remembered(memory: Path) -> dict[str, tuple[_State, str]]:
             for path, (state, digest) in content.items()
             if len(digest) == 64 and os.path.exists(path)
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
 
 

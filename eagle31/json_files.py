@@ -3,7 +3,8 @@
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -78,6 +79,25 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _broken(path, 1, f"an object is expected, and it is {type(content).__name__}")
     return content
+
+
+@contextmanager
+def expecting(path: Path, what: str) -> Iterator[None]:
+    """Name a file that is JSON and does not have what the code inside reads from it.
+
+    Args:
+        what: what the file should be, for the message.
+
+    Raises:
+        UserError: the code inside raised an error of a missing key, or of a value of another type.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        remedy = f"It is not {what} ({error!r}); restore it, or delete it to have it written again."
+        raise UserError("file", path, remedy) from error
 
 
 def write_sealed_json(path: Path, value: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ class AnswerFile:
 
     def check_prompt(self, number: int, line: Mapping[str, Any], prompt: Sequence[int], name: str) -> None:
         """Raise UserError if a line answers another prompt than this one."""
-        if line["prompt"] != _hash(prompt):
+        if line.get("prompt") != _hash(prompt):
             raise self.of_another_prompt(number, name)
 
     def of_another_prompt(self, number: int, name: str) -> UserError:
@@ -189,7 +189,15 @@ def _hash(ids: Sequence[int]) -> str:
 
 def _parse(output: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        return json.loads(line)
-    except ValueError as error:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
         remedy = "The line is not JSON; delete the file and run again."
         raise UserError(f"{output}:{number}", line[:40], remedy) from error
+    if not isinstance(content, dict) or (number > 1 and not _is_answer(content)):
+        raise UserError(f"{output}:{number}", line[:40], "It is no answer; delete the file and run again.")
+    return content
+
+
+def _is_answer(line: dict[str, Any]) -> bool:
+    ids, numbers = line.get("ids"), (line.get("index"), line.get("turn", 0))
+    return isinstance(ids, list) and all(type(one) is int and one >= 0 for one in (*numbers, *ids))

@@ -26,6 +26,8 @@ _FP8_MANTISSA, _FP8_EXPONENT = 0.875, 9  # of 448, the largest
 _FP16_BITS, _FP16_SHIFT = ~0x4000, 8
 _BLOCK_ELEMENTS = 1 << 20
 _PART_VALUES = 1 << 18  # converted to fp8 at a time on a CPU
+# A file without any state could have the shape of any number of layers, which are decoded to zeros.
+_MAX_AUX_LAYERS, _MAX_HIDDEN_SIZE = 256, 1 << 17
 _TOKEN_BYTES = 5  # input_ids int32, loss_mask bool
 
 
@@ -126,6 +128,32 @@ def encode(sample: CapturedSample, encoding: Encoding) -> dict[str, Tensor]:
         else:
             tensors[name] = states.bfloat16() if encoding.codec == "bf16" else states
     return tensors
+
+
+def check_encoded(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for tensors that `decode` cannot have from `encode`."""
+    ids, mask, aux, final = (tensors.get(name) for name in ("input_ids", "loss_mask", *STATES))
+    if ids is None or mask is None or aux is None or final is None:
+        raise ValueError(f"it has the tensors {sorted(tensors)[:8]}")
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    num_tokens = len(mask) if mask.dim() == 1 else -1
+    fits = (
+        ids.shape == mask.shape
+        and (ids.dtype, mask.dtype) == (torch.int32, torch.bool)
+        and (aux.dim(), final.dim()) == (3, 2)
+        and len(aux) <= num_tokens
+        and final.shape[1] == aux.shape[2] <= _MAX_HIDDEN_SIZE
+        and aux.shape[1] <= _MAX_AUX_LAYERS
+    )
+    if not fits or len(final) not in (num_tokens, int(supervised_final(mask).sum())):
+        raise ValueError(f"its tensors have the shapes {shapes}")
+    for name, states in zip(STATES, (aux, final), strict=True):
+        exponents = tensors.get(name + _EXPONENTS)
+        coded = states.dtype == torch.float8_e4m3fn
+        if coded != (exponents is not None) or not states.is_floating_point() or states.dtype != aux.dtype:
+            raise ValueError(f"its states are {aux.dtype} and {final.dtype}")
+        if exponents is not None and (exponents.dtype, exponents.shape) != (torch.uint8, states.shape[:-1]):
+            raise ValueError(f"its exponents are {exponents.dtype} {list(exponents.shape)}")
 
 
 def decode(tensors: Mapping[str, Tensor]) -> CapturedSample:

@@ -17,7 +17,7 @@ from data.addresses import is_url
 from data.file_hashes import sha256_of_files
 from data.progress import tracked
 from data.samples import CapturedSample, StateShape
-from data.store.codec import STATES, decode, decode_into, decoded_dtype
+from data.store.codec import STATES, check_encoded, decode, decode_into, decoded_dtype
 from data.store.index import INDEX, MANIFEST, ShardEntry, ShardTable, read_index, read_manifest
 from data.store.sample_cache import CacheSettings, SampleCache
 from data.store.shard_file import ShardFile, new_memory
@@ -76,7 +76,7 @@ class SampleReader:
         sample_id = int(self._index["sample_ids"][index])
         kept = None if self._cache is None else self._cache.read(sample_id, rows, allocate)
         if kept is not None and kept[1] == expected:
-            return kept[0]
+            return kept[0]  # it was checked when it was read
         file = self._open(shard)
         try:
             tensors, checksum = file.read(starts, rows, checked=expected >= 0, allocate=allocate)
@@ -84,6 +84,10 @@ class SampleReader:
             raise self._damaged(shard, index, str(error)) from error
         if checksum is not None and checksum != expected:
             raise self._damaged(shard, index, f"its checksum was {expected} and is {checksum}")
+        try:
+            check_encoded(tensors)
+        except ValueError as error:
+            raise self._damaged(shard, index, str(error)) from error
         if self._cache is not None and checksum is not None:
             self._cache.keep(sample_id, tensors)
         return tensors

@@ -29,7 +29,7 @@ from data.store.shard_file import (
     write_tensors,
 )
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, write_json, write_text
+from eagle31.json_files import expecting, read_json, write_json, write_text
 
 REFUSED = "refused"
 SHARD_NAME = re.compile(r"shard-(?P<writer>[^/\0]+)-(?P<number>\d{5,})\.safetensors")
@@ -140,7 +140,7 @@ def read_sidecar(path: Path) -> ShardRecord:
         return ShardRecord.from_json(read_json(path))
     except FileNotFoundError:
         what = "The shard has lost its sidecar"
-    except (TypeError, KeyError, AttributeError, ValueError):
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError):
         what = "The file is no shard's sidecar of this version"
     shard = path.with_suffix(".safetensors").name
     raise DamagedShard(str(path), None, f"{what}; delete it with {shard} and {_AGAIN}")
@@ -242,8 +242,12 @@ def refused_ids(directory: Path) -> list[int]:
 
 def refused(directory: Path) -> dict[int, str]:
     """Return the reasons of refused samples, by sample id."""
-    contents = [read_json(path) for path in (Path(directory) / REFUSED).glob("[0-9]*.json")]
-    return dict(sorted((content["sample_id"], content["reason"]) for content in contents))
+    found = {}
+    for path in (Path(directory) / REFUSED).glob("[0-9]*.json"):
+        with expecting(path, "the reason why a sample was refused"):
+            content = read_json(path)
+            found[int(content["sample_id"])] = str(content["reason"])
+    return dict(sorted(found.items()))
 
 
 def forget_refusals(directory: Path) -> None:

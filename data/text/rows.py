@@ -99,9 +99,10 @@ def load(source: str, split: str, subset: str | None, field: str) -> Dataset:
     path = Path(source).expanduser()
     try:
         loaded = load_from_disk(str(path)) if path.is_dir() else load_dataset(source, subset, split=split)
-    # Raised for a missing name, split, config or network, and for a data set that is a loading script.
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+    # Raised for a missing name, split, config or network, and for a data set that is a loading script. Of a
+    # damaged directory, `datasets` believes what its JSON files say, and raises whatever comes of it.
+    except Exception as error:
+        reason = " ".join((str(error) or type(error).__name__).split())
         raise UserError(field, source, f"`datasets` cannot load it (split {split}): {reason}") from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
@@ -142,8 +143,10 @@ def _row_of_batch(batch: pyarrow.RecordBatch, index: int) -> Any:
 
 def _dataset_rows(dataset: Dataset, source: str, field: str) -> Iterator[Any]:
     try:
+        # Lists with wrong offsets would be read beyond their ends.
+        dataset.data.table.validate(full=True)
         yield from dataset
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError, TypeError) as error:
         raise UserError(field, source, f"The data set is damaged: {_reason(error)}.") from error
 
 

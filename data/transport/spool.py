@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.samples import CapturedSample
-from data.store.codec import Encoding, decode, encode, encoded_bytes, kept_rows
+from data.store.codec import Encoding, check_encoded, decode, encode, encoded_bytes, kept_rows
 from data.transport.protocol import ReceiverGone, StateRequest
 from eagle31.errors import UserError
 from eagle31.tensor_files import map_tensors
@@ -94,7 +94,8 @@ class Spool:
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         _remove(path)
-        assert sample.input_ids.equal(request.input_ids), f"{path} holds another sample"
+        if not sample.input_ids.equal(request.input_ids):
+            raise _damaged(path, "it is another one")
         return sample
 
     def arrived(self, key: str) -> bool:
@@ -124,6 +125,10 @@ class Spool:
             return None
         if self._checked and metadata.get("crc32") != _crc32(tensors):
             return None
+        try:
+            check_encoded(tensors)
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
         return decode(tensors)
 
     def _path(self, key: str) -> str:
@@ -176,6 +181,11 @@ def open_spool(base: Path | None, name: str, encoding: Encoding, limit_bytes: in
     finally:
         # A producer that is still alive may add a file in the meantime.
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _damaged(path: str, reason: str) -> UserError:
+    remedy = f"It is no sample that was requested ({reason}): something else writes there. Run again."
+    return UserError("capture.spool_dir", path, remedy)
 
 
 def _remove(path: str) -> None:

@@ -55,8 +55,10 @@ class CaptureRequest:
         Raises:
             KeyError, TypeError, ValueError: the content is no capture request.
         """
-        spans = tuple((int(start), int(end)) for start, end in content["loss_spans"])
+        spans = tuple((start, end) for start, end in content["loss_spans"])
         edges = [edge for span in spans for edge in span]
+        if any(type(edge) is not int for edge in edges):
+            raise TypeError("the loss spans are no whole numbers")
         if edges != sorted(set(edges)) or not all(0 <= edge <= num_tokens for edge in edges):
             raise ValueError(f"the loss spans are not ascending within the {num_tokens} tokens")
         destination, key = dict(content["destination"]), str(content["key"])

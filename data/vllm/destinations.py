@@ -10,6 +10,7 @@ from data.store.codec import Encoding
 
 # A shard is in memory until it is full.
 MAX_SHARD_BYTES = 16_000_000_000
+_DTYPES = ("bfloat16", "float16", "float32")
 _FIELDS = {
     "store": {"store", "encoding", "shard_tokens"},
     "spool": {"spool", "encoding"},
@@ -92,6 +93,8 @@ def _mooncake_refusal(destination: Mapping[str, Any], accepted: Accepted) -> str
         return (
             f"The server lends no memory to a Mooncake store, and so not {settings['segment_bytes']} bytes."
         )
+    if destination["dtype"] not in _DTYPES:
+        return f"dtype must be one of {', '.join(_DTYPES)}, not {str(destination['dtype'])[:40]}."
     size = (destination["num_aux_layers"], destination["hidden_size"])
     if size != (accepted.num_aux_layers, accepted.hidden_size):
         captured = f"{accepted.num_aux_layers} aux layers of {accepted.hidden_size}"

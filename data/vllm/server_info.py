@@ -45,8 +45,26 @@ class ServerInfo:
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "ServerInfo":
-        tuples = {name: tuple(raw[name]) for name in ("aux_layer_ids", "roots")}
-        return ServerInfo(**raw | tuples)
+        """Read what `to_json` returned.
+
+        Raises:
+            UserError: the server has another version of eagle31.
+        """
+        try:
+            tuples = {name: tuple(raw[name]) for name in ("aux_layer_ids", "roots")}
+            info = ServerInfo(**raw | tuples)
+        except (KeyError, TypeError) as error:
+            raise _other_version(raw) from error
+        numbers = (*info.aux_layer_ids, info.num_layers, info.hidden_size, info.vocab_size, info.max_tokens)
+        texts = (info.id, info.model, info.dtype, info.device, *info.roots)
+        if any(type(one) is not int for one in numbers) or any(type(one) is not str for one in texts):
+            raise _other_version(raw)
+        return info
+
+
+def _other_version(raw: object) -> UserError:
+    remedy = "It is no server info of this version of eagle31; start the server again."
+    return UserError("vllm.servers", str(raw)[:200], remedy)
 
 
 def engine_info(

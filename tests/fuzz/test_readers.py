@@ -1,35 +1,30 @@
 """No file makes a reader fail with another error than the one it documents, or take much memory."""
 
+import json
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.readers import Reader, readers
+from data.store.codec import check_encoded, encode
+from tests.fuzz.reader import Reader
+from tests.fuzz.readers import readers
+from tests.fuzz.stores import FP8, SAMPLE
 
 NAMES = (
-    "header",
-    "tensors",
-    "mapped",
-    "pickled",
-    "json",
-    "sealed",
-    "jsonl",
-    "report",
-    "serving",
-    "step_times",
-    "artifact",
-    "shard",
-    "sidecar",
-    "store_manifest",
-    "store_index",
-    "store_shard",
-    "config",
-    "record",
-    "probe",
+    *("header", "tensors", "mapped", "pickled", "config", "record", "probe", "index", "target_index"),
+    *("checkpoint", "checkpoint_sealed", "checkpoint_part"),
+    *("shard", "sidecar", "store_manifest", "store_index", "store_shard", "refusals"),
+    *("codec_bf16", "codec_fp8", "spool", "spool_in_memory", "mooncake"),
+    *("json", "sealed", "jsonl", "report", "serving", "step_times", "artifact", "cells"),
+    *("begun", "earlier", "best", "wandb"),
+    *("answers", "saved_arrow", "saved_info", "saved_state", "chat_arrow", "chat_info", "hashes"),
+    *("request_store", "request_mooncake", "answer", "info"),
 )
 EDITS = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=4)
 WORDS = st.sampled_from(
@@ -42,9 +37,10 @@ MEMORY_BYTES = 1 << 30
 def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Reader]]:
     made = tmp_path_factory.mktemp("readers")
     found = readers(made / "valid")
-    for name in found:  # a damaged file must not reach the next reader
-        shutil.copytree(made / "valid", made / name)
-    return {name: (made / name, reader) for name, reader in found.items()}
+    known = {}
+    for name, (valid, reader) in found.items():  # a damaged file must not reach the next reader
+        known[name] = shutil.copytree(valid, made / name), reader
+    return known
 
 
 def edited(content: bytes, edits: list[tuple[int, int]], cut: int | None, word: bytes | None) -> bytes:
@@ -99,19 +95,85 @@ def test_no_file_breaks_a_reader(
     assert taken < MEMORY_BYTES, f"{taken:,} bytes"
 
 
+FOUND = [  # by reading the readers, and by fuzzing them
+    ("store_manifest", {"format": 4}),
+    ("store_manifest", {"format": 3}),
+    ("step_times", {"format": 1}),
+    ("step_times", {"format": 1, "export": 7}),
+    ("report", {}),
+    ("report", {"evaluation": [1], "run": {}, "metrics": []}),
+    ("refusals", {"reason": "too long"}),
+    ("sidecar", {"sample_ids": [1], "lengths": [10**30], "aux_rows": [1], "last_rows": [1]}),
+    ("cells", []),
+    ("cells", {"cells": [{"domain": 3}], "left_out": []}),
+    ("begun", {"inputs": {"fixed": 3}, "continued_from": None}),
+    ("earlier", {"inputs": {}}),
+    ("best", {"files": {"drafter": 7}}),
+    ("best", [1]),
+    ("answers", [1]),
+    ("request_store", {"eagle31": {"loss_spans": [[float("inf"), 3]], "destination": {}, "key": "1"}}),
+    ("request_store", {"eagle31": {"loss_spans": [[1.5, "3"]], "destination": {}, "key": "1"}}),
+    ("info", {"aux_layer_ids": 3, "roots": []}),
+    ("info", {"aux_layer_ids": [1], "roots": ["/tmp"], "id": "a"}),
+    ("checkpoint_sealed", {"weights": {"a": [2, 10**12]}, "optimizer_steps": {}}),
+    ("checkpoint_sealed", {"files": {}}),
+    ("saved_info", {"features": {"loss_mask": {"feature": {"dtype": "bool"}, "_type": "List"}}}),
+    ("chat_info", {"features": {"prompt": {"feature": {"dtype": "bool"}, "_type": "List"}}}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), FOUND)
+def test_what_was_found_is_refused(
+    known: dict[str, tuple[Path, Reader]], name: str, value: dict[str, Any] | list[Any]
+) -> None:
+    directory, reader = known[name]
+    if name == "checkpoint_sealed" and "weights" in value:  # all but the shape is right
+        value = json.loads(reader.content) | value
+    content = json.dumps(value).encode()
+    assert not reader.run(directory, content + (b"\n" if name == "answers" else b""))
+
+
+def test_remembered_hashes_that_are_damaged_count_as_none(known: dict[str, tuple[Path, Reader]]) -> None:
+    directory, reader = known["hashes"]
+    (directory / "hashes.json").write_text(json.dumps({str(directory): [[1e999], "0" * 64]}))
+    assert reader.read(directory) == {}
+
+
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "damage",
     [
-        ("store_manifest", b'{"format": 4}'),
-        ("store_manifest", b'{"format": 3}'),
-        ("step_times", b'{"format": 1}'),
-        ("report", b"{}"),
-        ("step_times", b'{"format": 1, "export": 7}'),
+        {"aux_hidden_states": None},
+        {"aux_hidden_states": torch.zeros(0, 10**9, 10**9, dtype=torch.float8_e4m3fn)},
+        {"aux_hidden_states_exponents": torch.zeros(1, dtype=torch.uint8)},
+        {"final_hidden_states_exponents": None},
+        {"loss_mask": torch.ones(3, dtype=torch.bool)},
+        {"loss_mask": torch.ones(14, dtype=torch.int8)},
+        {"input_ids": torch.zeros(14, dtype=torch.int64)},
     ],
 )
-def test_what_fuzzing_has_found(known: dict[str, tuple[Path, Reader]], name: str, content: bytes) -> None:
-    directory, reader = known[name]
-    assert not reader.run(directory, content)
+def test_an_encoded_sample_that_is_damaged_is_refused(damage: dict[str, torch.Tensor | None]) -> None:
+    tensors = encode(SAMPLE, FP8)
+    check_encoded(tensors)
+    changed = {name: value for name, value in (tensors | damage).items() if value is not None}
+    with pytest.raises(ValueError, match=r"^its? "):
+        check_encoded(changed)
+
+
+def test_a_damaged_file_of_wandb_is_a_value_error(known: dict[str, tuple[Path, Reader]]) -> None:
+    directory, reader = known["wandb"]
+    assert len(history_of(reader, directory, reader.content)) == 2
+    assert len(history_of(reader, directory, reader.content[:-3])) == 1  # its writer was killed
+    with pytest.raises(ValueError, match="damaged"):
+        history_of(reader, directory, reader.content.replace(b"0.5", b"0.."))
+    with pytest.raises(ValueError, match="damaged"):
+        history_of(reader, directory, reader.content[:14] + b"\xff" * (len(reader.content) - 14))
+
+
+def history_of(reader: Reader, directory: Path, content: bytes) -> list[Any]:
+    (directory / reader.file).write_bytes(content)
+    found = reader.read(directory)
+    assert isinstance(found, list)
+    return found
 
 
 def test_a_manifest_without_its_facts_is_of_no_finished_stage(known: dict[str, tuple[Path, Reader]]) -> None:

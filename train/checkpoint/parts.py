@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.json_files import file_within, read_json, write_json
+from eagle31.json_files import expecting, file_within, read_json, write_json
 from eagle31.tensor_files import read_header
 
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -150,16 +150,30 @@ class SavedParts:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self.manifest = read_checked(checkpoint / MANIFEST)
-        self.shapes: dict[str, list[int]] = self.manifest["weights"]
+        path = checkpoint / MANIFEST
+        self.manifest = read_checked(path)
         self._stored: dict[str, dict[str, list[_Stored]]] = {}  # by weight, then kind
-        for file in self.manifest["files"]:
-            for stored, kind, name in _fragments_in(checkpoint / file):
-                self._stored.setdefault(name, {}).setdefault(kind, []).append(stored)
+        with expecting(path, "the manifest of a checkpoint"):
+            self.shapes: dict[str, list[int]] = self.manifest["weights"]
+            for file in self.manifest["files"]:
+                for stored, kind, name in _fragments_in(checkpoint / file):
+                    self._stored.setdefault(name, {}).setdefault(kind, []).append(stored)
 
     def kinds(self, name: str) -> list[str]:
         """Return the kinds of tensors that a weight has."""
         return sorted(self._stored[name])
+
+    def num_elements(self, kind: str, name: str, shape: Sequence[int]) -> int:
+        """Return the number of elements of a tensor of this shape, before memory is allocated for them.
+
+        Raises:
+            DamagedCheckpoint: the files have more or fewer.
+        """
+        number = math.prod(shape)
+        found = sum(one.stop - one.start for one in self._stored[name][kind])
+        if found != number:
+            raise DamagedCheckpoint(f"{kind} of {name}: {found:,} of {number:,} elements are there")
+        return number
 
     def read(self, kind: str, name: str, start: int, values: Tensor) -> None:
         """Read consecutive elements of a flattened tensor.
@@ -193,14 +207,16 @@ def load_weights(checkpoint: Path | str, kind: str = WEIGHTS) -> dict[str, Tenso
         DamagedCheckpoint: a file is missing or damaged.
     """
     checkpoint = Path(checkpoint)
-    for file, expected in read_checked(checkpoint / MANIFEST)["files"].items():
-        check_file(checkpoint / file, expected)
+    with expecting(checkpoint / MANIFEST, "the manifest of a checkpoint"):
+        for file, expected in read_checked(checkpoint / MANIFEST)["files"].items():
+            check_file(checkpoint / file, expected)
     parts, found = SavedParts(checkpoint), {}
-    for name, shape in parts.shapes.items():
-        if kind in parts.kinds(name):
-            flat = torch.empty(math.prod(shape))
-            parts.read(kind, name, 0, flat)
-            found[name] = flat.view(shape)
+    with expecting(checkpoint / MANIFEST, "the manifest of a checkpoint"):
+        for name, shape in parts.shapes.items():
+            if kind in parts.kinds(name):
+                flat = torch.empty(parts.num_elements(kind, name, shape))
+                parts.read(kind, name, 0, flat)
+                found[name] = flat.view(shape)
     return found
 
 
@@ -210,6 +226,8 @@ def _fragments_in(path: Path) -> Iterator[tuple[_Stored, str, str]]:
     for key, entry in entries.items():
         kind, name, start = key.split("/")
         begin = int(start)
+        if entry.dtype != "F32" or begin < 0:
+            raise ValueError(f"{key} is {entry.dtype}")
         yield _Stored(begin, begin + (entry.stop - entry.start) // 4, path, entry.start), kind, name
 
 

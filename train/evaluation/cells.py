@@ -13,7 +13,7 @@ from data.text.perturbation import UNCHANGED, PromptSetting
 from data.text.schemas import Conversation
 from data.text.split import prompt_hashes
 from eagle31.errors import UserError
-from eagle31.json_files import file_within, read_json
+from eagle31.json_files import expecting, file_within, read_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.evaluation.replay import MAX_DRAFT_TOKENS, PromptAcceptance, packed, replay_greedily
@@ -188,11 +188,12 @@ def rendered_cell(
 
 def read_listing(directory: Path) -> tuple[list[FinishedCell], list[LeftOut]]:
     """Return the cells of a finished cells stage, and those that it left out."""
-    content = read_json(directory / LISTING)
     # A run that continues an earlier training links the directory to the earlier run's.
-    artifacts = directory.resolve().parent
-    cells = [FinishedCell.from_json(fields, artifacts) for fields in content["cells"]]
-    return cells, [LeftOut(**fields) for fields in content["left_out"]]
+    artifacts, path = directory.resolve().parent, directory / LISTING
+    with expecting(path, "the listing of a cells stage"):
+        content = read_json(path)
+        cells = [FinishedCell.from_json(fields, artifacts) for fields in content["cells"]]
+        return cells, [LeftOut(**fields) for fields in content["left_out"]]
 
 
 def finished_cells(output_dir: Path, purpose: str = EVALUATION) -> list[FinishedCell]:

@@ -39,7 +39,7 @@ def check_format(evaluation: dict[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         UserError: they were written by another version of eagle31.
     """
-    if evaluation and evaluation.get("format") != FORMAT:
+    if evaluation and (not isinstance(evaluation, dict) or evaluation.get("format") != FORMAT):
         remedy = "It was written by an earlier version; run the recipe again with stages=[evaluate,report]."
         raise UserError("evaluation", path, remedy)
     return evaluation

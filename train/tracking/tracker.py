@@ -1,6 +1,7 @@
 """Metrics of a run: always in metrics.jsonl, and in Weights & Biases if it is enabled."""
 
 import logging
+import math
 import netrc
 import os
 import re
@@ -11,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from eagle31.credentials import without_url_credentials
-from eagle31.json_files import append_jsonl, read_json, read_jsonl, write_json, write_jsonl
+from eagle31.json_files import append_jsonl, expecting, read_json, read_jsonl, write_json, write_jsonl
 from train.config.training import TrackingMode
 
 logger = logging.getLogger(__name__)
@@ -157,17 +158,24 @@ def _open_run(
     mend(directory)
     id_path = directory / "wandb_run.json"
     if id_path.exists():
-        run_id = read_json(id_path)["id"]
+        with expecting(id_path, "the id of a W&B run"):
+            run_id = str(read_json(id_path)["id"])
         # Offline, a file may lack what a killed run has logged last.
-        sent = last_step(directory, run_id) if mode is TrackingMode.offline else -1
+        sent: float = -1
+        if mode is TrackingMode.offline:
+            try:
+                sent = last_step(directory, run_id)
+            except ValueError as error:
+                logger.warning("%s", error)
+                sent = math.inf  # it may have any step
         if sent <= last:
             run = _init(mode, project, name, config, directory, run_id)
             if mode is TrackingMode.online and run.resumed:
                 sent = run.starting_step - 1
             if sent <= last:
-                return run, sent
+                return run, int(sent)
             run.finish()
-        logger.warning("W&B run %s has steps after the checkpoint; a new W&B run begins", run_id)
+        logger.warning("W&B run %s may have steps after the checkpoint; a new W&B run begins", run_id)
     run_id = secrets.token_hex(4)
     write_json(id_path, {"id": run_id})
     return _init(mode, project, name, config, directory, run_id), -1

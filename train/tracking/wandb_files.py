@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from wandb.proto import wandb_internal_pb2
 
 _IDENTIFIER = b":W&B"
@@ -19,19 +20,26 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run, each with its `_step`. The file ends early where its writer was killed.
 
     Raises:
-        ValueError: the file is not one of W&B's.
+        ValueError: the file is not one of W&B's, or it is damaged.
     """
     for content, _ in _records(path.read_bytes()):
         record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made when it is imported
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items}
-            yield row | {"_step": record.history.step.num}
+        try:
+            record.ParseFromString(content)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                row = {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items}
+                yield row | {"_step": record.history.step.num}
+        except (DecodeError, RecursionError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def last_step(directory: Path, run_id: str) -> int:
-    """Return the last step that the files of a run have, below the directory that W&B was given; -1: none."""
+    """Return the last step that the files of a run have, below the directory that W&B was given; -1: none.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
     files = directory.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
     return max((row["_step"] for file in files for row in history(file)), default=-1)
 

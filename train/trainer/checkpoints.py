@@ -13,7 +13,7 @@ import deepspeed
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.json_files import file_within, read_json, write_json
+from eagle31.json_files import expecting, file_within, read_json, write_json
 from eagle31.tensor_files import load_tensors
 from train.checkpoint.agreement import agreed, agreed_on_main, gathered
 from train.checkpoint.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
@@ -218,10 +218,12 @@ class CheckpointDirectory:
         Args:
             averaged: False returns the weights before averaging; without an average there are no others.
         """
-        description = read_json(self.root / "best" / BEST)
-        files = description["files"]
-        name = files["drafter"] if averaged else files.get("plain", files["drafter"])
-        return load_tensors(file_within(self.root / "best", name, self.root / "best" / BEST)), description
+        best, path = self.root / "best", self.root / "best" / BEST
+        with expecting(path, "the description of the best weights"):
+            description = read_json(path)
+            files = description["files"]
+            name = files["drafter"] if averaged else files.get("plain", files["drafter"])
+            return load_tensors(file_within(best, name, path)), description
 
     def _prepare(self, final: Path, partial_path: Path, num_bytes: int) -> bool:
         """Make the directory to write into; return whether the checkpoint has to be written."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.json_files import file_within, read_json, read_jsonl, write_json, write_jsonl
+from eagle31.json_files import expecting, file_within, read_json, read_jsonl, write_json, write_jsonl
 from train.artifact import MANIFEST as FINISHED
 from train.checkpoint.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 from train.trainer.checkpoints import BEST, check_form, saved_steps
@@ -36,7 +36,7 @@ class EarlierTraining:
     @property
     def inputs(self) -> dict[str, Any]:
         """What the training depended on."""
-        return read_json(self.directory / BEGUN)["inputs"]
+        return _description(self.directory / BEGUN)["inputs"]
 
     @property
     def checkpoint(self) -> Path:
@@ -137,7 +137,7 @@ def begun_trainings(output_dir: Path, inputs: dict[str, Any]) -> list[BegunTrain
         if saved_steps(path.parent / CHECKPOINTS) or (path.parent / FINISHED).exists()
     ]
     found = []
-    for description in map(read_json, sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)):
+    for description in map(_description, sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)):
         if _comparable(description["inputs"]) == wanted:
             continued = description["continued_from"]
             continued = continued and EarlierTraining.from_json(continued)
@@ -257,7 +257,22 @@ def _trainings(output_dir: Path) -> Iterator[Path]:
 
 def _fixed(directory: Path) -> dict[str, Any]:
     """Return the settings of a training that a continuation keeps."""
-    return _apart_from_split(read_json(directory / BEGUN)["inputs"]["fixed"])
+    return _apart_from_split(_description(directory / BEGUN)["inputs"]["fixed"])
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """Return what `begin` wrote.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    with expecting(path, "the description of a training"):
+        content = read_json(path)
+        if not isinstance(content["inputs"]["fixed"], dict):
+            raise TypeError("its settings are no object")
+        if content["continued_from"] is not None:
+            EarlierTraining.from_json(content["continued_from"])
+        return content
 
 
 def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -98,6 +98,21 @@ def test_offline_wandb_run_continues_and_stores_no_secret(
     assert "wandb" not in "".join(capfd.readouterr())
 
 
+def test_a_damaged_file_of_wandb_begins_a_new_run(tmp_path: Path) -> None:
+    first = tracker(tmp_path, TrackingMode.offline)
+    log_steps(first, 1, 2)
+    first.commit()
+    first.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    file.write_bytes(b"no file of W&B")
+    second = tracker(tmp_path, TrackingMode.offline, resume_step=2)
+    log_steps(second, 3, 3)
+    second.commit()
+    second.close()
+    file.unlink()
+    assert [step for step, _ in rows(tmp_path)] == [1, 2, 3]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -39,6 +39,7 @@ def test_a_view_lies_in_its_part() -> None:
     first, second = staging.take(10), staging.take(1000)
     assert first is not None
     assert second is not None
+    staging.view(first, (128,), torch.float32).zero_()
     staging.view(second, (5, 50), torch.float32).fill_(1)
     assert staging.view(first, (128,), torch.float32).eq(1).sum() == 0
     with pytest.raises(AssertionError):

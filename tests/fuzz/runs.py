@@ -1,0 +1,147 @@
+"""Readers of what a run leaves for the next one: results, records, answers, and saved data sets."""
+
+import json
+import struct
+from pathlib import Path
+
+from datasets import Dataset, disable_progress_bars
+from wandb.proto import wandb_internal_pb2
+
+from data.file_hashes import _remembered
+from data.generation.answers import AnswerFile, answer_line
+from data.sampling import Sampling
+from data.text.saved import load_saved
+from data.text.sources import read_conversations
+from eagle31.json_files import (
+    append_jsonl,
+    read_json,
+    read_jsonl,
+    read_sealed_json,
+    write_json,
+    write_sealed_json,
+)
+from tests.fuzz.reader import DOCUMENTED, Reader, readers_of
+from train.artifact import Artifact
+from train.distributed import World
+from train.evaluation.cells import LISTING, read_listing
+from train.reporting.draft_length import read_step_times
+from train.reporting.results import read_report, read_serving
+from train.tracking.wandb_files import history
+from train.trainer.checkpoints import BEST, CheckpointDirectory
+from train.trainer.continuation import BEGUN, begun_trainings, find_earlier
+
+INPUTS = {"fixed": {"a": 1, "zero_stage": 2}, "steps": 3}
+SAMPLING = Sampling(max_new_tokens=4, stop_token_ids=(1,), temperature=0.0, seed=0)
+
+
+def result_readers(directory: Path) -> dict[str, Reader]:
+    """Return the readers of results that are shown or reused."""
+    write_json(directory / "file", {"a": 1})
+    (directory / "file.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n')
+    evaluation = {"format": 2, "k": 4, "trained": {"by_draft_length": []}}
+    report = {"evaluation": evaluation, "run": {}, "metrics": []}
+    write_sealed_json(directory / "report" / "metrics.json", report)
+    write_sealed_json(directory / "report" / "serving.json", {"format": 2, "export": "x", "rows": []})
+    times = {"format": 1, "source": "x", "export": "x", "times": []}
+    write_sealed_json(directory / "report" / "step_times.json", times)
+    Artifact("data", {}, directory).finish(1.0, {"num_samples": 2}, ("file", "file.jsonl"))
+    setting = {"template": "unchanged", "system": "unchanged", "context_tokens": None}
+    cell = {"domain": "a", "setting": setting, "purpose": "evaluation", "artifact": "cell-1"}
+    prompts = {"prompt_ids": ["1"], "mean_prompt_tokens": 2.0}
+    write_json(directory / LISTING, {"cells": [cell | prompts], "left_out": [{"name": "b", "reason": "c"}]})
+    return readers_of(
+        directory,
+        {
+            "json": ("report/metrics.json", lambda d: read_json(d / "report" / "metrics.json")),
+            "sealed": ("report/metrics.json", lambda d: read_sealed_json(d / "report" / "metrics.json")),
+            "jsonl": ("file.jsonl", lambda d: read_jsonl(d / "file.jsonl")),
+            "report": ("report/metrics.json", read_report),
+            "serving": ("report/serving.json", read_serving),
+            "step_times": ("report/step_times.json", read_step_times),
+            "artifact": ("stage.json", _artifact),
+            "cells": (LISTING, read_listing),
+        },
+    )
+
+
+def _artifact(directory: Path) -> object:
+    artifact = Artifact("data", {}, directory)
+    return artifact.finished and (artifact.summary, artifact.damage())
+
+
+def training_readers(directory: Path) -> dict[str, Reader]:
+    """Return the readers of what a training leaves next to its checkpoints, and of W&B's files."""
+    training = directory / "artifacts" / "train-1"
+    (training / "checkpoints" / "step-00000001").mkdir(parents=True)
+    write_json(training / BEGUN, {"inputs": INPUTS, "continued_from": {"directory": "x", "step": 1}})
+    best = directory / "best" / BEST
+    write_json(best, {"step": 1, "acceptance_length": 2.0, "files": {"drafter": "drafter.safetensors"}})
+    (best.parent / "drafter.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
+    (directory / "run.wandb").write_bytes(b":W&B\xe1\xbe\0" + _wandb_record(1) + _wandb_record(2))
+    found = readers_of(
+        directory,
+        {
+            "begun": (f"artifacts/train-1/{BEGUN}", lambda d: begun_trainings(d, INPUTS)),
+            "earlier": (f"artifacts/train-1/{BEGUN}", _earlier),
+            "best": (f"best/{BEST}", lambda d: CheckpointDirectory(d, 2, World(0, 0, 1)).best_weights()),
+        },
+    )
+    wandb = {"wandb": ("run.wandb", lambda d: list(history(d / "run.wandb")))}
+    return found | readers_of(directory, wandb, (*DOCUMENTED, ValueError))
+
+
+def _earlier(directory: Path) -> object:
+    earlier = find_earlier(directory, None, INPUTS["fixed"], named=True)  # type: ignore[arg-type]
+    return earlier and earlier.inputs
+
+
+def _wandb_record(step: int) -> bytes:
+    """Return a record of the history, whose checksum nobody looks at."""
+    record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+    record.history.step.num = step
+    item = record.history.item.add()
+    item.key, item.value_json = "train/loss", "0.5"
+    content = record.SerializeToString()
+    return struct.pack("<IHB", 0, len(content), 1) + content
+
+
+def data_readers(directory: Path) -> dict[str, Reader]:
+    """Return the readers of answers, of data sets that stages have saved, and of remembered hashes."""
+    disable_progress_bars()
+    answers = AnswerFile(directory / "answers.jsonl", "hf", "target", SAMPLING)
+    append_jsonl(answers.path, answers._header)
+    append_jsonl(answers.path, answer_line(0, [1, 2], [3]))
+    rows = {"id": ["a", "b"], "input_ids": [[1, 2, 3], [4]], "loss_mask": [[False, True, True], [True]]}
+    Dataset.from_dict(rows).save_to_disk(str(directory / "saved"))
+    pairs = {"prompt": ["a", "b"], "response": ["c", "d"]}
+    Dataset.from_dict(pairs).save_to_disk(str(directory / "chat"))
+    known = {str(directory / "saved"): [[1, 2, 3, 4], "0" * 64]}
+    (directory / "hashes.json").write_text(json.dumps(known))
+    return readers_of(
+        directory,
+        {
+            "answers": ("answers.jsonl", _answers),
+            "saved_arrow": ("saved/data-00000-of-00001.arrow", _saved),
+            "chat_arrow": ("chat/data-00000-of-00001.arrow", _chat),
+            "chat_info": ("chat/dataset_info.json", _chat),
+            "saved_info": ("saved/dataset_info.json", _saved),
+            "saved_state": ("saved/state.json", _saved),
+            "hashes": ("hashes.json", lambda d: _remembered(d / "hashes.json")),
+        },
+    )
+
+
+def _answers(directory: Path) -> object:
+    file = AnswerFile(directory / "answers.jsonl", "hf", "target", SAMPLING)
+    found = file.read()
+    for number, line in found:
+        file.check_prompt(number, line, [1, 2], "prompt")
+    return found
+
+
+def _chat(directory: Path) -> object:
+    return read_conversations(str(directory / "chat")).conversations
+
+
+def _saved(directory: Path) -> object:
+    return load_saved(directory / "saved")[:]
