@@ -4,13 +4,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHOWN_FRAMES = 8
+_OPERATIONS = "torch/distributed/distributed_c10d.py"
 
 
 @dataclass
@@ -41,11 +42,21 @@ class Activity:
 ACTIVITY = Activity()
 
 
-def main_stack() -> str:
-    """Return where the main thread is: its innermost frames, one per line, the innermost last."""
+def main_frames() -> list[traceback.FrameSummary]:
+    """Return where the main thread is: its innermost frames, the innermost last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = traceback.extract_stack(frame)[-_SHOWN_FRAMES:] if frame is not None else []
-    return "\n".join(f"  {_shown(one.filename)}:{one.lineno} in {one.name}" for one in found)
+    return traceback.extract_stack(frame)[-_SHOWN_FRAMES:] if frame is not None else []
+
+
+def shown(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return frames as text, one per line."""
+    return "\n".join(f"  {_shown(one.filename)}:{one.lineno} in {one.name}" for one in frames)
+
+
+def operation_in(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """Return the function of torch.distributed in which a thread is, if it is in one."""
+    names = [one.name for one in frames if one.filename.endswith(_OPERATIONS)]
+    return names[-1] if names else None
 
 
 def _shown(file: str) -> str:

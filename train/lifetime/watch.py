@@ -2,7 +2,8 @@
 
 A thread of every rank writes to the store of the run what the rank is doing and how many collective
 operations it has begun. Two ranks compare these. A rank hangs if for `limit_seconds` it has begun fewer
-operations than another and stays where it is, or its thread writes nothing.
+operations than another and stays where it is, or its thread writes nothing. All hang if all have begun as
+many, and stay in the functions of torch.distributed in which they are.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train.lifetime.activity import ACTIVITY, main_stack
+from train.lifetime.activity import ACTIVITY, main_frames, operation_in, shown
 
 _PERIODS = 20  # beats within the limit
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0  # between two beats
@@ -43,6 +44,7 @@ class Beat:
     process: int
     host: str
     ended: bool = False
+    operation: str | None = None  # the collective operation that it waits for
 
     @property
     def who(self) -> str:
@@ -153,16 +155,18 @@ class RankWatch:
 
     def _beat(self, *, ended: bool = False) -> None:
         self._number += 1
+        frames = main_frames()
         beat = Beat(
             self._number,
             ACTIVITY.stage,
             str(ACTIVITY),
             ACTIVITY.waits_for,
             begun_operations(),
-            main_stack(),
+            shown(frames),
             os.getpid(),
             socket.gethostname(),
             ended,
+            operation_in(frames),
         )
         self._store.set(_name(self._rank), json.dumps(vars(beat)))
 
@@ -238,6 +242,10 @@ def find(seen: Sequence[Seen], now: float, silence: float) -> list[Finding]:
             found.append(Finding(rank, now - one.advanced, "has held up the other ranks", ends_run=True))
         elif waited_for and not beat.waits_for:
             found.append(Finding(rank, now - one.moved, "has not moved while others wait", ends_run=False))
+    if not found and len(beats) == len(seen) > 1 and all(beat.operation for beat in beats):
+        rank = max(range(len(seen)), key=lambda number: seen[number].moved)
+        what = f"waits in {beats[rank].operation}, as all other ranks wait in an operation,"
+        found.append(Finding(rank, now - seen[rank].moved, what, ends_run=True))
     return sorted(found, key=lambda one: -one.seconds)
 
 

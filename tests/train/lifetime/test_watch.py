@@ -42,6 +42,18 @@ def test_ranks_that_all_compute_do_not_hang() -> None:
     assert find(ranks, 5001.0, SILENCE) == []
 
 
+def test_ranks_that_all_wait_in_operations_hang() -> None:
+    waiting = replace(BEAT, operation="broadcast")
+    ranks = seen(waiting, replace(waiting, operation="all_reduce"))
+    assert find(seen(waiting, BEAT), 95.0, SILENCE * 10) == []
+    ranks[1].update(replace(waiting, number=2, operation="all_reduce", stack="  other.py:2 in work"), 5.0)
+    [found] = find(ranks, 95.0, SILENCE * 10)
+    assert (found.rank, found.seconds, found.ends_run) == (1, 90.0, True)
+    assert found.what.startswith("waits in all_reduce, ")
+    ranks[0].update(replace(waiting, number=2, operations=6), 96.0)
+    assert "waits in" not in find(ranks, 97.0, SILENCE * 10)[0].what
+
+
 def test_a_silent_rank_hangs_and_one_that_has_ended_does_not() -> None:
     ranks = seen(BEAT, BEAT, replace(BEAT, ended=True, operations=0), None)
     ranks[0].update(replace(BEAT, number=2), 60.0)
@@ -102,3 +114,13 @@ def test_a_rank_that_sleeps_is_named_with_its_stack_and_all_ranks_end(tmp_path: 
         assert message.startswith("Rank 1 (process ")
         stacks = (tmp_path / "hung" / f"rank-{rank}.txt").read_text()
         assert ("sleep_here" in stacks.partition("Thread")[2]) == (rank == 1)
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_their_stacks(tmp_path: Path) -> None:
+    """The time-out of gloo would come a minute later."""
+    printed = torchrun(WORKER, str(LIMIT), str(tmp_path), "crossed", num_processes=2, check=False, seconds=60)
+    first = printed.partition("error: ")[2].splitlines()[0]
+    assert " waits in broadcast, as all other ranks wait in an operation, for " in first
+    assert " s, in stage train, step 3; last seen at" in first
+    for rank in range(2):
+        assert "broadcast" in (tmp_path / "hung" / f"rank-{rank}.txt").read_text()

@@ -1,10 +1,14 @@
-"""Runs under torchrun: one rank comes late to a wait for all ranks, and not to a collective operation."""
+"""Runs under torchrun: one rank comes late to a wait for all ranks, and not to a collective operation.
+
+With "crossed" the ranks wait for each other instead.
+"""
 
 import os
 import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -23,6 +27,7 @@ def sleep_here() -> None:
 def main() -> None:
     """Take the limit in seconds and the directory of the stacks from argv."""
     limit, directory, world = float(sys.argv[1]), Path(sys.argv[2]), World.from_environment()
+    crossed = sys.argv[3:] == ["crossed"]
 
     def stop(reason: str) -> None:
         print(f"rank {world.rank}: stop: {reason}", flush=True)
@@ -40,17 +45,19 @@ def main() -> None:
         stop=stop,
         fail=fail,
     ) as watch:
-        if world.rank == LATE:
+        if world.rank == LATE and not crossed:
             watch.tell_stop("a test")
         # Nobody limits this wait, but the rank that is late is named.
-        if world.rank == LATE:
+        if world.rank == LATE and not crossed:
             time.sleep(limit / 2)
         wait_for_ranks("begun", world)
         dist.init_process_group("gloo")
         dist.barrier()
         ACTIVITY.enter("train")
         ACTIVITY.step = 3
-        if world.rank == LATE:
+        if crossed:
+            dist.broadcast(torch.zeros(1), src=1 - world.rank)
+        elif world.rank == LATE:
             sleep_here()
         dist.barrier()
     os._exit(0)
