@@ -23,6 +23,10 @@ OPERATION_SECONDS = 60  # more than the time limit, which ends all but a single 
 # In addition to what the process has, and for each character of the conversation.
 _RENDER_BYTES, _BYTES_PER_CHARACTER = 1 << 30, 32
 
+# Of one conversation. Tokenizers take about 100 bytes for each, and this is more than 2,000,000 tokens of
+# English.
+MAX_CHARACTERS = 1 << 23
+
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
 
@@ -58,6 +62,7 @@ class Template:
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
             )
         assert isinstance(text, str)
+        self._check_length(text)
         return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
 
     def marked_text(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
@@ -70,11 +75,20 @@ class Template:
                 **{**self.tokenizer.special_tokens_map, **self.arguments},
             )
         (text,), (marks,) = rendered
+        self._check_length(text)
         joined: list[tuple[int, int]] = []
         for start, end in marks:
             touches = joined and joined[-1][1] == start
             joined.append((joined.pop()[0] if touches else start, end))
         return text, joined
+
+    def _check_length(self, text: str) -> None:
+        if len(text) > MAX_CHARACTERS:
+            remedy = (
+                f"The conversation has {len(text):,} characters, more than the {MAX_CHARACTERS:,} that are "
+                "tokenized. Shorten it or leave it out."
+            )
+            raise TemplateRefused(FIELD, self.name, remedy)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that the template has written."""

@@ -31,7 +31,9 @@ _CONTENTS = {
     b"\xff\xfe": ("UTF-16 or UTF-32", _CONVERT),
     b"\xfe\xff": ("UTF-16", _CONVERT),
 }
-_MAX_LINE_BYTES = 1 << 30  # of one conversation; a binary file may have no line break at all
+# Of one conversation; a binary file may have no line break at all. Python takes 20 times as much for one of
+# very many turns.
+_MAX_LINE_BYTES = 1 << 27
 _ARRAY_CHARACTERS = 1 << 20  # of a JSON array that are read at a time
 
 

@@ -42,9 +42,10 @@ class TrainingRecord:
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "TrainingRecord":
         """Parse a record. Raises UserError when its format is another one or keys are missing."""
-        if raw.get("format") != FORMAT:
+        found = raw.get("format") if isinstance(raw, dict) else None
+        if found != FORMAT:
             remedy = f"This version reads format {FORMAT}; export again with this version."
-            raise UserError(f"{DIRECTORY}/{RECORD}:format", raw.get("format"), remedy)
+            raise UserError(f"{DIRECTORY}/{RECORD}:format", found, remedy)
         try:
             values = {field.name: raw[field.name] for field in fields(TrainingRecord)}
             shape = values["config"] | {"aux_layer_ids": tuple(values["config"]["aux_layer_ids"])}

@@ -6,6 +6,7 @@ from transformers import GenerationConfig
 from data.rendering.masks import RenderedConversation, render
 from data.rendering.prompts import render_prompt
 from data.rendering.template import (
+    Template,
     TemplateRefused,
     decode,
     eos_token_ids,
@@ -214,6 +215,13 @@ def test_a_value_of_a_type_that_the_template_does_not_expect_is_refused():
     messages = ({"role": "user", "content": "q", "name": 3}, {"role": "assistant", "content": "a"})
     with pytest.raises(TemplateRefused, match="can only concatenate str"):
         rendered(template, of=Conversation("some-id", messages))
+
+
+@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
+def test_a_conversation_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatch):
+    monkeypatch.setattr(Template, "encode", pytest.fail)
+    with pytest.raises(TemplateRefused, match=r"has 8,388,6\d\d characters, more than the 8,388,608"):
+        rendered(template, of=conversation("q", "a" * (1 << 23)))
 
 
 def test_a_tokenizer_without_a_template_is_a_user_error():
