@@ -141,7 +141,7 @@ DRAFTERS = [
     evaluate("config_deep", at("drafter/config.json", write(b"[" * 99999)), "config.json=drafter"),
     evaluate("config_pointer", at("drafter/config.json", write(LFS)), "config.json", "git lfs pull"),
     evaluate("no_weights", at(WEIGHTS, Path.unlink), "model.safetensors=drafter: It cannot be read"),
-    evaluate("weights_cut", at(WEIGHTS, cut), "model.safetensors=drafter: It is damaged", "download"),
+    evaluate("weights_cut", at(WEIGHTS, cut), "model.safetensors=drafter: It is damaged", "its header says"),
     evaluate("weights_empty", at(WEIGHTS, empty), "model.safetensors", "0 bytes", "truncated"),
     evaluate("weights_junk", at(WEIGHTS, junk), "model.safetensors", "no safetensors file"),
     evaluate("weights_pointer", at(WEIGHTS, write(LFS)), "model.safetensors", "git lfs pull"),
@@ -226,7 +226,7 @@ TARGET_WEIGHTS = "target/model.safetensors"
 TARGETS = [
     target("no_such_target", lambda path: shutil.rmtree(path / "target"), "target"),
     target("target_weights_missing", at(TARGET_WEIGHTS, Path.unlink), "target.model=target", "safetensors"),
-    target("target_weights_cut", at(TARGET_WEIGHTS, cut), "file=target/model.safetensors", "download"),
+    target("target_weights_cut", at(TARGET_WEIGHTS, cut), "file=target/model.safetensors", "its header says"),
     target("target_weights_empty", at(TARGET_WEIGHTS, empty), "file=target/model.safetensors", "0 bytes"),
     target("target_weights_pointer", at(TARGET_WEIGHTS, write(LFS)), "model.safetensors", "git lfs pull"),
     target("target_weights_junk", at(TARGET_WEIGHTS, junk), "model.safetensors", "no safetensors file"),

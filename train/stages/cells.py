@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -52,6 +53,8 @@ from train.stages.capture import SOURCE_INPUTS, SOURCES, manifest_fields
 from train.stages.data import HELD_OUT_INPUTS, TRAINING_PROMPTS, save_dataset
 
 _RENDERED = "rendered.json"
+# Shards are checked when they are read.
+_CELL_FILES = ("prompts/*", "states/manifest.json", "states/index.safetensors")
 
 
 def cells_inputs(context: RunContext) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def run_cells(context: RunContext, directory: Path) -> dict[str, Any]:
         return {}
     for artifact in unfinished:
         num_tokens = int(HiddenStateStore(artifact.directory / "states").lengths.sum())
-        artifact.finish(0.0, {"num_tokens": num_tokens})
+        artifact.finish(0.0, {"num_tokens": num_tokens}, _CELL_FILES, context.cache_dir)
     finished = [finished_cell(cell, begun[cell["artifact"]]) for cell in content["cells"]]
     left_out = [LeftOut(**fields) for fields in content["left_out"]]
     write_json(directory / LISTING, listing(finished, left_out))
@@ -163,6 +166,8 @@ def complete_cells(context: RunContext) -> dict[str, Any]:
     cells, left_out = rendered_cells(context)
     found: list[dict[str, Any]] = []
     artifacts = [cell_artifact(context, cell_inputs(context, cell)) for cell in cells]
+    for artifact in artifacts:
+        _reopen_damaged(artifact, context.cache_dir)
     missing = [one for one in artifacts if not (one.directory / "prompts").exists()]
     if missing:
         with context.open_generator() as generator:
@@ -189,6 +194,15 @@ def complete_cells(context: RunContext) -> dict[str, Any]:
         print(f"cells: {one.name} is left out: {one.reason}", flush=True)
     check_left(context.config.evaluate.matrix, found, left_out)
     return {"cells": found, "left_out": [asdict(one) for one in left_out]}
+
+
+def _reopen_damaged(artifact: Artifact, cache_dir: Path | None) -> None:
+    """Have a cell whose files were altered made again, from the completions that are kept next to them."""
+    damage = artifact.damage(cache_dir=cache_dir) if artifact.finished else None
+    if damage is not None:
+        print(f"cells: made again, because {damage}", flush=True)
+        artifact.reopen()  # before any rank looks
+        shutil.rmtree(artifact.directory / "prompts", ignore_errors=True)
 
 
 def check_left(matrix: MatrixConfig, found: Sequence[dict[str, Any]], left_out: Sequence[LeftOut]) -> None:

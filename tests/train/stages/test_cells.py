@@ -10,6 +10,7 @@ import pytest
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
+from tests.fuzz.damage import flip
 from tests.train.small_run import RECIPE, arguments
 from tests.train.torchrun import composed, run_here
 from train.config.run import Stage, check, needed_stages, selected_stages
@@ -89,13 +90,18 @@ def test_the_matrix_of_a_run(
 
     artifacts = {path: path.stat().st_mtime_ns for path in directory.glob("artifacts/cell-*/stage.json")}
     assert len(artifacts) == len(cells) == len(finished_cells(directory))
+    altered = min(directory.glob("artifacts/cell-*/prompts/data-*.arrow"))
+    flip(altered)
     run_here(RECIPE, *shared, *matrix(other, "plain,renamed_roles"), "stages=[cells,evaluate,report]")
+    assert f"cells: made again, because {altered} was altered" in capsys.readouterr().out
     more = cells_of(directory)
     assert set(more) - set(cells) == {f"{one}/renamed_roles" for one in domains}
     assert {name: more[name]["by_prompt"] for name in cells} == {
         name: cell["by_prompt"] for name, cell in cells.items()
     }
-    assert all(path.stat().st_mtime_ns == modified for path, modified in artifacts.items())
+    assert [path for path, modified in artifacts.items() if path.stat().st_mtime_ns != modified] == [
+        altered.parents[1] / "stage.json"
+    ]
 
 
 def test_names_and_sources_are_checked_before_any_stage(
