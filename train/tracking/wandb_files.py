@@ -50,7 +50,11 @@ def mend(directory: Path) -> None:
     It refuses a file without a row, or with an incomplete record at its end, and then all files after it.
     """
     for file in directory.glob("wandb/offline-run-*/run-*.wandb"):
-        if next(history(file), None) is None:
+        try:
+            has_rows = any([*history(file)])
+        except ValueError:  # It is damaged otherwise, and no kill does that.
+            continue
+        if not has_rows:
             shutil.rmtree(file.parent)
             continue
         *_, (_, end) = _records(file.read_bytes())
