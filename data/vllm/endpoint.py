@@ -136,9 +136,11 @@ def connector_answer(params: dict[str, Any] | None) -> dict[str, Any]:
     """Return the connector's answer in `kv_transfer_params`.
 
     Raises:
-        Refused, DestinationFailed: it is an error.
+        Refused, DestinationFailed: it is an error, or no answer of a connector.
     """
-    answer = (params or {}).get(PARAMS) or {}
+    answer = (params.get(PARAMS) or {}) if isinstance(params, dict) else (params or {})
+    if not isinstance(answer, dict):
+        raise Refused(f"The server's answer is no object: {str(answer)[:100]}")
     if "error" in answer:
         raise (DestinationFailed if answer.get("destination") else Refused)(answer["error"])
     return answer

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import json
 import os
 import shutil
 import stat
@@ -119,6 +120,21 @@ def test_a_damaged_result_is_made_again(run: FinishedRun, name: str, how: str) -
                 f"{path} {'is missing' if how == 'missing' else 'was altered after the stage finished'}"
             )
         assert said == (expected and f"{stage.value}: made again, because {expected}\n")
+
+
+def test_a_manifest_with_another_number_is_altered_though_it_is_json(
+    run: FinishedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.file(Stage.data, "stage.json")
+
+    def change(path: Path) -> None:
+        content = read_json(path)
+        content["facts"]["num_samples"] += 1
+        path.write_text(json.dumps(content))
+
+    monkeypatch.setitem(DAMAGES, "another number", change)
+    with damaged(path, "another number"):
+        assert run.unfinished() == ([Stage.data], f"data: made again, because {path} was altered\n")
 
 
 @pytest.mark.parametrize("name", FILES)

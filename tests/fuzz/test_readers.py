@@ -105,6 +105,8 @@ FOUND = [  # by reading the readers, and by fuzzing them
     ("refusals", {"reason": "too long"}),
     ("sidecar", {"sample_ids": [1], "lengths": [10**30], "aux_rows": [1], "last_rows": [1]}),
     ("record", 4),
+    ("answer", 4),
+    ("answer", {"eagle31": [1]}),
     ("cells", []),
     ("cells", {"cells": [{"domain": 3}], "left_out": []}),
     ("begun", {"inputs": {"fixed": 3}, "continued_from": None}),
