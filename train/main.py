@@ -22,7 +22,7 @@ from train.compose import compose_config, composed, parse_arguments
 from train.config.launcher import sets_launcher
 from train.config.run import RunConfig
 from train.distributed import World
-from train.lifetime.stops import at_safe_points
+from train.lifetime.stops import at_safe_points, stop_not_replaced
 from train.supervision import supervised
 
 
@@ -49,7 +49,8 @@ def run(config: RunConfig, world: World) -> None:
             from train.doctor.failures import explanation
             from train.pipeline import run_pipeline
         try:
-            run_pipeline(config, world)
+            with stop_not_replaced():
+                run_pipeline(config, world)
         except Exception as error:
             for line in explanation(error, config, world):
                 print(line, file=sys.stderr, flush=True)

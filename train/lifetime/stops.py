@@ -163,6 +163,20 @@ def at_safe_points() -> Iterator[Callable[[], bool]]:
             yield requested
 
 
+@contextmanager
+def stop_not_replaced() -> Iterator[None]:
+    """Raise `Stopped` again where a library, which it has interrupted, raises an error while it cleans up."""
+    try:
+        yield
+    except Exception as error:
+        one: BaseException | None = error
+        while one is not None:
+            if isinstance(one, Stopped):
+                raise Stopped from error
+            one = one.__context__
+        raise
+
+
 def seconds_left(run_minutes: float | None, environment: Mapping[str, str], now: float) -> float | None:
     """Return the time until a run that starts now is to stop; None if it has no limit.
 

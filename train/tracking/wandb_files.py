@@ -51,10 +51,10 @@ def mend(directory: Path) -> None:
     """
     for file in directory.glob("wandb/offline-run-*/run-*.wandb"):
         try:
-            has_rows = any([*history(file)])
+            num_rows = sum(1 for _ in history(file))
         except ValueError:  # It is damaged otherwise, and no kill does that.
             continue
-        if not has_rows:
+        if num_rows == 0:
             shutil.rmtree(file.parent)
             continue
         *_, (_, end) = _records(file.read_bytes())

@@ -90,6 +90,24 @@ def test_a_second_signal_ends_at_once() -> None:
     assert "saved" not in printed
 
 
+REPLACED = """
+with stops.stop_requests(None, announced=False), stops.stop_not_replaced():
+    try:
+        try:
+            wait(60)
+        finally:
+            raise KeyError  # a library, as it cleans up
+    except KeyError:
+        raise ValueError from None
+"""
+
+
+def test_an_error_of_a_library_that_is_interrupted_does_not_replace_the_stop() -> None:
+    started = start(REPLACED)
+    started.send_signal(signal.SIGTERM)
+    assert status_and_output(started) == (STOPPED, "")
+
+
 FORKED = """
 with stops.stop_requests(None, announced=False) as requests:
     child = os.fork()
