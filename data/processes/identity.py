@@ -52,7 +52,7 @@ def _machine() -> str:
 def _process(pid: int) -> str:
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return f"{pid}:ended"
-    # Of a process that has ended and is not reaped, the state is Z.
-    return f"{pid}:ended" if started[0] == "Z" else f"{pid}:{started[19]}"
+    # Of a process that has ended and is not reaped, the state is Z or X.
+    return f"{pid}:ended" if started[0] in "ZX" else f"{pid}:{started[19]}"

@@ -12,10 +12,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
+
+from data.processes.identity import Identity
 
 _PERIOD_SECONDS = 1.0
 _GRACE_SECONDS = 10.0  # for a rank to end by itself
@@ -28,9 +29,8 @@ class RankProcess:
 
     host: str
     node: int
-    namespace: str  # of process ids: those of another one mean nothing here
     process: int
-    began: str  # in the kernel's ticks, because process ids are used again
+    identity: Identity
 
 
 class Departures:
@@ -55,9 +55,9 @@ class Departures:
         self._thread = threading.Thread(target=self._watch, name="departures", daemon=True)
 
     def __enter__(self) -> "Departures":
-        namespace, process = os.readlink("/proc/self/ns/pid"), os.getpid()
-        own = RankProcess(socket.gethostname(), self._node, namespace, process, _began(process) or "")
-        self._store.set(_process_name(self._rank), json.dumps(vars(own)))
+        process = os.getpid()
+        own = RankProcess(socket.gethostname(), self._node, process, Identity.of(process))
+        self._store.set(_process_name(self._rank), json.dumps(asdict(own)))
         if self._unknown:
             self._thread.start()
         return self
@@ -87,11 +87,12 @@ class Departures:
         for rank in sorted(self._unknown):
             if self._store.check([_process_name(rank)]):
                 self._unknown.remove(rank)
-                other = RankProcess(**json.loads(self._store.get(_process_name(rank))))
-                if (other.node, other.namespace) == (self._node, os.readlink("/proc/self/ns/pid")):
+                raw = json.loads(self._store.get(_process_name(rank)))
+                other = RankProcess(**raw | {"identity": Identity(**raw["identity"])})
+                if other.node == self._node:
                     self._here[rank] = other
         for rank, other in list(self._here.items()):
-            if _began(other.process) != other.began:
+            if other.identity.has_ended:
                 # In this order: a rank leaves before it ends.
                 if not self._store.check([_left_name(rank)]):
                     return rank
@@ -121,13 +122,3 @@ def _process_name(rank: int) -> str:
 
 def _left_name(rank: int) -> str:
     return f"departures/left/{rank}"
-
-
-def _began(process: int) -> str | None:
-    """Return when a process began; None: it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, began = fields[0], fields[19]
-    return None if state in "ZX" else began

@@ -3,13 +3,15 @@
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from data.processes.identity import Identity
 from tests.train.torchrun import torchrun
-from train.lifetime.departures import Departures, RankProcess, _began, _left_name, _process_name
+from train.lifetime.departures import Departures, RankProcess, _left_name, _process_name
 
 WORKER = str(Path(__file__).with_name("departures_worker.py"))
 
@@ -29,13 +31,12 @@ def rank(store: dist.Store, number: int, *, node: int = 0) -> Departures:
     return Departures(store, number, 3, node, fail=never)
 
 
-def say_begun(store: dist.Store, number: int, process: int, namespace: str = "") -> None:
+def say_begun(store: dist.Store, number: int, process: int, machine: str | None = None) -> None:
     """Say what rank `number` says when it begins, as a process of node 0."""
-    namespace = namespace or str(Path("/proc/self/ns/pid").readlink())
-    began = _began(process)
-    assert began is not None
-    said = RankProcess("host", 0, namespace, process, began)
-    store.set(_process_name(number), json.dumps(vars(said)))
+    identity = Identity.of(process)
+    assert not identity.has_ended
+    said = RankProcess("host", 0, process, replace(identity, machine=machine or identity.machine))
+    store.set(_process_name(number), json.dumps(asdict(said)))
 
 
 def test_a_rank_that_ends_early_is_found_on_its_node_and_on_others(process: subprocess.Popen[bytes]) -> None:
@@ -65,7 +66,7 @@ def test_a_rank_that_has_left_may_end(process: subprocess.Popen[bytes]) -> None:
 def test_a_process_of_another_container_is_not_looked_for(process: subprocess.Popen[bytes]) -> None:
     store = dist.HashStore()
     here = rank(store, 0)
-    say_begun(store, 1, process.pid, namespace="pid:[1]")
+    say_begun(store, 1, process.pid, machine="another")
     process.kill()
     process.wait()
     assert here.found() is None
