@@ -19,7 +19,7 @@ _TARGET = TargetSettings(
     training=TrainingSettings(steps=80, batch_tokens=1024, max_document_tokens=256),
 )
 _KV_CACHE_BYTES = 64 << 20
-_SPOOL_GB = 0.2  # the states of a minute of training
+_SPOOL_GB = 0.2  # the states of twenty seconds of training on two fast cores
 _ENDLESS_STEPS = 100_000_000
 # By the value of `capture.source`.
 SOURCES = {
