@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -78,10 +78,7 @@ def write_tensors(path: Path, columns: Mapping[str, Sequence[Tensor]]) -> int:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
-            file.write(header(columns))
-            for name in file_order(columns):
-                for piece in columns[name]:
-                    file.write(tensor_bytes(piece))
+            write_columns(file, columns)
             file.flush()
             os.fsync(file.fileno())
             num_bytes = file.tell()
@@ -97,12 +94,23 @@ def file_order(columns: Mapping[str, Sequence[Tensor]]) -> list[str]:
     return _in_file_order({name: pieces[0].element_size() for name, pieces in columns.items()})
 
 
-def header(columns: Mapping[str, Sequence[Tensor]]) -> bytes:
+def write_columns(
+    file: BinaryIO, columns: Mapping[str, Sequence[Tensor]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write the header and then the tensors, which are on the CPU."""
+    file.write(header(columns, metadata))
+    for name in file_order(columns):
+        for piece in columns[name]:
+            file.write(tensor_bytes(piece))
+
+
+def header(columns: Mapping[str, Sequence[Tensor]], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the file's header.
 
     Source: the safetensors format, https://github.com/huggingface/safetensors#format.
     """
-    described, start = {}, 0
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
     for name in file_order(columns):
         first = columns[name][0]
         stop = start + sum(piece.nbytes for piece in columns[name])

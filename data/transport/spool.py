@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data.samples import CapturedSample
 from data.store.codec import Encoding, check_encoded, decode, encode, encoded_bytes, kept_rows
+from data.store.shard_file import write_columns
 from data.transport.protocol import ReceiverGone, StateRequest
 from eagle31.errors import UserError
 from eagle31.tensor_files import map_tensors
@@ -27,8 +26,7 @@ MEMORY = Path("/dev/shm")
 _FILE_BYTES = 8192
 _SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
-# safetensors reports the operating system's error as text only.
-_DISK_FULL = tuple(f"(os error {number})" for number in (errno.ENOSPC, errno.EDQUOT))
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Spool:
@@ -68,18 +66,19 @@ class Spool:
         self._remove_unfinished(request.key)
         temporary = f"{self.directory}/{request.key}.{os.getpid()}{_UNFINISHED}"
         try:
-            save_file(tensors, temporary, metadata)
+            with open(temporary, "wb") as file:
+                write_columns(file, {name: [tensor] for name, tensor in tensors.items()}, metadata)
             os.replace(temporary, self._path(request.key))
-        except (FileNotFoundError, SafetensorError) as error:
+        except FileNotFoundError as error:
             if not self.directory.is_dir():
                 reason = f"{self.directory}: the trainer that made this directory has ended"
                 raise ReceiverGone(reason) from error
-            if any(one in str(error) for one in _DISK_FULL):
-                remedy = "The disk is full: free some space, or lower capture.spool_gb."
-                raise UserError("capture.spool_dir", self.directory, remedy) from error
             # Otherwise it was discarded, or begun by another producer, while it was written.
-            if isinstance(error, SafetensorError):
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
                 raise
+            remedy = "The disk is full: free some space, or lower capture.spool_gb."
+            raise UserError("capture.spool_dir", self.directory, remedy) from error
         finally:
             _remove(temporary)
 

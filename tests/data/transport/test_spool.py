@@ -1,13 +1,15 @@
 import errno
+import multiprocessing
 import os
+import signal
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from data.samples import CapturedSample
 from data.store.codec import CODECS, Encoding, decode, encode
@@ -98,14 +100,37 @@ def test_a_sample_may_be_discarded_while_it_is_put(base: Path, monkeypatch: pyte
     from data.transport import spool as module
 
     spool, request = Spool(base, Encoding()), _request()
-    save_file = module.save_file
+    write_columns = module.write_columns
 
-    def save_and_discard(*arguments: object) -> None:
-        save_file(*arguments)
+    def write_and_discard(*arguments: object) -> None:
+        write_columns(*arguments)
         spool.discard(request.key)
 
-    monkeypatch.setattr(module, "save_file", save_and_discard)
+    monkeypatch.setattr(module, "write_columns", write_and_discard)
     spool.put(request, *_states(request))
+    assert not list(base.iterdir())
+
+
+def test_a_writer_that_is_killed_in_the_middle_leaves_nothing_once_the_sample_comes(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(file: BinaryIO, *_: object) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    spool, request = Spool(base, Encoding()), _request()
+    with monkeypatch.context() as patch:
+        patch.setattr("data.transport.spool.write_columns", die)
+        writer = multiprocessing.get_context("fork").Process(
+            target=spool.put, args=(request, *_states(request))
+        )
+        writer.start()
+        writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    assert len(list(base.iterdir())) == 1
+    spool.put(request, *_states(request))
+    assert spool.take(request, timeout=0) is not None
     assert not list(base.iterdir())
 
 
@@ -117,12 +142,11 @@ def test_a_spool_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(_tensors: dict, path: str, _metadata: object) -> None:
-        Path(path).write_bytes(b"half")
-        reason = f"{os.strerror(number)} (os error {number})"
-        raise SafetensorError(f"Error while serializing: I/O error: {reason}")
+    def fail(file: BinaryIO, *_: object) -> None:
+        file.write(b"half")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("data.transport.spool.save_file", fail)
+    monkeypatch.setattr("data.transport.spool.write_columns", fail)
     request = _request()
     with pytest.raises(UserError, match=r"capture\.spool_dir=.*disk is full"):
         Spool(base, Encoding()).put(request, *_states(request))
