@@ -28,6 +28,7 @@ _POLL_SECONDS = 0.1
 # For vLLM to write what it has captured. Nobody waits for a server whose parent or API process died.
 _CLOSE_SECONDS, _ORPHAN_SECONDS = 60.0, 3.0
 _WATCH_SECONDS, _REQUEST_SECONDS = 5.0, 10.0
+_START_WATCH_SECONDS = 1.0  # a server that hangs at once is not to be taken for one that loads
 
 
 class Pulse:
@@ -38,12 +39,13 @@ class Pulse:
 
     Args:
         address: HOST:PORT.
-        start_seconds: the longest time until the server is ready.
+        start_seconds: the longest time until the server is ready, which its first answer shows.
         stall_seconds: the longest time without progress after that.
     """
 
     def __init__(self, address: str, start_seconds: float, stall_seconds: float) -> None:
         self.hung: str | None = None  # how the server hangs
+        self.has_answered = False
         self._address, self._start_seconds, self._stall_seconds = address, start_seconds, stall_seconds
         self._progressed = time.monotonic()
         key = os.environ.get("VLLM_API_KEY")
@@ -51,10 +53,10 @@ class Pulse:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while self._request("GET", "/health", _REQUEST_SECONDS) is None:
+        while self._request("GET", "/health", _REQUEST_SECONDS) is None and not self.has_answered:
             if self._without_progress(self._start_seconds, "it was not ready within"):
                 return
-            time.sleep(_WATCH_SECONDS)
+            time.sleep(_START_WATCH_SECONDS)
         self._progressed = time.monotonic()
         counters: list[bytes] = []
         probe: threading.Thread | None = None
@@ -152,6 +154,8 @@ class Supervisor:
             self._inputs.remove(file)
             if content:
                 report(answered=True)
+                if self._pulse is not None:
+                    self._pulse.has_answered = True
         return None
 
     def _end(self, seconds: float) -> None:
