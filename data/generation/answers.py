@@ -115,8 +115,8 @@ def answers_dataset(prompts: Prompts, answers: Prompts, ids: Sequence[str]) -> D
 
 
 def answer_line(index: int, prompt: Sequence[int], ids: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Return the line of an answer, with a hash of its prompt."""
-    return {"index": index, **more, "prompt": _hash(prompt), "ids": list(ids)}
+    """Return the line of an answer, with hashes of its prompt and of itself."""
+    return {"index": index, **more, "prompt": _hash(prompt), "answer": _hash(ids), "ids": list(ids)}
 
 
 class AnswerFile:
@@ -195,9 +195,13 @@ def _parse(output: Path, number: int, line: bytes) -> dict[str, Any]:
         raise UserError(f"{output}:{number}", line[:40], remedy) from error
     if not isinstance(content, dict) or (number > 1 and not _is_answer(content)):
         raise UserError(f"{output}:{number}", line[:40], "It is no answer; delete the file and run again.")
+    # Lines of earlier versions have no hash of the answer.
+    if number > 1 and content.get("answer") not in (None, _hash(content["ids"])):
+        remedy = "The answer is damaged; delete this line and those below it, and run the same command again."
+        raise UserError(f"{output}:{number}", line[:40], remedy)
     return content
 
 
 def _is_answer(line: dict[str, Any]) -> bool:
     ids, numbers = line.get("ids"), (line.get("index"), line.get("turn", 0))
-    return isinstance(ids, list) and all(type(one) is int and one >= 0 for one in (*numbers, *ids))
+    return isinstance(ids, list) and all(type(one) is int and 0 <= one < 2**31 for one in (*numbers, *ids))

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from data.file_hashes import hash_files
 from data.generation.answers import answers_dataset
 from data.generation.dialogue import AnsweredTurn, Dialogue
 from data.rendering.tokenize import SAMPLE_SCHEMA, check_refused
 from data.text.schemas import Conversation
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import expecting, read_json_object, write_json
 
 Answer = Callable[[Sequence[Sequence[int]], Path], list[list[int]]]
 Check = Callable[[], None]
@@ -27,6 +28,14 @@ Refusals = list[tuple[str, str]]
 BLOCK_TURNS = 16384
 BATCH_SAMPLES = 1024
 _MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How the conversations of a block ended, where they did not end with their last turn."""
+
+    refused: Refusals  # by the template
+    num_at_tools: int  # before recorded results of tools that did not fit
 
 
 def regenerate(
@@ -54,7 +63,8 @@ def regenerate(
         max_tokens: the limit for prompt and answer together; prompts without room for two tokens are left
             out, and longer answers are cut.
         directory: where each block's answers are written, and its samples, as `block-00000.arrow`. An
-            interrupted run resumes from these files.
+            interrupted run resumes from these files, and writes the samples again where a disk has damaged
+            them.
         on_refused: called once with (id, reason) of the conversations that the template refuses; they end
             before the refused turn.
         max_samples: the number of samples after which the remaining conversations are left out; None for all.
@@ -79,16 +89,16 @@ def regenerate(
             break
         num_conversations += len(block)
         path = directory / f"block-{len(parts):05d}.arrow"
-        if not path.exists():
+        ended = _finished(path)
+        if ended is None:
             earlier = list(refusals)
 
             def check(refused: Refusals, earlier: Refusals = earlier, total: int = num_conversations) -> None:
                 check_refused([*earlier, *refused], total)
 
-            _answer_block(block, tokenizer, answer_turns, max_tokens, template_kwargs, path, check)
-        ended = read_json(path.with_suffix(".json"))
-        refusals += [(id, reason) for id, reason in ended["refused"]]
-        num_at_tools += ended.get("num_ended_at_tools", 0)
+            ended = _answer_block(block, tokenizer, answer_turns, max_tokens, template_kwargs, path, check)
+        refusals += ended.refused
+        num_at_tools += ended.num_at_tools
         parts.append(Dataset.from_file(str(path)))
         num_samples += len(parts[-1])
         if progress:
@@ -131,6 +141,22 @@ def _take_turns(conversations: Iterator[Conversation], num_turns: int) -> list[C
     return block
 
 
+def _finished(path: Path) -> _Ended | None:
+    """Return how a block's conversations ended; None where its samples are missing or damaged."""
+    record = path.with_suffix(".json")
+    if not (path.exists() and record.exists()):
+        return None
+    with expecting(record, "how a block's conversations ended"):
+        content = read_json_object(record)
+        refused = [(str(id), str(reason)) for id, reason in content["refused"]]
+        ended = _Ended(refused, int(content.get("num_ended_at_tools", 0)))
+    if content.get("samples") in (None, hash_files([path])[0]):  # earlier versions wrote no hash
+        return ended
+    what = "is damaged; its samples are written again from the answers"
+    print(f"regenerate: {path} {what}", file=sys.stderr, flush=True)
+    return None
+
+
 def _answer_block(
     conversations: Sequence[Conversation],
     tokenizer: PreTrainedTokenizerBase,
@@ -139,7 +165,7 @@ def _answer_block(
     template_kwargs: dict[str, Any],
     path: Path,
     check: Callable[[Refusals], None],
-) -> None:
+) -> _Ended:
     """Answer the turns of some conversations, and write the samples as an Arrow stream.
 
     Args:
@@ -156,7 +182,7 @@ def _answer_block(
         while batch := list(islice(turns, BATCH_SAMPLES)):
             named = [(f"{conversations[one.index].id}/{one.turn}", one.prompt, one.ids) for one in batch]
             writer.write_batch(record_batch(named, max_tokens))
-    finish_block(path, dialogues)
+    return _finish_block(path, dialogues)
 
 
 def turn_by_turn(answer: Answer) -> AnswerTurns:
@@ -186,12 +212,15 @@ def turn_by_turn(answer: Answer) -> AnswerTurns:
     return answer_turns
 
 
-def finish_block(path: Path, dialogues: Sequence[Dialogue]) -> None:
-    """Write what became of the conversations of a block, whose samples are in the partial file."""
+def _finish_block(path: Path, dialogues: Sequence[Dialogue]) -> _Ended:
+    """Write how the conversations of a block ended, whose samples are in the partial file."""
+    partial = path.with_suffix(".partial")
     refused = [one.refusal for one in dialogues if one.refusal is not None]
-    at_tools = sum(one.ended_at_tools for one in dialogues)
-    write_json(path.with_suffix(".json"), {"refused": refused, "num_ended_at_tools": at_tools})
-    path.with_suffix(".partial").rename(path)
+    ended = _Ended(refused, sum(one.ended_at_tools for one in dialogues))
+    content = {"refused": ended.refused, "num_ended_at_tools": ended.num_at_tools}
+    write_json(path.with_suffix(".json"), content | {"samples": hash_files([partial])[0]})
+    partial.replace(path)
+    return ended
 
 
 def record_batch(

@@ -4,11 +4,14 @@ import json
 import struct
 from pathlib import Path
 
+import pyarrow as pa
 from datasets import Dataset, disable_progress_bars
 from wandb.proto import wandb_internal_pb2
 
 from data.file_hashes import _remembered
 from data.generation.answers import AnswerFile, answer_line
+from data.generation.regenerate import _finish_block, _finished
+from data.rendering.tokenize import SAMPLE_SCHEMA
 from data.sampling import Sampling
 from data.text.saved import load_saved
 from data.text.sources import read_conversations
@@ -115,12 +118,23 @@ def data_readers(directory: Path) -> dict[str, Reader]:
     Dataset.from_dict(rows).save_to_disk(str(directory / "saved"))
     pairs = {"prompt": ["a", "b"], "response": ["c", "d"]}
     Dataset.from_dict(pairs).save_to_disk(str(directory / "chat"))
+    tokens = {
+        "id": ["a"],
+        "input_ids": [[1, 2, 3]],
+        "loss_mask": [[False, True, True]],
+        "num_prompt_tokens": [1],
+    }
+    with pa.ipc.new_stream(directory / "block-00000.partial", SAMPLE_SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_pydict(tokens, schema=SAMPLE_SCHEMA))
+    _finish_block(directory / "block-00000.arrow", [])
     known = {str(directory / "saved"): [[1, 2, 3, 4], "0" * 64]}
     (directory / "hashes.json").write_text(json.dumps(known))
     return readers_of(
         directory,
         {
             "answers": ("answers.jsonl", _answers),
+            "block": ("block-00000.json", lambda d: _finished(d / "block-00000.arrow")),
+            "block_arrow": ("block-00000.arrow", lambda d: _finished(d / "block-00000.arrow")),
             "saved_arrow": ("saved/data-00000-of-00001.arrow", _saved),
             "chat_arrow": ("chat/data-00000-of-00001.arrow", _chat),
             "chat_info": ("chat/dataset_info.json", _chat),

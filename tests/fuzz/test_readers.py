@@ -23,7 +23,8 @@ NAMES = (
     *("codec_bf16", "codec_fp8", "spool", "spool_in_memory", "mooncake"),
     *("json", "sealed", "jsonl", "report", "serving", "step_times", "artifact", "cells"),
     *("begun", "earlier", "best", "wandb"),
-    *("answers", "saved_arrow", "saved_info", "saved_state", "chat_arrow", "chat_info", "hashes"),
+    *("answers", "block", "block_arrow", "hashes"),
+    *("saved_arrow", "saved_info", "saved_state", "chat_arrow", "chat_info"),
     *("request_store", "request_mooncake", "answer", "info"),
 )
 EDITS = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=4)

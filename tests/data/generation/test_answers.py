@@ -113,6 +113,10 @@ def test_a_file_for_other_prompts_or_a_damaged_one_is_a_user_error(tmp_path: Pat
     output.write_text("".join([lines[0], "{oops\n", *lines[2:]]))
     with pytest.raises(UserError, match=r"a\.jsonl:2"):
         answers(output)
+    record = json.loads(lines[2])
+    output.write_text("".join([*lines[:2], json.dumps(record | {"ids": [*record["ids"], 5]}) + "\n"]))
+    with pytest.raises(UserError, match=r"a\.jsonl:3.*\n?.*damaged; delete this line and those below it"):
+        answers(output)
 
 
 def test_the_mask_covers_exactly_the_answer() -> None:

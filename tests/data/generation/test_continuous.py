@@ -157,6 +157,28 @@ def test_an_interrupted_block_resumes_in_the_middle_of_its_conversations(
     assert not generator.order
 
 
+@pytest.mark.parametrize("without", [None, "block-00000.json"])
+def test_damaged_samples_of_a_block_are_written_again_from_the_answers(
+    generator: OneAtATime,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    without: str | None,
+) -> None:
+    whole = _regenerated(_continuous(generator), tokenizer, tmp_path).to_list()
+    samples = tmp_path / "block-00000.arrow"
+    written = samples.read_bytes()
+    place = written.rindex(whole[0]["input_ids"][0].to_bytes(4, "little"))
+    samples.write_bytes(written[:place] + b"\x01" + written[place + 1 :])
+    if without is not None:
+        (tmp_path / without).unlink()
+    generator.order.clear()
+    assert _regenerated(_continuous(generator), tokenizer, tmp_path).to_list() == whole
+    assert not generator.order
+    assert ("is damaged; its samples are written again" in capsys.readouterr().err) == (without is None)
+    assert samples.read_bytes() == written
+
+
 def test_every_block_has_seeds_of_its_own(
     generator: OneAtATime, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
