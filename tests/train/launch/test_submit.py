@@ -357,7 +357,7 @@ SLOW_TO_SAVE = """
 import signal, sys, time
 from pathlib import Path
 def save(*_):
-    time.sleep(3)
+    time.sleep(20)
     Path(sys.argv[1], "saved").touch()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)

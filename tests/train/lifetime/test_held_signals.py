@@ -8,17 +8,19 @@ import time
 from pathlib import Path
 
 from eagle31.json_files import read_json
-from tests.train.lifetime.test_stops import start, status_and_output
+from tests.train.lifetime.test_stops import start, status_and_output, wait_until_printed
 from tests.train.torchrun import ROOT, environment
 from train.lifetime.stops import STOPPED, STOPPED_FILE
 
 HELD = """
 from train.lifetime import held_signals
-held_signals.SAME_EVENT_SECONDS = 0.5
+held_signals.SAME_EVENT_SECONDS = 0.1
 held_signals.hold_signals()
 wait(0)
-while UNTIL:
+while not held_signals._held:
     time.sleep(0.01)
+print("held", flush=True)
+time.sleep(PAUSE)
 with stops.stop_requests(None, announced=False) as requests:
     try:
         held_signals.release_signals()
@@ -29,16 +31,16 @@ with stops.stop_requests(None, announced=False) as requests:
 
 
 def test_a_held_signal_stops_the_run_once_it_can() -> None:
-    started = start(HELD.replace("UNTIL", "not held_signals._held"))
+    started = start(HELD.replace("PAUSE", "0"))
     started.send_signal(signal.SIGUSR1)
-    assert status_and_output(started) == (STOPPED, "SIGUSR1\n")
+    assert status_and_output(started) == (STOPPED, "held\nSIGUSR1\n")
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    started = start(HELD.replace("UNTIL", "True"))
+    started = start(HELD.replace("PAUSE", "60"))
     started.send_signal(signal.SIGUSR1)
-    time.sleep(0.8)
-    assert started.poll() is None
+    wait_until_printed(started, "held")
+    time.sleep(0.2)
     started.send_signal(signal.SIGTERM)
     assert status_and_output(started) == (128 + signal.SIGTERM, "")
 

@@ -15,7 +15,6 @@ BEGIN = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from train.lifetime import stops
-stops.SAME_EVENT_SECONDS = 0.5
 def wait(seconds):
     print("here", flush=True)
     time.sleep(seconds)
@@ -64,6 +63,7 @@ with stops.stop_requests(None, announced=False):
     with stops.at_safe_points() as requested:
         while not requested():
             wait(0.05)
+        print("requested", flush=True)
         time.sleep(PAUSE)
         print("saved", flush=True)
     print("not reached")
@@ -79,11 +79,17 @@ def test_between_safe_points_nothing_is_raised() -> None:
     assert (status, printed.splitlines()[-1]) == (STOPPED, "saved")
 
 
+def wait_until_printed(started: subprocess.Popen[str], line: str) -> None:
+    assert started.stdout is not None
+    while (printed := started.stdout.readline()) != f"{line}\n":
+        assert printed
+
+
 def test_a_second_signal_ends_at_once() -> None:
-    started = start(SAFE_POINTS.replace("PAUSE", "60"))
+    started = start("stops.SAME_EVENT_SECONDS = 0.1\n" + SAFE_POINTS.replace("PAUSE", "60"))
     started.send_signal(signal.SIGUSR1)
-    time.sleep(0.8)
-    assert started.poll() is None
+    wait_until_printed(started, "requested")
+    time.sleep(0.2)
     started.send_signal(signal.SIGTERM)
     status, printed = status_and_output(started)
     assert status == 128 + signal.SIGTERM

@@ -221,11 +221,11 @@ def test_a_trainer_that_has_ended_costs_its_own_states_only(tmp_path: Path) -> N
 
 
 def test_a_destination_that_is_stuck_is_given_up(tmp_path: Path) -> None:
-    sink = Sink(times=OutletTimes(stuck=0.1))
+    sink = Sink(times=OutletTimes(stuck=1.0))
     stuck, good = (capture_of(store_at(tmp_path / name), client=name) for name in ("stuck", "good"))
     event = Event()
     deliver(sink, stuck, until=event)
-    time.sleep(0.15)
+    time.sleep(1.1)
     deliver(sink, good)
     sink.fail_stuck()
     assert (sink.has_failed(stuck), sink.has_failed(good)) == (True, False)
