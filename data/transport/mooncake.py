@@ -102,11 +102,13 @@ class MooncakeTransport:
                 part.view(_stored_dtype(tensor, self.dtype)).copy_(tensor.flatten())
             pointers, sizes = [p.data_ptr() for p in parts], [p.nbytes for p in parts]
             while True:
-                # What a dead producer left under the key would count as already stored.
+                # A dead producer may have left a sample in memory that has died with it.
                 codes = self._store.batch_remove(keys, force=True)
-                # Without a master a put would wait for seconds, whatever `put_seconds` says.
+                # Without a master this would wait for seconds, whatever `put_seconds` says.
                 if _NO_MASTER not in codes:
-                    codes = self._store.batch_put_from(keys, pointers, sizes, config=self._pinned)
+                    # Where a producer died in the middle of a put, the key cannot be removed, and another put
+                    # says that it has stored the sample and has not. This replaces what is there.
+                    codes = self._store.batch_upsert_from(keys, pointers, sizes, config=self._pinned)
                     # The sample is not looked up afterwards: once taken, it would be put again for nobody.
                     if not any(codes):
                         return

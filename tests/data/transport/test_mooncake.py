@@ -1,11 +1,12 @@
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from data.transport.mooncake import MooncakeTransport, state_bytes
+from data.transport.mooncake import MooncakeTransport, _keys, state_bytes
 from data.transport.mooncake_store import MooncakeSettings
 from eagle31.errors import UserError
 from tests.data.transport.mooncake_master import (
@@ -96,9 +97,9 @@ def test_what_is_taken_while_put_still_returns_is_not_put_again(
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
 
-        def batch_put_from(self, *arguments: object, **options: object) -> list[int]:
+        def batch_upsert_from(self, *arguments: object, **options: object) -> list[int]:
             assert not self.has_put
-            codes = store.batch_put_from(*arguments, **options)
+            codes = store.batch_upsert_from(*arguments, **options)
             self.has_put = True
             check(trainer, 0, SHORT)
             return codes
@@ -139,6 +140,18 @@ def test_a_producer_killed_while_the_store_is_full_is_succeeded(
     for index in range(2, 10):
         producer.put(*sample(index, LONG))
         check(trainer, index, LONG)
+
+
+def test_what_a_producer_that_died_had_begun_to_put_is_replaced(
+    master: Master, producer: MooncakeTransport, trainer: MooncakeTransport
+) -> None:
+    request, aux, last = sample(0, SHORT)
+    begin = producer._store.batch_put_session_start
+    assert not any(begin(_keys(request.key), producer._sizes(SHORT), producer._pinned))
+    with closing(open_transport(master.settings())) as successor:
+        successor.put(request, aux, last)
+        check(trainer, 0, SHORT)
+        assert not trainer.arrived(request.key)
 
 
 def test_states_that_died_with_their_producer_come_again(tmp_path: Path) -> None:
