@@ -49,6 +49,8 @@ class Dispatcher:
     ) -> None:
         self.links = [Link(endpoint) for endpoint in endpoints]
         self.patience_seconds = patience_seconds
+        self.num_under_way = 0  # prompts that were sent, or are about to be, and have no answer
+        self._sends = True
         self._check, self._answered, self._refused = check, answered, refused
         self._client = secrets.token_hex(8)
         self._prompts: asyncio.PriorityQueue[tuple[tuple[bool, int, int], int, Prompt]]
@@ -58,6 +60,10 @@ class Dispatcher:
 
     def add(self, prompt: Prompt) -> None:
         self._prompts.put_nowait((prompt.rank, next(self._added), prompt))
+
+    def stop_sending(self) -> None:
+        """Send nothing more, neither what waits nor what gets no answer. Only `run`'s thread may call."""
+        self._sends = False
 
     def is_lost(self, origin: Origin) -> bool:
         """Return whether an engine may have ended before it wrote the states of what it had answered.
@@ -139,7 +145,7 @@ class Dispatcher:
         while True:
             await link.until_up()
             *_, prompt = await self._prompts.get()
-            if prompt.withdrawn:
+            if prompt.withdrawn or not self._sends:
                 continue
             if not link.is_up:
                 self.add(prompt)
@@ -153,6 +159,7 @@ class Dispatcher:
                 self._refused(prompt, reason)
                 continue
             alone = prompt.is_suspect
+            self.num_under_way += 1
             try:
                 async with link.turn(alone):
                     info, output_ids = await self._compute(link.endpoint, prompt)
@@ -170,6 +177,8 @@ class Dispatcher:
                     link.note_loss(prompt, alone, error)
                 pause = _FIRST_PAUSE_SECONDS * 2.0**prompt.num_interrupted if prompt.num_interrupted else 0.0
                 self._add_later(prompt, min(pause, _LONGEST_INTERRUPTION_SECONDS))
+            finally:
+                self.num_under_way -= 1
 
     def _add_later(self, prompt: Prompt, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds, self.add, prompt)

@@ -17,6 +17,7 @@ _ANSWERED_KEPT = 64  # as many as `OnlineStates` discards where they come twice
 # The states of an answer come at once, unless a disk is slow or the engine has ended. While no request is
 # under way, nothing else shows the latter.
 _DOUBT_SECONDS = 5.0
+_POLL_SECONDS = 0.02
 
 
 @dataclass
@@ -117,11 +118,38 @@ class VllmProducer:
             self._send(prompt)
         return refused
 
+    def finish(self, seconds: float) -> None:
+        """Send nothing more, and wait until all states that were sent for have come, for so long at most.
+
+        For a transport that keeps what comes once its receiver has ended.
+        """
+        deadline = time.monotonic() + seconds
+        stopped = threading.Event()
+
+        def stop_sending() -> None:
+            self._dispatcher.stop_sending()
+            stopped.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(stop_sending)
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if stopped.is_set() and not self._dispatcher.num_under_way and not self._are_states_coming():
+                return
+            time.sleep(_POLL_SECONDS)
+
     def close(self) -> None:
         """End the requests that are under way, and close the endpoints."""
         with contextlib.suppress(RuntimeError):  # the thread may close the loop at any time
             self._loop.call_soon_threadsafe(self._running.cancel)
         self._thread.join()
+
+    def _are_states_coming(self) -> bool:
+        with self._lock:
+            answered = dict(self._answered)
+        return any(
+            not (self._transport.arrived(key) or self._dispatcher.is_lost(answer.origin))
+            for key, answer in answered.items()
+        )
 
     def _send(self, prompt: Prompt) -> None:
         try:

@@ -17,6 +17,7 @@ from data.store.codec import Encoding
 from data.store.sample_cache import CacheSettings
 from data.text.saved import load_saved
 from data.torchspec.states import TorchSpecStates
+from data.transport.mooncake import MooncakeTransport
 from data.transport.protocol import Arrivals, Producer, Transport
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.evaluate import longest_cell_sample
@@ -33,6 +34,8 @@ from train.inference.online import (
 from train.inference.torchspec import torchspec_settings
 from train.inference.transport import chosen_transport
 from train.inference.vllm import vllm_producer
+
+_FINISH_SECONDS = 30.0  # for states that are on their way when training ends
 
 
 def training_samples(context: RunContext) -> Dataset:
@@ -151,6 +154,9 @@ def vllm_states(context: RunContext, dataset: Dataset, encoding: Encoding) -> It
         )
         with closing(producer):
             yield source_of(context, dataset, producer, transport, state_format)
+            if isinstance(transport, MooncakeTransport):
+                # Such a store would keep what comes after this, in pinned memory.
+                producer.finish(_FINISH_SECONDS)
 
 
 @contextmanager
