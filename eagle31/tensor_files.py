@@ -154,6 +154,8 @@ def _refuse_pointer(prefix: bytes, path: Path | str) -> None:
 def _entry(name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
     start, stop = value["data_offsets"]
     dtype, shape = value["dtype"], tuple(value["shape"])
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name!r} has dtype {dtype!r}")
     if any(type(one) is not int or one < 0 for one in (start, stop, *shape)) or stop < start:
         raise ValueError(f"{name!r} has shape {list(shape)} and data_offsets {start} to {stop}")
     torch_dtype = _DTYPES.get(dtype)

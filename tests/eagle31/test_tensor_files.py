@@ -110,6 +110,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut in the header": (lambda content: content[:40], "truncated"),
     "cut in the data": (lambda content: content[:-5], "bytes where its header says"),
     "header altered": (lambda content: content.replace(b"F32", b"F99"), "is damaged"),
+    "dtype is a number": (lambda content: content.replace(b'"F32"', b"12345"), "has dtype 12345"),
     "header is no object": (lambda content: (2).to_bytes(8, "little") + b"[]", "is damaged"),
     "offsets": (lambda content: content.replace(b"[0,24]", b"[9,24]"), "is damaged"),
 }

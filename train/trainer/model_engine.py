@@ -248,8 +248,10 @@ def ensure_process_group(timeout_minutes: float = 30.0) -> None:
         # Otherwise gloo listens at the address of the host's name, where other machines reach it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    alone = "RANK" not in os.environ
+    if alone:
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
+        if alone:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)

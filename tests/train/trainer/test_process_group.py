@@ -1,4 +1,4 @@
-"""Where the process group of a run listens."""
+"""The process group of a run: where it listens, and what DeepSpeed asks for."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ import pytest
 
 from tests.train.launch.machines import SEPARATE, Machine, namespaces, require_namespaces
 from tests.train.torchrun import ROOT, preloaded_python
+from train.trainer.model_engine import ensure_process_group
 
 PROGRAM = """
 import socket, struct, sys
@@ -48,3 +49,11 @@ def test_a_run_on_one_node_listens_on_loopback_unless_told_otherwise(
             check=True,
         ).stdout
     assert {line for line in printed.splitlines() if line.startswith("listens")} == {f"listens {expected}"}
+
+
+def test_a_process_group_that_exists_has_what_deepspeed_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    ensure_process_group()
+    monkeypatch.delenv("LOCAL_RANK")
+    ensure_process_group()
+    assert os.environ["LOCAL_RANK"] == "0"

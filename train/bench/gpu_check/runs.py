@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
 from eagle31.json_files import read_json, read_jsonl
 from train.bench.gpu_check.record import NotRun, Options
@@ -90,7 +92,11 @@ def kill_after(line: Sequence[str], directory: Path, step: int) -> int:
             if process.poll() is not None:
                 raise RunFailed(f"The run ended with status {process.returncode} before step {step}.")
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
+        # torchrun's workers lead sessions of their own.
+        processes = [(run := psutil.Process(process.pid)), *run.children(recursive=True)]
+        for one in processes:
+            one.kill()
+        psutil.wait_procs(processes)
     finally:
         end_session(process)
         signal.signal(signal.SIGTERM, before)

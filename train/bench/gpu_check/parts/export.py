@@ -26,7 +26,7 @@ def run(options: Options, record: Record) -> None:
     result = evaluate_checkpoint(settings)
     record.figure("engine", result["engine"])
     for name in ("greedy", "sampling"):
-        if name in result:
+        if result[name] is not None:  # what was not asked for
             length = result[name]["acceptance_length"]
             record.figure(f"acceptance length, {name}", round(length, 3), f"at k = {result['k']}")
     different = result["greedy"]["num_different"]
