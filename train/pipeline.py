@@ -46,6 +46,7 @@ from train.stages.training.continuing import begin_training, share_earlier
 from train.stages.unfinished import check_selected, unfinished_stages
 from train.versions import git_revision, package_versions
 
+LOCK_FILE = ".lock"  # in the output directory
 _EXPORT = "export"
 
 
@@ -198,7 +199,7 @@ def exclusive(output_dir: Path) -> Iterator[None]:
         UserError: another run holds it.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(output_dir / ".lock", on_lost=lambda: _end_run(output_dir))
+    lock = try_lock(output_dir / LOCK_FILE, on_lost=lambda: _end_run(output_dir))
     if lock is None:
         raise UserError(
             "output_dir", output_dir, "Another run is using this directory; wait for it or end it."

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import pytest
@@ -19,17 +20,22 @@ LENGTHS = (23, 5, 41)
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     use_compiled(None)
 
 
 def step(
-    shape: dict[str, Any], dtype: torch.dtype, num_steps: int, computed_in: torch.dtype | None = None
+    shape: dict[str, Any],
+    dtype: torch.dtype,
+    num_steps: int,
+    computed_in: torch.dtype | None = None,
+    seed: int = 1,
 ) -> list[Tensor]:
     """Return the loss and all gradients of weights and states that are rounded to `dtype`, in float64."""
     config = tiny_config(**shape)
-    drafter, frozen = tiny_drafter(config, dtype, seed=1)
-    batch = random_batch(LENGTHS, config, seed=1).to(torch.device("cpu"), dtype)
+    drafter, frozen = tiny_drafter(config, dtype, seed=seed)
+    batch = random_batch(LENGTHS, config, seed=seed).to(torch.device("cpu"), dtype)
     if computed_in is not None:
         drafter, batch = drafter.to(computed_in), batch.to(torch.device("cpu"), computed_in)
         embedding, head = frozen.embed_tokens.to(computed_in), copy.deepcopy(frozen.target_head)
@@ -39,12 +45,13 @@ def step(
     return [value.detach().double() for value in (loss, *grads)]
 
 
-def compiled_step(shape: dict[str, Any], dtype: torch.dtype, num_steps: int, backend: str) -> list[Tensor]:
+def compiled_step(
+    shape: dict[str, Any], dtype: torch.dtype, num_steps: int, backend: str, seed: int = 1
+) -> list[Tensor]:
     use_compiled(backend)
     assert uses_compiled()
     counters = torch._dynamo.utils.counters
-    counters.clear()
-    found = step(shape, dtype, num_steps)
+    found = step(shape, dtype, num_steps, seed=seed)
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     return found
 
@@ -65,6 +72,12 @@ def test_the_step_can_be_traced() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [{}, MLA, {"num_hidden_layers": 2}], ids=["gqa", "mla", "two layers"])
 def test_the_compiled_step_is_as_exact_as_the_plain_one(shape: dict[str, Any], dtype: torch.dtype) -> None:
-    exact = step(shape, dtype, 3, computed_in=torch.float64)
-    error = distance(step(shape, dtype, 3), exact)
-    assert distance(compiled_step(shape, dtype, 3, "inductor"), exact) <= 1.5 * error + 1e-12
+    """In bfloat16 one rounding can change which token a step takes, so the median of three draws counts."""
+    errors = []
+    for seed in (1, 2, 3):
+        use_compiled(None)
+        exact = step(shape, dtype, 3, torch.float64, seed)
+        plain = distance(step(shape, dtype, 3, seed=seed), exact)
+        errors.append((plain, distance(compiled_step(shape, dtype, 3, "inductor", seed), exact)))
+    plain, compiled = map(median, zip(*errors, strict=True))
+    assert compiled <= 1.5 * plain + 1e-12

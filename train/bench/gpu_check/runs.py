@@ -13,11 +13,14 @@ from typing import Any
 import psutil
 
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
+from data.locks import try_lock
 from eagle31.json_files import read_json, read_jsonl
 from train.bench.gpu_check.record import NotRun, Options
 from train.bench.gpu_check.runner import ROOT, end_session
 from train.compose import composed
+from train.pipeline import LOCK_FILE
 
+_FREE_SECONDS = 30.0
 QUICKSTART = "quickstart"  # the directory that later parts read
 _BF16_TARGET = ("target.dtype=bfloat16", "export.dtype=bfloat16")
 _SMALL = (
@@ -100,7 +103,18 @@ def kill_after(line: Sequence[str], directory: Path, step: int) -> int:
     finally:
         end_session(process)
         signal.signal(signal.SIGTERM, before)
+    _wait_until_free(directory)
     return last_step(directory)
+
+
+def _wait_until_free(directory: Path) -> None:
+    """Wait until no process of a killed run holds the lock of its directory."""
+    deadline = time.monotonic() + _FREE_SECONDS
+    while (lock := try_lock(directory / LOCK_FILE)) is None:
+        if time.monotonic() > deadline:
+            raise RunFailed(f"A process of the killed run is still there after {_FREE_SECONDS:.0f} s.")
+        time.sleep(0.05)
+    lock.close()
 
 
 def last_step(directory: Path) -> int:

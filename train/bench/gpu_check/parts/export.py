@@ -5,6 +5,7 @@ from train.bench.gpu_check import runs
 from train.bench.gpu_check.record import Options, Record
 from train.drafter.export_checks import validate_export
 from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint
+from train.reporting.results import acceptances
 
 
 def run(options: Options, record: Record) -> None:
@@ -25,13 +26,14 @@ def run(options: Options, record: Record) -> None:
     )
     result = evaluate_checkpoint(settings)
     record.figure("engine", result["engine"])
-    for name in ("greedy", "sampling"):
-        if result[name] is not None:  # what was not asked for
-            length = result[name]["acceptance_length"]
-            record.figure(f"acceptance length, {name}", round(length, 3), f"at k = {result['k']}")
-    different = result["greedy"]["num_different"]
+    for one in acceptances(result):
+        length = one.at(result["k"])["acceptance_length"]
+        name = f"acceptance length, {one.drafts} drafts at temperature {one.temperature:g}"
+        record.figure(name, round(length, 3), f"at k = {result['k']}")
+    decoding = result["decoding"]
+    different = decoding["completions"]["num_different"]
     record.check(
         "greedy completions are the target's",
         different == 0,
-        f"{different} of {result['num_prompts']} differ",
+        f"{different} of {decoding['num_prompts']} differ",
     )
