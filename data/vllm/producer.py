@@ -99,20 +99,10 @@ class VllmProducer:
 
     def refusals(self) -> dict[str, str]:
         self._raise_failure()
-        now = time.monotonic()
         with self._lock:
-            self._answered = {
-                key: value for key, value in self._answered.items() if not self._transport.arrived(key)
-            }
-            answers = list(self._answered.values())
-            lost = [answer.prompt for answer in answers if self._dispatcher.is_lost(answer.origin)]
+            lost = self._take_lost()
             for prompt in lost:
-                del self._answered[prompt.key]
                 self._owed[prompt.key] = prompt
-            for answer in self._answered.values():
-                if answer.expected_at < now:
-                    answer.expected_at = now + _DOUBT_SECONDS
-                    self._dispatcher.doubt(answer.origin)
             refused, self._refused = self._refused, {}
         for prompt in lost:
             self._send(prompt)
@@ -133,8 +123,11 @@ class VllmProducer:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(stop_sending)
         while self._thread.is_alive() and time.monotonic() < deadline:
-            if stopped.is_set() and not self._dispatcher.num_under_way and not self._are_states_coming():
-                return
+            if stopped.is_set() and not self._dispatcher.num_under_way:
+                with self._lock:
+                    self._take_lost()  # for nobody
+                    if not self._answered:
+                        return
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
@@ -143,13 +136,21 @@ class VllmProducer:
             self._loop.call_soon_threadsafe(self._running.cancel)
         self._thread.join()
 
-    def _are_states_coming(self) -> bool:
-        with self._lock:
-            answered = dict(self._answered)
-        return any(
-            not (self._transport.arrived(key) or self._dispatcher.is_lost(answer.origin))
-            for key, answer in answered.items()
-        )
+    def _take_lost(self) -> list[Prompt]:
+        """Return the answered prompts whose states will not come, and keep those whose states may come.
+
+        Where states are late, their endpoint is looked at. The caller holds the lock.
+        """
+        now, lost = time.monotonic(), []
+        for key, answer in list(self._answered.items()):
+            if self._transport.arrived(key):
+                del self._answered[key]
+            elif self._dispatcher.is_lost(answer.origin):
+                lost.append(self._answered.pop(key).prompt)
+            elif answer.expected_at < now:
+                answer.expected_at = now + _DOUBT_SECONDS
+                self._dispatcher.doubt(answer.origin)
+        return lost
 
     def _send(self, prompt: Prompt) -> None:
         try:
