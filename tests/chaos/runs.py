@@ -22,7 +22,7 @@ from tests.chaos.library import log_variables, preloads, stop_variables
 from tests.chaos.points import Change, KillPoint, Victim, read_changes
 from tests.preloaded.start import interpreters
 from tests.train.reporting.hub_server import TOKEN, Hub
-from tests.train.small_run import RECIPE, RUN_VARIABLE, arguments
+from tests.train.small_run import RECIPE, RUN_VARIABLE, arguments, processes_of
 from tests.train.torchrun import ROOT, environment, preloaded_python, torchrun_command
 
 MAIN = str(Path(__file__).with_name("run_main.py").relative_to(ROOT))
@@ -218,12 +218,7 @@ class ChaosRun:
 
     def _clients(self) -> list[psutil.Process]:
         """Return the processes that the run has started as programs."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-                if process.environ().get(RUN_VARIABLE) == str(self.output):
-                    found.append(process)
-        return found
+        return processes_of(self.output)
 
     def _users(self) -> list[int]:
         """Return the processes of the run, and those that have a file of it open."""

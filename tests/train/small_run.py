@@ -1,6 +1,5 @@
 """The small run of most tests here: its settings, starting and ending it, and its results."""
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import psutil
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
+from tests.processes import environment_of
 from tests.train.torchrun import ROOT, environment, torchrun_command
 
 MAIN = "train/main.py"
@@ -68,12 +68,8 @@ def start(
 
 def processes_of(directory: Path) -> list[psutil.Process]:
     """Return the processes that a run has started as programs, torchrun among them."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-            if process.environ().get(RUN_VARIABLE) == str(directory):
-                found.append(process)
-    return found
+    everything = psutil.process_iter()
+    return [one for one in everything if environment_of(one).get(RUN_VARIABLE) == str(directory)]
 
 
 def wait_for_step(directory: Path, step: int) -> None:

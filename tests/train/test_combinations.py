@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from eagle31.model.frozen import project_width
-from tests.sockets import EVERY_ADDRESS, listening
+from tests.processes import EVERY_ADDRESS, command_of, listening
 from tests.train.small_run import (
     MAIN,
     RECIPE,
@@ -31,7 +31,7 @@ PLANTED = "planted0secret0of0forty0characters0000000"
 
 
 def hf_workers(directory: Path) -> list[psutil.Process]:
-    return [one for one in processes_of(directory) if "data.capture.hf_worker" in one.cmdline()]
+    return [one for one in processes_of(directory) if "data.capture.hf_worker" in command_of(one)]
 
 
 def kill_trainers(process: subprocess.Popen, directory: Path) -> None:
@@ -68,10 +68,11 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
     hf_workers(directory)[0].kill()
     wait_for_step(directory, 5)
     for one in processes_of(directory):
-        assert PLANTED not in " ".join(one.cmdline())
+        command = command_of(one)
+        assert PLANTED not in " ".join(command)
         # torchrun's store has no setting for the address on which it listens.
-        is_torchrun = "--nproc-per-node" in one.cmdline()
-        assert is_torchrun or not EVERY_ADDRESS & {address for address, _ in listening(one)}, one.cmdline()
+        is_torchrun = "--nproc-per-node" in command
+        assert is_torchrun or not EVERY_ADDRESS & {address for address, _ in listening(one)}, command
     kill_trainers(process, directory)
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
     assert sum(record["producer_restarts"] for record in before) >= 1

@@ -12,7 +12,7 @@ import psutil
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
-from tests.sockets import listening
+from tests.processes import listening
 from tests.train.small_quickstart import small_quickstart
 from tests.train.torchrun import ROOT, RUN_SECONDS, environment
 

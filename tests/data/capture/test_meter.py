@@ -11,7 +11,7 @@ import pytest
 from data.capture.meter import CaptureMeter, served_metrics
 from data.progress import Progress
 from eagle31.errors import UserError
-from tests.sockets import listening
+from tests.processes import listening
 
 
 class Clock:

@@ -59,6 +59,7 @@ from tests.data.vllm.targets import (
     make_samples,
     save_hybrid,
 )
+from tests.processes import command_of
 
 IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 240
@@ -110,7 +111,7 @@ def kill(server: ServerProcess) -> None:
 
 def stop(server: ServerProcess) -> None:
     """Stop the process that answers, without ending it. It is a fork of an interpreter that stands for it."""
-    [process] = [one for one in psutil.process_iter() if one.name() == f"of {server.process_id}"]
+    [process] = [one for one in psutil.process_iter() if command_of(one)[:1] == [f"of {server.process_id}"]]
     process.suspend()
 
 
@@ -499,7 +500,7 @@ def test_the_engines_of_one_server_share_a_capture(
     def kill_an_engine_midway() -> None:
         wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
         children = psutil.Process().children(recursive=True)
-        [engine] = [child for child in children if "EngineCore_DP1" in " ".join(child.cmdline())]
+        [engine] = [child for child in children if "EngineCore_DP1" in " ".join(command_of(child))]
         engine.kill()
 
     with contextlib.closing(process):

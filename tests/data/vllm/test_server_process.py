@@ -36,7 +36,7 @@ from tests.data.vllm.targets import (
     save_mla,
 )
 from tests.preloaded.start import program_of
-from tests.sockets import EVERY_ADDRESS, listening
+from tests.processes import EVERY_ADDRESS, listening
 from tests.train.torchrun import preloaded_python
 
 IDS = (1, 2, 3, 4)

@@ -14,6 +14,7 @@ from data.transport.mooncake import MooncakeTransport
 from data.vllm.environment import check_mooncake
 from eagle31.errors import UserError
 from tests.data.transport.mooncake_master import Master, free_ports, running_master
+from tests.processes import command_of
 from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of, start, wait_for_step
 from tests.train.torchrun import run_here, torchrun
 
@@ -117,7 +118,7 @@ def test_training_survives_a_killed_vllm_engine(
 def engine_of(process: subprocess.Popen) -> psutil.Process:
     """Return the engine of the vLLM server that the run started."""
     children = psutil.Process(process.pid).children(recursive=True)
-    [engine] = [one for one in children if one.name().startswith("VLLM::Engine")]
+    [engine] = [one for one in children if "".join(command_of(one)[:1]).startswith("VLLM::Engine")]
     return engine
 
 

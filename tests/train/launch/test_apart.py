@@ -14,6 +14,7 @@ import pytest
 from data.vllm.environment import KEY_VARIABLE, check_mooncake
 from eagle31.json_files import read_json
 from tests.preloaded.start import PYTHON, interpreters
+from tests.processes import environment_of
 from tests.recipes.headers import RECIPES, header_commands
 from tests.recipes.stand_ins import StandIn, save_stand_in, small_run
 from tests.train.launch.machines import Machine
@@ -85,7 +86,7 @@ def key_of_servers(output_dir: Path) -> str | None:
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if f"output_dir={output_dir}" in command and str(ROOT / "scripts" / "serve_target") in command[:4]:
-            return process.environ().get(KEY_VARIABLE)
+            return environment_of(process).get(KEY_VARIABLE)
     return None
 
 

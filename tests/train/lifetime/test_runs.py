@@ -13,6 +13,7 @@ import pytest
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
 from tests.preloaded.start import program_of
+from tests.processes import environment_of
 from tests.train.small_run import (
     MAIN,
     RECIPE,
@@ -40,7 +41,7 @@ def start(command: list[str], directory: Path) -> subprocess.Popen[bytes]:
 
 
 def program_of_rank(directory: Path, rank: int) -> psutil.Process:
-    [client] = [one for one in processes_of(directory) if one.environ().get("RANK") == str(rank)]
+    [client] = [one for one in processes_of(directory) if environment_of(one).get("RANK") == str(rank)]
     return program_of(client)
 
 

@@ -50,7 +50,7 @@ class LoadServer:
         """Send a signal to the engine; return its process id."""
         assert self.process.process_id is not None
         children = psutil.Process(self.process.process_id).children(recursive=True)
-        [engine] = [child for child in children if "EngineCor" in " ".join([child.name(), *child.cmdline()])]
+        [engine] = [child for child in children if "EngineCor" in _command_of(child)]
         os.kill(engine.pid, number)
         return engine.pid
 
@@ -153,3 +153,9 @@ def wait_until(condition: object, seconds: float) -> bool:
             return False
         time.sleep(0.2)
     return True
+
+
+def _command_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join([process.name(), *process.cmdline()])
+    return ""  # It has ended.
