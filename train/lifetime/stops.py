@@ -22,6 +22,8 @@ SIGNALS = (signal.Signals.SIGTERM, signal.Signals.SIGUSR1, signal.Signals.SIGUSR
 _INTERRUPT = signal.Signals.SIGURG  # has a thread interrupt the main thread; by default a process ignores it
 # One event can reach a rank twice: Slurm signals every process, and torchrun forwards what it receives.
 SAME_EVENT_SECONDS = 5.0
+# `Stopped` is lost where nothing carries an exception on: in `__del__`, or in a callback at a fork.
+_AGAIN_SECONDS = 1.0
 # Of the time that a Slurm job has left, the part that is kept for saving, and the longest such time.
 _SAVING_FRACTION, _SAVING_SECONDS = 0.1, 120.0
 
@@ -59,7 +61,7 @@ class StopRequests:
     def request(self, reason: str) -> None:
         """Have the run stop. Any thread may call."""
         self._note(reason)
-        signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
+        self._interrupt()
 
     @contextmanager
     def deferred(self) -> Iterator[Callable[[], bool]]:
@@ -97,9 +99,13 @@ class StopRequests:
         self._raise_if_requested()
 
     def _raise_if_requested(self) -> None:
-        if self._requests and not self._deferred and not self._raised:
+        if self._requests and not self._deferred and not (self._raised and _is_stopping()):
             self._raised = True
             raise Stopped
+
+    @staticmethod
+    def _interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
 
     def _note(self, reason: str) -> None:
         self._requests.append((time.monotonic(), reason))
@@ -109,10 +115,12 @@ class StopRequests:
         reported = False
         while True:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            ready = select.select([self._woken], [], [], left)[0]
-            if not ready:
+            ready = select.select([self._woken], [], [], _AGAIN_SECONDS if self._requests else left)[0]
+            if not ready and not self._requests:
                 self._deadline = None
                 self.request("the time limit")
+            elif not ready and not self._deferred:
+                self._interrupt()
             for number in os.read(self._woken, 64) if ready else b"":
                 if number == 0:
                     return
@@ -132,6 +140,14 @@ class StopRequests:
     def _end_at_once(self, number: int) -> None:
         print(f"stop: {signal.Signals(number).name} again; nothing is saved", file=sys.stderr, flush=True)
         os._exit(128 + number)
+
+
+def _is_stopping() -> bool:
+    """Return whether the main thread cleans up after `Stopped`. Only the main thread may call."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None
 
 
 _installed: StopRequests | None = None

@@ -51,6 +51,27 @@ def test_a_signal_interrupts_and_cleans_up(number: signal.Signals) -> None:
     assert status_and_output(started) == (STOPPED, f"{number.name}\n")
 
 
+LOST = """
+stops._AGAIN_SECONDS = 0.1
+class Closed:
+    def __del__(self):
+        wait(60)
+with stops.stop_requests(None, announced=False) as requests:
+    try:
+        Closed()
+        time.sleep(60)
+    finally:
+        time.sleep(0.5)
+        print(requests.reason)
+"""
+
+
+def test_a_signal_where_python_drops_exceptions_interrupts_soon_after_and_once() -> None:
+    started = start(LOST)
+    started.send_signal(signal.SIGTERM)
+    assert status_and_output(started) == (STOPPED, "SIGTERM\n")
+
+
 def test_the_time_limit_interrupts() -> None:
     begun = time.monotonic()
     started = start(INTERRUPTED.replace("None", "0.4"))
