@@ -96,7 +96,8 @@ def kill_after(line: Sequence[str], directory: Path, step: int) -> int:
                 raise RunFailed(f"The run ended with status {process.returncode} before step {step}.")
             time.sleep(0.05)
         # torchrun's workers lead sessions of their own.
-        processes = [(run := psutil.Process(process.pid)), *run.children(recursive=True)]
+        run = psutil.Process(process.pid)
+        processes = [run, *run.children(recursive=True)]
         for one in processes:
             one.kill()
         psutil.wait_procs(processes)
