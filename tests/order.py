@@ -50,7 +50,6 @@ SLOW = (
     "tests/train/stages/test_cells.py",
     "tests/eagle31/kernels/test_compiled.py",
     "tests/train/bench/step/test_timing.py",
-    "tests/train/bench/test_delivery.py",
     "tests/pretended_gpu/test_loop.py",
     "tests/train/launch/test_submit.py",
     "tests/data/capture/test_hf_producer.py",

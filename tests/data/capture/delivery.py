@@ -19,7 +19,7 @@ from data.transport.spool import Spool, file_bytes, open_spool
 
 SHAPE = StateShape(num_aux_layers=3, hidden_size=256, dtype=torch.float32)
 ENCODING = Encoding()
-REPLAY = "train.bench.delivery.replay_worker"
+REPLAY = "tests.data.capture.replay_worker"
 NUM_SAMPLES = 30
 
 

@@ -47,7 +47,6 @@ PARTS = (
     Part("export", "The export, checked and evaluated", f"{_MODULES}.export", 180),
     Part("capture", "Capture in vLLM against transformers", f"{_MODULES}.capture", 300),
     Part("serving", "The export in vLLM against eagle31's evaluator", f"{_MODULES}.serving", 300),
-    Part("delivery", "Online training against a store", f"{_MODULES}.delivery", 120),
     Part("two_ranks", "Training on two ranks", f"{_MODULES}.two_ranks", 240, gpus=2),
     Part(
         "tensor_parallel",

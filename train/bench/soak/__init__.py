@@ -1,1 +1,0 @@
-"""Online training for a long time, while what runs the target is killed every minute."""
