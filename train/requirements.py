@@ -70,7 +70,5 @@ def uses_servers(config: RunConfig, stage: Stage) -> bool:
 def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:
     """Whether one of these stages writes states to a Mooncake store or reads them."""
     capture = config.capture
-    torchspec = capture.source is CaptureSource.torchspec
-    online = capture.mode is CaptureMode.online and (torchspec or capture.transport is TransportKind.mooncake)
-    captures = Stage.capture in stages or (has_cells(config) and Stage.cells in stages)
-    return (torchspec and captures) or (online and Stage.train in stages)
+    online = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
+    return online and Stage.train in stages

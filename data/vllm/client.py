@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.capture.finishing import finish_store
-from data.capture.meter import CaptureMeter, served_metrics
+from data.capture.meter import CaptureMeter
 from data.capture.opening import StoreSpec, check_space, check_store_refusals, open_store, store_fields
 from data.capture.refusals import check_refusals, retry_remedy
 from data.capture.tokens import TokenRows, dataset_lengths
@@ -48,7 +48,6 @@ def capture_through_vllm(
     rank: int = 0,
     progress: bool = False,
     patience_seconds: float = PATIENCE_SECONDS,
-    metrics_port: int | None = None,
 ) -> None:
     """Capture every missing sample, store by store, and return once all stores are finished.
 
@@ -58,7 +57,6 @@ def capture_through_vllm(
     Args:
         endpoints: used by this call only, which closes them.
         manifest_fields: JSON values that describe how the states were made.
-        metrics_port: the port of loopback on which Prometheus finds what is reported; None for none.
 
     Raises:
         UserError: the disk cannot hold the stores, a directory holds another store, a server is not suitable,
@@ -76,10 +74,7 @@ def capture_through_vllm(
     if captures:
         total = sum(capture.lengths[i] for capture in captures for i in capture.unsent)
         meter = CaptureMeter(total, captures[0].directory)
-        with (
-            served_metrics(meter, metrics_port),
-            Progress("capture", total, "tokens", shown=progress) as bar,
-        ):
+        with Progress("capture", total, "tokens", shown=progress) as bar:
             asyncio.run(_run_all(captures, endpoints, bar, meter, patience_seconds))
     for store, store_manifest in zip(stores, fields, strict=True):
         finish_store(store, store_manifest, rank, progress=progress and rank == 0)

@@ -108,7 +108,6 @@ CASES = [
     of("evaluate.draft_tokens", "5000", "It must be at most 64"),
     of("evaluate.temperature", "1e-30", "at least 0.01"),
     of("train.row_tokens", "1000000000000", "It must be at most"),
-    of("capture.metrics_port", "70000", "It must be at most 65535"),
     of("data.num_workers", "1000000", "It must be at most 4096"),
     of("seed", "-1", "It must be at least 0"),
     of("evaluate.matrix.domains.a.num_prompts", "0", "greater than 0"),

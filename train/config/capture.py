@@ -13,7 +13,6 @@ MOONCAKE_ROOM = 1.1
 class CaptureSource(Enum):
     hf = "hf"  # transformers, in the run's processes
     vllm = "vllm"  # vLLM: the servers in vllm.servers, or one that the run starts on each node
-    torchspec = "torchspec"  # TorchSpec's inference engines, over Mooncake
 
 
 class CaptureMode(Enum):
@@ -28,16 +27,8 @@ class TransportKind(Enum):
 
 
 @dataclass
-class TorchSpecConfig:
-    """TorchSpec's engines, for capture.source=torchspec."""
-
-    python: str | None = None  # Python of the environment that TorchSpec is installed in.
-    overrides: list[str] = field(default_factory=list)  # TorchSpec settings, as key=value.
-
-
-@dataclass
 class MooncakeConfig:
-    """The Mooncake store, for capture.transport=mooncake and capture.source=torchspec."""
+    """The Mooncake store, for capture.transport=mooncake."""
 
     master: str = "127.0.0.1:50051"  # Address of the master, as HOST:PORT.
     metadata: str = "P2PHANDSHAKE"  # URL of a metadata server, or P2PHANDSHAKE for none.
@@ -73,9 +64,6 @@ class CaptureConfig:
     # Minutes without progress after which an engine or a worker counts as hung, and is started again. Loading
     # the target does not count. It has to be longer than the longest forward pass, with compiling.
     stall_minutes: float = 15.0
-    # Port of this machine's loopback on which Prometheus finds the progress of a capture through vLLM.
-    # null: none.
-    metrics_port: int | None = None
     transport: TransportKind = TransportKind.auto  # Path of online states from producer to trainer.
     spool_dir: str | None = None  # Directory of the spool, for mode=online. null: memory (/dev/shm).
     # Limit of the states that wait between producers and trainers, for mode=online, in 10^9 bytes over all
@@ -85,7 +73,6 @@ class CaptureConfig:
     # with a GPU. null: 2 GiB, or what the longest sample needs.
     max_pending_gb: float | None = None
     processes: int = 1  # Processes per rank that run the target, for mode=online and source=hf.
-    torchspec: TorchSpecConfig = field(default_factory=TorchSpecConfig)
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
 
 
@@ -99,7 +86,6 @@ def check_capture(capture: CaptureConfig) -> None:
             "capture.max_pending_gb": capture.max_pending_gb,
             "capture.processes": capture.processes,
             "capture.stall_minutes": capture.stall_minutes,
-            "capture.metrics_port": capture.metrics_port,
             "capture.read_threads": capture.read_threads,
             "capture.cache_gb": capture.cache_gb,
             "capture.mooncake.segment_gb": capture.mooncake.segment_gb,
@@ -118,13 +104,7 @@ def check_capture(capture: CaptureConfig) -> None:
             remedy = "Online training reads no store; give null, or capture.mode=offline."
             raise UserError(f"capture.{name}", value, remedy)
     Encoding(capture.codec, capture.final_states)
-    torchspec = capture.source is CaptureSource.torchspec
-    if torchspec and capture.torchspec.python is None:
-        remedy = "Give the Python of the environment that TorchSpec is installed in."
-        raise UserError("capture.torchspec.python", None, remedy)
-    over_mooncake = torchspec or (
-        capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
-    )
+    over_mooncake = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
     if over_mooncake and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:
         needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
         remedy = f"It must be {needed}: a full store would block the states that training waits for."

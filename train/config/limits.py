@@ -58,7 +58,6 @@ _RANGES: dict[str, tuple[int | float | None, int | float | None]] = {
     "capture.shard_tokens": (None, 1 << 30),
     "capture.batch_tokens": (None, _TOKENS),
     "capture.stall_minutes": (None, _MINUTES),
-    "capture.metrics_port": (None, 65535),
     "capture.spool_gb": (None, _GB),
     "capture.max_pending_gb": (None, _GB),
     "capture.processes": (None, _PROCESSES),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.vllm.environment import KEY_VARIABLE
 from eagle31.errors import UserError
-from train.config.run import RunConfig, Stage, pushes, uses_vllm
+from train.config.run import RunConfig, pushes, uses_vllm
 from train.conversations.sources import evaluation_sets, evaluation_source, training_sources
 from train.doctor import accounts, directories, environment, gpus, inputs, machine, network, programs
 from train.doctor.check import Check, Status, ok, refusal, refuse_lacking
@@ -60,7 +60,6 @@ def check_start(config: RunConfig) -> None:
         UserError: the first thing that is lacking.
     """
     refuse_lacking(written_directories(config))
-    refuse_lacking(listened_ports(config))
 
 
 def environment_checks(needs: Needs) -> Iterator[Check]:
@@ -199,16 +198,8 @@ def server_checks(needs: Needs) -> Iterator[Check]:
 def port_checks(needs: Needs) -> Iterator[Check]:
     """Yield whether ports are free that the run listens on here."""
     config = needs.config
-    yield from listened_ports(config)
     if not needs.on_other_machines:
         yield network.master_port_check(os.environ, config.launcher.nodes)
-
-
-def listened_ports(config: RunConfig) -> Iterator[Check]:
-    """Yield whether the ports that the recipe names are free; a run refuses to start otherwise."""
-    port, local = config.capture.metrics_port, not Needs(config).on_other_machines
-    if port is not None and local and Stage.capture in config.stages:
-        yield network.port_check("metrics port", "capture.metrics_port", port)
 
 
 def service_checks(needs: Needs) -> Iterator[Check]:

@@ -98,7 +98,7 @@ class Needs:
     @property
     def spool(self) -> Path | None:
         """The directory of online states; None without a spool."""
-        if not self.is_online or self.config.capture.source is CaptureSource.torchspec:
+        if not self.is_online:
             return None
         chosen = chosen_transport(self.config.capture, self.config.vllm, self.output_dir)
         return None if chosen.mooncake else chosen.spool_dir

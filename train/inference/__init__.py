@@ -1,1 +1,1 @@
-"""The engines that run the target: transformers, vLLM, TorchSpec."""
+"""The engines that run the target: transformers, vLLM."""

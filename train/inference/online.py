@@ -14,7 +14,6 @@ from torch import Tensor
 from data.capture.online import OnlineStates
 from data.samples import StateShape
 from data.store.codec import Encoding
-from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
 from data.transport.mooncake import MooncakeTransport, state_bytes
 from data.transport.mooncake_store import MooncakeSettings
 from data.transport.protocol import Arrivals, Producer, Transport
@@ -64,11 +63,6 @@ def open_transport(
                 dtype, lambda mask: file_bytes(encoding, mask, num_aux_layers, hidden_size, target_dtype)
             ),
         )
-
-
-def torchspec_format(target: CapturedTarget) -> StateFormat:
-    """Return the form in which TorchSpec's engines deliver the target's states, through Mooncake."""
-    return StateFormat(TORCHSPEC_DTYPE, _mooncake_bytes(target, TORCHSPEC_DTYPE))
 
 
 def _mooncake_bytes(target: CapturedTarget, dtype: torch.dtype) -> Callable[[Tensor], int]:

@@ -12,7 +12,7 @@ from data.addresses import is_loopback
 from data.batches.row_schedule import check_divisible
 from data.transport.mooncake_store import address
 from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TransportKind
+from train.config.capture import CaptureConfig, CaptureMode, TransportKind
 from train.config.launcher import LauncherConfig, LauncherKind, sets_launcher
 from train.config.run import RunConfig, uses_vllm
 from train.config.training import TrainConfig
@@ -101,7 +101,7 @@ def mooncake_port(capture: CaptureConfig) -> int | None:
         UserError: `capture.mooncake.master` is not an address.
     """
     online = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
-    if not online and capture.source is not CaptureSource.torchspec:
+    if not online:
         return None
     host, port = address(capture.mooncake.master)
     return port if is_loopback(host) else None

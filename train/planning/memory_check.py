@@ -92,14 +92,11 @@ def _target(config: RunConfig, target: TargetOnGpus, available: int) -> list[Sho
         return []
     gpus = math.ceil(target.bytes_per_gpu * target.gpus_per_replica / available)
     gpus = 1 << (gpus - 1).bit_length()  # heads are split evenly
-    if config.capture.source is CaptureSource.torchspec:
-        change = f"Give TorchSpec capture.torchspec.overrides=[inference.inference_num_gpus={gpus}]."
-    else:
-        engine = f"capture={'vllm' if config.capture.mode is CaptureMode.offline else 'vllm_online'}"
-        change = (
-            f"Set target.device_map=auto over {gpus} GPUs, or {engine} "
-            f"vllm.engine_args.tensor_parallel_size={gpus}."
-        )
+    engine = f"capture={'vllm' if config.capture.mode is CaptureMode.offline else 'vllm_online'}"
+    change = (
+        f"Set target.device_map=auto over {gpus} GPUs, or {engine} "
+        f"vllm.engine_args.tensor_parallel_size={gpus}."
+    )
     return [Shortage("the target", target.bytes_per_gpu, available, change)]
 
 

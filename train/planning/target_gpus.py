@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 
-from train.config.capture import CaptureSource
 from train.config.run import RunConfig
 from train.config.vllm import Placement
 from train.planning.placement import Cluster, ServerPlacement
 from train.planning.server_memory import Parallelism, ServerMemory
 from train.planning.target import TargetSize
-
-_TORCHSPEC_GPUS = "inference_num_gpus="
 
 
 @dataclass(frozen=True)
@@ -52,24 +49,10 @@ def target_in_vllm(
 
 
 def target_elsewhere(config: RunConfig, cluster: Cluster, size: TargetSize) -> TargetOnGpus:
-    """Return how transformers or TorchSpec hold the target."""
-    if config.capture.source is CaptureSource.torchspec:
-        gpus = torchspec_gpus(config)
-        text = f"TorchSpec's engines on {gpus} GPU{'s' if gpus > 1 else ''}"
-        return TargetOnGpus(1, gpus, size.checkpoint_bytes // gpus, text)
+    """Return how transformers holds the target."""
     if config.target.device_map is None:
         copies = cluster.num_ranks
         return TargetOnGpus(copies, 1, size.checkpoint_bytes, "transformers, a copy in every process")
     gpus = max(1, cluster.gpus_per_node)
     text = f"transformers, spread over the {gpus} GPUs of a node"
     return TargetOnGpus(cluster.num_nodes, gpus, size.checkpoint_bytes // gpus, text)
-
-
-def torchspec_gpus(config: RunConfig) -> int:
-    """Return the number of GPUs that TorchSpec's settings give to its engines."""
-    counts = [
-        int(one.partition("=")[2])
-        for one in config.capture.torchspec.overrides
-        if one.removeprefix("inference.").startswith(_TORCHSPEC_GPUS)
-    ]
-    return [1, *counts][-1]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from data.store.codec import Encoding
 from data.store.index import STATES_VERSION
 from data.target.tokenizer import tokenizer_fingerprint
 from data.text.saved import load_saved
-from data.torchspec.settings import DTYPE as TORCHSPEC_DTYPE
 from data.vllm.client import capture_through_vllm
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig, Stage
@@ -24,8 +22,6 @@ from train.context import RunContext
 from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
 from train.stages.training.states import (
-    torchspec_source,
-    torchspec_states,
     training_encoding,
     training_samples,
     vllm_states,
@@ -55,7 +51,6 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
 SOURCE_INPUTS: dict[CaptureSource, Callable[[RunConfig], dict[str, Any]]] = {
     CaptureSource.hf: lambda config: transformers_inputs(config.target),
     CaptureSource.vllm: lambda config: vllm_inputs(config.vllm.engine_args),
-    CaptureSource.torchspec: lambda config: {"torchspec": config.capture.torchspec.overrides},
 }
 
 
@@ -134,7 +129,6 @@ def capture_by_vllm(
         rank=world.rank,
         progress=world.is_main,
         patience_seconds=context.servers.patience_seconds,
-        metrics_port=context.config.capture.metrics_port,
     )
 
 
@@ -163,25 +157,7 @@ def drain_from_vllm(
             )
 
 
-def capture_by_torchspec(
-    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
-) -> None:
-    """Have rank 0 write what TorchSpec's engines capture; the other ranks wait for the end."""
-    world, target = context.world, context.captured_target
-    with torchspec_states(context) if world.is_main else nullcontext() as states:
-        for store in stores:
-            drain_to_store(
-                store,
-                None if states is None else torchspec_source(context, states, store.dataset),
-                replace(target.expected_states(), dtype=TORCHSPEC_DTYPE),
-                shard_tokens=context.config.capture.shard_tokens,
-                manifest_fields={**manifest_fields, "dtype": str(TORCHSPEC_DTYPE).removeprefix("torch.")},
-                progress=world.is_main,
-            )
-
-
 SOURCES = {
     CaptureSource.hf: capture_by_hf,
     CaptureSource.vllm: capture_by_vllm,
-    CaptureSource.torchspec: capture_by_torchspec,
 }

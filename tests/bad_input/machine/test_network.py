@@ -47,23 +47,6 @@ OTHER_ANSWER = json.dumps({"kv_transfer_params": {PARAMS: OTHER.to_json()}}).enc
 
 MACHINES = [
     # ports
-    Machine(
-        Case(
-            "metrics_port_in_use",
-            (f"capture.metrics_port={PORT}", *CAPTURES),
-            (f"capture.metrics_port={PORT}: ", "Address already in use", "another port"),
-            absent=WORK,
-        ),
-        used,
-    ),
-    Machine(
-        Case(
-            "metrics_port_too_great",
-            ("capture.metrics_port=70000", *CAPTURES),
-            ("capture.metrics_port=70000: ",),
-        ),
-        none,
-    ),
     Machine(Case("serve_port_in_use", ("--port", PORT), (f"--port={PORT}: ", "in use"), script=SERVE), used),
     Machine(
         Case("serve_port_too_great", ("--port=70000",), ("--port=70000: ", "0-65535"), script=SERVE), none

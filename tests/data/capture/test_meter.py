@@ -1,17 +1,12 @@
 """What a capture reports about its servers, its queue and its disk."""
 
 import io
-import socket
 from pathlib import Path
-from urllib.request import urlopen
 
-import psutil
 import pytest
 
-from data.capture.meter import CaptureMeter, served_metrics
+from data.capture.meter import CaptureMeter
 from data.progress import Progress
-from eagle31.errors import UserError
-from tests.processes import listening
 
 
 class Clock:
@@ -53,22 +48,3 @@ def test_one_line_says_what_each_server_does_and_what_is_left(meter: CaptureMete
     assert "two:8000" in line
     assert "64 queued, 3 refused" in line
     assert line.endswith("GB free")
-
-
-def test_prometheus_reads_the_same_numbers_on_loopback_only(meter: CaptureMeter) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=r"capture\.metrics_port=.*choose another port"):
-            served_metrics(meter, port).__enter__()
-    with served_metrics(meter, port):
-        assert [address for address, own in listening(psutil.Process()) if own == port] == ["127.0.0.1"]
-        text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(lines['eagle31_capture_tokens_total{server="http://one:8000"}']) == 80_000
-    assert float(lines["eagle31_capture_tokens_requested"]) == 1_000_000
-    assert float(lines["eagle31_capture_queue_samples"]) == 64
-    assert float(lines["eagle31_capture_refused_samples"]) == 3
-    assert float(lines["eagle31_capture_seconds_left"]) == pytest.approx(600 * 80 / 20, rel=1e-6)
-    assert float(lines["eagle31_capture_disk_free_bytes"]) > 0
-    with pytest.raises(OSError, match="refused"):
-        urlopen(f"http://127.0.0.1:{port}/metrics")

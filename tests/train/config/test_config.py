@@ -40,7 +40,7 @@ def test_every_recipe_composes_and_is_valid(recipe: str) -> None:
 def test_every_group_can_be_chosen(choice: str) -> None:
     # A choice with several sources replaces the one in NEEDED.
     sources = ["data.train=null"] if choice == "data=mixture" else []
-    check(composed("any_target", choice, *NEEDED, *sources, "capture.torchspec.python=python"))
+    check(composed("any_target", choice, *NEEDED, *sources))
 
 
 def test_overrides_reach_their_fields_with_the_right_types() -> None:
@@ -261,18 +261,11 @@ def test_offloading_needs_a_zero_stage(stage: int, offload: str, valid: bool) ->
             check(config)
 
 
-def test_torchspec_needs_its_environment() -> None:
-    with pytest.raises(UserError, match=r"capture\.torchspec\.python"):
-        check(composed("any_target", *NEEDED, "capture.source=torchspec"))
-
-
-@pytest.mark.parametrize("setting", ["capture.transport=mooncake", "capture.source=torchspec"])
-def test_a_mooncake_store_must_hold_everything_that_may_wait(setting: str) -> None:
+def test_a_mooncake_store_must_hold_everything_that_may_wait() -> None:
     settings = [
         *NEEDED,
         "capture=hf_online",
-        setting,
-        "capture.torchspec.python=python",
+        "capture.transport=mooncake",
         "capture.spool_gb=8",
     ]
     with pytest.raises(UserError, match=r"capture\.mooncake\.segment_gb"):
@@ -280,13 +273,12 @@ def test_a_mooncake_store_must_hold_everything_that_may_wait(setting: str) -> No
     check(composed("any_target", *settings, "capture.mooncake.segment_gb=9"))
 
 
-@pytest.mark.parametrize("source", ["hf", "vllm", "torchspec"])
+@pytest.mark.parametrize("source", ["hf", "vllm"])
 def test_capture_groups_set_source_and_mode_and_the_mode_alone_keeps_the_source(source: str) -> None:
-    python = "capture.torchspec.python=python"
     for settings in ([f"capture={source}_online"], [f"capture={source}", "capture.mode=online"]):
-        capture = composed("any_target", *NEEDED, *settings, python).capture
+        capture = composed("any_target", *NEEDED, *settings).capture
         assert (capture.source.value, capture.mode) == (source, CaptureMode.online)
-    capture = composed("any_target", *NEEDED, f"capture={source}", python).capture
+    capture = composed("any_target", *NEEDED, f"capture={source}").capture
     assert (capture.source.value, capture.mode) == (source, CaptureMode.offline)
 
 

@@ -108,5 +108,5 @@ def test_an_argument_without_a_value_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_a_capture_group_names_the_source_too(mode: str) -> None:
-    with pytest.raises(UserError, match=f"capture={mode}: .*hf.*torchspec.*vllm.*capture.mode={mode}"):
+    with pytest.raises(UserError, match=f"capture={mode}: .*hf.*vllm.*capture.mode={mode}"):
         checked([f"capture={mode}"])

@@ -13,14 +13,14 @@ from train.doctor.network import master_port_check, port_check, server_check, se
 
 def test_a_port_in_use_is_found() -> None:
     with port_in_use() as port:
-        check = port_check("metrics port", "capture.metrics_port", port)
+        check = port_check("port", "launcher.port", port)
     assert (check.status, check.found) == (Status.lacking, "Address already in use")
-    assert (check.field, check.value) == ("capture.metrics_port", port)
-    assert port_check("metrics port", "capture.metrics_port", port).status is Status.ok
+    assert (check.field, check.value) == ("launcher.port", port)
+    assert port_check("port", "launcher.port", port).status is Status.ok
 
 
 def test_a_number_that_is_no_port_is_lacking() -> None:
-    assert port_check("metrics port", "capture.metrics_port", 70000).status is Status.lacking
+    assert port_check("port", "launcher.port", 70000).status is Status.lacking
 
 
 def test_torchrun_chooses_its_port_on_one_node_only() -> None:

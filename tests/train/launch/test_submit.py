@@ -163,7 +163,6 @@ def test_tokens_stay_in_the_environment(tmp_path: Path) -> None:
             None,
         ),
         (("capture=vllm", "capture.transport=mooncake"), None),
-        (("capture=torchspec", "capture.torchspec.python=python"), 50051),
     ],
 )
 def test_a_job_starts_the_mooncake_master_that_its_run_needs(

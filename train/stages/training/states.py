@@ -16,11 +16,9 @@ from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.sample_cache import CacheSettings
 from data.text.saved import load_saved
-from data.torchspec.states import TorchSpecStates
 from data.transport.mooncake import MooncakeTransport
 from data.transport.protocol import Arrivals, Producer, Transport
 from train.config.capture import CaptureMode, CaptureSource
-from train.config.evaluate import longest_cell_sample
 from train.config.run import Stage
 from train.context import RunContext
 from train.inference.online import (
@@ -28,10 +26,7 @@ from train.inference.online import (
     online_states,
     open_transport,
     rank_name,
-    run_name,
-    torchspec_format,
 )
-from train.inference.torchspec import torchspec_settings
 from train.inference.transport import chosen_transport
 from train.inference.vllm import vllm_producer
 
@@ -98,13 +93,6 @@ def cache_settings(context: RunContext) -> CacheSettings | None:
 def online_source(context: RunContext, dataset: Dataset) -> Iterator[OnlineStates]:
     """Run the target alongside training, with the recipe's producer and transport."""
     capture = context.config.capture
-    if capture.source is CaptureSource.torchspec:
-        with (
-            torchspec_states(context) as states,
-            reported(torchspec_source(context, states, dataset)) as source,
-        ):
-            yield source
-        return
     opened = vllm_states if capture.source is CaptureSource.vllm else hf_states
     with opened(context, dataset, training_encoding(context)) as source, reported(source):
         yield source
@@ -198,27 +186,3 @@ def source_of(
         name=rank_name(context.output_dir, context.world.rank),
         max_refused_fraction=context.config.capture.max_refused_fraction,
     )
-
-
-@contextmanager
-def torchspec_states(context: RunContext) -> Iterator[TorchSpecStates]:
-    """Open TorchSpec's engines, which rank 0 starts and the other ranks find."""
-    config, target, rank = context.config, context.captured_target, context.world.rank
-    # A held-out sample is a prompt and the target's completion of it.
-    max_tokens = max(
-        config.data.max_tokens + config.evaluate.max_new_tokens, longest_cell_sample(config.evaluate)
-    )
-    states = TorchSpecStates(
-        torchspec_settings(target, config.capture, max_tokens),
-        target.parts.head.norm,
-        run=run_name(context.output_dir),
-        rank=rank,
-        log=context.output_dir / f"torchspec-{rank}.log",
-    )
-    with closing(states):
-        yield states
-
-
-def torchspec_source(context: RunContext, states: TorchSpecStates, dataset: Dataset) -> OnlineStates:
-    """Return the samples of one dataset as TorchSpec's engines deliver them."""
-    return source_of(context, dataset, states, states, torchspec_format(context.captured_target))

@@ -1,1 +1,0 @@
-"""Capture by TorchSpec's inference engines."""
