@@ -1,22 +1,18 @@
 """Fixtures and hooks of the whole suite."""
 
 import gc
-import multiprocessing.spawn
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
-from data.vllm.environment import ROOT, environment, find_python
+from data.vllm.environment import ROOT, find_python
 from tests.eagle31.export.reload import reload_in_this_process
 from tests.order import arrange, extend_time_limits
-from tests.preloaded.start import begin_session, end_session, interpreter
-from tests.train.torchrun import preloaded_python
 from train.drafter import export_checks
 
 MAKE_SECONDS = 1100
@@ -28,13 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full(why): a test that runs with --full only")
-    if not hasattr(config, "workerinput"):  # one of xdist's workers has it
-        begin_session()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        end_session()
+    settings.register_profile("suite", deadline=None, database=None, derandomize=True)
+    settings.load_profile("suite")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,31 +63,30 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="session")
 def preloaded_vllm(vllm_python: Path) -> Path:
-    """An interpreter that has imported vLLM. See `tests.preloaded.start`."""
-    modules = (
-        "vllm.entrypoints.llm",
-        "vllm.entrypoints.openai.api_server",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.models.llama_eagle3",
+    return vllm_python
+
+
+@pytest.fixture(scope="session")
+def preloaded_servers(vllm_python: Path) -> Path:
+    return vllm_python
+
+
+@pytest.fixture(scope="session")
+def preloaded_children() -> None:
+    pass
+
+
+@pytest.fixture(scope="session")
+def mooncake() -> Path | None:
+    """The directory of the system libraries that Mooncake needs; None where the system has them.
+
+    Every test that imports Mooncake, or starts a process that does, asks for it.
+    """
+    setup = subprocess.run(
+        [ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True, timeout=MAKE_SECONDS
     )
-    return interpreter("vllm", str(vllm_python), modules, environment(vllm_python))
-
-
-@pytest.fixture(scope="module")
-def preloaded_servers(preloaded_vllm: Path) -> Iterator[Path]:
-    """The vLLM servers that the module's tests start are run by `preloaded_vllm`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
-        yield preloaded_vllm
-
-
-@pytest.fixture(scope="module")
-def preloaded_children() -> Iterator[None]:
-    """The processes that the project's code starts in the module's tests are run by `preloaded_python`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", preloaded_python())
-        patch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(preloaded_python()))
-        yield
+    assert setup.returncode == 0, setup.stderr
+    return Path(setup.stdout.strip()) if setup.stdout.strip() else None
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ SLOW = (
     "tests/train/launch/test_apart.py",
     "tests/train/parity/test_vllm_parity.py",
     "tests/data/vllm/test_server.py",
-    "tests/chaos/test_kill_points.py",
+    "tests/runs/test_kills.py",
     "tests/train/lifetime/test_runs.py",
     "tests/train/test_pipeline.py",
     "tests/train/inference/test_mooncake.py",

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
-from tests.train.torchrun import _composed as composed_in_tests
 from train import compose
 from train.compose import compose_config, composed, recipe_name
 from train.config.overrides import choices
@@ -52,11 +51,3 @@ def test_every_evaluation_fits_the_recipes() -> None:
         name = evaluations[number % len(evaluations)]  # each of them with several recipes
         config = composed([f"recipe={recipe}", f"eval={name}", *values.get(recipe, [])])
         assert bool(config.evaluate.matrix.domains) == (name != "held_out")
-
-
-def test_the_tests_compose_what_a_run_does() -> None:
-    groups = ["capture=vllm_online", "eval=robustness", "optim=muon"]
-    settings = ["vllm.engine_args.max_num_seqs=3", "data.sources.mine.source=some.jsonl", "stages=[plan]"]
-    settings += ["train.max_steps=7", "drafter.draft_vocab_size=null", "target.dtype=float16"]
-    found = composed_in_tests("kimi_k2_6", (*groups, *settings))
-    assert found == compose_config(["recipe=kimi_k2_6", *groups, *settings])

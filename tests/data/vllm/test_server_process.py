@@ -35,9 +35,8 @@ from tests.data.vllm.targets import (
     make_samples,
     save_mla,
 )
-from tests.preloaded.start import program_of
 from tests.processes import EVERY_ADDRESS, listening
-from tests.train.torchrun import preloaded_python
+from tests.train.torchrun import preloaded_python, program_of
 
 IDS = (1, 2, 3, 4)
 NUM_SAMPLES = 400

@@ -13,7 +13,6 @@ import pytest
 
 from data.vllm.environment import KEY_VARIABLE, check_mooncake
 from eagle31.json_files import read_json
-from tests.preloaded.start import PYTHON, interpreters
 from tests.processes import environment_of
 from tests.recipes.headers import RECIPES, header_commands
 from tests.recipes.stand_ins import StandIn, save_stand_in, small_run
@@ -48,7 +47,7 @@ def stand_in(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Sta
 def nodes(stand_in: StandIn, output_dir: Path, shared: bool) -> Iterator[tuple[Cluster, Machine, Machine]]:
     """Start two nodes that see the stand-in, each with its own output directory unless that is shared."""
     output_dir.mkdir()
-    seen = [stand_in.train.parent, interpreters(), *([output_dir] if shared else [])]
+    seen = [stand_in.train.parent, *([output_dir] if shared else [])]
     # Also where the test's directory is not in /tmp.
     own = [] if shared else [output_dir]
     with running_apart_cluster(seen, own) as cluster:
@@ -120,7 +119,7 @@ def test_a_server_on_another_node_with_nothing_shared_but_mooncake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_mooncake(vllm_python)
-    monkeypatch.setattr(sys, "executable", PYTHON)  # the job finds mooncake_master next to it
+    monkeypatch.setattr(sys, "executable", sys.executable)  # the job finds mooncake_master next to it
     output_dir = tmp_path / "run"
     through = ["capture.transport=mooncake", "capture.mooncake.segment_gb=0.05"]
     with nodes(stand_in, output_dir, shared=False) as (cluster, first, second):

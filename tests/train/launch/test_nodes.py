@@ -13,11 +13,10 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
-from tests.preloaded.start import program_of
 from tests.train.launch.slurm_cluster import Cluster, free_ports, running_cluster, wait_for
 from tests.train.small_run import MAIN, RECIPE, metrics_of, saved_steps, wait_for_step
 from tests.train.small_run import arguments as tiny_arguments
-from tests.train.torchrun import ROOT, environment, preloaded_python, torchrun
+from tests.train.torchrun import ROOT, environment, preloaded_python, program_of, torchrun
 from train.config.launcher import LauncherConfig
 from train.launch.slurm import Submission, render
 from train.lifetime.stops import STOPPED_FILE

@@ -12,7 +12,6 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
-from tests.preloaded.start import program_of
 from tests.processes import environment_of
 from tests.train.small_run import (
     MAIN,
@@ -24,7 +23,7 @@ from tests.train.small_run import (
     saved_steps,
     wait_for_step,
 )
-from tests.train.torchrun import ROOT, environment, preloaded_python, run_here, torchrun_command
+from tests.train.torchrun import ROOT, environment, preloaded_python, program_of, run_here, torchrun_command
 from train.lifetime.stops import STOPPED, STOPPED_FILE
 
 pytestmark = pytest.mark.timeout(600)
