@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
 from data.vllm.environment import ROOT, find_python

@@ -13,10 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.text.choices import check_split
+from eagle31.credentials import HIDDEN, has_url_credentials, is_secret_name
 from eagle31.errors import UserError
 from train.config.overrides import RECIPES, checked, choices
 from train.config.run import RunConfig, check, register
-from train.tracking.credentials import check_secrets
 
 CHECKOUT = RECIPES.parent
 
@@ -52,6 +52,30 @@ def compose_config(arguments: Sequence[str]) -> DictConfig:
         config = compose("train", overrides)
     check_secrets(OmegaConf.to_container(config))
     return config
+
+
+def check_secrets(value: object, field: str = "") -> None:
+    """Raise UserError for a URL with credentials, and for a secret in a dictionary whose keys are not ours.
+
+    A configuration is written to the output directory and sent to W&B. The message has the field and not the
+    secret.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            name = f"{field}.{key}".lstrip(".")
+            if isinstance(item, str) and item and is_secret_name(str(key)):
+                remedy = "A configuration is written to files; give the secret in an environment variable."
+                raise UserError(name, HIDDEN, remedy)
+            check_secrets(item, name)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_secrets(item, field)
+    elif isinstance(value, str) and has_url_credentials(value):
+        remedy = (
+            "A configuration is written to files, so its URLs have no credentials: a server's key belongs in "
+            "VLLM_API_KEY, and those of object storage in the variables or files of its own client."
+        )
+        raise UserError(field, value, remedy)
 
 
 def composed(arguments: Sequence[str]) -> RunConfig:

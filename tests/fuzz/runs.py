@@ -1,12 +1,10 @@
 """Readers of what a run leaves for the next one: results, records, answers, and saved data sets."""
 
 import json
-import struct
 from pathlib import Path
 
 import pyarrow as pa
 from datasets import Dataset, disable_progress_bars
-from wandb.proto import wandb_internal_pb2
 
 from data.file_hashes import _remembered
 from data.generation.answers import AnswerFile, answer_line
@@ -23,13 +21,12 @@ from eagle31.json_files import (
     write_json,
     write_sealed_json,
 )
-from tests.fuzz.reader import DOCUMENTED, Reader, readers_of
+from tests.fuzz.reader import Reader, readers_of
 from train.artifact import Artifact
 from train.distributed import World
 from train.evaluation.cells import LISTING, read_listing
 from train.reporting.draft_length import read_step_times
 from train.reporting.results import read_report, read_serving
-from train.tracking.wandb_files import history
 from train.trainer.checkpoints import BEST, CheckpointDirectory
 from train.trainer.continuation import BEGUN, begun_trainings, find_earlier
 
@@ -73,15 +70,14 @@ def _artifact(directory: Path) -> object:
 
 
 def training_readers(directory: Path) -> dict[str, Reader]:
-    """Return the readers of what a training leaves next to its checkpoints, and of W&B's files."""
+    """Return the readers of what a training leaves next to its checkpoints."""
     training = directory / "artifacts" / "train-1"
     (training / "checkpoints" / "step-00000001").mkdir(parents=True)
     write_json(training / BEGUN, {"inputs": INPUTS, "continued_from": {"directory": "x", "step": 1}})
     best = directory / "best" / BEST
     write_json(best, {"step": 1, "acceptance_length": 2.0, "files": {"drafter": "drafter.safetensors"}})
     (best.parent / "drafter.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
-    (directory / "run.wandb").write_bytes(b":W&B\xe1\xbe\0" + _wandb_record(1) + _wandb_record(2))
-    found = readers_of(
+    return readers_of(
         directory,
         {
             "begun": (f"artifacts/train-1/{BEGUN}", lambda d: begun_trainings(d, INPUTS)),
@@ -89,23 +85,11 @@ def training_readers(directory: Path) -> dict[str, Reader]:
             "best": (f"best/{BEST}", lambda d: CheckpointDirectory(d, 2, World(0, 0, 1)).best_weights()),
         },
     )
-    wandb = {"wandb": ("run.wandb", lambda d: list(history(d / "run.wandb")))}
-    return found | readers_of(directory, wandb, (*DOCUMENTED, ValueError))
 
 
 def _earlier(directory: Path) -> object:
     earlier = find_earlier(directory, None, INPUTS["fixed"], named=True)  # type: ignore[arg-type]
     return earlier and earlier.inputs
-
-
-def _wandb_record(step: int) -> bytes:
-    """Return a record of the history, whose checksum nobody looks at."""
-    record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
-    record.history.step.num = step
-    item = record.history.item.add()
-    item.key, item.value_json = "train/loss", "0.5"
-    content = record.SerializeToString()
-    return struct.pack("<IHB", 0, len(content), 1) + content
 
 
 def data_readers(directory: Path) -> dict[str, Reader]:

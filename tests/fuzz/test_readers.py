@@ -22,7 +22,7 @@ NAMES = (
     *("shard", "sidecar", "store_manifest", "store_index", "store_shard", "refusals"),
     *("codec_bf16", "codec_fp8", "spool", "spool_in_memory", "mooncake"),
     *("json", "sealed", "jsonl", "report", "serving", "step_times", "artifact", "cells"),
-    *("begun", "earlier", "best", "wandb"),
+    *("begun", "earlier", "best"),
     *("answers", "block", "block_arrow", "hashes"),
     *("saved_arrow", "saved_info", "saved_state", "chat_arrow", "chat_info"),
     *("request_store", "request_mooncake", "answer", "info"),
@@ -161,23 +161,6 @@ def test_an_encoded_sample_that_is_damaged_is_refused(damage: dict[str, torch.Te
     changed = {name: value for name, value in (tensors | damage).items() if value is not None}
     with pytest.raises(ValueError, match=r"^its? "):
         check_encoded(changed)
-
-
-def test_a_damaged_file_of_wandb_is_a_value_error(known: dict[str, tuple[Path, Reader]]) -> None:
-    directory, reader = known["wandb"]
-    assert len(history_of(reader, directory, reader.content)) == 2
-    assert len(history_of(reader, directory, reader.content[:-3])) == 1  # its writer was killed
-    with pytest.raises(ValueError, match="damaged"):
-        history_of(reader, directory, reader.content.replace(b"0.5", b"0.."))
-    with pytest.raises(ValueError, match="damaged"):
-        history_of(reader, directory, reader.content[:14] + b"\xff" * (len(reader.content) - 14))
-
-
-def history_of(reader: Reader, directory: Path, content: bytes) -> list[Any]:
-    (directory / reader.file).write_bytes(content)
-    found = reader.read(directory)
-    assert isinstance(found, list)
-    return found
 
 
 def test_a_manifest_without_its_facts_is_of_no_finished_stage(known: dict[str, tuple[Path, Reader]]) -> None:

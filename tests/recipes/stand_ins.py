@@ -155,7 +155,6 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
         "train.max_steps=2",
         "train.log_every=1",
         "evaluate.max_new_tokens=12",
-        "tracking.mode=disabled",
     ]
     if config.drafter.draft_vocab_size is not None:
         arguments.append("drafter.draft_vocab_size=200")

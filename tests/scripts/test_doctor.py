@@ -58,7 +58,7 @@ def test_a_machine_that_suffices_is_left_as_it_is(small_target: EmbeddedTarget, 
 def test_what_is_lacking_has_a_row_and_a_remedy(small_target: EmbeddedTarget, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     served = (f"vllm.servers=[http://127.0.0.1:{free_port()}]", "capture=vllm_online", "capture.spool_gb=1e6")
-    elsewhere = ("data.train=none.jsonl", "tracking.mode=online", "hub.repo_id=org/drafter")
+    elsewhere = ("data.train=none.jsonl", "hub.repo_id=org/drafter")
     with protected(tmp_path / "kept"), port_in_use() as port, pytest.MonkeyPatch.context() as patch:
         patch.delenv("HF_TOKEN")
         patch.delenv("WANDB_API_KEY", raising=False)
@@ -68,7 +68,7 @@ def test_what_is_lacking_has_a_row_and_a_remedy(small_target: EmbeddedTarget, tm
     assert outcome.status == 1
     found = rows(outcome)
     [server] = [name for name in found if name.startswith("server ")]
-    named = ["output_dir", "/dev/shm", "data.train", server, "torchrun's port", "HF_TOKEN", "W&B"]
+    named = ["output_dir", "/dev/shm", "data.train", server, "torchrun's port", "HF_TOKEN"]
     assert [name for name in named if found[name] != "lacking"] == []
     assert all(check["remedy"] for check in json.loads(outcome.out) if check["status"] == "lacking")
 

@@ -42,7 +42,6 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
         "deepspeed.precision=fp32",
         "evaluate.max_new_tokens=32",
         "evaluate.sampling=false",
-        "tracking.mode=disabled",
     ]
 
 

@@ -91,5 +91,4 @@ def few(num_ranks: int) -> list[str]:
         "train.validate_every=2",
         "evaluate.sampling=false",
         "evaluate.untrained=false",
-        "tracking.mode=disabled",
     ]

@@ -169,20 +169,13 @@ class TrainConfig:
     seed: int | None = None
 
 
-class TrackingMode(Enum):
-    """Whether Weights & Biases gets the metrics; metrics.jsonl is written in every mode."""
-
-    auto = "auto"  # online if a W&B key is configured, offline otherwise
-    online = "online"  # sent while training
-    offline = "offline"  # kept in the output directory, for `wandb sync`
-    disabled = "disabled"  # no W&B
-
-
 @dataclass
 class TrackingConfig:
-    """Metrics in Weights & Biases, in addition to metrics.jsonl in the output directory."""
+    """Metrics in Weights & Biases, if it has a key, in addition to metrics.jsonl in the output directory.
 
-    mode: TrackingMode = TrackingMode.auto  # Whether W&B gets the metrics.
+    W&B's variable `WANDB_MODE` can be `offline`, for `wandb sync`, or `disabled`.
+    """
+
     project: str = "eagle31"  # W&B project.
     name: str | None = None  # Name of the W&B run. null: the recipe's name.
 

@@ -16,7 +16,7 @@ from train.doctor.check import Check, Status, ok, refusal, refuse_lacking
 from train.doctor.needs import Needs
 from train.planning.memory_check import gigabytes
 from train.requirements import engine_joins_mooncake, mooncake_clients, remote_servers, starts_vllm
-from train.tracking.tracker import has_wandb_key
+from train.tracking import wandb_mode
 
 
 class Topic(Enum):
@@ -206,7 +206,7 @@ def service_checks(needs: Needs) -> Iterator[Check]:
     """Yield whether tokens and other programs are there that the run reports to or starts with."""
     config = needs.config
     yield accounts.hub_check(config.hub, pushes(config))
-    yield accounts.tracking_check(config.tracking.mode, has_wandb_key(), os.environ.get("WANDB_MODE"))
+    yield accounts.tracking_check(wandb_mode())
     if needs.on_other_machines:
         yield programs.slurm_check(config.launcher.partition)
 

@@ -44,7 +44,7 @@ from train.stages.training.inputs import (
 )
 from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
-from train.tracking.tracker import open_tracker
+from train.tracking import open_tracker
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.continuation import CONTINUED
@@ -124,12 +124,10 @@ def train_on(
     validation = ReplayValidation(sets, config.train.row_tokens, config.evaluate.draft_tokens, world)
     diagnosis = drift_diagnosis(context, samples)
     tracker = open_tracker(
-        config.tracking.mode,
         project=config.tracking.project,
         name=config.tracking.name or config.recipe_name,
         config=_tracked_config(context),
         directory=directory,
-        metrics_path=directory / "metrics.jsonl",
         resume_step=state.step,
         is_main=world.is_main,
     )

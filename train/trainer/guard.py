@@ -10,7 +10,7 @@ from torch import Tensor
 from data.batches.loader import RowLoader
 from eagle31.errors import UserError
 from train.distributed import World
-from train.tracking.tracker import Tracker
+from train.tracking import Tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.host_copy import HostCopy
 

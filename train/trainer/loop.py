@@ -15,7 +15,7 @@ from data.progress import Progress
 from train.distributed import World, sum_over_ranks
 from train.lifetime.activity import ACTIVITY
 from train.lifetime.stops import Stopped, at_safe_points
-from train.tracking.tracker import Tracker
+from train.tracking import Tracker
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.guard import StepGuard, report_skipped, spoiled_unless_finite
@@ -186,12 +186,10 @@ def train(
                 state.grad_norm_reference = guard.reference
                 with window.timed("checkpoint"):
                     checkpoints.save(model_engine, state, average)
-                tracker.commit()
             if stop and state.step < settings.max_steps and not stops_early(state, settings):
                 if world.is_main:
                     print(f"train: saved after step {state.step} and stopped; the same command resumes")
                 raise Stopped
-    tracker.commit()  # what no checkpoint has after skipped steps, and no run will repeat
     return state
 
 

@@ -37,7 +37,7 @@ def test_known_keys_and_groups_pass_unchanged(argument: str) -> None:
         ("target.draft_vocab_size=100", "drafter.draft_vocab_size"),
         ("zero_stage=1", "deepspeed.zero_stage"),
         ("data.regenerate.temprature=1", "data.regenerate.temperature"),
-        ("tracking.mod=offline", "tracking.mode"),
+        ("tracking.projekt=a", "tracking.project"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_ones(argument: str, suggested: str) -> None:

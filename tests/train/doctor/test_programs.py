@@ -8,7 +8,6 @@ import pytest
 
 from data.text.sources import Source
 from train.config.export import HubConfig
-from train.config.training import TrackingMode
 from train.doctor import accounts, environment, inputs, programs
 from train.doctor.check import Status
 from train.versions import missing_packages
@@ -131,9 +130,6 @@ def test_an_engine_needs_the_package_of_mooncake(monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_are_looked_for_and_never_shown() -> None:
-    for mode in TrackingMode:
-        expected = Status.lacking if mode is TrackingMode.online else Status.ok
-        assert accounts.tracking_check(mode, False, None).status is expected
     assert accounts.server_key_check({}, "VLLM_API_KEY", remote=False) is None
     for variables, status in (({"VLLM_API_KEY": SECRET}, Status.ok), ({}, Status.lacking)):
         check = accounts.server_key_check(variables, "VLLM_API_KEY", remote=True)

@@ -234,7 +234,6 @@ def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: 
         "deepspeed.precision=fp32",
         "export.dtype=float32",
         "evaluate.max_new_tokens=64",
-        "tracking.mode=disabled",
         "stages=[data,vocab,answers,capture,train,export]",
         *case.overrides,
     ]

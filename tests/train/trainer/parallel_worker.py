@@ -27,7 +27,7 @@ from tests.train.trainer.engine_checks import EMA_DECAY, CheckedAverage, refused
 from tests.train.trainer.late_heads import late_heads
 from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
-from train.tracking.tracker import flatten_metrics
+from train.tracking import flatten_metrics
 from train.trainer import model_engine as engine_module
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState

@@ -47,7 +47,7 @@ class RunFailed(RuntimeError):
 def command(options: Options, directory: Path, *overrides: str, num_processes: int = 1) -> list[str]:
     """Return the command of a quickstart in bf16 with ZeRO 1; on a GPU the target is in bf16, too."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    recipe = ["recipe=quickstart", "deepspeed=zero1", "deepspeed.precision=bf16", "tracking.mode=disabled"]
+    recipe = ["recipe=quickstart", "deepspeed=zero1", "deepspeed.precision=bf16"]
     return [
         *(*launcher, "--nproc-per-node", str(num_processes), "train/main.py", *recipe),
         *(_BF16_TARGET if options.num_gpus else ()),

@@ -3,9 +3,8 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
-from train.compose import compose_config, composed
+from train.compose import check_secrets, compose_config, composed
 from train.config.overrides import choices
-from train.tracking.credentials import check_secrets
 
 SECRET = "planted-secret"
 KEY = "planted/secret:of+a@store"  # keys of object storage have such characters
