@@ -47,7 +47,6 @@ SLOW = (
     "tests/pretended_gpu/test_faults.py",
     "tests/train/drafter/test_export_checks.py",
     "tests/train/experiments/quality/test_quality.py",
-    "tests/train/stages/test_cells.py",
     "tests/eagle31/kernels/test_compiled.py",
     "tests/train/bench/step/test_timing.py",
     "tests/pretended_gpu/test_loop.py",

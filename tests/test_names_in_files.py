@@ -17,7 +17,6 @@ from eagle31.errors import UserError
 from eagle31.export.layouts import read_tensors
 from eagle31.json_files import file_within, write_json
 from train.checkpoint.parts import DamagedCheckpoint, read_checked, write_checked
-from train.evaluation.cells import FinishedCell
 from train.trainer.continuation import _take_over_best
 
 NAMES = ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "", ".", "..", "a\0b", None, 3]
@@ -70,18 +69,6 @@ def best_weights(directory: Path, name: str) -> object:
     return _take_over_best(earlier, 3, directory / "own/best")  # type: ignore[arg-type]
 
 
-def states_of_a_cell(directory: Path, name: str) -> object:
-    fields = {
-        "domain": "chat",
-        "setting": {},
-        "purpose": "evaluation",
-        "artifact": name,
-        "prompt_ids": [],
-        "mean_prompt_tokens": 1.0,
-    }
-    return FinishedCell.from_json(fields, directory)
-
-
 def shard_of_a_sidecar(directory: Path, name: str) -> object:
     content = {"file": name, "num_bytes": 1, "encoding": Encoding().to_json(), "sample_ids": [], "sha256": ""}
     content |= {"lengths": [], "aux_rows": [], "last_rows": []}
@@ -100,7 +87,6 @@ def shard_of_an_index(directory: Path, name: str) -> object:
         weights_of_an_export,
         files_of_a_checkpoint,
         best_weights,
-        states_of_a_cell,
         shard_of_a_sidecar,
         shard_of_an_index,
     ],

@@ -100,7 +100,6 @@ def _check_splits(arguments: Sequence[str], config: RunConfig) -> None:
     groups: dict[str, Mapping[str, Any]] = {
         "data.sources": data.sources,
         "data.evaluation_sets": data.evaluation_sets,
-        "evaluate.matrix.domains": config.evaluate.matrix.domains,
     }
     for group, members in groups.items():
         for name, one in members.items():

@@ -29,7 +29,6 @@ from eagle31.export.read import LoadedExport
 from eagle31.model.config import DrafterConfig
 from train.artifact import Artifact
 from train.config.drafter import DrafterShape
-from train.config.evaluate import longest_cell_sample
 from train.config.run import RunConfig, Stage
 from train.config.target import EMBEDDED, TargetEngine
 from train.config.training import OptimConfig
@@ -207,14 +206,9 @@ class RunContext:
             config.vllm.engine_args | dict(further_args),
             # A sample fits a row, and so does a held-out prompt with its completion. A regenerated sample is
             # cut to `data.max_tokens` only after it is written.
-            max_tokens=max(self.longest_held_out, written),
+            max_tokens=max(config.train.row_tokens, written),
             output_dir=self.output_dir,
         )
-
-    @property
-    def longest_held_out(self) -> int:
-        """The most tokens of a held-out prompt with its completion."""
-        return max(self.config.train.row_tokens, longest_cell_sample(self.config.evaluate))
 
     def open_generator(self) -> AbstractContextManager[AnswerGenerator]:
         """Open the engine that writes the target's completions; what it holds is free at the end."""

@@ -26,7 +26,6 @@ from train.context import RunContext
 from train.distributed import World, wait_for
 from train.doctor.examine import check_start
 from train.doctor.failures import naming_full_disk
-from train.evaluation.cells import CELLS
 from train.leftovers import remove_leftovers
 from train.lifetime.activity import ACTIVITY
 from train.lifetime.stops import STOPPED_FILE
@@ -84,8 +83,7 @@ def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundR
     check_stored(config)
     world.use_device()
     stages = list(Stage)
-    before: list[Stage] = [one for one in stages[: stages.index(Stage.train)] if one in STAGES]
-    before.remove(Stage.cells)
+    before = [one for one in stages[: stages.index(Stage.train)] if one in STAGES]
     context = RunContext(replace(config, stages=before), world)
     quiet_libraries(world)
     if world.is_main:
@@ -103,7 +101,7 @@ def run_stages(context: RunContext) -> None:
         check_ranks(context)
     _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
-        check_links(context.output_dir, (_EXPORT, CELLS))
+        check_links(context.output_dir, (_EXPORT,))
         check_environment(config)
     context.check_drafter()
     if pushes(config):
@@ -138,8 +136,6 @@ def conclude(context: RunContext, stage: Stage) -> None:
             announce_work(context)
         if Stage.train in config.stages:
             check_rows(context)
-    elif stage is Stage.cells:
-        link_result(context.output_dir, CELLS, context.artifacts[stage].directory)
     elif stage is Stage.export:
         link_result(context.output_dir, _EXPORT, context.artifacts[stage].directory / "checkpoint")
     elif stage is Stage.report:

@@ -7,7 +7,7 @@ from data.addresses import is_loopback
 from data.transport.mooncake_store import check_joinable, check_master
 from data.vllm.environment import check_mooncake, find_python
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
-from train.config.run import RunConfig, Stage, has_cells
+from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.config.vllm import VllmConfig
 
@@ -62,7 +62,6 @@ def uses_servers(config: RunConfig, stage: Stage) -> bool:
         Stage.data: answers and config.data.regenerate.enabled,
         Stage.answers: answers,
         Stage.capture: captures,
-        Stage.cells: has_cells(config) and (answers or captures),
         Stage.train: captures and config.capture.mode is CaptureMode.online,
     }.get(stage, False)
 

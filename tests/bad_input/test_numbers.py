@@ -110,7 +110,6 @@ CASES = [
     of("train.row_tokens", "1000000000000", "It must be at most"),
     of("data.num_workers", "1000000", "It must be at most 4096"),
     of("seed", "-1", "It must be at least 0"),
-    of("evaluate.matrix.domains.a.num_prompts", "0", "greater than 0"),
 ]
 
 

@@ -289,10 +289,11 @@ RUNS = [
         "data.eval_split=b",
     ),
     run(
-        "split_of_a_domain",
-        ("domains.a.split=b: It has",),
-        "evaluate.matrix.domains.a.source=train.jsonl",
-        "evaluate.matrix.domains.a.split=b",
+        "split_of_an_evaluation_set",
+        ("sets.a.split=b: It has",),
+        "data.drop_evaluation_prompts=true",
+        "data.evaluation_sets.a.source=train.jsonl",
+        "data.evaluation_sets.a.split=b",
     ),
     run(
         "argument_of_ours",

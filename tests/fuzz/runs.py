@@ -24,7 +24,6 @@ from eagle31.json_files import (
 from tests.fuzz.reader import Reader, readers_of
 from train.artifact import Artifact
 from train.distributed import World
-from train.evaluation.cells import LISTING, read_listing
 from train.reporting.draft_length import read_step_times
 from train.reporting.results import read_report, read_serving
 from train.trainer.checkpoints import BEST, CheckpointDirectory
@@ -45,10 +44,6 @@ def result_readers(directory: Path) -> dict[str, Reader]:
     times = {"format": 1, "source": "x", "export": "x", "times": []}
     write_sealed_json(directory / "report" / "step_times.json", times)
     Artifact("data", {}, directory).finish(1.0, {"num_samples": 2}, ("file", "file.jsonl"))
-    setting = {"template": "unchanged", "system": "unchanged", "context_tokens": None}
-    cell = {"domain": "a", "setting": setting, "purpose": "evaluation", "artifact": "cell-1"}
-    prompts = {"prompt_ids": ["1"], "mean_prompt_tokens": 2.0}
-    write_json(directory / LISTING, {"cells": [cell | prompts], "left_out": [{"name": "b", "reason": "c"}]})
     return readers_of(
         directory,
         {
@@ -59,7 +54,6 @@ def result_readers(directory: Path) -> dict[str, Reader]:
             "serving": ("report/serving.json", read_serving),
             "step_times": ("report/step_times.json", read_step_times),
             "artifact": ("stage.json", _artifact),
-            "cells": (LISTING, read_listing),
         },
     )
 

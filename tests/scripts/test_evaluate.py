@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data.generation.hf import TransformersGenerator
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
@@ -20,12 +21,8 @@ from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
 from tests.train.torchrun import preloaded_python
 from train.evaluation import checkpoint as evaluation
-from train.evaluation import checkpoint_matrix
-from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint
-from train.evaluation.checkpoint_matrix import CheckpointMatrix, evaluate_matrix, parse_domains
-from train.reporting.matrix_plot import matrix_panels
-from train.reporting.matrix_text import format_matrix
-from train.reporting.plots import save_png
+from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint, evaluate_matrix
+from train.evaluation.matrix import PromptSource, format_matrix, parse_sources, settings_of
 from train.reporting.results import format_evaluation
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate"
@@ -55,7 +52,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> CheckpointEvaluation:
     return CheckpointEvaluation(
         checkpoint=str(root / "export"),
         target=spec.model,
-        data=str(root / "data.jsonl"),
+        data=[str(root / "data.jsonl")],
         num_prompts=3,
         draft_tokens=2,
         max_new_tokens=8,
@@ -95,7 +92,7 @@ def test_other_aux_layers_are_read_when_asked_for(asked: CheckpointEvaluation) -
     [
         ({"checkpoint": "./nothing/here"}, "checkpoint"),
         ({"target": "./nothing/here"}, "target.model"),
-        ({"data": "./nothing.jsonl"}, "--data"),
+        ({"data": ["./nothing.jsonl"]}, "--data"),
         ({"draft_tokens": 0}, "--draft-tokens"),
         ({"decoded_prompts": 0}, "--decoded-prompts"),
         ({"temperature": -1.0}, "--temperature"),
@@ -114,7 +111,7 @@ def test_bad_input_is_refused_before_the_target_is_loaded(
 
 
 def test_script(asked: CheckpointEvaluation) -> None:
-    arguments = [asked.checkpoint, "--target", asked.target, "--data", asked.data, "-k", "2"]
+    arguments = [asked.checkpoint, "--target", asked.target, "--data", *asked.data, "-k", "2"]
     arguments += ["--num-prompts", "1", "--max-new-tokens", "4"]
     arguments += ["--prompt-column", "q", "--response-column", "a"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -128,7 +125,7 @@ def test_script(asked: CheckpointEvaluation) -> None:
 def test_script_says_what_is_wrong_in_one_line(
     asked: CheckpointEvaluation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["evaluate", asked.checkpoint, "--target", asked.target, "--data", asked.data, "-k", "0"]
+    arguments = ["evaluate", asked.checkpoint, "--target", asked.target, "--data", *asked.data, "-k", "0"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts the repository's root there
     with pytest.raises(SystemExit, match=r"^2$"):
@@ -137,27 +134,46 @@ def test_script_says_what_is_wrong_in_one_line(
 
 
 def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"q": f"how is {n}", "kind": n} for n in ("red", "blue")]
+    rows = [{"q": f"how is {n}"} for n in ("red", "blue")]
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    domains = parse_domains([asked.data, f"other={tmp_path / 'other.jsonl'}"])
-    assert list(domains) == ["data", "other"]
-    with pytest.raises(UserError, match="two domains called data"):
-        parse_domains([asked.data, "data=x.jsonl"])
-    asked_for = replace(asked, response_column=None, max_new_tokens=4, json=tmp_path / "out.json")
-    settings = CheckpointMatrix(
-        asked_for, domains, templates=["plain"], systems=["short"], output=tmp_path / "cells"
+    (tmp_path / "sets.yaml").write_text(f"other: {{source: {tmp_path / 'other.jsonl'}, prompt_column: q}}")
+    settings = replace(
+        asked,
+        data=[*asked.data, str(tmp_path / "sets.yaml")],
+        response_column=None,
+        max_new_tokens=4,
+        json=tmp_path / "out.json",
+        output=tmp_path / "kept",
     )
-    matrix = evaluate_matrix(settings)["matrix"]
-    names = [f"{domain}{suffix}" for domain in domains for suffix in ("", "/plain", "/system_short")]
-    assert [cell["name"] for cell in matrix["cells"]] == names
-    assert [cell["num_prompts"] for cell in matrix["cells"]] == [3, 3, 3, 2, 2, 2]
-    assert json.loads((tmp_path / "out.json").read_text())["matrix"] == json.loads(json.dumps(matrix))
-    assert f"{names[1]} " in format_matrix(matrix)
-    save_png(list(matrix_panels({"matrix": matrix}).values()), tmp_path / "out.png")
-    # All cells are on disk, so that the target is not needed again.
-    monkeypatch.setattr(checkpoint_matrix, "open_target", lambda *_: pytest.fail("the target was loaded"))
-    assert evaluate_matrix(settings)["matrix"] == matrix
-    with pytest.raises(UserError, match="Choose from"):
-        evaluate_matrix(replace(settings, templates=["nothing"]))
-    with pytest.raises(UserError, match="No cell can be measured"):
-        evaluate_matrix(replace(settings, evaluation=replace(asked_for, max_new_tokens=10**6)))
+    conditions = settings_of(["plain"], ["short"], [60])
+    result = evaluate_matrix(settings, conditions)
+    names = [
+        f"{domain}{suffix}" for domain in ("data", "other") for suffix in ("", "/plain", "/system_short")
+    ]
+    assert [cell["name"] for cell in result["cells"]] == names
+    assert [cell["num_prompts"] for cell in result["cells"]] == [3, 3, 3, 2, 2, 2]
+    assert list(result["left_out"]) == ["data/context_60", "other/context_60"]
+    assert [cell["ratio"] is None for cell in result["cells"]] == [True, False, False] * 2
+    for cell in result["cells"][1:3]:
+        lengths = [one["by_draft_length"][1]["acceptance_length"] for one in (cell, result["cells"][0])]
+        assert cell["ratio"]["value"] == pytest.approx(lengths[0] / lengths[1])
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
+    assert f"{names[1]} " in format_matrix(result)
+    # The completions are kept, so that the target writes none again.
+    monkeypatch.setattr(TransformersGenerator, "generate", lambda *_: pytest.fail("it was completed again"))
+    assert evaluate_matrix(settings, conditions) == result
+
+
+def test_matrix_refuses_what_cannot_be_measured(asked: CheckpointEvaluation, tmp_path: Path) -> None:
+    for given, field in (
+        (lambda: settings_of(["nothing"], [], []), "--matrix.template"),
+        (lambda: parse_sources(["a/b.jsonl", "b=x.jsonl"], PromptSource("")), "--data"),
+        (lambda: parse_sources(["nothing.yaml"], PromptSource("")), "--data"),
+        (lambda: evaluate_matrix(replace(asked, max_new_tokens=10**6), settings_of([], [], [])), "--data"),
+    ):
+        with pytest.raises(UserError) as raised:
+            given()
+        assert raised.value.field == field
+    (tmp_path / "wrong.yaml").write_text("a: {sauce: b}")
+    with pytest.raises(UserError, match="no list of sources"):
+        parse_sources([str(tmp_path / "wrong.yaml")], PromptSource(""))

@@ -5,7 +5,6 @@ import pytest
 from eagle31.errors import UserError
 from train import compose
 from train.compose import compose_config, composed, recipe_name
-from train.config.overrides import choices
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 
@@ -43,11 +42,3 @@ def test_a_mistake_in_a_recipes_file_is_named(tmp_path: Path, monkeypatch: pytes
     assert caught.value.field == "recipe"
     assert "max_step" in caught.value.remedy
     assert "HYDRA_FULL_ERROR" not in caught.value.remedy
-
-
-def test_every_evaluation_fits_the_recipes() -> None:
-    values, evaluations = {"any_target": NEEDED}, choices("eval")
-    for number, recipe in enumerate(choices("recipe")):
-        name = evaluations[number % len(evaluations)]  # each of them with several recipes
-        config = composed([f"recipe={recipe}", f"eval={name}", *values.get(recipe, [])])
-        assert bool(config.evaluate.matrix.domains) == (name != "held_out")

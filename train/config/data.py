@@ -33,8 +33,8 @@ class RegenerateConfig:
 class AugmentConfig:
     """Training prompts under other conditions, each conversation by chance.
 
-    Held-out prompts stay as they are. The conditions are those of the robustness matrix. docs/study.md has an
-    ablation of each.
+    Held-out prompts stay as they are. `scripts/evaluate --matrix` measures under these conditions, and
+    docs/study.md has an ablation of each.
     """
 
     template_probability: float = 0.0  # Fraction of the conversations that another chat template renders.
@@ -97,9 +97,8 @@ class DataConfig:
     # Similarity from which a conversation is a near-duplicate of an earlier one and left out: the fraction of
     # the sequences of five words of either that both have. null: none is left out.
     near_duplicates: float | None = None
-    # Whether conversations with a prompt of an evaluation set are left out: of data.eval, of the sources in
-    # evaluate.matrix.domains, and of data.evaluation_sets. Otherwise only those with a prompt of data.eval
-    # are, and the matrix leaves out the prompts that training has seen.
+    # Whether conversations with a prompt of an evaluation set are left out: of data.eval and of
+    # data.evaluation_sets. Otherwise only those with a prompt of data.eval are.
     drop_evaluation_prompts: bool = False
     # Further evaluation sets, by name, for data.drop_evaluation_prompts.
     evaluation_sets: dict[str, EvaluationSetConfig] = field(default_factory=dict)

@@ -74,7 +74,6 @@ _RANGES: dict[str, tuple[int | float | None, int | float | None]] = {
     "evaluate.draft_tokens": (None, MAX_DRAFT_TOKENS),
     "evaluate.max_new_tokens": (None, _TOKENS),
     "evaluate.temperature": (None, MAX_TEMPERATURE),
-    "evaluate.matrix.context_tokens": (None, _TOKENS),
     "plan.num_nodes": (None, 1 << 20),
     "plan.gpus_per_node": (None, 1024),
     "plan.gpu_memory_gb": (None, _GB),

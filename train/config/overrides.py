@@ -22,7 +22,7 @@ from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-NAMED = ("data.evaluation_sets", "data.sources", "evaluate.matrix.domains")  # groups whose members have names
+NAMED = ("data.evaluation_sets", "data.sources")  # groups whose members have names
 FREE_FORM = (
     "data.template_kwargs",
     "drafter.rope_parameters",
@@ -59,12 +59,12 @@ def checked(arguments: Iterable[str]) -> list[str]:
     Raises:
         UserError: names the key, the value, and the nearest keys or values that exist.
     """
-    known = schema_types() | {"recipe": str, "eval": str}
+    known = schema_types() | {"recipe": str}
     return [_of_member(_checked(argument, known)) for argument in arguments]
 
 
 def _of_member(argument: str) -> str:
-    """Return an argument for a domain or a source in the form in which Hydra can add the member, too."""
+    """Return an argument for an evaluation set or a source so that Hydra adds the member, too."""
     key, _, text = argument.lstrip("+").partition("=")
     found = re.fullmatch(rf"({'|'.join(map(re.escape, NAMED))})\.([\w-]+)(?:\.(\w+))?", key)
     if found is None:

@@ -37,7 +37,6 @@ class Stage(Enum):
     vocab = "vocab"  # builds the draft vocabulary
     answers = "answers"  # has the target answer the held-out prompts
     capture = "capture"  # captures the target's hidden states
-    cells = "cells"  # completes and captures the prompts of the robustness matrix, if there is one
     train = "train"  # trains the drafter
     export = "export"  # writes the checkpoint that vLLM loads
     evaluate = "evaluate"  # measures speculative decoding with the export
@@ -89,8 +88,6 @@ def check(config: RunConfig) -> None:
     check_limits(config)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
-    if config.stages == [Stage.cells] and not has_cells(config):
-        raise UserError("stages", "[cells]", "There are no cells; give a matrix, such as eval=robustness.")
     require_positive({"stop_after_minutes": config.stop_after_minutes})
     check_target(config.target)
     check_drafter(config.drafter)
@@ -120,36 +117,20 @@ def uses_vllm(config: RunConfig) -> bool:
     return config.capture.source is CaptureSource.vllm or config.target.engine is TargetEngine.vllm
 
 
-def has_cells(config: RunConfig) -> bool:
-    """Return whether the run has a robustness matrix."""
-    return bool(config.evaluate.matrix.domains)
-
-
 def pushes(config: RunConfig) -> bool:
     """Return whether the run ends with a push: without hub.repo_id only if push is the one selected stage."""
     return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])
 
 
 def selected_stages(config: RunConfig) -> list[Stage]:
-    """Return the stages to run in their order. Those that measure cells include the one that makes them."""
-    selected = set(config.stages) - {Stage.cells}
-    if has_cells(config) and (Stage.cells in config.stages or selected & cell_users(config)):
-        selected.add(Stage.cells)
-    return [stage for stage in Stage if stage in selected]
+    """Return the stages to run in their order."""
+    return [stage for stage in Stage if stage in config.stages]
 
 
 def needed_stages(config: RunConfig) -> list[Stage]:
     """Return the stages up to the last selected one whose results it depends on, in their order."""
     stages = list(Stage)
-    needed = stages[: 1 + max(stages.index(stage) for stage in config.stages)]
-    if has_cells(config) and (Stage.cells in config.stages or set(needed) & cell_users(config)):
-        return needed
-    return [stage for stage in needed if stage is not Stage.cells]
-
-
-def cell_users(config: RunConfig) -> set[Stage]:
-    """Return the stages that measure cells."""
-    return {Stage.evaluate} | ({Stage.train} if config.evaluate.matrix.validation_cells else set())
+    return stages[: 1 + max(stages.index(stage) for stage in config.stages)]
 
 
 def check_head(config: RunConfig) -> None:

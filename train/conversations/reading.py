@@ -34,7 +34,6 @@ class ReadConversations:
     """The conversations of a run; no prompt is in both."""
 
     training: Selection
-    training_prompts: NDArray[np.uint64]  # hashes of the prompts that training sees
     held_out: list[Conversation]
     summary: dict[str, Any]
 
@@ -74,7 +73,7 @@ def read_conversations(
             "give more data, or lower data.num_validation and data.num_test.",
         )
     selection = Selection(read.table, training)
-    return ReadConversations(selection, read.prompts[training], held_out, summary | dropped)
+    return ReadConversations(selection, held_out, summary | dropped)
 
 
 def remove_tables(directory: Path) -> None:

@@ -1,6 +1,6 @@
 """A run's sources of conversations by name, and what its data depends on because of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,11 @@ def evaluation_sets(config: RunConfig, located: Located) -> dict[str, Source]:
     held_out = evaluation_source(data, located)
     if held_out is not None:
         found[EVAL] = held_out
-    groups: dict[str, Mapping[str, Any]] = {
-        "evaluate.matrix.domains": config.evaluate.matrix.domains,
-        "data.evaluation_sets": data.evaluation_sets,
-    }
-    for group, members in groups.items():
-        for name, one in members.items():
-            if one.source is not None:
-                field = f"{group}.{name}.source"
-                source = located(one.source, True)
-                found[f"{group}.{name}"] = Source(
-                    source, field, one.split, one.subset, one.prompt_column, require_answer=False
-                )
+    for name, one in data.evaluation_sets.items():
+        field, source = f"data.evaluation_sets.{name}.source", located(one.source, True)
+        found[f"data.evaluation_sets.{name}"] = Source(
+            source, field, one.split, one.subset, one.prompt_column, require_answer=False
+        )
     return found
 
 

@@ -2,7 +2,8 @@
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from data.capture.hf import HiddenStateCapture, check_head
+from data.progress import tracked
 from data.rendering.inspection import parse_template_kwargs
 from data.rendering.prompts import render_prompt
 from data.sampling import Sampling
@@ -23,7 +25,8 @@ from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from data.text.choices import check_split
-from data.text.sources import read_conversations
+from data.text.perturbation import PromptSetting
+from data.text.schemas import Conversation
 from data.text.split import choose_prompts
 from eagle31.errors import UserError
 from eagle31.export.read import LoadedExport
@@ -41,6 +44,14 @@ from train.evaluation.decoding import (
     engine_name,
     greedy_sides,
 )
+from train.evaluation.matrix import (
+    PromptSource,
+    complete_cells,
+    matrix_result,
+    parse_sources,
+    prompt_messages,
+    render_cells,
+)
 from train.evaluation.passes import PassResults
 from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
 from train.reporting.results import FORMAT
@@ -52,8 +63,8 @@ class CheckpointEvaluation:
 
     checkpoint: str
     target: str
-    data: str
-    num_prompts: int = 32
+    data: Sequence[str]  # see `parse_sources`
+    num_prompts: int = 32  # of each source
     draft_tokens: int = 4
     max_new_tokens: int = 256
     decoded_prompts: int = 8  # of the prompts, those that are decoded too
@@ -61,6 +72,7 @@ class CheckpointEvaluation:
     temperature: float = 0.0  # above 0: measure at this temperature as well
     aux_layer_ids: list[int] | None = None
     json: Path | None = None
+    output: Path | None = None  # the directory of the target's completions, which are not written again
     split: str = "test"
     subset: str | None = None
     prompt_column: str | None = None
@@ -92,6 +104,18 @@ class OpenedCheckpoint:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class CheckedInput:
+    """What an evaluation reads before it loads the target."""
+
+    parts: TargetParts
+    loaded: LoadedExport
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: dict[str, Any]
+    conversations: dict[str, Sequence[Conversation]]  # by source
+    eos_token_ids: tuple[int, ...]
+
+
 def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
     """Measure a checkpoint as the evaluate stage does; write the results to `settings.json` if it is set.
 
@@ -100,29 +124,115 @@ def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
     Raises:
         UserError: the input is invalid; raised before the target is loaded.
     """
+    checked = read_input(settings)
+    prompts = [
+        render_prompt(checked.tokenizer, prompt_messages(one), one.tools, checked.template_kwargs)
+        for conversations in checked.conversations.values()
+        for one in choose_prompts(conversations, settings.num_prompts, settings.seed)
+    ]
+    if not prompts:
+        raise UserError("--data", ", ".join(settings.data), "It has no prompts.")
+    opened = open_target(settings, checked.parts, checked.loaded)
+    with _scratch(settings.output) as scratch:
+        return _written(settings, measured(settings, opened, prompts, checked.eos_token_ids, scratch))
+
+
+def evaluate_matrix(settings: CheckpointEvaluation, conditions: Sequence[PromptSetting]) -> dict[str, Any]:
+    """Measure a checkpoint on each source under each condition; write the results as `evaluate_checkpoint`.
+
+    Raises:
+        UserError: the input is invalid, or no cell is left; raised before the target is loaded.
+    """
+    checked = read_input(settings)
+    cells, left_out = render_cells(
+        checked.conversations,
+        conditions,
+        checked.tokenizer,
+        checked.template_kwargs,
+        num_prompts=settings.num_prompts,
+        max_prompt_tokens=_max_positions(checked) - settings.max_new_tokens,
+        seed=settings.seed,
+    )
+    if not cells:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise UserError("--data", ", ".join(settings.data), f"No cell can be measured: {reasons}")
+    opened = open_target(settings, checked.parts, checked.loaded)
+    greedy = Sampling(settings.max_new_tokens, checked.eos_token_ids, 0.0, settings.seed)
+    longest = longest_draft(settings.draft_tokens)
+    with _scratch(settings.output) as scratch:
+        completed = complete_cells(cells, opened.completing, greedy, scratch / "matrix.jsonl")
+        left_out |= {
+            name: "The target completes none of its prompts."
+            for name in [one.name for one in cells]
+            if name not in [one.name for one in completed]
+        }
+        found = []
+        for cell in tracked(completed, "replay", "cells"):
+            rows = packed(cell.samples(opened.completing))
+            found.append((cell, replay_greedily(opened.drafter, opened.frozen, rows, longest)))
+    result = {
+        "checkpoint": settings.checkpoint,
+        "target": settings.target,
+        "k": settings.draft_tokens,
+        "cells": matrix_result(found, settings.draft_tokens),
+        "left_out": left_out,
+    }
+    return _written(settings, result)
+
+
+def read_input(settings: CheckpointEvaluation) -> CheckedInput:
+    """Read and check everything but the target's weights.
+
+    Raises:
+        UserError: the input is invalid.
+    """
     check(settings)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    columns = PromptSource(
+        "", settings.split, settings.subset, settings.prompt_column, settings.response_column
+    )
+    sources = parse_sources(settings.data, columns)
     parts = load_target_parts(settings.spec)
     ids = settings.aux_layer_ids and check_aux_layer_ids(settings.aux_layer_ids, parts.num_layers)
     directory = fetch_checkpoint(settings.checkpoint, settings.revision, "checkpoint")
     loaded = open_published(directory, parts, ids, "checkpoint")
     tokenizer = load_tokenizer(settings.spec, settings.chat_template)
-    prompts = read_prompts(settings, tokenizer)
-    eos = tuple(sorted(set(parts.eos_token_ids) | {tokenizer.eos_token_id} - {None}))
-    opened = open_target(settings, parts, loaded, device)
-    with tempfile.TemporaryDirectory(prefix="eagle31-evaluate-") as scratch:
-        result = measured(settings, opened, prompts, eos, Path(scratch))
+    return CheckedInput(
+        parts,
+        loaded,
+        tokenizer,
+        parse_template_kwargs(settings.template_kwargs),
+        {name: source.read() for name, source in sources.items()},
+        tuple(sorted(set(parts.eos_token_ids) | {tokenizer.eos_token_id} - {None})),
+    )
+
+
+def _max_positions(checked: CheckedInput) -> int:
+    """Return the positions that target and drafter both have."""
+    drafter = checked.loaded.drafter.config.max_position_embeddings
+    target = getattr(checked.parts.config.get_text_config(), "max_position_embeddings", None)
+    return min(target or drafter, drafter)
+
+
+@contextmanager
+def _scratch(output: Path | None) -> Iterator[Path]:
+    if output is not None:
+        yield output
+        return
+    with tempfile.TemporaryDirectory(prefix="eagle31-evaluate-") as directory:
+        yield Path(directory)
+
+
+def _written(settings: CheckpointEvaluation, result: dict[str, Any]) -> dict[str, Any]:
     if settings.json is not None:
         write_json(settings.json, result)
     return result
 
 
-def open_target(
-    settings: CheckpointEvaluation, parts: TargetParts, loaded: LoadedExport, device: torch.device
-) -> OpenedCheckpoint:
+def open_target(settings: CheckpointEvaluation, parts: TargetParts, loaded: LoadedExport) -> OpenedCheckpoint:
     """Load the target, and put the drafter where it runs."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_target(settings.spec, device)
     modules = locate(model, settings.spec)
     # A CPU may emulate bf16; elsewhere the drafter runs in the target's dtype, as in serving.
@@ -166,7 +276,7 @@ def measured(
     # Where a completion ends at its first token there is no draft.
     kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
     if not kept:
-        raise UserError("--data", settings.data, "The target completes none of its prompts.")
+        raise UserError("--data", ", ".join(settings.data), "The target completes none of its prompts.")
     prompts, completions = [prompts[i] for i in kept], [completions[i] for i in kept]
     trained = replay_greedily(*candidate, packed(completing.samples(prompts, completions)), longest)
 
@@ -174,7 +284,10 @@ def measured(
     plain, drafted = greedy_sides(
         opened.target, *candidate, draft_tokens=settings.draft_tokens, eos_token_ids=eos_token_ids
     )
-    pairs = decode_in_turns(prompts[chosen], plain, drafted, settings.max_new_tokens, PassResults(scratch))
+    with tempfile.TemporaryDirectory(prefix="eagle31-decoded-") as passes:
+        pairs = decode_in_turns(
+            prompts[chosen], plain, drafted, settings.max_new_tokens, PassResults(Path(passes))
+        )
     samples = completing.samples(prompts[chosen], completions[chosen])
     verdicts = [
         replay_verdict(
@@ -213,33 +326,11 @@ def check(settings: CheckpointEvaluation) -> None:
     for option, default in (("split", "test"), ("subset", None)):
         value = getattr(settings, option)
         if value != default:
-            check_split(f"--{option}", value, "--data", settings.data)
+            for source in settings.data:
+                check_split(f"--{option}", value, "--data", source)
     if settings.draft_tokens > MAX_DRAFT_TOKENS:
         remedy = f"Give at most {MAX_DRAFT_TOKENS}: a longer draft is never accepted to its end."
         raise UserError("--draft-tokens", settings.draft_tokens, remedy)
     if not 0 <= settings.temperature <= MAX_TEMPERATURE:
         remedy = f"Give 0 (that temperature only), or at most {MAX_TEMPERATURE}."
         raise UserError("--temperature", settings.temperature, remedy)
-
-
-def read_prompts(settings: CheckpointEvaluation, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return conversations with different first messages, as token ids up to the last assistant turn."""
-    read = read_conversations(
-        settings.data,
-        split=settings.split,
-        subset=settings.subset,
-        prompt_column=settings.prompt_column,
-        response_column=settings.response_column,
-        require_answer=False,
-        field="--data",
-    )
-    template_kwargs = parse_template_kwargs(settings.template_kwargs)
-    prompts = []
-    for conversation in choose_prompts(read.conversations, settings.num_prompts, settings.seed):
-        messages = list(conversation.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        prompts.append(list(render_prompt(tokenizer, messages, conversation.tools, template_kwargs)))
-    if not prompts:
-        raise UserError("--data", settings.data, "It has no prompts.")
-    return prompts

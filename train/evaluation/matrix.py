@@ -1,111 +1,297 @@
-"""The results of the robustness matrix: the acceptance in each cell, compared with the domain's base cell."""
+"""The robustness matrix: acceptance under other chat templates, system prompts and lengths."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from train.evaluation.cells import Cell, LeftOut
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from data.rendering.prompts import prompt_ids
+from data.samples import CapturedSample
+from data.sampling import Sampling
+from data.text.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
+from data.text.schemas import Conversation
+from data.text.sources import read_conversations
+from data.text.split import choose_prompts, prompt_hashes
+from eagle31.errors import UserError
+from train.artifact import fingerprint
+from train.evaluation.completions import CompletingTarget
 from train.evaluation.replay import PromptAcceptance
 from train.resampling.paired import paired_ratio
+from train.tables import aligned
 
-NUM_WORST = 3
-
-
-def cell_result(
-    cell: Cell, prompt_ids: Sequence[str], mean_prompt_tokens: float, acceptance: PromptAcceptance
-) -> dict[str, Any]:
-    """Return what evaluation.json has of one cell, but for the comparison with its base cell."""
-    return cell_names(cell) | {
-        "num_prompts": len(acceptance.by_prompt),
-        "mean_prompt_tokens": mean_prompt_tokens,
-        "prompt_ids": list(prompt_ids),
-        **acceptance.to_json(),
-    }
+_MIN_FILLED = 0.9  # of the tokens to which a setting lengthens a prompt
 
 
-def cell_names(cell: Cell) -> dict[str, Any]:
-    """Return what a cell is called and what it differs in; other cells can have the same prompts."""
-    return {
-        "name": cell.name,
-        "domain": cell.domain,
-        "condition": cell.condition,
-        "setting": asdict(cell.setting),
-    }
+@dataclass(frozen=True)
+class PromptSource:
+    """A file or data set of prompts."""
+
+    source: str
+    split: str = "test"
+    subset: str | None = None
+    prompt_column: str | None = None
+    response_column: str | None = None
+
+    def read(self) -> Sequence[Conversation]:
+        columns = {"prompt_column": self.prompt_column, "response_column": self.response_column}
+        return read_conversations(
+            self.source,
+            split=self.split,
+            subset=self.subset,
+            **columns,
+            require_answer=False,
+            field="--data",
+        ).conversations
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The prompts of one domain under one setting, and from `complete_cells` on the target's completions."""
+
+    domain: str
+    setting: PromptSetting
+    prompt_ids: tuple[str, ...]  # the same for the same question under another setting
+    prompts: tuple[Sequence[int], ...]
+    completions: tuple[Sequence[int], ...] = ()
+
+    @property
+    def condition(self) -> str:
+        """What differs from the base cell, such as `plain`; empty for that cell."""
+        return condition_of(self.setting)
+
+    @property
+    def name(self) -> str:
+        return f"{self.domain}/{self.condition}" if self.condition else self.domain
+
+    @property
+    def key(self) -> str:
+        """A fingerprint of the prompts."""
+        return fingerprint({"prompts": [list(map(list, self.prompts))]})
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        return sum(map(len, self.prompts)) / len(self.prompts)
+
+    def samples(self, completing: CompletingTarget) -> Iterator[CapturedSample]:
+        return completing.samples(self.prompts, self.completions)
+
+
+def parse_sources(given: Sequence[str], columns: PromptSource) -> dict[str, PromptSource]:
+    """Return the sources by domain.
+
+    Args:
+        given: each is NAME=SOURCE, or SOURCE, whose name is the file's, or a .yaml file of sources by name.
+        columns: what the options name for each source that is not in a file.
+
+    Raises:
+        UserError: two have the same name, or a file cannot be read.
+    """
+    found: dict[str, PromptSource] = {}
+    for one in given:
+        if one.endswith(".yaml"):
+            new = _listed_sources(Path(one))
+        else:
+            named = re.fullmatch(r"([\w-]+)=(.+)", one)
+            name, source = (named[1], named[2]) if named else (re.sub(r"[^\w-]+", "_", Path(one).stem), one)
+            new = {name: replace(columns, source=source)}
+        for name in new.keys() & found.keys():
+            raise UserError("--data", one, f"There are two domains called {name}; give NAME=FILE.")
+        found |= new
+    return found
+
+
+def _listed_sources(path: Path) -> dict[str, PromptSource]:
+    try:
+        listed: Any = OmegaConf.to_object(OmegaConf.load(path))
+        return {name: PromptSource(**fields) for name, fields in listed.items()}
+    except FileNotFoundError:
+        raise UserError("--data", path, "There is no such file.") from None
+    except Exception as error:  # of the YAML parser, or of another shape
+        remedy = f"It is no list of sources by name, such as recipes/benchmarks.yaml: {error}"
+        raise UserError("--data", path, remedy) from None
+
+
+def settings_of(
+    templates: Sequence[str] | None, systems: Sequence[str] | None, context_tokens: Sequence[int]
+) -> list[PromptSetting]:
+    """Return the settings of each domain: that of training, and one for each change of it.
+
+    Args:
+        templates, systems: names; None for all.
+
+    Raises:
+        UserError: a name is unknown, or two templates have the same name.
+    """
+    changes = [
+        *(PromptSetting(template=one) for one in (TEMPLATES if templates is None else templates)),
+        *(PromptSetting(system=one) for one in (SYSTEM_PROMPTS if systems is None else systems)),
+        *(PromptSetting(context_tokens=one) for one in context_tokens),
+    ]
+    settings = list(dict.fromkeys([PromptSetting(), *changes]))
+    for setting in settings:
+        check_setting(setting, "--matrix")
+    names = [condition_of(setting) for setting in settings]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError("--templates", name, "Two settings have this name; rename the template's file.")
+    return settings
+
+
+def condition_of(setting: PromptSetting) -> str:
+    """Return the name of a setting, which is empty for that of training."""
+    if setting.template != UNCHANGED:
+        return Path(setting.template).stem
+    if setting.system != UNCHANGED:
+        return f"system_{setting.system}"
+    return "" if setting.context_tokens is None else f"context_{setting.context_tokens}"
+
+
+def render_cells(
+    domains: Mapping[str, Sequence[Conversation]],
+    settings: Sequence[PromptSetting],
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    *,
+    num_prompts: int,
+    max_prompt_tokens: int,
+    seed: int,
+) -> tuple[list[Cell], dict[str, str]]:
+    """Render the prompts of each cell; return the cells, and why others are left out, by name."""
+    cells: list[Cell] = []
+    left_out: dict[str, str] = {}
+    for domain, conversations in domains.items():
+        documents = [_text_of(one) for one in conversations]
+        chosen = choose_prompts(conversations, num_prompts, seed)
+        ids = [f"{number:016x}" for number in prompt_hashes(chosen).tolist()]
+        for setting in settings:
+            rendered: dict[str, list[int]] = {}
+            reason = "The domain has no prompts."
+            for name, conversation in zip(ids, chosen, strict=True):
+                messages = prompt_messages(conversation)
+                try:
+                    tokens = prompt_ids(
+                        tokenizer, messages, conversation.tools, template_kwargs, setting, documents
+                    )
+                except UserError as refused:
+                    reason = refused.remedy
+                    continue
+                if len(tokens) > max_prompt_tokens:
+                    reason = f"{len(tokens)} tokens leave no room for the completion; {max_prompt_tokens} do."
+                elif len(tokens) < _MIN_FILLED * (setting.context_tokens or 0):
+                    reason = f"The texts of its domain lengthen a prompt to {len(tokens)} tokens only."
+                else:
+                    rendered[name] = tokens
+            cell = Cell(domain, setting, tuple(rendered), tuple(rendered.values()))
+            if rendered:
+                cells.append(cell)
+            else:
+                left_out[cell.name] = reason
+    return cells, left_out
+
+
+def complete_cells(
+    cells: Sequence[Cell], completing: CompletingTarget, sampling: Sampling, output: Path
+) -> list[Cell]:
+    """Return the cells with the target's completions, without those of which it completes no prompt.
+
+    Args:
+        output: the file of finished completions, which are not written again.
+    """
+    prompts = [prompt for cell in cells for prompt in cell.prompts]
+    completions = iter(completing.complete(prompts, sampling, output))
+    found = []
+    for cell in cells:
+        # Where a completion ends at its first token there is no draft.
+        kept = [
+            (name, prompt, completion)
+            for name, prompt in zip(cell.prompt_ids, cell.prompts, strict=True)
+            if len(completion := next(completions)) > 1
+        ]
+        if kept:
+            names, of_cell, written = zip(*kept, strict=True)
+            found.append(replace(cell, prompt_ids=names, prompts=of_cell, completions=written))
+    return found
+
+
+def prompt_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return the messages up to the turn that the target writes.
+
+    That is the last assistant turn. Where users' turns follow each other, as in MT-Bench, whose second turn
+    refers to an answer, it is the first one.
+    """
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    for index in range(1, len(messages)):
+        if messages[index - 1]["role"] == messages[index]["role"] == "user":
+            return messages[:index]
+    return messages
+
+
+def _text_of(conversation: Conversation) -> str:
+    return "\n\n".join(message["content"] for message in conversation.messages if message["content"])
 
 
 def matrix_result(
-    cells: Sequence[dict[str, Any]], left_out: Sequence[LeftOut], draft_tokens: int
-) -> dict[str, Any]:
-    """Return `matrix` of evaluation.json.
+    measured: Sequence[tuple[Cell, PromptAcceptance]], draft_tokens: int
+) -> list[dict[str, Any]]:
+    """Return each cell's acceptance and its ratio to the domain's base cell at a draft length.
 
-    Each draft length of a cell gets its `ratio` to the domain's base cell, over the prompts that both have;
-    None for a base cell and where they share none.
-
-    Args:
-        cells: from `cell_result`.
-        draft_tokens: the draft length that decides which cells are worst.
+    The ratio is over the prompts that both have, with an interval that does not include how much prompts
+    differ; None for a base cell and where they share none.
     """
-    bases = {cell["domain"]: cell for cell in cells if not cell["condition"]}
-    compared = [with_ratios(cell, bases.get(cell["domain"])) for cell in cells]
-    return {
-        "k": draft_tokens,
-        "cells": compared,
-        "left_out": [asdict(one) for one in left_out],
-        "worst": worst_cells(compared, draft_tokens),
-    }
+    bases = {cell.domain: (cell, found) for cell, found in measured if not cell.condition}
+    result = []
+    for cell, found in measured:
+        ratio = None
+        if cell.condition and cell.domain in bases:
+            ratio = _ratio((cell, found), bases[cell.domain], draft_tokens)
+        acceptance = found.to_json()
+        result.append(
+            {
+                "name": cell.name,
+                "domain": cell.domain,
+                "condition": cell.condition,
+                "setting": asdict(cell.setting),
+                "num_prompts": len(cell.prompts),
+                "mean_prompt_tokens": cell.mean_prompt_tokens,
+                "by_draft_length": acceptance["by_draft_length"],
+                "ratio": ratio,
+            }
+        )
+    return result
 
 
-def with_ratios(cell: dict[str, Any], base: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the cell with its ratios to the base cell."""
-    ratios: list[dict[str, Any] | None] = [None] * len(cell["by_draft_length"])
-    if base is not None and base is not cell:
-        ratios = [ratio_at(cell, base, index) for index in range(len(ratios))]
-    rows = [row | {"ratio": ratio} for row, ratio in zip(cell["by_draft_length"], ratios, strict=True)]
-    return cell | {"by_draft_length": rows}
-
-
-def ratio_at(cell: Mapping[str, Any], base: Mapping[str, Any], index: int) -> dict[str, Any] | None:
-    """Return the ratio of two cells' acceptance lengths with its interval over their common prompts.
-
-    Both are computed with the same resamples of these prompts, so that the interval does not include how
-    much prompts differ from each other.
-
-    Args:
-        index: of the draft length.
-    """
-    positions = [{one: place for place, one in enumerate(side["prompt_ids"])} for side in (cell, base)]
-    common = [one for one in positions[0] if one in positions[1]]
+def _ratio(
+    changed: tuple[Cell, PromptAcceptance], base: tuple[Cell, PromptAcceptance], draft_tokens: int
+) -> dict[str, Any] | None:
+    common = [one for one in changed[0].prompt_ids if one in base[0].prompt_ids]
     if not common:
         return None
-    ours, theirs = (
-        _of_prompts(side, [places[one] for one in common], index)
-        for side, places in zip((cell, base), positions, strict=True)
-    )
-    found = paired_ratio(ours, theirs, 0)
-    return {"value": found.value, "low": found.low, "high": found.high, "num_prompts": len(common)}
+
+    def counts_of(cell: Cell, acceptance: PromptAcceptance) -> dict[str, Any]:
+        places = [cell.prompt_ids.index(one) for one in common]
+        counts = {name: rows[draft_tokens - 1] for name, rows in acceptance.counts().items()}
+        return {"by_prompt": {name: [[row[place] for place in places]] for name, row in counts.items()}}
+
+    found = paired_ratio(counts_of(*changed), counts_of(*base), 0)
+    return asdict(found) | {"num_prompts": len(common)}
 
 
-def _of_prompts(side: Mapping[str, Any], prompts: Sequence[int], index: int) -> dict[str, Any]:
-    """Return the counts of some prompts at one draft length."""
-    counts = side["by_prompt"]
-    return {"by_prompt": {name: [[counts[name][index][one] for one in prompts]] for name in counts}}
-
-
-def worst_cells(cells: Sequence[dict[str, Any]], draft_tokens: int) -> list[str]:
-    """Return the names of the cells that lose most against their base cells, the worst first.
-
-    Where nothing is compared, they are the cells with the shortest acceptance lengths.
-    """
-    at_k = {
-        cell["name"]: next(row for row in cell["by_draft_length"] if row["k"] == draft_tokens)
-        for cell in cells
-    }
-    losses = {
-        name: row["ratio"]["value"]
-        for name, row in at_k.items()
-        if row["ratio"] is not None and row["ratio"]["value"] < 1
-    }
-    if any(row["ratio"] is not None for row in at_k.values()):
-        return sorted(losses, key=losses.__getitem__)[:NUM_WORST]
-    lengths = {name: row["acceptance_length"] for name, row in at_k.items()}
-    return sorted(lengths, key=lengths.__getitem__)[:NUM_WORST] if len(lengths) > 1 else []
+def format_matrix(result: Mapping[str, Any]) -> str:
+    """Return the table for the terminal: a row for each cell, and why others are left out."""
+    k = result["k"]
+    rows = [["cell", "prompts", "prompt tokens", f"acceptance length, k = {k}", "of its base cell"]]
+    for cell in result["cells"]:
+        stats, ratio = cell["by_draft_length"][k - 1], cell["ratio"]
+        length = f"{stats['acceptance_length']:.2f} ({stats['low']:.2f} to {stats['high']:.2f})"
+        of_base = "" if ratio is None else f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        rows.append(
+            [cell["name"], str(cell["num_prompts"]), f"{cell['mean_prompt_tokens']:.0f}", length, of_base]
+        )
+    lines = [f"left out: {name}: {reason}" for name, reason in result["left_out"].items()]
+    return "\n".join([*aligned(rows), *lines])

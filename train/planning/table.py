@@ -176,8 +176,6 @@ def work_lines(work: WorkPlan) -> list[_Line]:
         ("FLOPs of training", shown(work.train_flops, ".3g")),
         ("FLOPs of capture", shown(work.capture_flops, ".3g")),
     ]
-    if work.cell_tokens:
-        lines.append(("FLOPs of cells", f"{work.cell_flops:.3g}, at most {work.cell_tokens:,} tokens"))
     if work.regeneration is not None:
         generated = f"{work.regeneration.generated_tokens:,} tokens generated"
         lines.append(("FLOPs of regeneration", f"{work.regeneration.flops:.3g}, {generated}"))

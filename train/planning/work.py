@@ -61,9 +61,6 @@ class WorkPlan:
     capture_flops: int | None  # the target's forward passes
     regeneration: Regeneration | None  # None without it, and where the number of tokens is unknown
     store_bytes: int | None  # on disk; for online capture the limit of the spool
-    # Prompts and completions of the robustness matrix at most, where a source is one domain; 0 without one.
-    cell_tokens: int = 0
-    cell_flops: int = 0  # of writing and capturing them
 
 
 @dataclass(frozen=True)
@@ -145,22 +142,7 @@ def work_plan(
         capture_flops=None if captured is None else token_flops * captured,
         regeneration=_regeneration(config, tokens.count, token_flops),
         store_bytes=_store_bytes(config, drafter, tokens.count),
-        cell_tokens=cell_tokens(config),
-        cell_flops=2 * token_flops * cell_tokens(config),
     )
-
-
-def cell_tokens(config: RunConfig) -> int:
-    """Return the tokens of the robustness matrix, with prompts as long as the data's samples."""
-    matrix = config.evaluate.matrix
-    unlengthened = config.plan.document_tokens or config.data.max_tokens
-    num_templates, num_systems = len(matrix.templates), len(matrix.systems)
-    if matrix.crossed:
-        prompts = [unlengthened, *matrix.context_tokens] * ((1 + num_templates) * (1 + num_systems))
-    else:
-        prompts = [unlengthened] * (1 + num_templates + num_systems) + list(matrix.context_tokens)
-    per_prompt = sum(prompts) + config.evaluate.max_new_tokens * len(prompts)
-    return per_prompt * sum(domain.num_prompts for domain in matrix.domains.values())
 
 
 def mean_rows_per_step(train: TrainConfig) -> float:

@@ -11,7 +11,6 @@ import yaml
 from data.target.checkpoint import is_hub_id
 from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import write_text
-from train.reporting.matrix_text import describe_worst, matrix_of, matrix_table
 from train.reporting.results import (
     acceptances,
     describe_conditions,
@@ -146,15 +145,6 @@ def _measured(evaluation: dict[str, Any]) -> str:
     speed = f"Speed-up over the same engine without the drafter: {describe_speed(decoding['timing'])}."
     comparison = f"Greedy completions compared with the target without drafter: {completions}."
     sections = [_table(head, rows), conditions, speed, comparison]
-    matrix = matrix_of(evaluation)
-    if matrix is not None:
-        names, *cells = matrix_table(matrix)
-        explained = (
-            "Robustness: the acceptance length on other kinds of prompts, with other chat templates and "
-            "system prompts, and in longer contexts. A base cell is a kind of prompts as in training; the "
-            f"ratio is over the same prompts. {describe_worst(matrix)}"
-        )
-        sections += [explained, _table(tuple(names), [tuple(cell) for cell in cells])]
     return "\n\n".join(sections)
 
 

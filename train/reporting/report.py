@@ -17,14 +17,6 @@ from train.reporting.draft_length import (
     step_table,
 )
 from train.reporting.drift_plots import drift_panels, shown_drift
-from train.reporting.matrix_plot import matrix_panels
-from train.reporting.matrix_text import (
-    describe_left_out,
-    describe_worst,
-    format_matrix,
-    matrix_of,
-    matrix_table,
-)
 from train.reporting.model_card import (
     DRAFT_TOKENS,
     describe_samples,
@@ -57,7 +49,6 @@ PICTURES = {
     "acceptance_over_training.png": ("agreement", "expected_acceptance", "replay"),
     "draft_length.png": ("draft_length",),
     "acceptance_by_position.png": ("positions",),
-    "matrix.png": ("matrix",),
     "drift.png": ("drift_attention", "drift_heads", "drift_state", "drift_share"),
 }
 SUMMARY = ("loss", "replay", "draft_length")
@@ -119,9 +110,6 @@ def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = []
     if evaluation:
         lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
-        matrix = matrix_of(evaluation)
-        if matrix is not None:
-            lines += [format_matrix(matrix), ""]
         rows = summary_rows(evaluation)
     rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
     for warning in _warnings(evaluation, run_info):
@@ -133,8 +121,7 @@ def _panels(
     metrics: Sequence[dict[str, Any]], evaluation: dict[str, Any], run_info: dict[str, Any]
 ) -> dict[str, Panel]:
     best_step = run_info["best_step"]
-    panels = build_panels(metrics, evaluation, best_step) | drift_panels(metrics, best_step)
-    return panels | matrix_panels(evaluation)
+    return build_panels(metrics, evaluation, best_step) | drift_panels(metrics, best_step)
 
 
 def _save(path: Path, panels: Sequence[Panel], headline: str = "", panel_inches: float = 4.6) -> None:
@@ -172,8 +159,6 @@ def _page(
         conditions=describe_conditions(evaluation) if evaluation else "",
         measured=acceptances(evaluation),
         num_positions=_num_positions(evaluation),
-        matrix_words=_matrix_words(evaluation),
-        matrix_table=matrix_table(evaluation["matrix"]) if matrix_of(evaluation) else [],
         run_info=run_info,
         drift=shown_drift(metrics, run_info["best_step"]),
         serving=serving,
@@ -194,11 +179,6 @@ def _page(
             run_info.get("layout", Layout.vllm.value),
         ),
     )
-
-
-def _matrix_words(evaluation: dict[str, Any]) -> list[str]:
-    matrix = matrix_of(evaluation)
-    return [] if matrix is None else [describe_worst(matrix), *describe_left_out(matrix)]
 
 
 def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
@@ -36,7 +35,6 @@ from train.conversations.sources import (
 from train.conversations.trial import try_rendering
 
 HELD_OUT = ("validation", "test")
-TRAINING_PROMPTS = "training_prompts.npy"  # hashes of the prompts that training sees
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
 # Settings of data.regenerate that leave no trace in what the data depends on where they are off.
@@ -95,7 +93,6 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     conversations, summary = read.training, read.summary
     prompts = _held_out_prompts(context, read.held_out)
     write_json(directory / "held_out.json", prompts)
-    np.save(directory / TRAINING_PROMPTS, read.training_prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     limit = context.config.capture.max_samples
     augmentation = _augmentation(context)

@@ -16,12 +16,10 @@ from eagle31.export.read import load_export
 from eagle31.json_files import write_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from train.artifact import Artifact
-from train.config.run import Stage, has_cells
+from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.evaluation.agreement import DecodedSubset, DraftedCompletion, replay_verdict
-from train.evaluation.cells import EVALUATION, FinishedCell, read_listing, replay_cell
 from train.evaluation.completions import CompletingTarget
 from train.evaluation.decoding import (
     count_verdicts,
@@ -30,12 +28,10 @@ from train.evaluation.decoding import (
     engine_name,
     greedy_sides,
 )
-from train.evaluation.matrix import cell_names, cell_result, matrix_result
 from train.evaluation.passes import PassResults
 from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.reporting.results import FORMAT, at_draft_length, warnings_of
-from train.stages.cells import run_cells_of, verified
 from train.stages.training.building import new_drafter
 from train.stages.vocab import load_vocab
 
@@ -61,21 +57,20 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
     elif config.evaluate.sampling:
         # A sampled completion depends on the other prompts of its batch.
         inputs["batch_size"] = config.data.regenerate.batch_size
-    return inputs | ({"cells": context.artifacts[Stage.cells].key} if has_cells(config) else {})
+    return inputs
 
 
 def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     """Replay all test prompts and decode a few of them with the export, into `evaluation.json`.
 
-    Each pass is in `passes/` once it is finished, and is not repeated after an interruption. With a
-    robustness matrix all of its cells are replayed, too.
+    Each pass is in `passes/` once it is finished, and is not repeated after an interruption.
     """
     evaluate = context.config.evaluate
     tests = load_saved(context.artifacts[Stage.answers].directory / "test")
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
     store.verify(cache_dir=context.cache_dir, progress=True)
-    passes = PassResults(passes_directory(context, directory))
+    passes = PassResults(directory / "passes")
     in_vllm = context.config.target.engine is TargetEngine.vllm
     decoded = None
     if in_vllm:
@@ -89,7 +84,6 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     untrained = None
     if evaluate.untrained:
         untrained = replay_store(context, store, *untrained_drafter(context), passes, "untrained")
-    matrix = replay_matrix(context, *trained, passes)
     verdicts = replay_verdicts(trained, store, decoded, evaluate.draft_tokens)
     evaluation = {
         "format": FORMAT,
@@ -101,25 +95,12 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         "untrained": untrained,
         "sampling": decoded.sampling,
         "decoding": decoded.report | {"replay": count_verdicts(verdicts)},
-        "matrix": matrix,
     }
     write_json(directory / "evaluation.json", evaluation)
     for warning in warnings_of(evaluation):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     length = at_draft_length(replayed, evaluate.draft_tokens)["acceptance_length"]
     return {"acceptance_length": length, "k": evaluate.draft_tokens}
-
-
-def passes_directory(context: RunContext, directory: Path) -> Path:
-    """Return the directory of finished passes.
-
-    Evaluations that differ in their cells alone share it, so that another cell costs its own replay only.
-    """
-    inputs = evaluate_inputs(context)
-    if inputs.pop("cells", None) is None:
-        return directory / "passes"
-    alone = Artifact.locate(context.output_dir / "artifacts", Stage.evaluate.value, inputs)
-    return alone.directory / "passes"
 
 
 def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
@@ -203,26 +184,6 @@ def replay_store(
         return replay_greedily(drafter, frozen, packed(store[index] for index in samples), longest).to_json()
 
     return passes.run(name, compute)
-
-
-def replay_matrix(
-    context: RunContext, drafter: Drafter, frozen: FrozenParts, passes: PassResults
-) -> dict[str, Any] | None:
-    """Return the acceptance in each cell of the robustness matrix; None without one."""
-    if not has_cells(context.config):
-        return None
-    draft_tokens = context.config.evaluate.draft_tokens
-    found = []
-    for cell in run_cells_of(context, EVALUATION):
-
-        def compute(cell: FinishedCell = cell) -> dict[str, Any]:
-            opened = verified(context, cell)
-            acceptance = replay_cell(opened, drafter, frozen, longest_draft(draft_tokens))
-            return cell_result(cell.cell, cell.prompt_ids, cell.mean_prompt_tokens, acceptance)
-
-        # The same prompts can have another name, of which the result has a part.
-        found.append(passes.run(cell.key, compute) | cell_names(cell.cell))
-    return matrix_result(found, read_listing(context.artifacts[Stage.cells].directory)[1], draft_tokens)
 
 
 def replay_verdicts(

@@ -22,7 +22,7 @@ from train.requirements import uses_servers
 from train.stages.capture import writes_stores_directly
 from train.stages.training.states import opened_transport, training_encoding
 
-_WRITERS = {Stage.data, Stage.answers, Stage.cells}  # have the target write completions
+_WRITERS = {Stage.data, Stage.answers}  # have the target write completions
 
 
 def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
@@ -120,7 +120,7 @@ def _probe_key(context: RunContext) -> str:
 @contextmanager
 def _probed_directory(context: RunContext, users: Sequence[Stage]) -> Iterator[Transport | None]:
     """Open a spool in the output directory if the servers write stores there."""
-    if not {Stage.capture, Stage.cells} & set(users) or not writes_stores_directly(context.config):
+    if Stage.capture not in users or not writes_stores_directly(context.config):
         yield None
         return
     name = f"{rank_name(context.output_dir, context.world.rank)}-probe"

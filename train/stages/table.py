@@ -9,7 +9,6 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
-from train.stages.cells import cells_inputs, run_cells
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, run_export
@@ -31,11 +30,10 @@ class StageRun:
 _STORES = ("*/manifest.json", "*/index.safetensors", "*/capture.json")
 METRICS, BEST = "metrics.jsonl", "checkpoints/best/*"
 STAGES = {
-    Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json", "training_prompts.npy")),
+    Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json")),
     Stage.vocab: StageRun(vocab_inputs, run_vocab, ("vocab.json", "vocab.safetensors")),
     Stage.answers: StageRun(answers_inputs, run_answers, ("validation/*", "test/*")),
     Stage.capture: StageRun(capture_inputs, run_capture, _STORES, every_rank=True),
-    Stage.cells: StageRun(cells_inputs, run_cells, ("*.json",), every_rank=True),
     Stage.train: StageRun(train_inputs, run_train, (METRICS, BEST), every_rank=True),
     Stage.export: StageRun(
         # Not README.md, which the report writes again.

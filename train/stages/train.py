@@ -24,7 +24,6 @@ from train.config.run import Stage
 from train.config.training import Schedule, TrainConfig, row_schedule_of
 from train.context import RunContext
 from train.distributed import wait_for_ranks
-from train.stages.cells import validation_samples
 from train.stages.training.building import (
     drift_diagnosis,
     expected_speed,
@@ -39,7 +38,6 @@ from train.stages.training.inputs import (
     CHANGEABLE_OPTIM,
     fixed_inputs,
     plain,
-    validation_inputs,
     without_unused,
 )
 from train.stages.training.states import open_store, opened_source, training_samples
@@ -50,7 +48,7 @@ from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.continuation import CONTINUED
 from train.trainer.loop import LoopSettings, train
 from train.trainer.model_engine import ensure_process_group, release_memory
-from train.trainer.validation import HELD_OUT, ReplayValidation
+from train.trainer.validation import ReplayValidation
 from train.trainer.window import Speed
 
 _OPENED = "stages/train/opened"
@@ -81,7 +79,6 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
         "optim": plain(optim),
         "train": plain(without_unused(training)),
         "draft_tokens": config.evaluate.draft_tokens,
-        **validation_inputs(context),
     } | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
 
 
@@ -120,8 +117,7 @@ def train_on(
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
     samples = held_out.get_many(range(len(held_out)))
-    sets = {HELD_OUT: samples, **validation_samples(context)}
-    validation = ReplayValidation(sets, config.train.row_tokens, config.evaluate.draft_tokens, world)
+    validation = ReplayValidation(samples, config.train.row_tokens, config.evaluate.draft_tokens, world)
     diagnosis = drift_diagnosis(context, samples)
     tracker = open_tracker(
         project=config.tracking.project,

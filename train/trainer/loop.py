@@ -23,7 +23,7 @@ from train.trainer.host_copy import HostCopy, sent
 from train.trainer.learning_rate import learning_rate
 from train.trainer.model_engine import full_state
 from train.trainer.optimizer import GuardedAdamW, divisor_correction
-from train.trainer.validation import HELD_OUT, ByLength, DriftDiagnosis, ReplayValidation, choosing_length
+from train.trainer.validation import ByLength, DriftDiagnosis, ReplayValidation
 from train.trainer.window import Speed, WindowSums, source_metrics
 
 
@@ -289,26 +289,22 @@ def validate(
     weights: dict[str, dict[str, Tensor]] = {}
     with averaged_weights(average):
         stats = validation.run(model_engine.module, world.device, dtype) if averages else plain
-        length = choosing_length(stats, settings.draft_tokens)
+        length = stats[settings.draft_tokens].acceptance_length
         # On a tie the later one, which has been trained for longer, is better.
         best = state.best_step is None or length >= state.best_acceptance_length
         if choose and best:
             weights["drafter"] = full_state(model_engine, keep=world.is_main)
     if averages and weights:
         weights["plain"] = full_state(model_engine, keep=world.is_main)
-    held_out = stats[HELD_OUT]
     record = {
         "kind": "validation",
         "step": state.step,
-        "acceptance_length": _lengths(held_out),
-        "num_drafts": held_out[settings.draft_tokens].num_drafts,
-        "conditional_acceptance": list(held_out[settings.draft_tokens].conditional_acceptance),
+        "acceptance_length": _lengths(stats),
+        "num_drafts": stats[settings.draft_tokens].num_drafts,
+        "conditional_acceptance": list(stats[settings.draft_tokens].conditional_acceptance),
     }
     if averages:
-        record["plain_acceptance_length"] = _lengths(plain[HELD_OUT])
-    if len(stats) > 1:
-        record["cells"] = {name: _lengths(one) for name, one in stats.items() if name != HELD_OUT}
-        record["mean_acceptance_length"] = length
+        record["plain_acceptance_length"] = _lengths(plain)
     tracker.log(record | {"seconds": time.perf_counter() - started})
     if state.best_step is None or length > state.best_acceptance_length:
         state.validations_since_best = 0

@@ -1,6 +1,6 @@
 """Measurements during training on held-out prompts: acceptance length by replay, and drift."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,80 +16,51 @@ from eagle31.training.drift import choose_rows
 from train.distributed import World, sum_over_ranks
 from train.trainer.model_engine import TrainedModule
 
-# The name of the held-out prompts among the sets of a validation, which no cell can have.
-HELD_OUT = "held-out prompts"
-
 ByLength = dict[int, AcceptanceStats]  # by draft length
 
 
 class ReplayValidation:
-    """Replays held-out samples whose completions the target wrote greedily; packs them once for all ranks.
-
-    Args:
-        sets: the samples by the names under which their acceptance is returned: the held-out prompts, and
-            the validation cells of the robustness matrix.
-    """
+    """Replays held-out samples whose completions the target wrote greedily; packs them once for all ranks."""
 
     def __init__(
-        self,
-        sets: Mapping[str, Sequence[CapturedSample]],
-        row_tokens: int,
-        max_draft_tokens: int,
-        world: World,
+        self, samples: Sequence[CapturedSample], row_tokens: int, max_draft_tokens: int, world: World
     ) -> None:
-        self.names = tuple(sets)
         self.max_draft_tokens = max_draft_tokens
         self.shows_progress = world.is_main
         rows = [
-            (number, [samples[index] for index in row])
-            for number, samples in enumerate(sets.values())
+            [samples[index] for index in row]
             for row in pack_epoch([len(one.input_ids) for one in samples], row_tokens, seed=0, epoch=0)
         ]
         # Every rank runs the same number of forward passes, because each is collective under ZeRO 3.
         num_steps = -(-len(rows) // world.size)
         indices = range(world.rank, num_steps * world.size, world.size)
         self.is_first_copy = [index < len(rows) for index in indices]
-        local_rows = [rows[index % len(rows)] for index in indices]
         pin_memory = world.device.type == "cuda"
-        self.set_numbers = [number for number, _ in local_rows]
         self.batches: list[PackedBatch] = [
             pack_row(row, sum(len(one.input_ids) for one in row), pin_memory=pin_memory)
-            for _, row in local_rows
+            for row in (rows[index % len(rows)] for index in indices)
         ]
 
     @torch.no_grad()
-    def run(self, module: TrainedModule, device: torch.device, dtype: torch.dtype) -> dict[str, ByLength]:
-        """Return each set's statistics by draft length 1..max_draft_tokens over all ranks, which all call."""
+    def run(self, module: TrainedModule, device: torch.device, dtype: torch.dtype) -> ByLength:
+        """Return the statistics by draft length 1..max_draft_tokens over all ranks, which all call."""
         num = self.max_draft_tokens
-        totals = torch.zeros(len(self.names), num, 1 + num, dtype=torch.float64, device=device)
-        rows = list(zip(self.batches, self.set_numbers, self.is_first_copy, strict=True))
+        totals = torch.zeros(num, 1 + num, dtype=torch.float64, device=device)
+        rows = list(zip(self.batches, self.is_first_copy, strict=True))
         with module.gathered_head():
-            for batch, number, is_first_copy in tracked(
-                rows, "validation", "rows", shown=self.shows_progress
-            ):
+            for batch, is_first_copy in tracked(rows, "validation", "rows", shown=self.shows_progress):
                 hits, supervised = module.hits(batch.to(device, dtype), num)
                 if not is_first_copy:
                     continue
                 for k in range(1, num + 1):
                     stats = replay(hits, supervised, k)
-                    totals[number, k - 1, 0] += stats.num_drafts
-                    totals[number, k - 1, 1 : 1 + k] += torch.tensor(
-                        stats.accepted_per_position, device=device
-                    )
+                    totals[k - 1, 0] += stats.num_drafts
+                    totals[k - 1, 1 : 1 + k] += torch.tensor(stats.accepted_per_position, device=device)
         counts = sum_over_ranks(totals).long().tolist()
         return {
-            name: {
-                k: AcceptanceStats(k, of_set[k - 1][0], tuple(of_set[k - 1][1 : 1 + k]))
-                for k in range(1, num + 1)
-            }
-            for name, of_set in zip(self.names, counts, strict=True)
+            k: AcceptanceStats(k, counts[k - 1][0], tuple(counts[k - 1][1 : 1 + k]))
+            for k in range(1, num + 1)
         }
-
-
-def choosing_length(stats: Mapping[str, ByLength], draft_tokens: int) -> float:
-    """Return what chooses the best checkpoint: the mean of the sets' acceptance lengths, weighted alike."""
-    lengths = [of_set[draft_tokens].acceptance_length for of_set in stats.values()]
-    return sum(lengths) / len(lengths)
 
 
 class DriftDiagnosis:

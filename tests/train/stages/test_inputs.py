@@ -22,8 +22,7 @@ from train.distributed import World
 from train.drafter.export_checks import validate_export
 from train.stages.table import STAGES, StageRun
 
-# Without a matrix there are no cells.
-ALL = set(STAGES) - {Stage.cells}
+ALL = set(STAGES)
 FROM_ANSWERS = {Stage.answers, Stage.capture, Stage.train, Stage.export, Stage.evaluate}
 REGENERATED = "data.regenerate.enabled=true"
 IN_VLLM = ("target.engine=vllm", "capture.source=vllm")

@@ -31,5 +31,5 @@ def test_only_servers_that_capture_have_their_states_probed(
         captured_target=SimpleNamespace(expected_states=lambda: None),
         capture_engine=lambda: SimpleNamespace(max_tokens=1),
     )
-    servers._check(context, [Stage.cells], captures)
+    servers._check(context, [Stage.capture], captures)
     assert [transport is not None for transport in probed] == [captures]

@@ -37,7 +37,7 @@ from train.trainer.model_engine import (
     full_state,
 )
 from train.trainer.muon import MuonSettings
-from train.trainer.validation import HELD_OUT, DriftDiagnosis, ReplayValidation
+from train.trainer.validation import DriftDiagnosis, ReplayValidation
 from train.trainer.window import WindowSums
 
 NUM_STEPS = 4
@@ -126,8 +126,8 @@ def losses_at(
     assert stops == [0, 0, 1, 0]
     weights = full_state(model_engine, keep=world.is_main)
     assert bool(weights) == world.is_main
-    validation = ReplayValidation({HELD_OUT: validation_samples()}, ROW_TOKENS, 3, world)
-    stats = validation.run(model_engine.module, world.device, dtype)[HELD_OUT]
+    validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
+    stats = validation.run(model_engine.module, world.device, dtype)
     partitioned = zero_stage == 3
     diagnosis = DriftDiagnosis(validation_samples(), 99, 8, world, on_every_rank=partitioned)
     drift = diagnosis.run(model_engine.module, world.device, dtype)

@@ -5,7 +5,7 @@ import torch
 
 from data.samples import CapturedSample
 from train.distributed import World
-from train.trainer.validation import HELD_OUT, ReplayValidation
+from train.trainer.validation import ReplayValidation
 
 ROW_TOKENS = 8
 
@@ -21,7 +21,7 @@ def sample(token: int) -> CapturedSample:
 def test_every_rank_runs_as_many_rows_and_every_row_counts_once(num_rows: int, num_ranks: int) -> None:
     samples = [sample(token) for token in range(num_rows)]
     worlds = [World(rank, rank, num_ranks) for rank in range(num_ranks)]
-    ranks = [ReplayValidation({HELD_OUT: samples}, ROW_TOKENS, 2, world) for world in worlds]
+    ranks = [ReplayValidation(samples, ROW_TOKENS, 2, world) for world in worlds]
     assert len({len(one.batches) for one in ranks}) == 1
     counted = [
         int(batch.input_ids[0])

@@ -6,14 +6,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from train.evaluation.cells import FinishedCell
+from train.evaluation.matrix import Cell
 from train.experiments.quality.curves import drawn_seeds
 from train.resampling.bootstrap import Floats, Interval, Resamples, interval
 
 ALL = "all"  # conditions
 
 # A cell, and by variant what was measured of each seed.
-MeasuredCell: TypeAlias = "tuple[FinishedCell, Mapping[str, Sequence[Mapping[str, Any]]]]"
+MeasuredCell: TypeAlias = "tuple[Cell, Mapping[str, Sequence[Mapping[str, Any]]]]"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CellCounts:
     accepted: Floats  # [S, K, P], accepted tokens
     by_position: Floats  # [S, K, P], accepted tokens by position of the longest draft
 
-    def of_prompts(self, cell: FinishedCell, prompt_ids: Sequence[str]) -> "CellCounts":
+    def of_prompts(self, cell: Cell, prompt_ids: Sequence[str]) -> "CellCounts":
         """Return the counts of some of the cell's prompts, in the given order."""
         places = [cell.prompt_ids.index(one) for one in prompt_ids]
         return CellCounts(self.drafts[..., places], self.accepted[..., places], self.by_position[..., places])
@@ -73,7 +73,7 @@ class CellComparison:
 
 
 def compare(
-    cell: FinishedCell,
+    cell: Cell,
     measured: Mapping[str, Sequence[Mapping[str, Any]]],
     reference: str,
     draft_lengths: Sequence[int],
@@ -127,17 +127,17 @@ def by_condition(cells: Sequence[MeasuredCell], reference: str, k: int) -> list[
     Both sides of a ratio have the same prompts and seeds in each resample. In `kept` these are the prompts
     that the cell and its base cell share.
     """
-    bases = {cell.cell.domain: (cell, measured) for cell, measured in cells if cell.cell.is_base}
+    bases = {cell.domain: (cell, measured) for cell, measured in cells if not cell.condition}
     ratios: dict[str, list[dict[str, Floats]]] = {}
     kept: dict[str, list[dict[str, Floats]]] = {}
     for cell, measured in cells:
         counts = {name: CellCounts.of(by_seed) for name, by_seed in measured.items()}
         logs = _log_lengths(counts, k)
-        condition = cell.cell.condition
+        condition = cell.condition
         ratios.setdefault(condition, []).append(
             {name: one - logs[reference] for name, one in logs.items() if name != reference}
         )
-        base, of_base = bases[cell.cell.domain]
+        base, of_base = bases[cell.domain]
         common = [prompt for prompt in cell.prompt_ids if prompt in base.prompt_ids]
         here, there = (
             _log_lengths(

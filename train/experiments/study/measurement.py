@@ -11,7 +11,8 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.drift import choose_rows, measure_drift
 from train.artifact import Artifact
-from train.evaluation.cells import FinishedCell
+from train.evaluation.completions import CompletingTarget
+from train.evaluation.matrix import Cell
 from train.evaluation.replay import MAX_DRAFT_TOKENS, PromptAcceptance, packed, replay_greedily
 from train.experiments.quality.acceptance import drafter_of, own_drafter
 from train.experiments.quality.dataset import Dataset, load_vocab
@@ -22,9 +23,14 @@ _FORMAT = 1
 
 
 def measure_variant(
-    dataset: Dataset, run: Run, result: dict[str, Any], directory: Path, cells: Sequence[FinishedCell]
+    dataset: Dataset,
+    run: Run,
+    result: dict[str, Any],
+    directory: Path,
+    completing: CompletingTarget,
+    cells: Sequence[Cell],
 ) -> dict[str, Any]:
-    """Return `cells`, the counts of each by its artifact's name, of the last weights of a run.
+    """Return the counts of each cell by its key, of the last weights of a run.
 
     Results are kept in `cells/` of the run, one file for each cell, and are not measured twice.
     """
@@ -33,7 +39,7 @@ def measure_variant(
     if missing:
         drafter, frozen = trained_drafter(dataset, run, result, directory)
         for cell in missing:
-            write_json(kept[cell.key], {"format": _FORMAT} | measure_cell(drafter, frozen, cell))
+            write_json(kept[cell.key], {"format": _FORMAT} | measure_cell(drafter, frozen, completing, cell))
     return {key: read_json(path) for key, path in kept.items()}
 
 
@@ -46,14 +52,14 @@ def trained_drafter(
     return drafter_of(dataset, own, directory / result["kept"][-1]["checkpoint"])
 
 
-def measure_cell(drafter: Drafter, frozen: FrozenParts, cell: FinishedCell) -> dict[str, Any]:
+def measure_cell(
+    drafter: Drafter, frozen: FrozenParts, completing: CompletingTarget, cell: Cell
+) -> dict[str, Any]:
     """Return the counts of a cell by draft length and prompt, those by position, and the drift."""
-    store = cell.open()
-    samples = (store[index] for index in range(len(store)))
-    acceptance = replay_greedily(drafter, frozen, packed(samples))
+    acceptance = replay_greedily(drafter, frozen, packed(cell.samples(completing)))
     return acceptance.counts() | {
         "by_position": by_position(acceptance),
-        "drift": drift(drafter, frozen, (store[index] for index in range(len(store)))),
+        "drift": drift(drafter, frozen, cell.samples(completing)),
     }
 
 

@@ -33,7 +33,7 @@ from train.trainer.continuation import (
 
 KEPT = "kept"  # the input of the vocab stage that says which earlier vocabulary it keeps
 _EARLIER, _CONTINUED = "stages/train/earlier", "stages/train/continued"
-_LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.cells)
+_LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 
 
 def share_earlier(context: RunContext) -> UserError | None:

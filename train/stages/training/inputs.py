@@ -82,16 +82,4 @@ def validation_key(context: RunContext) -> str:
     """Return a fingerprint of what the acceptance length in validation depends on, apart from the drafter."""
     # Without `max_samples`, because another number of training samples leaves the held-out prompts.
     answers = context.artifacts[Stage.answers].key
-    held_out = {"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens}
-    return fingerprint(held_out | validation_inputs(context))
-
-
-def validation_inputs(context: RunContext) -> dict[str, Any]:
-    """Return what the acceptance in the validation cells depends on; empty without such cells."""
-    names = context.config.evaluate.matrix.validation_cells
-    if not names:
-        return {}
-    # Not the key of all cells: another cell of the evaluation changes no training.
-    cells = context.artifacts[Stage.cells].inputs
-    fields = ("data", "domains", "templates", "max_prompt_tokens", "completion")
-    return {"validation_cells": {"names": list(names)} | {name: cells[name] for name in fields}}
+    return fingerprint({"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens})

@@ -10,7 +10,7 @@ import pytest
 
 from data.text.perturbation import UNCHANGED, PromptSetting
 from eagle31.errors import UserError
-from train.evaluation.cells import Cell, FinishedCell
+from train.evaluation.matrix import Cell
 from train.experiments.study.comparison import CellCounts, by_condition, compare
 from train.experiments.study.report import (
     condition_table,
@@ -29,10 +29,9 @@ SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "experiments" / "
 NUM_PROMPTS, NUM_POSITIONS = 30, 8
 
 
-def cell(domain: str, template: str = UNCHANGED) -> FinishedCell:
+def cell(domain: str, template: str = UNCHANGED) -> Cell:
     prompt_ids = tuple(f"{domain} {number}" for number in range(NUM_PROMPTS))
-    of = Cell(domain, PromptSetting(template=template))
-    return FinishedCell(of, "evaluation", Path(f"{of.name}-key/states"), prompt_ids, 100.0)
+    return Cell(domain, PromptSetting(template=template), prompt_ids, ([1] * 100,) * NUM_PROMPTS)
 
 
 CELLS = [cell(name) for name in ("held_out", "code")]
