@@ -41,7 +41,6 @@ from train.drafter.published import (
     starting_shape,
 )
 from train.drafter.shape import complete_shape
-from train.drafter.target_weights import FromTarget, check_target_weights
 from train.inference.completions import transformers_generator, vllm_generator
 from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.inference.servers import RunServers, ServerSettings, start_limit
@@ -276,16 +275,6 @@ class RunContext:
         check_architecture(self.config.target.architecture, self.parts.config)
         config = self.drafter_config(self.shape.draft_vocab_size or self.parts.vocab_size)
         check_layout(config, self.config.export.layout)
-        if self.from_target is not None:
-            check_target_weights(config, self.from_target)
-
-    @property
-    def from_target(self) -> FromTarget | None:
-        """Which of the drafter's weights start from the target's; None for none."""
-        shape = self.config.drafter
-        if not shape.init_from_target:
-            return None
-        return FromTarget(self.spec, tuple(shape.init_from_target), shape.init_target_layer)
 
     def load_target(self) -> tuple[PreTrainedModel, TargetModules]:
         """Load the frozen target; a stage that uses it drops it when it is done."""

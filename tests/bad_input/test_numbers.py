@@ -19,7 +19,6 @@ HUGE = 10**30
 WORDS = {int: (0, -1, HUGE, -HUGE), float: (0.0, -1.0, math.nan, math.inf, -math.inf, 1e30, -1e30)}
 # What 0 and -1 mean where they are allowed; see docs/configuration.md.
 MEANINGS: dict[str, set[float]] = {
-    "drafter.init_target_layer": {0, -1},  # the first and the last layer
     "data.max_malformed_fraction": {0},  # no row
     "data.regenerate.temperature": {0},  # greedy
     "data.regenerate.top_k": {0},  # all tokens

@@ -113,7 +113,6 @@ WRITTEN_WRONGLY = [
     of("data.template_kwargs={1: 2}", "Key 1 (int) is incompatible with (str)"),
     entry("data.augment.templates=[banana]", "banana: Choose from unchanged"),
     entry("data.template_kwargs={a b: 1}", "a b=1: An argument of a template has a name"),
-    entry("drafter.init_from_target=[head]", "head", "Give any of fc, attention, mlp"),
     of("vllm.engine_args.model=a", "The run sets it"),
     of("capture.codec=fp4", "fp8"),
     of("capture.final_states=some", "supervised"),

@@ -6,8 +6,6 @@ from typing import Any
 
 from eagle31.errors import UserError
 
-FC, *_ = TARGET_PARTS = ("fc", "attention", "mlp")
-
 
 class Attention(Enum):
     gqa = "gqa"  # grouped-query attention
@@ -29,14 +27,6 @@ class DrafterShape:
     # weights.
     init_from: str | None = None
     init_revision: str | None = None  # Branch, tag or commit of init_from. null: the Hub's default branch.
-
-    # Parts that start from the target's own weights: any of fc (the last captured state, unchanged),
-    # attention and mlp (those of a layer, which must have the drafter's shape). Empty: random weights. No
-    # ablation supports it yet.
-    init_from_target: list[str] = field(default_factory=list)
-    # Layer of the target that attention and mlp of the drafter's last layer start from; negative counts from
-    # the end.
-    init_target_layer: int = -1
 
     num_hidden_layers: int = 1  # Number of decoder layers.
     hidden_size: int | None = None  # Width of the hidden states. null: the target's.
@@ -80,10 +70,3 @@ def check_drafter(drafter: DrafterShape) -> None:
         raise UserError("drafter.aux_layer_ids", ids, remedy)
     if drafter.init_revision is not None and drafter.init_from is None:
         raise UserError("drafter.init_revision", drafter.init_revision, "Give drafter.init_from too.")
-    unknown = set(drafter.init_from_target) - set(TARGET_PARTS)
-    if unknown:
-        remedy = f"Give any of {', '.join(TARGET_PARTS)}, such as [attention,mlp]."
-        raise UserError("drafter.init_from_target", drafter.init_from_target, remedy)
-    if drafter.init_from_target and drafter.init_from is not None:
-        remedy = "drafter.init_from gives all weights already; set one of the two."
-        raise UserError("drafter.init_from_target", drafter.init_from_target, remedy)

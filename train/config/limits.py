@@ -30,7 +30,6 @@ _RANGES: dict[str, tuple[int | float | None, int | float | None]] = {
     "seed": (0, 2**63 - 1),
     "train.seed": (0, 2**63 - 1),
     "target.checkpoint_gb": (None, _GB),
-    "drafter.init_target_layer": (-_WIDTH, _WIDTH),
     "drafter.num_hidden_layers": (1, 64),
     "drafter.hidden_size": (1, _WIDTH),
     "drafter.intermediate_size": (1, _WIDTH),

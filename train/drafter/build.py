@@ -10,7 +10,6 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts, project_width
 from eagle31.model.vocab import DraftVocab
 from train.drafter.published import start_from
-from train.drafter.target_weights import FromTarget, start_from_target
 
 
 def build_drafter(
@@ -19,7 +18,6 @@ def build_drafter(
     parts: TargetParts,
     initial: LoadedExport | None,
     *,
-    from_target: FromTarget | None = None,
     train_lm_head: bool,
     seed: int,
     device: torch.device,
@@ -30,7 +28,6 @@ def build_drafter(
     Args:
         initial: the checkpoint whose weights training starts from; None for random ones, which depend on the
             seed alone.
-        from_target: which weights are the target's own; None for none.
         train_lm_head: whether the draft head is a part of the drafter, or frozen.
         dtype: of the frozen tensors.
     """
@@ -39,8 +36,6 @@ def build_drafter(
     initialize(drafter)
     if initial is not None:
         start_from(drafter, initial.drafter)
-    if from_target is not None:
-        start_from_target(drafter, from_target)
     embed_tokens, head_rows = frozen_rows(config, vocab, parts, initial)
     lm_head = (
         drafter.lm_head

@@ -41,7 +41,6 @@ def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Frozen
         vocab,
         context.parts,
         context.initial,
-        from_target=context.from_target,
         train_lm_head=context.config.drafter.train_lm_head,
         seed=context.train_seed,
         device=context.world.device,
