@@ -15,7 +15,7 @@ SLOW = (
     "tests/train/parity/test_vllm_parity.py",
     "tests/data/vllm/test_server.py",
     "tests/runs/test_kills.py",
-    "tests/train/lifetime/test_runs.py",
+    "tests/train/test_stop.py",
     "tests/train/test_pipeline.py",
     "tests/train/inference/test_mooncake.py",
     "tests/train/test_combinations.py",

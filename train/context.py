@@ -1,5 +1,6 @@
 """The state that the stages of a run share: the target, its tokenizer, the drafter's shape."""
 
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class RunContext:
 
     config: RunConfig
     world: World
+    started: float = field(default_factory=time.time)  # in seconds since the epoch
     artifacts: dict[Stage, Artifact] = field(default_factory=dict)
     reused: set[str] = field(default_factory=set)  # names of the stages that were finished already
     earlier: EarlierTraining | None = None  # the training that this run's can continue

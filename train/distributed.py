@@ -16,7 +16,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from data.addresses import is_loopback
 from eagle31.errors import UserError
-from train.lifetime.activity import ACTIVITY
 
 POLL_SECONDS = 0.5
 _STORE_SECONDS = 60.0  # time to reach torchrun's store
@@ -77,11 +76,6 @@ def shared_values() -> dist.Store:
 
     It exists before the process group does. Without torchrun it is this process's own.
     """
-    return connected_values()
-
-
-def connected_values() -> dist.Store:
-    """Return a new connection to the store of `shared_values`."""
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
     # With the same function as `init_process_group`, so that both agree about who serves it.
@@ -92,9 +86,8 @@ def connected_values() -> dist.Store:
 
 def read_when_set(values: dist.Store, name: str) -> str:
     """Return a value once another process has set it. torchrun ends this process if that one fails."""
-    with ACTIVITY.waiting(name):
-        while not values.check([name]):
-            time.sleep(POLL_SECONDS)
+    while not values.check([name]):
+        time.sleep(POLL_SECONDS)
     return values.get(name).decode()
 
 
@@ -123,9 +116,8 @@ def wait_for(path: Path) -> None:
     The other ranks wait this way for what rank 0 prepares: there is no process group yet that could time out,
     and torchrun ends all ranks when rank 0 fails.
     """
-    with ACTIVITY.waiting(str(path)):
-        while not path.exists():
-            time.sleep(POLL_SECONDS)
+    while not path.exists():
+        time.sleep(POLL_SECONDS)
 
 
 def wait_for_ranks(name: str, world: World) -> None:
@@ -135,10 +127,9 @@ def wait_for_ranks(name: str, world: World) -> None:
     """
     values, pause = shared_values(), POLL_SECONDS / 32
     values.add(name, 1)
-    with ACTIVITY.waiting(name):
-        while values.add(name, 0) < world.size:
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_SECONDS)
+    while values.add(name, 0) < world.size:
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -25,10 +25,7 @@ from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_s
 from train.context import RunContext
 from train.distributed import World, wait_for
 from train.doctor.examine import check_start
-from train.doctor.failures import naming_full_disk
 from train.leftovers import remove_leftovers
-from train.lifetime.activity import ACTIVITY
-from train.lifetime.stops import STOPPED_FILE
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
 from train.planning.at_hand import check_gpu_memory, cluster_at_hand
@@ -43,6 +40,7 @@ from train.stages.table import STAGES
 from train.stages.train import check_ranks, check_rows
 from train.stages.training.continuing import begin_training, share_earlier
 from train.stages.unfinished import check_selected, unfinished_stages
+from train.stop import STOPPED_FILE, Stopped
 from train.versions import git_revision, package_versions
 
 LOCK_FILE = ".lock"  # in the output directory
@@ -68,7 +66,13 @@ def run_pipeline(config: RunConfig, world: World) -> None:
             announce_plan(context)
             write_configuration(config)
         if set(config.stages) != {Stage.plan}:
-            run_stages(context)
+            try:
+                run_stages(context)
+            except Stopped as stopped:
+                if world.is_main:
+                    stopped.write(context.output_dir)
+                wait_for(context.output_dir / STOPPED_FILE)  # torchrun ends all ranks as soon as one ends
+                raise
 
 
 def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundRate]:
@@ -147,7 +151,6 @@ def conclude(context: RunContext, stage: Stage) -> None:
 def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
     """Reuse the stage's finished result, or make it."""
     definition, world, artifact = STAGES[stage], context.world, context.artifacts[stage]
-    ACTIVITY.enter(stage.value)
     if stage not in unfinished:
         context.reused.add(stage.value)
         _say(context, f"{stage.value}: reused, {artifact.directory}")
@@ -165,8 +168,7 @@ def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) ->
     _say(context, f"{stage.value}: {artifact.directory}")
     started = time.perf_counter()
     try:
-        with naming_full_disk(artifact.directory):
-            summary = definition.run(context, artifact.directory)
+        summary = definition.run(context, artifact.directory)
     except DamagedShard:
         # On every rank, because the launcher may end rank 0 before it gets here.
         context.artifacts[Stage.capture].reopen()

@@ -3,20 +3,17 @@
 from typing import Any
 
 from data.capture.worker import TargetCapture, serve
-from eagle31.imports import collection_paused
-from eagle31.malloc import keep_freed_memory
 
 
 def open_capture(settings: dict[str, Any]) -> TargetCapture:
     """Load the target that `hf_producer`'s settings describe."""
     # Imported here: this takes seconds, in which requests are already read.
-    with collection_paused():
-        import torch
+    import torch
 
-        from data.capture.hf import HiddenStateCapture
-        from data.target.loading import load_target
-        from data.target.modules import locate
-        from data.target.spec import TargetSpec
+    from data.capture.hf import HiddenStateCapture
+    from data.target.loading import load_target
+    from data.target.modules import locate
+    from data.target.spec import TargetSpec
 
     spec, device = TargetSpec(**settings["target"]), torch.device(settings["device"])
     if device.type == "cuda":
@@ -26,5 +23,4 @@ def open_capture(settings: dict[str, Any]) -> TargetCapture:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     serve(open_capture)

@@ -6,7 +6,6 @@ from typing import Any
 
 from data.processes.child import Channel, Message
 from eagle31.errors import UserError
-from eagle31.malloc import keep_freed_memory
 
 
 def serve() -> None:
@@ -49,5 +48,4 @@ def _open(settings: dict[str, Any]) -> Callable[[Message], list[list[int]]]:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     serve()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.torchrun import ROOT
+from train.command import set_thread_defaults
 
 START = f"""
 import os, sys
@@ -117,3 +118,20 @@ def test_threads_are_set_before_torch_is_imported() -> None:
     )
     threads = max(len(os.sched_getaffinity(0)) // 2, 1)
     assert done.stdout == f"{threads} passive\n"
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "processes", "threads"), [(8, None, "8"), (8, "4", "2"), (2, "4", "1"), (96, "8", "12")]
+)
+def test_the_processes_of_a_node_share_its_cores(num_cores: int, processes: str | None, threads: str) -> None:
+    environment = {} if processes is None else {"LOCAL_WORLD_SIZE": processes}
+    set_thread_defaults(environment, num_cores, has_gpu=False)
+    assert environment["OMP_NUM_THREADS"] == threads
+    assert environment["DS_ACCELERATOR"] == "cpu"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    given = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
+    environment = dict(given)
+    set_thread_defaults(environment, 8, has_gpu=True)
+    assert environment == given

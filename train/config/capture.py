@@ -47,6 +47,10 @@ class CaptureConfig:
     # s3://bucket/path. It must hold the states of this target for this training data. null: capture.
     store: str | None = None
     read_threads: int = 4  # Threads of a rank that read and decode the samples of a store.
+    # Directory on a local disk that keeps samples of the store once they are read, for the next epochs. Give
+    # one where the store is on a slow file system or in object storage. null: none are kept.
+    cache_dir: str | None = None
+    cache_gb: float = 500.0  # Limit of cache_dir on each node, in 10^9 bytes.
     max_samples: int | None = None  # Number of training samples, chosen at random. null: all.
     shard_tokens: int = 65536  # Tokens in one file of the store.
     batch_tokens: int = 8192  # Tokens in one forward pass, padding included, for source=hf.
@@ -83,6 +87,7 @@ def check_capture(capture: CaptureConfig) -> None:
             "capture.processes": capture.processes,
             "capture.stall_minutes": capture.stall_minutes,
             "capture.read_threads": capture.read_threads,
+            "capture.cache_gb": capture.cache_gb,
             "capture.mooncake.segment_gb": capture.mooncake.segment_gb,
         }
     )
@@ -91,11 +96,13 @@ def check_capture(capture: CaptureConfig) -> None:
     if not 0 <= capture.max_refused_fraction < 1:
         remedy = "Give a fraction of the samples, at least 0 and less than 1."
         raise UserError("capture.max_refused_fraction", capture.max_refused_fraction, remedy)
-    if capture.store is not None and not capture.store.strip():
-        raise UserError("capture.store", repr(capture.store), "It is empty; give null for none.")
-    if capture.store is not None and capture.mode is CaptureMode.online:
-        remedy = "Online training reads no store; give null, or capture.mode=offline."
-        raise UserError("capture.store", capture.store, remedy)
+    for name in ("store", "cache_dir"):
+        value = getattr(capture, name)
+        if value is not None and not value.strip():
+            raise UserError(f"capture.{name}", repr(value), "It is empty; give null for none.")
+        if value is not None and capture.mode is CaptureMode.online:
+            remedy = "Online training reads no store; give null, or capture.mode=offline."
+            raise UserError(f"capture.{name}", value, remedy)
     Encoding(capture.codec, capture.final_states)
     over_mooncake = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
     if over_mooncake and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:

@@ -53,6 +53,7 @@ _RANGES: dict[str, tuple[int | float | None, int | float | None]] = {
     "data.regenerate.completions": (None, 1 << 16),
     "data.augment.documents_tokens": (None, _TOKENS),
     "capture.read_threads": (None, _PROCESSES),
+    "capture.cache_gb": (None, _GB),
     "capture.shard_tokens": (None, 1 << 30),
     "capture.batch_tokens": (None, _TOKENS),
     "capture.stall_minutes": (None, _MINUTES),

@@ -68,8 +68,8 @@ class RunConfig:
     output_dir: str = MISSING  # Directory of all results. Set to outputs/NAME by default.
     cache_dir: str = MISSING  # Directory of the embedded target. Set to ~/.cache/eagle31 by default.
     seed: int = 0  # Seed of all random choices.
-    # Minutes after which the run saves and stops, with status 75; the same command resumes. null: a Slurm job
-    # stops before its time limit, and other runs do not.
+    # Minutes after which training saves and stops, with status 75; the same command resumes. null: a Slurm
+    # job stops before its time limit, and other runs do not.
     stop_after_minutes: float | None = None
 
 

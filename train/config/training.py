@@ -86,9 +86,8 @@ class DeepSpeedConfig:
     precision: Precision = Precision.bf16  # Precision of the training step.
     offload_optimizer: bool = False  # Whether optimizer states are in CPU memory. Needs zero_stage 1, 2 or 3.
     offload_parameters: bool = False  # Whether parameters are in CPU memory. Needs zero_stage 3.
-    # Minutes that a rank may hold up the others, or not answer, before the run names it and ends. The default
-    # is longer than a checkpoint to a slow disk or the start of a server again takes; a quarter of it shows a
-    # warning.
+    # Minutes that a rank may hold up a collective operation of the others, before it fails and the run ends.
+    # The default is longer than a checkpoint to a slow disk or the start of a server again takes.
     timeout_minutes: float = 30.0
 
 

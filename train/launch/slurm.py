@@ -17,7 +17,7 @@ from train.config.launcher import LauncherConfig, LauncherKind, sets_launcher
 from train.config.run import RunConfig, uses_vllm
 from train.config.training import TrainConfig
 from train.config.vllm import Placement
-from train.lifetime.stops import STOPPED, STOPPED_FILE
+from train.stop import STOPPED, STOPPED_FILE
 
 TEMPLATE = "slurm.sh.jinja"
 # Each node would take these for itself.

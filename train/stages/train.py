@@ -1,6 +1,7 @@
 """The train stage: what its result depends on, its length and schedules, and the loop on every rank."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -42,6 +43,7 @@ from train.stages.training.inputs import (
 )
 from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
+from train.stop import time_limit
 from train.tracking import open_tracker
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
@@ -234,6 +236,7 @@ def loop_settings(context: RunContext, state: TrainState, max_steps: int, speed:
         diagnose_every=config.train.diagnose_every,
         early_stop_validations=config.train.early_stop_validations,
         speed=speed,
+        stop_at=time_limit(config.stop_after_minutes, os.environ, context.started),
     )
 
 

@@ -13,8 +13,7 @@ from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.progress import Progress
 from train.distributed import World, sum_over_ranks
-from train.lifetime.activity import ACTIVITY
-from train.lifetime.stops import Stopped, at_safe_points
+from train.stop import Stopped, stop_reasons
 from train.tracking import Tracker
 from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
@@ -49,6 +48,7 @@ class LoopSettings:
     # Training ends after this many validations in a row that are not better than the best one; None: never.
     early_stop_validations: int | None = None
     speed: Speed = field(default_factory=Speed)
+    stop_at: float | None = None  # the time limit, in seconds since the epoch
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
     guard.reference = state.grad_norm_reference
     bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
     window = WindowSums(settings.num_depths, device)
-    with at_safe_points() as stop_requested, bar:
+    with stop_reasons(settings.stop_at) as stop_reason, bar:
         loader.read_ahead(state.step)
         if state.best_step is None:
             with window.timed("validation"):
@@ -108,7 +108,6 @@ def train(
             )
             trains_head = state.step >= settings.head_start
             state.step += 1
-            ACTIVITY.step = state.step
             state.epoch, state.row = loader.position(state.step)
             keeps = keeps_weights(state.step, settings)
             logs = keeps or state.step % settings.log_every == 0 or state.step == settings.max_steps
@@ -119,7 +118,7 @@ def train(
                 window,
                 world,
                 with_metrics=logs,
-                stop=stop_requested(),
+                stop=stop_reason() is not None,
                 trains_head=trains_head,
             )
             if average is not None:
@@ -189,7 +188,7 @@ def train(
             if stop and state.step < settings.max_steps and not stops_early(state, settings):
                 if world.is_main:
                     print(f"train: saved after step {state.step} and stopped; the same command resumes")
-                raise Stopped
+                raise Stopped(state.step, stop_reason())
     return state
 
 

@@ -28,8 +28,6 @@ from train.trainer.muon import GuardedMuon, MuonSettings
 from train.trainer.optimizer import GuardedAdamW
 from train.trainer.rounded import RoundedDrafter
 
-_WATCH_MINUTES = 1.0  # for the watch to name a rank before collective operations fail
-
 
 class TrainedModule(nn.Module):
     """The drafter with its training step; its only parameters are the drafter's."""
@@ -237,10 +235,12 @@ def ensure_process_group(timeout_minutes: float = 30.0) -> None:
     """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun.
 
     Args:
-        timeout_minutes: how long a rank may hold up the others. `train.lifetime.watch` then ends the run; the
-            collective operation fails a while later where all ranks have begun it.
+        timeout_minutes: how long a rank may hold up the others, before their collective operation fails.
     """
-    timeout = timedelta(minutes=timeout_minutes + _WATCH_MINUTES)
+    timeout = timedelta(minutes=timeout_minutes)
+    # At the time limit PyTorch's flight recorder writes which operations each rank has begun.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if not torch.cuda.is_available():
         # DeepSpeed uses it for inference only and would compile it for over a minute at its first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -336,8 +336,11 @@ def test_windows_need_files_and_room_for_a_row(changes: dict[str, Any], remedy: 
     ("key", "value", "mode", "remedy"),
     [
         ("capture.store", "", CaptureMode.offline, "It is empty"),
+        ("capture.cache_dir", " ", CaptureMode.offline, "It is empty"),
         ("capture.store", "s3://bucket/store", CaptureMode.online, "Online training reads no store"),
+        ("capture.cache_dir", "/nvme", CaptureMode.online, "Online training reads no store"),
         ("capture.read_threads", 0, CaptureMode.offline, "greater than 0"),
+        ("capture.cache_gb", -1.0, CaptureMode.offline, "greater than 0"),
     ],
 )
 def test_reading_a_store_needs_one(key: str, value: Any, mode: CaptureMode, remedy: str) -> None:

@@ -19,7 +19,7 @@ from tests.train.small_run import arguments as tiny_arguments
 from tests.train.torchrun import ROOT, environment, preloaded_python, program_of, torchrun
 from train.config.launcher import LauncherConfig
 from train.launch.slurm import Submission, render
-from train.lifetime.stops import STOPPED_FILE
+from train.stop import STOPPED_FILE
 
 STEPS = 20
 # A job starts six processes; on a busy machine each needs minutes.

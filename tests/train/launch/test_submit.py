@@ -27,7 +27,7 @@ from train.launch.slurm import (
     render,
     run_arguments,
 )
-from train.lifetime.stops import STOPPED, STOPPED_FILE
+from train.stop import STOPPED, STOPPED_FILE
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 

@@ -31,7 +31,6 @@ from data.embedded.corpus import ChatExample, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, initialize, pretrain
 from eagle31.json_files import write_text
-from eagle31.malloc import keep_freed_memory
 from tests.eagle31.export.reload import reload_in_this_process
 from tests.shared import TRAINING_CODE, make_cached
 from train.compose import composed
@@ -278,7 +277,6 @@ def train_case(name: str, directory: Path, target_steps: int, rows_per_step: int
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     where, lengths = Path(sys.argv[1]).resolve(), tuple(map(int, sys.argv[2:5]))
     # Starting a process for each reload would take as long as some of the runs.
