@@ -1,16 +1,13 @@
-"""The locked versions: complete, hashed, within pyproject.toml's bounds, and without known advisories."""
+"""The locked versions: complete, hashed, and within pyproject.toml's bounds."""
 
 import re
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from tests.advisories import Advisories, advisory_server
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,8 +24,6 @@ MACHINES = [
     for version in ("3.10", "3.11", "3.12", "3.13", "3.14")
     for machine in ("x86_64", "aarch64")
 ]
-# An advisory that does not concern this project: its name, and why.
-ACCEPTED: dict[str, str] = {}
 
 
 def locked(*parts: str) -> dict[Requirement, str]:
@@ -73,11 +68,6 @@ def test_every_version_is_exact_and_has_hashes(part: str) -> None:
         assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", line) for line in lines), pin
 
 
-def test_no_index_is_named() -> None:
-    text = "".join(path.read_text() for path in LOCKED.iterdir())
-    assert not re.search(r"://|--(extra-)?index|--find-links|--trusted-host|^-|@", text, re.MULTILINE)
-
-
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda one: "-".join(one.values()))
 @pytest.mark.parametrize(
     ("parts", "extra"), [(CPU, "dev"), (CPU[:-1], "train"), (CUDA, "dev")], ids=["cpu", "run", "cuda"]
@@ -93,49 +83,6 @@ def test_what_pyproject_requires_is_locked_once(
             assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_what_the_locked_packages_require_is_locked() -> None:
-    """For those that are installed here in their locked version."""
-    pins = [pin for pin in locked(*CPU) if applies(pin, {})]
-    names = {canonicalize_name(pin.name) for pin in pins}
-    compared = 0
-    for pin in pins:
-        try:
-            found = distribution(pin.name)
-        except PackageNotFoundError:
-            continue
-        if found.version != version_of(pin):
-            continue
-        compared += 1
-        for requirement in map(Requirement, found.requires or []):
-            if applies(requirement, {}):
-                assert canonicalize_name(requirement.name) in names, f"{pin.name} requires {requirement}"
-    assert compared > 20
-
-
 def test_a_run_and_the_checks_share_their_versions() -> None:
     names = [{(pin.name, str(pin.marker)) for pin in locked(part)} for part in CUDA]
     assert sum(map(len, names)) == len(set().union(*names))
-
-
-def test_an_advisory_is_found() -> None:
-    with advisory_server({("jinja2", "2.4.1"): ["PYSEC-1"]}) as url:
-        found = Advisories(url).query({"jinja2": "2.4.1", "numpy": "2.0"})
-    assert found == {"jinja2 2.4.1": ["PYSEC-1"]}
-
-
-def test_an_advisory_service_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(OSError, match="querybatch"):
-        Advisories("http://127.0.0.1:9/querybatch").query({"numpy": "2.0"})
-
-
-def test_no_advisory_concerns_a_locked_version() -> None:
-    versions: dict[str, str] = {}
-    for pin in locked(*CUDA):
-        if applies(pin, MACHINES[-1]):
-            versions[pin.name] = version_of(pin)
-    try:
-        found = Advisories().query(versions)
-    except OSError as error:
-        pytest.skip(f"no advisory database can be reached: {error}")
-    unknown = {name: sorted(set(ids) - set(ACCEPTED)) for name, ids in found.items()}
-    assert not any(unknown.values()), unknown

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from train.doctor.check import Check, Status, judged, ok
-from train.versions import ROOT, missing_packages, package_versions, untested_packages
+from train.versions import ROOT, missing_packages, package_versions
 
 OLDEST_PYTHON = (3, 10)
 
@@ -21,7 +21,6 @@ def environment_checks() -> list[Check]:
     return [
         python_check(sys.version_info[:2], sys.executable),
         packages_check(missing_packages(), package_versions(), ROOT),
-        tested_check(untested_packages(package_versions())),
         threads_check(os.environ, cores),
     ]
 
@@ -53,13 +52,6 @@ def packages_check(missing: Sequence[str], installed: Mapping[str, str], root: P
         remedy = "Run scripts/quickstart once, which makes .venv, then source .venv/bin/activate."
     shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
     return Check("packages", Status.lacking, f"without {shown}", "pip's extra 'train'", remedy)
-
-
-def tested_check(untested: Sequence[str]) -> Check:
-    """Return whether releases are among those with which the tests have run."""
-    remedy = "Where a run fails, install releases that were tested: scripts/setup/releases_*.txt have them."
-    found = "; ".join(untested) or "all tested"
-    return judged("releases", not untested, found, "tested releases", remedy, otherwise=Status.warning)
 
 
 def threads_check(environment: Mapping[str, str], cores: int) -> Check:

@@ -11,7 +11,6 @@ from train.versions import (
     git_revision,
     missing_packages,
     package_versions,
-    untested_packages,
 )
 
 
@@ -30,8 +29,6 @@ def run(options: Options, record: Record) -> None:
     installed = package_versions()
     for name in PACKAGES:
         record.figure(name, installed.get(name, "missing"))
-    for note in untested_packages(installed):
-        record.figure("note", note)
     missing = missing_packages()
     remedy = f"missing: {', '.join(missing)}; give their wheels with --wheels" if missing else "all are there"
     record.check("the packages that a run needs are installed", not missing, remedy)
