@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_layout import ROOT
-from train.config.overrides import FREE_FORM, schema_keys
+from train.config.compose import FREE_FORM, schema_keys
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -81,7 +81,7 @@ def test_commands_name_what_exists(page: Path) -> None:
     for group, name in re.findall(r"(?<![\w.-])([a-z]+)=([a-z]\w+)", text):
         if (ROOT / "recipes" / group).is_dir() and group != "recipe":
             assert (ROOT / "recipes" / group / f"{name}.yaml").is_file(), f"{group}={name}"
-    known = schema_keys()
+    known = dict(schema_keys())
     for key in re.findall(r"(?<![\w.-])([a-z]\w*(?:\.\w+)+)=", text):
         free = any(key.startswith(f"{name}.") for name in FREE_FORM)
         assert free or key in known, key

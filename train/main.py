@@ -11,7 +11,7 @@ prepare()
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from train.compose import compose_config, composed, parse_arguments
+from train.config.compose import compose_config, composed, parse_arguments
 from train.config.launcher import sets_launcher
 from train.distributed import World, leave_process_group
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from train.compose import compose_config
+from train.config.compose import compose_config
 from train.config.run import RunConfig
 
 _PLAIN = re.compile(r"[\w./:@%+-]+")

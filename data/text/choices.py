@@ -1,10 +1,10 @@
 """What a recipe chooses about its text. The schema imports this module, so it imports no library."""
 
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from eagle31.choice import Choice
 from eagle31.errors import UserError
 
 # Arguments of the chat template that each conversation or this project gives: those of apply_chat_template.
@@ -15,19 +15,19 @@ _GIVEN_ARGUMENTS = (
 )
 
 
-class Turns(Enum):
+class Turns(Choice):
     """The assistant turns that become training samples."""
 
-    all = "all"  # one sample in which every assistant turn is supervised
-    last = "last"  # one sample in which the last assistant turn is supervised
-    each = "each"  # one sample for each assistant turn, rendered as the last one, as in serving
+    all = "all", "one sample in which every assistant turn is supervised"
+    last = "last", "one sample in which the last assistant turn is supervised"
+    each = "each", "one sample for each assistant turn, rendered as the last one, as in serving"
 
 
-class Overlong(Enum):
+class Overlong(Choice):
     """The treatment of samples with more than `max_tokens` tokens."""
 
-    drop = "drop"  # leave the sample out
-    cut = "cut"  # keep the first max_tokens
+    drop = "drop", "leave the sample out"
+    cut = "cut", "keep the first max_tokens"
 
 
 def check_template_kwargs(template_kwargs: Mapping[Any, Any], field: str) -> None:

@@ -1,12 +1,12 @@
 """The layouts in which EAGLE-3 drafters are published: their keys, their tensor names, their files."""
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from eagle31.choice import Choice
 from eagle31.errors import UserError
 from eagle31.json_files import read_json_object
 from eagle31.model.config import DrafterConfig
@@ -19,11 +19,11 @@ PICKLED_WEIGHTS, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.j
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-class Layout(Enum):
+class Layout(Choice):
     """The layout of an export's files."""
 
-    vllm = "vllm"  # the drafter's config.json: `--speculative-config` names export and method
-    speculators = "speculators"  # config.json names the target too: `vllm serve EXPORT` is enough
+    vllm = "vllm", "the drafter's config.json: `--speculative-config` names export and method"
+    speculators = "speculators", "config.json names the target too: `vllm serve EXPORT` is enough"
 
 
 @dataclass(frozen=True)

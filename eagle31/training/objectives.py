@@ -18,28 +18,30 @@ Source: LK losses (arXiv 2602.23881), with its eta = 3; alpha is that of specula
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
+from eagle31.choice import Choice
 from eagle31.errors import UserError
 from eagle31.training.acceptance_chain import DraftChain
 
 
-class Loss(Enum):
-    kl = "kl"  # cross entropy with the target's distribution over the draft vocabulary
-    full_kl = "full_kl"  # KL divergence over the full vocabulary, for drafters without a pruned one
-    tv = "tv"  # total variation distance: 1 - acceptance rate
-    lk_alpha = "lk_alpha"  # -log of the acceptance rate
-    lk_lambda = "lk_lambda"  # from KL to total variation as the acceptance rate grows
-    # from KL to the expected number of accepted drafts as the acceptance rate grows
-    acceptance_length = "acceptance_length"
+class Loss(Choice):
+    kl = "kl", "cross entropy with the target's distribution over the draft vocabulary"
+    full_kl = "full_kl", "KL divergence over the full vocabulary, for drafters without a pruned one"
+    tv = "tv", "total variation distance: 1 - acceptance rate"
+    lk_alpha = "lk_alpha", "-log of the acceptance rate"
+    lk_lambda = "lk_lambda", "from KL to total variation as the acceptance rate grows"
+    acceptance_length = (
+        "acceptance_length",
+        "from KL to the expected number of accepted drafts as the acceptance rate grows",
+    )
 
 
-class StepWeights(Enum):
-    decay = "decay"  # step_decay to the power of the step
-    reach = "reach"  # the probability that serving reaches the draft, as the drafter is now
+class StepWeights(Choice):
+    decay = "decay", "step_decay to the power of the step"
+    reach = "reach", "the probability that serving reaches the draft, as the drafter is now"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.runs.forked import RUN_SECONDS, run
 from tests.runs.forked import environment as environment
-from train.compose import _errors_for_users, compose_config, recipe_name
+from train.config.compose import compose_config, errors_for_users, recipe_name
 from train.config.run import RunConfig, check
 from train.distributed import World
 
@@ -43,9 +43,9 @@ def composed(recipe: str, *arguments: str) -> RunConfig:
 
 
 def checked_config(arguments: Sequence[str]) -> RunConfig:
-    """Return what `train.compose.composed` returns, and raise what it raises."""
+    """Return what `train.config.compose.composed` returns, and raise what it raises."""
     recipe = recipe_name(arguments)
-    with _errors_for_users(recipe, arguments):
+    with errors_for_users(recipe, arguments):
         config = composed(recipe, *(one for one in arguments if not one.startswith("recipe=")))
     check(config)
     return config

@@ -1,15 +1,16 @@
 """The recipe's schema for the drafter."""
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
+from eagle31.choice import Choice
 from eagle31.errors import UserError
+from train.config.setting import setting
 
 
-class Attention(Enum):
-    gqa = "gqa"  # grouped-query attention
-    mla = "mla"  # multi-head latent attention
+class Attention(Choice):
+    gqa = "gqa", "grouped-query attention"
+    mla = "mla", "multi-head latent attention"
 
 
 @dataclass
@@ -20,50 +21,78 @@ class DrafterShape:
     trained further as EAGLE 3.1, with fc_norm weights that start at one.
     """
 
-    # Kind of attention. null: that of init_from, else gqa, whatever the target has.
-    attention: Attention | None = None
+    attention: Attention | None = setting(
+        None, "Kind of attention. null: that of init_from, else gqa, whatever the target has."
+    )
 
-    # Drafter checkpoint to start training from, exported or published: directory or Hub id. null: random
-    # weights.
-    init_from: str | None = None
-    init_revision: str | None = None  # Branch, tag or commit of init_from. null: the Hub's default branch.
+    init_from: str | None = setting(
+        None,
+        "Drafter checkpoint to start training from, exported or published: directory or Hub id. null: "
+        "random weights.",
+    )
+    init_revision: str | None = setting(
+        None, "Branch, tag or commit of init_from. null: the Hub's default branch."
+    )
 
-    num_hidden_layers: int = 1  # Number of decoder layers.
-    hidden_size: int | None = None  # Width of the hidden states. null: the target's.
-    # Width of the feed-forward network. null: that of the target, for a mixture of experts the width of all
-    # experts that one token passes through.
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None  # Number of query heads. null: the target's.
-    num_key_value_heads: int | None = None  # Number of key-value heads, for gqa. null: the target's.
-    head_dim: int | None = None  # Width of a head, for gqa. null: the target's.
-    q_lora_rank: int | None = None  # Rank of the query's latent, for mla. null: the target's.
-    kv_lora_rank: int | None = None  # Rank of the key-value latent, for mla. null: the target's.
-    qk_nope_head_dim: int | None = None  # Width of a head's part without RoPE, for mla. null: the target's.
-    qk_rope_head_dim: int | None = None  # Width of a head's part with RoPE, for mla. null: the target's.
-    v_head_dim: int | None = None  # Width of a value head, for mla. null: the target's.
-    rms_norm_eps: float | None = None  # Epsilon of the norms. null: the target's.
-    # RoPE: rope_type, rope_theta and the keys of a scaling, such as factor. Empty: the target's.
-    rope_parameters: dict[str, Any] = field(default_factory=dict)
-    max_position_embeddings: int | None = None  # Longest sequence that vLLM drafts for. null: the target's.
-    # Sliding window: the number of positions that the drafter's attention reads, the current one included;
-    # not for mla. null: that of init_from, else that of a target whose layers all have one, which vLLM would
-    # also use, else none. No ablation supports it yet.
-    sliding_window: int | None = None
-    # Captured layers, counted as decoder layers already applied: 0 is the embedding output. null: 2, n // 2
-    # and n - 3 for a target of n layers.
-    aux_layer_ids: list[int] | None = None
-    draft_vocab_size: int | None = None  # Tokens that can be drafted, the most frequent. null: all tokens.
-    fc_norm: bool = True  # Whether each captured state is normalized before the fusion (EAGLE 3.1).
-    norm_output: bool = True  # Whether the next step receives the state after the final norm (EAGLE 3.1).
-    norm_before_residual: bool = False  # Whether the layer's residual is the normalized input.
-    train_lm_head: bool = True  # Whether the draft head is trained; otherwise it stays the target's rows.
+    num_hidden_layers: int = setting(1, "Number of decoder layers.", ge=1, le=64)
+    hidden_size: int | None = setting(None, "Width of the hidden states. null: the target's.", ge=1)
+    intermediate_size: int | None = setting(
+        None,
+        "Width of the feed-forward network. null: that of the target, for a mixture of experts the width "
+        "of all experts that one token passes through.",
+        ge=1,
+    )
+    num_attention_heads: int | None = setting(None, "Number of query heads. null: the target's.", ge=1)
+    num_key_value_heads: int | None = setting(
+        None, "Number of key-value heads, for gqa. null: the target's.", ge=1
+    )
+    head_dim: int | None = setting(None, "Width of a head, for gqa. null: the target's.", ge=1)
+    q_lora_rank: int | None = setting(None, "Rank of the query's latent, for mla. null: the target's.", ge=1)
+    kv_lora_rank: int | None = setting(
+        None, "Rank of the key-value latent, for mla. null: the target's.", ge=1
+    )
+    qk_nope_head_dim: int | None = setting(
+        None, "Width of a head's part without RoPE, for mla. null: the target's.", ge=1
+    )
+    qk_rope_head_dim: int | None = setting(
+        None, "Width of a head's part with RoPE, for mla. null: the target's.", ge=1
+    )
+    v_head_dim: int | None = setting(None, "Width of a value head, for mla. null: the target's.", ge=1)
+    rms_norm_eps: float | None = setting(None, "Epsilon of the norms. null: the target's.", gt=0, lt=1)
+    rope_parameters: dict[str, Any] = setting(
+        {}, "RoPE: rope_type, rope_theta and the keys of a scaling, such as factor. Empty: the target's."
+    )
+    max_position_embeddings: int | None = setting(
+        None, "Longest sequence that vLLM drafts for. null: the target's.", ge=1
+    )
+    sliding_window: int | None = setting(
+        None,
+        "Sliding window: the number of positions that the drafter's attention reads, the current one "
+        "included; not for mla. null: that of init_from, else that of a target whose layers all have one, "
+        "which vLLM would also use, else none. No ablation supports it yet.",
+        ge=1,
+    )
+    aux_layer_ids: list[int] | None = setting(
+        None,
+        "Captured layers, counted as decoder layers already applied: 0 is the embedding output. null: 2, "
+        "n // 2 and n - 3 for a target of n layers.",
+        ge=0,
+    )
+    draft_vocab_size: int | None = setting(
+        None, "Tokens that can be drafted, the most frequent. null: all tokens.", ge=1
+    )
+    fc_norm: bool = setting(True, "Whether each captured state is normalized before the fusion (EAGLE 3.1).")
+    norm_output: bool = setting(
+        True, "Whether the next step receives the state after the final norm (EAGLE 3.1)."
+    )
+    norm_before_residual: bool = setting(False, "Whether the layer's residual is the normalized input.")
+    train_lm_head: bool = setting(
+        True, "Whether the draft head is trained; otherwise it stays the target's rows."
+    )
 
 
 def check_drafter(drafter: DrafterShape) -> None:
     """Raise UserError for values that no drafter could have, and for settings that belong together."""
-    if drafter.rms_norm_eps is not None and not 0 < drafter.rms_norm_eps < 1:
-        remedy = "It must be in (0, 1), such as 1e-6, or null for the target's."
-        raise UserError("drafter.rms_norm_eps", drafter.rms_norm_eps, remedy)
     ids = drafter.aux_layer_ids
     if ids is not None and (not ids or ids != sorted(set(ids)) or ids[0] < 0):
         remedy = "Give distinct ids in increasing order from 0, the embedding's output, such as [2,18,33]."

@@ -1,53 +1,74 @@
 """The recipe's schema for `scripts/submit`: where the processes of a run start."""
 
 import re
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
+from eagle31.choice import Choice
 from eagle31.errors import UserError
+from train.config.setting import setting
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _MEMORY = re.compile(r"\d+[KMGT]?")
-_MAX_SIGNAL_SECONDS = 65535  # the most that sbatch --signal takes
 
 
-class LauncherKind(Enum):
-    local = "local"  # torchrun on this machine
-    slurm = "slurm"  # a Slurm batch job
+class LauncherKind(Choice):
+    local = "local", "torchrun on this machine"
+    slurm = "slurm", "a Slurm batch job"
 
 
 @dataclass
 class LauncherConfig:
     """Where scripts/submit starts a run's processes; elsewhere it has no effect."""
 
-    kind: LauncherKind = LauncherKind.local  # How processes are started.
-    # GPUs of a node, with a process each. 0: one process per node, on its CPU. null: all GPUs of this
-    # machine, with kind=local.
-    gpus_per_node: int | None = None
-    nodes: int = 1  # Number of nodes, with kind=slurm as all further keys.
-    # How many of the nodes, the last ones, run vLLM servers for capture.source=vllm; the others train.
-    capture_nodes: int = 0
-    servers_per_node: int = 1  # vLLM servers of a capture node, which share its GPUs evenly.
-    capture_port: int = 8000  # Port of the first vLLM server of a node; those of the others follow.
-    # CPU cores of a node, which runs one task. null: all of them (--exclusive).
-    cpus_per_task: int | None = None
-    mem: str | None = None  # Memory of a node, such as 512G. 0: all of it.
-    partition: str | None = None  # Slurm partition.
-    account: str | None = None  # Slurm account.
-    qos: str | None = None  # Slurm quality of service.
-    constraint: str | None = None  # Features that a node must have.
-    time: str | None = None  # Time limit as sbatch takes it: minutes, hours:minutes:seconds, days-hours, ...
-    # Seconds before the time limit at which the run saves a checkpoint and the job is requeued.
-    signal_seconds: int = 300
-    # Number of requeues after which the job fails; Slurm counts preemptions too.
-    max_requeues: int = 20
-    sbatch: list[str] = field(default_factory=list)  # Further options of sbatch, such as --reservation=NAME.
-    setup: list[str] = field(default_factory=list)  # Shell lines that run first, such as "module load cuda".
+    kind: LauncherKind = setting(LauncherKind.local, "How processes are started.")
+    gpus_per_node: int | None = setting(
+        None,
+        "GPUs of a node, with a process each. 0: one process per node, on its CPU. null: all GPUs of this "
+        "machine, with kind=local.",
+        ge=0,
+        le=1024,
+    )
+    nodes: int = setting(1, "Number of nodes, with kind=slurm as all further keys.", ge=1)
+    capture_nodes: int = setting(
+        0,
+        "How many of the nodes, the last ones, run vLLM servers for capture.source=vllm; the others train.",
+        ge=0,
+    )
+    servers_per_node: int = setting(
+        1, "vLLM servers of a capture node, which share its GPUs evenly.", ge=1, le=1024
+    )
+    capture_port: int = setting(
+        8000, "Port of the first vLLM server of a node; those of the others follow.", ge=1024, le=65535
+    )
+    cpus_per_task: int | None = setting(
+        None, "CPU cores of a node, which runs one task. null: all of them (--exclusive).", ge=1
+    )
+    mem: str | None = setting(None, "Memory of a node, such as 512G. 0: all of it.")
+    partition: str | None = setting(None, "Slurm partition.")
+    account: str | None = setting(None, "Slurm account.")
+    qos: str | None = setting(None, "Slurm quality of service.")
+    constraint: str | None = setting(None, "Features that a node must have.")
+    time: str | None = setting(
+        None, "Time limit as sbatch takes it: minutes, hours:minutes:seconds, days-hours, ..."
+    )
+    signal_seconds: int = setting(
+        300,
+        "Seconds before the time limit at which the run saves a checkpoint and the job is requeued.",
+        ge=1,
+        le=65535,
+    )
+    max_requeues: int = setting(
+        20, "Number of requeues after which the job fails; Slurm counts preemptions too.", ge=0
+    )
+    sbatch: list[str] = setting([], "Further options of sbatch, such as --reservation=NAME.")
+    setup: list[str] = setting([], 'Shell lines that run first, such as "module load cuda".')
 
 
 def check_launcher(launcher: LauncherConfig) -> None:
     """Raise UserError for values that Slurm or torchrun would refuse only once the job starts."""
-    _check_counts(launcher)
+    if launcher.capture_nodes >= launcher.nodes:
+        remedy = f"It must be less than launcher.nodes ({launcher.nodes}): a node must be left to train on."
+        raise UserError("launcher.capture_nodes", launcher.capture_nodes, remedy)
     for name in ("partition", "account", "qos", "constraint"):
         value = getattr(launcher, name)
         if value is not None and not re.fullmatch(r"[^\s\"'#\\]+", value):
@@ -65,29 +86,6 @@ def check_launcher(launcher: LauncherConfig) -> None:
             raise UserError("launcher.sbatch", option, "Give options of sbatch, such as --reservation=NAME.")
     if launcher.kind is LauncherKind.slurm and launcher.gpus_per_node is None:
         raise UserError("launcher.gpus_per_node", None, "Give the GPUs of a node, or 0 for a CPU run.")
-
-
-def _check_counts(launcher: LauncherConfig) -> None:
-    if launcher.nodes < 1:
-        raise UserError("launcher.nodes", launcher.nodes, "It must be greater than 0.")
-    if launcher.gpus_per_node is not None and launcher.gpus_per_node < 0:
-        raise UserError("launcher.gpus_per_node", launcher.gpus_per_node, "Give 0 for a CPU run, or more.")
-    if not 0 <= launcher.capture_nodes < launcher.nodes:
-        remedy = f"It must be less than launcher.nodes ({launcher.nodes}): a node must be left to train on."
-        raise UserError("launcher.capture_nodes", launcher.capture_nodes, remedy)
-    if launcher.servers_per_node < 1:
-        raise UserError("launcher.servers_per_node", launcher.servers_per_node, "It must be greater than 0.")
-    if not 1024 <= launcher.capture_port <= 65535:
-        raise UserError("launcher.capture_port", launcher.capture_port, "Choose a port from 1024 to 65535.")
-    if launcher.max_requeues < 0:
-        remedy = "Give 0 for a job that is never requeued, or more."
-        raise UserError("launcher.max_requeues", launcher.max_requeues, remedy)
-    if launcher.cpus_per_task is not None and launcher.cpus_per_task < 1:
-        remedy = "Give at least 1, or null for the whole node."
-        raise UserError("launcher.cpus_per_task", launcher.cpus_per_task, remedy)
-    if not 0 < launcher.signal_seconds <= _MAX_SIGNAL_SECONDS:
-        remedy = f"It must be in [1, {_MAX_SIGNAL_SECONDS}]."
-        raise UserError("launcher.signal_seconds", launcher.signal_seconds, remedy)
 
 
 def sets_launcher(argument: str) -> bool:

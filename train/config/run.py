@@ -1,21 +1,21 @@
 """The recipe's schema. Hydra checks every key and type against it; `check` checks the values."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cache
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from eagle31.errors import UserError, require_positive
+from eagle31.choice import Choice
+from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, check_capture
 from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
-from train.config.evaluate import EvaluateConfig, check_evaluate
+from train.config.evaluate import EvaluateConfig
 from train.config.export import ExportConfig, HubConfig
 from train.config.launcher import LauncherConfig, check_launcher
-from train.config.limits import check_limits
-from train.config.plan import PlanConfig, check_plan
+from train.config.plan import PlanConfig
+from train.config.setting import check_settings, setting
 from train.config.target import TargetConfig, TargetEngine, check_target
 from train.config.training import (
     DeepSpeedConfig,
@@ -29,19 +29,19 @@ from train.config.training import (
 from train.config.vllm import VllmConfig, check_temperatures, check_vllm
 
 
-class Stage(Enum):
+class Stage(Choice):
     """The pipeline's stages, in the order in which they run."""
 
-    plan = "plan"  # prints sizes, memory and times; every run starts with it
-    data = "data"  # reads conversations, holds prompts out, and tokenizes
-    vocab = "vocab"  # builds the draft vocabulary
-    answers = "answers"  # has the target answer the held-out prompts
-    capture = "capture"  # captures the target's hidden states
-    train = "train"  # trains the drafter
-    export = "export"  # writes the checkpoint that vLLM loads
-    evaluate = "evaluate"  # measures speculative decoding with the export
-    report = "report"  # writes the report and the model card
-    push = "push"  # pushes the export to the Hugging Face Hub
+    plan = "plan", "prints sizes, memory and times; every run starts with it"
+    data = "data", "reads conversations, holds prompts out, and tokenizes"
+    vocab = "vocab", "builds the draft vocabulary"
+    answers = "answers", "has the target answer the held-out prompts"
+    capture = "capture", "captures the target's hidden states"
+    train = "train", "trains the drafter"
+    export = "export", "writes the checkpoint that vLLM loads"
+    evaluate = "evaluate", "measures speculative decoding with the export"
+    report = "report", "writes the report and the model card"
+    push = "push", "pushes the export to the Hugging Face Hub"
 
 
 @dataclass
@@ -62,15 +62,17 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    recipe_name: str = MISSING  # Name of the recipe, for reports. Set by recipe=NAME.
-    # Stages to run. Finished ones are reused.
-    stages: list[Stage] = field(default_factory=lambda: list(Stage))
-    output_dir: str = MISSING  # Directory of all results. Set to outputs/NAME by default.
-    cache_dir: str = MISSING  # Directory of the embedded target. Set to ~/.cache/eagle31 by default.
-    seed: int = 0  # Seed of all random choices.
-    # Minutes after which training saves and stops, with status 75; the same command resumes. null: a Slurm
-    # job stops before its time limit, and other runs do not.
-    stop_after_minutes: float | None = None
+    recipe_name: str = setting(MISSING, "Name of the recipe, for reports. Set by recipe=NAME.")
+    stages: list[Stage] = setting(list(Stage), "Stages to run. Finished ones are reused.")
+    output_dir: str = setting(MISSING, "Directory of all results. Set to outputs/NAME by default.")
+    cache_dir: str = setting(MISSING, "Directory of the embedded target. Set to ~/.cache/eagle31 by default.")
+    seed: int = setting(0, "Seed of all random choices.", ge=0, le=2**63 - 1)
+    stop_after_minutes: float | None = setting(
+        None,
+        "Minutes after which training saves and stops, with status 75; the same command resumes. null: a "
+        "Slurm job stops before its time limit, and other runs do not.",
+        gt=0,
+    )
 
 
 @cache
@@ -85,10 +87,9 @@ def check(config: RunConfig) -> None:
     Raises:
         UserError: names the key, the value and the remedy.
     """
-    check_limits(config)
+    check_settings(config)
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
-    require_positive({"stop_after_minutes": config.stop_after_minutes})
     check_target(config.target)
     check_drafter(config.drafter)
     check_data(config.data)
@@ -97,8 +98,6 @@ def check(config: RunConfig) -> None:
     check_optim(config.optim)
     check_deepspeed(config.deepspeed)
     check_train(config.train, pruned=config.drafter.draft_vocab_size is not None)
-    check_evaluate(config.evaluate)
-    check_plan(config.plan)
     check_launcher(config.launcher)
     check_lengths(config)
     check_head(config)

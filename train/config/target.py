@@ -1,13 +1,14 @@
 """The recipe's schema for the target."""
 
 import re
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
 
-from eagle31.errors import UserError, require_positive
+from eagle31.choice import Choice
+from eagle31.errors import UserError
+from train.config.setting import setting
 
 # What accelerate takes for device_map: ways to spread a model, and names of devices.
 _DEVICE_MAP = re.compile(r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|xpu|mps|npu|hpu)(:\d+)?")
@@ -15,43 +16,58 @@ _DEVICE_MAP = re.compile(r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|xpu
 EMBEDDED = "embedded"  # target.model and data.train: a small model and its text, made on this machine
 
 
-class TargetEngine(Enum):
+class TargetEngine(Choice):
     """The engine that writes the target's completions; capture.source chooses the one that captures."""
 
-    hf = "hf"  # transformers, on the devices of rank 0
-    vllm = "vllm"  # vLLM, for targets that transformers cannot hold
+    hf = "hf", "transformers, on the devices of rank 0"
+    vllm = "vllm", "vLLM, for targets that transformers cannot hold"
 
 
 @dataclass
 class TargetConfig:
     """The frozen model that the drafter is trained for."""
 
-    # Directory or Hub id of the model. "embedded": a small model, trained on this machine at first use.
-    model: str = MISSING
-    revision: str | None = None  # Branch, tag or commit on the Hub. null: the default branch.
-    dtype: str = "auto"  # Name of a torch dtype, such as bfloat16. auto: the checkpoint's dtype.
-    trust_remote_code: bool = False  # Whether to run Python code that comes with the model.
-    attn_implementation: str | None = None  # Attention in transformers, such as sdpa. null: its default.
-    # Engine that answers held-out prompts, regenerates training data and evaluates the drafter.
-    engine: TargetEngine = TargetEngine.hf
-    # "auto" spreads the model over this node's devices with accelerate. null: a copy on each device. For
-    # transformers only.
-    device_map: str | None = None
-    layers_path: str | None = None  # Module path of the decoder layers. null: found automatically.
-    norm_path: str | None = None  # Module path of the final norm. null: found automatically.
-    embed_path: str | None = None  # Module path of the token embedding. null: found automatically.
-    lm_head_path: str | None = None  # Module path of the LM head. null: found automatically.
-    chat_template: str | None = None  # Path of a Jinja chat template. null: the tokenizer's template.
-    # Keys of the model's config.json, from which a plan is made while the model is not on this machine. They
-    # must agree with config.json where it is.
-    architecture: dict[str, Any] = field(default_factory=dict)
-    # Size of the model's weights in 10^9 bytes, for the plan. null: computed from its parameters and dtype.
-    checkpoint_gb: float | None = None
+    model: str = setting(
+        MISSING,
+        'Directory or Hub id of the model. "embedded": a small model, trained on this machine at first use.',
+    )
+    revision: str | None = setting(None, "Branch, tag or commit on the Hub. null: the default branch.")
+    dtype: str = setting("auto", "Name of a torch dtype, such as bfloat16. auto: the checkpoint's dtype.")
+    trust_remote_code: bool = setting(False, "Whether to run Python code that comes with the model.")
+    attn_implementation: str | None = setting(
+        None, "Attention in transformers, such as sdpa. null: its default."
+    )
+    engine: TargetEngine = setting(
+        TargetEngine.hf,
+        "Engine that answers held-out prompts, regenerates training data and evaluates the drafter.",
+    )
+    device_map: str | None = setting(
+        None,
+        '"auto" spreads the model over this node\'s devices with accelerate. null: a copy on each device. '
+        "For transformers only.",
+    )
+    layers_path: str | None = setting(None, "Module path of the decoder layers. null: found automatically.")
+    norm_path: str | None = setting(None, "Module path of the final norm. null: found automatically.")
+    embed_path: str | None = setting(None, "Module path of the token embedding. null: found automatically.")
+    lm_head_path: str | None = setting(None, "Module path of the LM head. null: found automatically.")
+    chat_template: str | None = setting(
+        None, "Path of a Jinja chat template. null: the tokenizer's template."
+    )
+    architecture: dict[str, Any] = setting(
+        {},
+        "Keys of the model's config.json, from which a plan is made while the model is not on this "
+        "machine. They must agree with config.json where it is.",
+    )
+    checkpoint_gb: float | None = setting(
+        None,
+        "Size of the model's weights in 10^9 bytes, for the plan. null: computed from its parameters and "
+        "dtype.",
+        gt=0,
+    )
 
 
 def check_target(target: TargetConfig) -> None:
     """Raise UserError for values that no stage could use."""
-    require_positive({"target.checkpoint_gb": target.checkpoint_gb})
     if target.device_map is not None and not _DEVICE_MAP.fullmatch(target.device_map):
         remedy = "Give auto, a device such as cuda:0, or null for a copy on each device."
         raise UserError("target.device_map", target.device_map, remedy)

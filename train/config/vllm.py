@@ -1,44 +1,53 @@
 """The recipe's schema for vLLM: the servers of a run, and where those that it starts are placed."""
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from eagle31.errors import UserError, require_positive
+from eagle31.choice import Choice
+from eagle31.errors import UserError
+from train.config.setting import setting
 
 MAX_TEMPERATURE = 2.0  # vLLM refuses higher ones
 _SET_BY_RUN = ("model", "speculative_config", "kv_transfer_config", "max_model_len")
 
 
-class Placement(Enum):
-    auto = "auto"  # chosen by the plan
-    shared = "shared"  # on the GPUs that train
-    split = "split"  # on other GPUs of the nodes that train
-    apart = "apart"  # on other nodes: vllm.servers, or launcher.capture_nodes
+class Placement(Choice):
+    auto = "auto", "chosen by the plan"
+    shared = "shared", "on the GPUs that train"
+    split = "split", "on other GPUs of the nodes that train"
+    apart = "apart", "on other nodes: vllm.servers, or launcher.capture_nodes"
 
 
 @dataclass
 class VllmConfig:
     """The vLLM servers of capture.source=vllm and target.engine=vllm."""
 
-    # Base URLs of servers from scripts/serve_target, such as http://host:8000. Empty: the first process of
-    # each node that trains starts one server there.
-    servers: list[str] = field(default_factory=list)
-    placement: Placement = Placement.auto  # GPUs that run the target in vLLM.
-    # Fraction of each GPU's memory for vLLM, in (0, 1), where the run starts the servers. null: chosen by the
-    # plan.
-    gpu_memory_fraction: float | None = None
-    start_minutes: float | None = None  # Time limit of a server's start. null: from the size of the weights.
-    max_concurrency: int = 64  # Requests in flight per server.
-    # Arguments of `vllm.LLM` for servers that the run or scripts/serve_target starts, such as
-    # {tensor_parallel_size: 8}.
-    engine_args: dict[str, Any] = field(default_factory=dict)
+    servers: list[str] = setting(
+        [],
+        "Base URLs of servers from scripts/serve_target, such as http://host:8000. Empty: the first "
+        "process of each node that trains starts one server there.",
+    )
+    placement: Placement = setting(Placement.auto, "GPUs that run the target in vLLM.")
+    gpu_memory_fraction: float | None = setting(
+        None,
+        "Fraction of each GPU's memory for vLLM, where the run starts the servers. null: chosen by the plan.",
+        gt=0,
+        lt=1,
+    )
+    start_minutes: float | None = setting(
+        None, "Time limit of a server's start. null: from the size of the weights.", gt=0
+    )
+    max_concurrency: int = setting(64, "Requests in flight per server.", ge=1)
+    engine_args: dict[str, Any] = setting(
+        {},
+        "Arguments of `vllm.LLM` for servers that the run or scripts/serve_target starts, such as "
+        "{tensor_parallel_size: 8}.",
+    )
 
 
 def check_vllm(vllm: VllmConfig) -> None:
     """Raise UserError for values that no stage could use."""
-    require_positive({f"vllm.{name}": getattr(vllm, name) for name in ("max_concurrency", "start_minutes")})
     for name in _SET_BY_RUN:
         if name in vllm.engine_args:
             remedy = "The run sets it; leave it out."
@@ -63,8 +72,6 @@ def _check_fraction(vllm: VllmConfig) -> None:
     fraction = vllm.gpu_memory_fraction
     if fraction is None:
         return
-    if not 0 < fraction < 1:
-        raise UserError("vllm.gpu_memory_fraction", fraction, "It must be in (0, 1), or null.")
     if "gpu_memory_utilization" in vllm.engine_args:
         remedy = "Leave out vllm.engine_args.gpu_memory_utilization, which means the same."
         raise UserError("vllm.gpu_memory_fraction", fraction, remedy)

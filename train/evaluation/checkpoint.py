@@ -33,7 +33,7 @@ from eagle31.export.read import LoadedExport
 from eagle31.json_files import write_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from train.config.limits import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
+from train.config.evaluate import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from train.drafter.published import fetch_checkpoint, open_published
 from train.evaluation.agreement import DraftedCompletion, replay_verdict
 from train.evaluation.completions import CompletingTarget

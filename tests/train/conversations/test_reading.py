@@ -10,7 +10,7 @@ from data.text.split import first_prompt
 from eagle31.errors import UserError
 from tests.data.text.jsonl_files import write_jsonl
 from tests.train.torchrun import composed
-from train.compose import composed as composed_and_checked
+from train.config.compose import composed as composed_and_checked
 from train.conversations.reading import LEFT_OUT, ReadConversations, read_conversations, remove_tables
 from train.conversations.sources import share_inputs, source_inputs
 

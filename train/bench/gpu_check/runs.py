@@ -17,7 +17,7 @@ from data.locks import try_lock
 from eagle31.json_files import read_json, read_jsonl
 from train.bench.gpu_check.record import NotRun, Options
 from train.bench.gpu_check.runner import ROOT, end_session
-from train.compose import composed
+from train.config.compose import composed
 from train.pipeline import LOCK_FILE
 
 _FREE_SECONDS = 30.0

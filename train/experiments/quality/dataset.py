@@ -22,7 +22,7 @@ from data.target.spec import TargetSpec
 from eagle31.model.config import DrafterConfig
 from eagle31.model.vocab import DraftVocab
 from train.bench.peers.environment import ROOT, process_environment
-from train.compose import composed
+from train.config.compose import composed
 from train.config.run import RunConfig
 from train.drafter.shape import complete_shape
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from eagle31.errors import UserError
 from train.bench.peers.environment import PEERS
-from train.config.overrides import RECIPES
+from train.config.compose import RECIPES
 
 DEFAULTS, ADAMW, PUBLISHED_ADAMW = "eagle31", "eagle31-adamw", "eagle31-adamw-1e-4"
 

@@ -180,7 +180,7 @@ def test_bad_arguments_are_refused(arguments: list[str], field: str, monkeypatch
 
 
 def test_the_overrides_of_every_variant_compose() -> None:
-    from train.compose import composed
+    from train.config.compose import composed
 
     for variant in (*DRAFTERS, *TRAININGS):
         composed(["recipe=quickstart", *variant.overrides])

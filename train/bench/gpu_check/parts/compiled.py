@@ -15,7 +15,7 @@ from train.bench.gpu_check.parts.training_step import (
 )
 from train.bench.gpu_check.record import Options, Record
 from train.bench.step.engine import build_engine, random_row, update
-from train.compose import composed
+from train.config.compose import composed
 from train.planning.sizes import RunSizes, trainer_settings
 from train.trainer.model_engine import ensure_process_group
 

@@ -19,7 +19,7 @@ from eagle31.model.config import DrafterConfig
 from train.bench.gpu_check.record import NotRun, Options, Record
 from train.bench.step.engine import build_engine, random_row, update
 from train.bench.step.worker import gemm_rates, synchronize
-from train.compose import composed
+from train.config.compose import composed
 from train.planning.memory import USABLE_FRACTION, TrainerSettings, trainer_memory
 from train.planning.memory_check import gigabytes
 from train.planning.sizes import RunSizes, trainer_settings

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
-from train.compose import check_secrets, compose_config, composed
-from train.config.overrides import choices
+from train.config.compose import compose_config, composed
 
 SECRET = "planted-secret"
 KEY = "planted/secret:of+a@store"  # keys of object storage have such characters
@@ -52,14 +51,3 @@ def test_no_error_of_an_argument_repeats_a_secret(argument: str) -> None:
     error = caught.value
     assert "planted" not in f"{error} {error.field} {error.value} {error.remedy}"
     assert "(hidden)" in str(error) or "://...@" in str(error)
-
-
-def test_what_looks_alike_is_allowed() -> None:
-    check_secrets({"bos_token": "<s>", "max_tokens": 3, "password": "", "token": None})
-    check_secrets(["hf://datasets/owner/name@main", "owner/name@v1", "s3://bucket/store", "http://host:8000"])
-
-
-@pytest.mark.parametrize("recipe", ["quickstart", "kimi_k2_6"])
-def test_recipes_have_none(recipe: str) -> None:
-    assert recipe in choices("recipe")
-    composed([f"recipe={recipe}"])

@@ -1,0 +1,108 @@
+"""A recipe and the arguments on the command line become a configuration, or a mistake that is named."""
+
+from pathlib import Path
+
+import pytest
+
+from eagle31.errors import UserError
+from train.config import compose
+from train.config.compose import compose_config, composed, recipe_name
+
+NEEDED = ["recipe=any_target", "target.model=somewhere", "data.train=some.jsonl"]
+
+
+def test_a_run_knows_its_recipes_name() -> None:
+    assert composed(NEEDED).output_dir == "outputs/any_target"
+
+
+def test_a_missing_recipe_is_refused_with_the_recipes_there_are() -> None:
+    with pytest.raises(UserError, match=r"any_target, .*quickstart"):
+        recipe_name(["train.max_steps=3"])
+
+
+def test_a_value_that_the_recipe_leaves_open_is_named() -> None:
+    with pytest.raises(UserError) as caught:
+        composed(["recipe=any_target", "data.train=some.jsonl"])
+    assert caught.value.field == "target.model"
+
+
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ("train.max_step=3", "train.max_steps"),
+        ("trian.max_steps=3", "train.max_steps"),
+        ("zero_stage=1", "deepspeed.zero_stage"),
+        ("sed=1", "seed"),
+        ("zzzzzzzz=1", "--cfg job"),
+        ("hydra.verbose=true", "no such key"),
+        ("+train.later=1", "no such key"),
+        ("train.max_steps.more=1", "no such key"),
+        ("data.template_kwargsenable_thinking=false", "no such key"),
+        ("recipe=quikstart", "quickstart"),
+        ("drafter=eagle4", "eagle31"),
+        ("deepspeed=ds_config.json", "zero0"),
+        ("capture=online", "hf_online"),
+        ("train.max_steps=many", "many"),
+        ("train.ttt_steps=1.5", "1.5"),
+        ("train.ttt_steps=null", "."),
+        ("optim.lr=fast", "fast"),
+        ("drafter.fc_norm=7.5", "7.5"),
+        ("deepspeed.precision=fp16", "bf16"),
+        ("drafter.aux_layer_ids=[a]", "a"),
+        ("stages=[fly]", "capture"),
+        ("train=3", "TrainConfig"),
+        ("data.sources.a=3", "SourceConfig"),
+        ("data.train=[a", "quotes"),
+        ("data.template_kwargs.x={a", "quotes"),
+        ("train.max_steps=1,2", "1,2"),
+        ("quickstart", "key=value"),
+        ("output_dir=${nowhere}/runs", "nowhere"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(argument: str, remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed([*NEEDED, argument])
+    field, _, value = argument.lstrip("+").partition("=")
+    if value:
+        assert (caught.value.field, caught.value.value) == (field, value)
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["++train.max_steps=3", "output_dir='runs/a,b'", "output_dir=${oc.env:HOME}/runs"],
+)
+def test_hydras_syntax_is_accepted(argument: str) -> None:
+    composed([*NEEDED, argument])
+
+
+def test_free_mappings_take_any_key_and_named_members_any_name() -> None:
+    config = composed(
+        [
+            *NEEDED,
+            "data.train=null",
+            "data.template_kwargs.a.b=1",
+            "vllm.engine_args={x: 2}",
+            "data.sources.mine.source=a.jsonl",
+            "data.sources.mine.max_conversations=3",
+        ]
+    )
+    assert config.data.template_kwargs == {"a": {"b": 1}}
+    assert config.vllm.engine_args == {"x": 2}
+    assert config.data.sources["mine"].max_conversations == 3
+
+
+@pytest.mark.parametrize("text", ["train:\n  max_step: 3\n", "a: [1\n", "- 1\n", "\0\n"])
+def test_a_mistake_in_a_recipes_file_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in compose.RECIPES.iterdir():
+        if name.name != "recipe":
+            (tmp_path / name.name).symlink_to(name)
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "quickstart.yaml").write_text(f"# @package _global_\n{text}")
+    monkeypatch.setattr(compose, "RECIPES", tmp_path)
+    with pytest.raises(UserError) as caught:
+        compose_config(["recipe=quickstart"])
+    assert (caught.value.field, caught.value.value) == ("recipe", "quickstart")
+    assert "HYDRA_FULL_ERROR" not in caught.value.remedy

@@ -1,0 +1,87 @@
+"""Every number of the recipe, at values that hardly any setting has: it means something, or is refused."""
+
+import math
+import typing
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from eagle31.errors import UserError
+from tests.train.torchrun import composed
+from train.config.compose import schema_keys
+from train.config.run import check
+from train.config.setting import check_settings
+
+WORDS: dict[object, tuple[float, ...]] = {
+    int: (0, -1, 10**30, -(10**30)),
+    float: (0.0, -1.0, math.nan, math.inf, -math.inf, 1e30, -1e30),
+}
+# Where 0 has a meaning (off, none, all, or the first); see docs/configuration.md.
+ZERO = {
+    *("seed", "train.seed", "data.max_malformed_fraction", "data.regenerate.temperature"),
+    *("data.regenerate.top_k", "data.augment.template_probability", "data.augment.system_probability"),
+    *("data.augment.documents_probability", "capture.max_refused_fraction", "optim.momentum"),
+    *("optim.weight_decay", "optim.warmup_fraction", "optim.warmup_steps", "optim.min_lr_fraction"),
+    *("optim.head_start_fraction", "deepspeed.zero_stage", "train.ttt_curriculum_fraction", "optim.betas"),
+    *("train.reach_smoothing", "train.lk_eta", "train.position_gap_probability", "train.diagnose_every"),
+    *("launcher.gpus_per_node", "launcher.capture_nodes", "launcher.max_requeues", "drafter.aux_layer_ids"),
+}
+
+
+def numbers() -> list[tuple[str, object, bool]]:
+    """Return every key of the schema that is a number, its type, and whether it is a list of them."""
+    found = []
+    for key, kind in schema_keys():
+        listed = next((one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is list), None)
+        members = typing.get_args(listed or kind) or (kind,)
+        found += [(key, one, listed is not None) for one in members if one in WORDS]
+    return found
+
+
+def test_the_walk_finds_the_numbers_of_every_group() -> None:
+    groups = {key.split(".")[0] for key, _, _ in numbers()}
+    assert groups >= {"drafter", "data", "capture", "vllm", "optim", "deepspeed", "train", "evaluate", "seed"}
+    assert {key for key, _, _ in numbers()} >= ZERO, "a key that is gone"
+
+
+@pytest.mark.parametrize(("key", "kind", "is_list"), numbers(), ids=str)
+def test_a_number_means_something_or_is_refused_by_name(key: str, kind: object, is_list: bool) -> None:
+    config = composed("any_target", "target.model=a/b", "data.train=c.jsonl")
+    *groups, name = key.split(".")
+    owner: Any = reduce(getattr, groups, config)
+    for word in WORDS[kind]:
+        setattr(owner, name, [word] if is_list else word)
+        if word == 0 and key in ZERO:
+            check_settings(config)
+            continue
+        with pytest.raises(UserError) as caught:
+            check(config)
+        assert caught.value.field == key, word
+        assert caught.value.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("argument", "field"),
+    [
+        ("data.sources.a={source: b, weight: 0}", "data.sources.a.weight"),
+        ("train.ttt_steps=5000", "train.ttt_steps"),
+        ("optim.matrix_lr=1.0", "optim.matrix_lr"),
+        ("optim.momentum=1.0", "optim.momentum"),
+        ("train.step_decay=1.01", "train.step_decay"),
+        ("output_dir=' '", "output_dir"),
+        ("hub.repo_id=", "hub.repo_id"),
+        ("vllm.servers=['']", "vllm.servers"),
+    ],
+)
+def test_bounds_of_members_and_ends_of_ranges_and_empty_texts(argument: str, field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(composed("any_target", "target.model=a/b", "data.train=c.jsonl", argument))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "argument", ["train.step_decay=1", "deepspeed.zero_stage=3", "capture.mooncake.device="]
+)
+def test_ends_of_ranges_are_accepted(argument: str) -> None:
+    check(composed("any_target", "target.model=a/b", "data.train=c.jsonl", argument))
