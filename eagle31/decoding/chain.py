@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31.kernels.query_run import QueryRun
-from eagle31.model.attention import Attend, LayerKeys, attend_by_run
+from eagle31.model.attention import LayerKeys, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
@@ -62,19 +62,61 @@ def rounding_bound(magnitude: float | Tensor, dtype: torch.dtype) -> float | Ten
     return ROUNDING_UNITS.get(dtype, 4) * torch.finfo(dtype).eps * magnitude
 
 
+def margins_and_bounds(logits: Tensor, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """Return each row's margin, and the margin up to which rounding may decide. logits: [n, V].
+
+    Args:
+        dtype: in which the target computes.
+    """
+    top = logits.float().topk(min(2, logits.shape[-1])).values
+    margins = top[:, 0] - top[:, 1] if top.shape[1] == 2 else torch.full_like(top[:, 0], torch.inf)
+    found, bounds = torch.stack((margins, rounding_bound(top.abs().amax(-1), dtype))).tolist()
+    return found, bounds
+
+
 def draw(probs: Tensor, generator: torch.Generator) -> int:
     return int(torch.multinomial(probs, 1, generator=generator))
 
 
+class KeyCache:
+    """One layer's keys and values of a sequence, by position, in memory that doubles when it is full."""
+
+    def __init__(self) -> None:
+        self.keys = self.values = torch.empty(0)
+
+    def write(self, start: int, keys: Tensor, values: Tensor) -> LayerKeys:
+        """Write rows from `start` on, and return those of all positions up to them."""
+        stop = start + len(keys)
+        if stop > len(self.keys):
+            self.keys, self.values = (
+                self._grown(self.keys, start, keys),
+                self._grown(self.values, start, values),
+            )
+        self.keys[start:stop], self.values[start:stop] = keys, values
+        return LayerKeys(self.keys[:stop], self.values[:stop])
+
+    @staticmethod
+    def _grown(written: Tensor, num_written: int, rows: Tensor) -> Tensor:
+        grown = rows.new_empty(2 * (num_written + len(rows)), *rows.shape[1:])
+        if num_written:
+            grown[:num_written] = written[:num_written]
+        return grown
+
+
 class ChainDrafter:
-    """Drafts for one sequence. The cache holds the step-0 keys of confirmed positions only."""
+    """Drafts for one sequence.
+
+    A drafted token's keys follow those of the confirmed positions in the cache, where the next confirmed
+    positions overwrite them.
+    """
 
     def __init__(self, drafter: Drafter, frozen: FrozenParts) -> None:
         self.drafter = drafter
         self.frozen = frozen
         self.lm_head = frozen.lm_head or drafter.lm_head
-        self.past: list[LayerKeys] | None = None
-        self.num_rows = 0
+        self.layers = [(layer, KeyCache()) for layer in drafter.decoder_layers]
+        self.rotations = (torch.empty(0), torch.empty(0))  # cos and sin by position
+        self.num_rows = 0  # confirmed positions
 
     def draft(
         self,
@@ -90,61 +132,72 @@ class ChainDrafter:
             aux_hidden_states: [n, A, Ht] of the new positions.
             next_token_ids: int64 [n], the token that follows each of them.
         """
-        device = next_token_ids.device
-        num_new = next_token_ids.shape[0]
-        positions = torch.arange(self.num_rows, self.num_rows + num_new, device=device)
-        self.num_rows += num_new
-        embed, attend = self.frozen.embed_tokens, self._attend(1)
-        output, keys = self.drafter.first_step(
-            self.drafter.fuse(aux_hidden_states.to(embed.dtype)),
-            F.embedding(next_token_ids, embed),
-            positions,
-            torch.tensor([num_new - 1], device=device),
-            self._attend(num_new),
-            attend,
-            self.past,
-        )
-        # Later steps return new keys, which belong to this draft: the cache keeps step 0 alone.
-        self.past = keys
-        state = output
-        tokens: list[int] = []
-        margins: list[Tensor] = []
-        bounds: list[Tensor] = []
+        fused = self.drafter.fuse(aux_hidden_states.to(self.frozen.embed_tokens.dtype))
+        state = output = self._step(fused, next_token_ids, self.num_rows)
+        self.num_rows += len(next_token_ids)
+        tokens: list[Tensor] = []  # they stay on the device until the draft is complete
+        logits: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(num_tokens):
             if step:
-                token = torch.tensor([tokens[-1]], device=device)
-                embeds = F.embedding(token, embed)
-                output, keys = self.drafter.next_step(state, embeds, positions[-1:] + step, attend, keys)
+                output = self._step(state, tokens[-1], self.num_rows - 1 + step)
             normed = self.drafter.norm(output)
             state = self.drafter.feed_back(output, normed)
-            logits = self.lm_head(normed)[0]
-            token_id, distribution = self._pick(logits, temperature, generator)
-            tokens.append(token_id)
-            if distribution is None:
-                margins.append(top_margin(logits))
-                bounds.append(rounding_bound(top_magnitude(logits), aux_hidden_states.dtype))
-            else:
+            logits.append(self.lm_head(normed))
+            token, distribution = self._pick(logits[-1][0], temperature, generator)
+            tokens.append(token)
+            if distribution is not None:
                 probs.append(distribution)
-        found = torch.stack([torch.stack(margins), torch.stack(bounds)]).tolist() if margins else [[], []]
-        return Draft(tokens, found[0], found[1], torch.stack(probs) if probs else None)
+        ids = torch.cat(tokens).tolist()
+        if probs:
+            return Draft(ids, [], [], torch.stack(probs))
+        return Draft(ids, *margins_and_bounds(torch.cat(logits), aux_hidden_states.dtype), None)
 
-    def _attend(self, num_queries: int) -> Attend:
-        """Return the attention of the last `num_queries` positions."""
-        run = QueryRun(0, num_queries, 0, self.num_rows)
-        config = self.drafter.config
-        return partial(attend_by_run, runs=(run,), scale=config.attention_scale, window=config.sliding_window)
+    def _step(self, state: Tensor, token_ids: Tensor, start: int) -> Tensor:
+        """Run the layers at the positions from `start` on. [n, H], int64 [n] -> [1, H], the last one's."""
+        stop = start + len(state)
+        if stop > len(self.rotations[0]):
+            self.rotations = self.drafter.rotary(torch.arange(2 * stop, device=state.device))
+        cos, sin = self.rotations
+        tokens = F.embedding(token_ids, self.frozen.embed_tokens)
+        for index, (layer, cache) in enumerate(self.layers):
+            last = index == len(self.layers) - 1
+            state, _ = layer.step(
+                state,
+                tokens,
+                (cos[start:stop], sin[start:stop]),
+                partial(cache.write, start),
+                self._attend,
+                slice(-1, None) if last else None,
+            )
+        return state
+
+    def _attend(self, query: Tensor, keys: LayerKeys) -> Tensor:
+        """Attend from the last positions, as many as there are queries, to those before them."""
+        config, num_keys = self.drafter.config, len(keys.keys)
+        run = QueryRun(0, len(query), 0, num_keys).within(config.sliding_window)
+        if len(query) > 1:
+            return attend_by_run(query, keys, (run,), config.attention_scale, config.sliding_window)
+        # The heads that share a key are the rows of one product.
+        grouped = query.view(1, keys.keys.shape[1], -1, query.shape[-1])
+        visible = slice(run.key_start, num_keys)
+        key, value = (part[visible].transpose(0, 1).unsqueeze(0) for part in (keys.keys, keys.values))
+        attended = F.scaled_dot_product_attention(grouped, key, value, scale=config.attention_scale)
+        return attended.reshape(1, query.shape[1], -1)
 
     def _pick(
         self, logits: Tensor, temperature: float, generator: torch.Generator | None
-    ) -> tuple[int, Tensor | None]:
-        """Return a target id and, when sampling, the distribution over the target's ids [V]. logits: [Vd]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a target id, int64 [1], and, when sampling, the distribution over the target's ids [V].
+
+        logits: [Vd].
+        """
         ids = self.frozen.draft_target_ids
         if temperature == 0.0:
-            best = logits.argmax(-1, keepdim=True)  # indexing with a scalar would read it
-            return int(best if ids is None else ids[best]), None
+            best = logits.argmax(-1, keepdim=True)
+            return best if ids is None else ids[best], None
         assert generator is not None
         probs = sampling_probs(logits, temperature)
         if ids is not None:
             probs = probs.new_zeros(self.frozen.embed_tokens.shape[0]).index_copy(0, ids, probs)
-        return draw(probs, generator), probs
+        return torch.multinomial(probs, 1, generator=generator), probs

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.chain import (
-    ChainDrafter,
-    draw,
-    rounding_bound,
-    sampling_probs,
-    top_magnitude,
-    top_margin,
-)
+from eagle31.decoding.chain import ChainDrafter, draw, margins_and_bounds, sampling_probs
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
@@ -109,7 +102,7 @@ def decode_speculatively(
     logits, aux = target.forward(torch.tensor(prompt, device=device))
     first = _choose(logits[-1], temperature, generator)
     completion, accepted, num_forwards = [first], [], 1
-    margins, bounds = _margins(logits[-1:])
+    margins, bounds = margins_and_bounds(logits[-1:], logits.dtype)
     drafts: list[list[int]] = []
     draft_margins: list[list[float]] = []
     draft_bounds: list[list[float]] = []
@@ -131,7 +124,9 @@ def decode_speculatively(
         drafts.append(draft.token_ids)
         draft_margins.append(draft.margins)
         draft_bounds.append(draft.bounds)
-        for found, more in zip((margins, bounds), _margins(logits[: len(kept)]), strict=True):
+        for found, more in zip(
+            (margins, bounds), margins_and_bounds(logits[: len(kept)], logits.dtype), strict=True
+        ):
             found += more
         completion += kept
         # The target keeps the token before the drafts and the accepted ones.
@@ -164,7 +159,7 @@ def decode_plainly(
     inputs = torch.tensor(prompt, device=device)
     while len(completion) < max_new_tokens and (not completion or completion[-1] not in eos_token_ids):
         logits, _ = target.forward(inputs)
-        for found, more in zip((margins, bounds), _margins(logits[-1:]), strict=True):
+        for found, more in zip((margins, bounds), margins_and_bounds(logits[-1:], logits.dtype), strict=True):
             found += more
         completion.append(_choose(logits[-1], temperature, generator))
         inputs = torch.tensor(completion[-1:], device=device)
@@ -175,13 +170,6 @@ def decode_plainly(
 def acceptance(decoded: Sequence[Decoded], draft_tokens: int) -> AcceptanceStats:
     """Return the statistics over all drafts of all prompts."""
     return AcceptanceStats.from_lengths(draft_tokens, [n for one in decoded for n in one.accepted])
-
-
-def _margins(logits: Tensor) -> tuple[list[float], list[float]]:
-    """Return each row's margin, and the margin up to which rounding may decide. logits: [n, V]."""
-    bounds = rounding_bound(top_magnitude(logits), logits.dtype)
-    margins, limits = torch.stack([top_margin(logits), bounds]).tolist()
-    return margins, limits
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:

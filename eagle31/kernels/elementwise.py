@@ -1,7 +1,8 @@
 """RMSNorm, SwiGLU's down projection and RoPE with short backward passes.
 
 Autograd's backward passes of these memory-bound operations read their operands many times on the CPU. The
-ones here read them once or twice and save only the inputs.
+ones here read them once or twice and save only the inputs. Without gradients the operations are called
+directly.
 """
 
 from typing import Any
@@ -22,11 +23,9 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(widened(x.dtype))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse = (norm.square_().div_(x.shape[-1]).add_(eps)).rsqrt_()
+        normed, inverse = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable
@@ -45,6 +44,14 @@ class _RMSNorm(torch.autograd.Function):
         return along.to(x.dtype), grad_weight, None
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normed x, and the inverse of its RMS in float32 or wider."""
+    wide = x.to(widened(x.dtype))
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = (norm.square_().div_(x.shape[-1]).add_(eps)).rsqrt_()
+    return (wide * inverse).mul_(weight).to(x.dtype), inverse
+
+
 class RMSNorm(nn.RMSNorm):
     """RMSNorm over the last dimension of [N, H], computed in float32 or wider.
 
@@ -55,6 +62,8 @@ class RMSNorm(nn.RMSNorm):
         if x.device.type == "cuda":
             return super().forward(x)
         assert self.eps is not None
+        if not torch.is_grad_enabled():
+            return _normed(x, self.weight, self.eps)[0]
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
@@ -99,6 +108,8 @@ class GatedLinear(nn.Linear):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         """Return (silu(gate) * up) @ weight.T. gate, up: [N, I] -> [N, H]."""
+        if not torch.is_grad_enabled():
+            return F.linear(_gated(gate, up), self.weight)
         return _GatedLinear.apply(gate, up, self.weight)
 
 
@@ -133,6 +144,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: [N, heads, D].
         cos, sin: float32 [N, D], both halves equal, already multiplied by the scaling's attention factor.
     """
+    if not torch.is_grad_enabled():
+        return _turn(x, cos, sin, 1)
     return _Rotate.apply(x, cos, sin)
 
 

@@ -24,11 +24,6 @@ class LayerKeys:
     # int64 [R], the current rows within the rows of each of these steps; None where they are the same rows.
     row_indices: tuple[Tensor | None, ...] = ()
 
-    def with_new_rows(self, keys: Tensor, values: Tensor) -> "LayerKeys":
-        """Return the step-0 keys and values of these rows and of new ones; for a cache that grows."""
-        assert not self.rollout_keys
-        return LayerKeys(torch.cat((self.keys, keys)), torch.cat((self.values, values)))
-
     def with_step(self, keys: Tensor, values: Tensor) -> "LayerKeys":
         """Return these and the keys and values of one more step, at the current rows."""
         return LayerKeys(

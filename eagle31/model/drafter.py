@@ -18,15 +18,15 @@ from eagle31.model.rope import Rotary
 class Drafter(nn.Module):
     """Fusion, decoder layers, final norm, and the draft head unless it is frozen and kept outside.
 
-    Decoding, training and training's plain reference all run `first_step` and `next_step`. What differs is
-    passed in:
+    Training and its plain reference run `first_step` and `next_step`; decoding runs the same layers over a
+    cache. What differs is passed in:
 
     - `tokens`: embeddings, or their products with the first layer's projections. A training step reads each
       token at up to K steps and computes its products once; decoding reads it once, and one product of the
       concatenated inputs is faster.
     - `attend`: training has many queries and needs gradients, so it merges a flash kernel's output with the
       rollout keys; decoding has one query, and building its scores is faster.
-    - the rows: training drops rows from step to step; decoding extends a cache of step-0 keys.
+    - the rows: training drops rows from step to step; decoding adds them to a cache.
     """
 
     fc_norm: nn.ModuleList
@@ -63,7 +63,6 @@ class Drafter(nn.Module):
         query_index: Tensor,
         attend_rows: Attend,
         attend_queries: Attend,
-        past: list[LayerKeys] | None = None,
     ) -> tuple[Tensor, list[LayerKeys]]:
         """Run step 0: keys and values of every row, and the output of the queries alone.
 
@@ -77,7 +76,6 @@ class Drafter(nn.Module):
             query_index: int64 [R], the rows to roll out, indices into the new rows.
             attend_rows: attention of all new rows, for layers before the last.
             attend_queries: attention of the rows to roll out.
-            past: step-0 keys and values of earlier rows, by layer.
 
         Returns:
             The decoder's output before the final norm [R, H], and each layer's step-0 keys and values.
@@ -90,7 +88,7 @@ class Drafter(nn.Module):
                 state,
                 tokens,
                 rotation,
-                past[index].with_new_rows if past else LayerKeys,
+                LayerKeys,
                 attend_queries if last else attend_rows,
                 query_index if last else None,
             )

@@ -60,7 +60,7 @@ class DrafterLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         add_keys: Callable[[Tensor, Tensor], LayerKeys],
         attend: Attend,
-        query_index: Tensor | None = None,
+        query_index: Tensor | slice | None = None,
     ) -> tuple[Tensor, LayerKeys]:
         """Compute keys and values at every row, and the layer's output at the rows of `query_index`.
 
@@ -71,7 +71,7 @@ class DrafterLayer(nn.Module):
             tokens: embeddings [N, H], or their products; only the first layer reads them.
             rotation: RoPE's cos and sin, float32 [N, D] each.
             add_keys: takes this step's keys and values, and returns those that the queries read.
-            query_index: int64 [R], into the N rows; None computes the output at all of them.
+            query_index: int64 [R] or a slice, into the N rows; None computes the output at all of them.
 
         Returns:
             The output [R, H], and what `add_keys` returned.

@@ -294,12 +294,12 @@ def test_replay_of_a_sampled_completion_equals_decoding_with_greedy_drafts(
 
     def greedy(
         chain: ChainDrafter, logits: torch.Tensor, temperature: float, _: object
-    ) -> tuple[int, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert temperature > 0
         ids = chain.frozen.draft_target_ids
         assert ids is not None
-        token = int(ids[logits.argmax()])
-        return token, torch.nn.functional.one_hot(torch.tensor(token), VOCAB).float()
+        token = ids[logits.argmax(-1, keepdim=True)]
+        return token, torch.nn.functional.one_hot(token[0], VOCAB).float()
 
     monkeypatch.setattr(ChainDrafter, "_pick", greedy)
     model, modules = tiny_target()
