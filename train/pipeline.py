@@ -1,7 +1,6 @@
 """The pipeline: runs the selected stages in order and reuses the ones that are finished."""
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import check_links, link_result
-from train.command import FAILURE
 from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_stages
 from train.context import RunContext
 from train.distributed import World, wait_for
@@ -197,20 +195,13 @@ def exclusive(output_dir: Path) -> Iterator[None]:
         UserError: another run holds it.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(output_dir / LOCK_FILE, on_lost=lambda: _end_run(output_dir))
+    lock = try_lock(output_dir / LOCK_FILE)
     if lock is None:
         raise UserError(
             "output_dir", output_dir, "Another run is using this directory; wait for it or end it."
         )
     with lock:
         yield
-
-
-def _end_run(output_dir: Path) -> None:
-    # At once: whatever this run still wrote would be among the files of the other one.
-    message = f"error: Another run has taken over {output_dir}, because this one did not answer."
-    print(message, file=sys.stderr, flush=True)
-    os._exit(FAILURE)
 
 
 def quiet_libraries(world: World) -> None:

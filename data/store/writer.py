@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Condition, Thread
 from types import TracebackType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from torch import Tensor
 
-from data.locks import Lock, try_lock
+from data.locks import try_lock
 from data.samples import CapturedSample
 from data.store.buffers import Buffers
 from data.store.codec import Encoding, encode
@@ -217,7 +217,6 @@ class StoreWriter:
             self._write()
 
     def _write(self) -> None:
-        self._lock.check()
         path = self.directory / f"shard-{self.name}-{self._next_number:05d}.safetensors"
         self._next_number += 1
         shard, self._open = self._open, _OpenShard()
@@ -248,13 +247,9 @@ def disk_full(directory: Path, what: str) -> UserError:
     return UserError("output_dir", directory, remedy)
 
 
-def hold_name(directory: Path, name: str, *, wait: bool = True) -> Lock | None:
-    """Reserve a writer's name until the lock is closed or the process ends; return None where it is taken.
-
-    Args:
-        wait: see `try_lock`.
-    """
-    return try_lock(directory / f".writer-{name}.lock", wait=wait)
+def hold_name(directory: Path, name: str) -> IO[str] | None:
+    """Reserve a writer's name until the lock is closed or the process ends; return None where it is taken."""
+    return try_lock(directory / f".writer-{name}.lock")
 
 
 def _numbers(directory: Path, name: str) -> list[int]:
@@ -276,6 +271,6 @@ def remove_all_leftovers(directory: Path) -> None:
     """Remove the unfinished files of every writer that is not running."""
     found = map(_SHARD_FILE.match, os.listdir(directory))
     for name in sorted({one["writer"] for one in found if one}):
-        if (lock := hold_name(directory, name, wait=False)) is not None:
+        if (lock := hold_name(directory, name)) is not None:
             with lock:
                 remove_leftovers(directory, name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.locks import try_lock
+from eagle31.errors import UserError
 from train.doctor.check import Check, Status, judged, ok
 from train.planning.memory_check import gigabytes
 
@@ -115,35 +116,25 @@ def _space_check(uses: Sequence[SpaceUse]) -> Check:
 
 
 def lock_check(directory: Path) -> Check:
-    """Return which locks work where the output directory is, after taking one and trying to take it twice."""
+    """Return whether one process at a time can lock a file where the output directory is."""
     name, needed = "locks", "one holder at a time"
     where = existing(directory.expanduser().absolute())
     try:
         with tempfile.TemporaryDirectory(dir=where, prefix=".eagle31-doctor-") as scratch:
             path = Path(scratch) / "lock"
-            first = try_lock(path, wait=False)
+            first = try_lock(path)
             assert first is not None, "nobody else knows this file"
             with first:
-                second = try_lock(path, wait=False)
+                second = try_lock(path)
             if second is not None:
                 second.close()
-                remedy = (
-                    f"Two processes can hold a lock below {where}: give a directory on another file system."
-                )
-                return Check(
-                    name, Status.lacking, "locks exclude nobody", needed, remedy, "output_dir", directory
-                )
-            leased = (Path(scratch) / ".leases").exists()
+            found = "flock" if second is None else "locks exclude nobody"
+    except UserError:
+        found = "no flock"
     except OSError as error:
         found = f"{where}: {os.strerror(error.errno or 0)}"
-        remedy = "No lock can be taken there: give a directory on another file system."
-        return Check(name, Status.lacking, found, needed, remedy, "output_dir", directory)
-    remedy = (
-        "A run that was killed on another node holds it for a minute. Where this file system can have flock "
-        "for all nodes, mount it so."
-    )
-    kind = "leases in files, as flock is not there" if leased else "flock"
-    return judged(name, not leased, kind, needed, remedy, otherwise=Status.warning)
+    remedy = "No lock works there: give a directory on another file system, or mount it with flock."
+    return judged(name, found == "flock", found, needed, remedy, field="output_dir", value=directory)
 
 
 def clock_check(directory: Path) -> Check:
