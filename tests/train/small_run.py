@@ -28,6 +28,8 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
         "data.num_validation=8",
         "data.num_test=6",
         "data.max_tokens=256",
+        "data.regenerate.enabled=false",
+        "capture.codec=exact",
         "data.num_workers=1",
         "drafter.draft_vocab_size=300",
         "train.row_tokens=256",

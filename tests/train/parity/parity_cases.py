@@ -216,6 +216,8 @@ def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: 
     return [
         "recipe=any_target",
         "recipe_name=parity",
+        "data.regenerate.enabled=false",
+        "capture.codec=exact",
         f"target.model={target / 'model'}",
         f"data.train={target / 'train.jsonl'}",
         f"output_dir={directory / 'runs' / case.target}",
