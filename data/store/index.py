@@ -16,7 +16,6 @@ from data.store.shards import (
     DamagedShard,
     FinishedShards,
     ShardRecord,
-    file_sha256,
     refused,
     refused_ids,
 )
@@ -27,12 +26,9 @@ from eagle31.tensor_files import read_header
 FORMAT = 4
 # The version of what the states are; part of the fingerprint of a capture.
 STATES_VERSION = 3
-_FORMAT_WITHOUT_CHECKSUMS = 3  # its shards have the file's sha256; it is read and continued
 SETTINGS = "capture.json"
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
-_NO_CHECKSUM = -1
-_SHA256_BYTES = 32
 _INDEX_DTYPES = {"I64": np.int64, "I32": np.int32, "U8": np.uint8}
 
 
@@ -97,15 +93,12 @@ def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
 
     Returns:
         sample_ids int64 [N], shards int32 [N], and for the shard's tokens, aux states and final-layer states
-        starts int64 [N, 3] and rows int32 [N, 3]; checksums int64 [N], -1 in shards of earlier versions.
-        Of each of S shards: shard_files uint8 [S, W], the names padded with zeros; shard_bytes int64 [S];
-        shard_checksums int64 [S]; shard_sha256 uint8 [S, 32], or [0, 32] if all shards have checksums.
+        starts int64 [N, 3] and rows int32 [N, 3]; checksums int64 [N]. Of each of S shards: shard_files
+        uint8 [S, W], the names padded with zeros; shard_bytes int64 [S]; shard_checksums int64 [S].
     """
     ids, rows = [record.ids for record in records], [record.rows for record in records]
-    checksums = [
-        np.full(len(record.ids), _NO_CHECKSUM) if record.checksums is None else record.checksums
-        for record in records
-    ]
+    checksums = [record.checksums for record in records]
+    names = np.array([record.file.encode() for record in records], dtype=bytes)
     starts = [shard_rows.cumsum(axis=0) - shard_rows for shard_rows in rows]
     shards = np.repeat(np.arange(len(records), dtype=np.int32), [len(shard_ids) for shard_ids in ids])
     sample_ids, first = np.unique(np.concatenate([*ids, np.empty(0, np.int64)]), return_index=True)
@@ -116,25 +109,9 @@ def build_index(records: Sequence[ShardRecord]) -> dict[str, NDArray]:
         "starts": np.concatenate([*starts, none])[first],
         "rows": np.concatenate([*rows, none])[first].astype(np.int32),
         "checksums": np.concatenate([*checksums, np.empty(0, np.int64)])[first],
-        **_shard_arrays(
-            [(one.file, one.num_bytes, one.checksum, one.sha256) for one in records],
-        ),
-    }
-
-
-def _shard_arrays(shards: Sequence[tuple[str, int, int | None, str | None]]) -> dict[str, NDArray]:
-    """Return the index's arrays of the shards, from file, num_bytes, checksum and sha256 of each."""
-    names = np.array([file.encode() for file, *_ in shards], dtype=bytes)
-    digests = [bytes.fromhex(sha256 or "") or bytes(_SHA256_BYTES) for *_, sha256 in shards]
-    if all(sha256 is None for *_, sha256 in shards):
-        digests = []
-    return {
-        "shard_files": names.view(np.uint8).reshape(len(shards), names.itemsize),
-        "shard_bytes": np.array([num_bytes for _, num_bytes, *_ in shards], dtype=np.int64),
-        "shard_checksums": np.array(
-            [_NO_CHECKSUM if checksum is None else checksum for *_, checksum, _ in shards], dtype=np.int64
-        ),
-        "shard_sha256": np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _SHA256_BYTES),
+        "shard_files": names.view(np.uint8).reshape(len(records), names.itemsize),
+        "shard_bytes": np.array([record.num_bytes for record in records], dtype=np.int64),
+        "shard_checksums": np.array([record.checksum for record in records], dtype=np.int64),
     }
 
 
@@ -143,8 +120,7 @@ class ShardEntry(NamedTuple):
 
     file: str
     num_bytes: int
-    checksum: int | None  # None for a shard of an earlier version
-    sha256: str | None  # of such a shard
+    checksum: int
 
 
 class ShardTable(Sequence[ShardEntry]):
@@ -163,11 +139,8 @@ class ShardTable(Sequence[ShardEntry]):
     def __getitem__(self, index: int | slice) -> ShardEntry | list[ShardEntry]:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
-        checksum: int | None = int(self._index["shard_checksums"][index])
-        sha256 = None
-        if checksum == _NO_CHECKSUM:
-            checksum, sha256 = None, self._index["shard_sha256"][index].tobytes().hex()
-        return ShardEntry(self.file(index), int(self._index["shard_bytes"][index]), checksum, sha256)
+        sizes, checksums = self._index["shard_bytes"], self._index["shard_checksums"]
+        return ShardEntry(self.file(index), int(sizes[index]), int(checksums[index]))
 
     def file(self, index: int) -> str:
         """Return a shard's name. Raises DamagedShard for what is none, such as a path."""
@@ -233,7 +206,7 @@ def describes(
         return False
     if records is None:
         return {listed.file(index) for index in range(len(listed))} <= set(os.listdir(directory))
-    present = {(one.file, one.num_bytes, one.checksum, one.sha256) for one in records}
+    present = {(one.file, one.num_bytes, one.checksum) for one in records}
     return all(shard in present for shard in listed)
 
 
@@ -241,22 +214,15 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest, or None while the store is unfinished.
 
     Raises:
-        UserError: it is damaged, or a version of eagle31 wrote it whose stores this one cannot read.
+        UserError: it is damaged, or of another version.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
         return None
     found = read_json_object(path).get("format")
-    if found not in (FORMAT, _FORMAT_WITHOUT_CHECKSUMS):
-        remedy = f"The store has format {found}, not {FORMAT}; delete it and capture again."
-        if isinstance(found, int) and found > FORMAT:
-            remedy = f"A newer version of eagle31 wrote it: format {found}, not {FORMAT}. Use that version."
-        raise UserError("capture", path, remedy)
+    if found != FORMAT:
+        raise UserError("capture", path, f"It has format {found}, not {FORMAT}; delete it and capture again.")
     manifest = read_sealed_json(path)
-    missing = ({"index_checksum"} if found == FORMAT else {"index_sha256", "shards"}) - manifest.keys()
-    if missing:
-        remedy = f"It lacks {', '.join(sorted(missing))}: it was damaged; restore it, or capture again."
-        raise UserError("file", path, remedy)
     return manifest
 
 
@@ -267,26 +233,16 @@ def read_index(directory: Path, manifest: Mapping[str, Any]) -> dict[str, NDArra
         DamagedShard: the index is missing or altered.
     """
     path = Path(directory) / INDEX
-    old = manifest["format"] == _FORMAT_WITHOUT_CHECKSUMS
-    if not path.is_file() or (
-        file_sha256(path) != manifest["index_sha256"]
-        if old
-        else file_checksum(path) != manifest["index_checksum"]
-    ):
+    if not path.is_file() or file_checksum(path) != manifest["index_checksum"]:
         remedy = "The index is missing or altered; run again with the capture stage, which makes it again."
         raise DamagedShard(str(path), None, remedy)
     with path.open("rb") as file:
         entries = read_header(file, path, MAX_HEADER_BYTES)
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
-    index = {
+    return {
         name: mapped[entry.start : entry.stop].view(_INDEX_DTYPES[entry.dtype]).reshape(entry.shape)
         for name, entry in entries.items()
     }
-    if old:
-        index["checksums"] = np.full(len(index["sample_ids"]), _NO_CHECKSUM)
-        shards = manifest["shards"]
-        index |= _shard_arrays([(one["file"], one["num_bytes"], None, one["sha256"]) for one in shards])
-    return index
 
 
 def as_read_back(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.addresses import is_url
-from data.file_hashes import sha256_of_files
-from data.progress import tracked
 from data.samples import CapturedSample, StateShape
 from data.store.codec import STATES, check_encoded, decode, decode_into, decoded_dtype
-from data.store.index import INDEX, MANIFEST, ShardEntry, ShardTable, read_index, read_manifest
-from data.store.sample_cache import CacheSettings, SampleCache
+from data.store.index import INDEX, MANIFEST, ShardTable, read_index, read_manifest
 from data.store.shard_file import ShardFile, new_memory
-from data.store.shards import DamagedShard, check_content, check_size, open_shard
+from data.store.shards import DamagedShard, check_size, open_shard
 from eagle31.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +38,6 @@ class SampleReader:
     Args:
         index: from `read_index` or `build_index`.
         open_file: opens a shard's file by its name; by default it is in the directory.
-        cache: where samples are kept that were read once.
     """
 
     def __init__(
@@ -50,12 +46,10 @@ class SampleReader:
         index: Mapping[str, NDArray],
         *,
         open_file: Callable[[str], ShardFile] | None = None,
-        cache: SampleCache | None = None,
         max_open_shards: int = _MAX_OPEN_SHARDS,
     ) -> None:
         self._directory = Path(directory)
         self._open_file = open_file or (lambda name: open_shard(self._directory / name))
-        self._cache = cache
         self._index, self._table = index, ShardTable(index)
         self._max_open_shards = max_open_shards
         self._lock = threading.Lock()  # guards the field below
@@ -73,23 +67,17 @@ class SampleReader:
         shard = int(self._index["shards"][index])
         starts, rows = self._index["starts"][index].tolist(), self._index["rows"][index].tolist()
         expected = int(self._index["checksums"][index])
-        sample_id = int(self._index["sample_ids"][index])
-        kept = None if self._cache is None else self._cache.read(sample_id, rows, allocate)
-        if kept is not None and kept[1] == expected:
-            return kept[0]  # it was checked when it was read
         file = self._open(shard)
         try:
-            tensors, checksum = file.read(starts, rows, checked=expected >= 0, allocate=allocate)
+            tensors, checksum = file.read(starts, rows, allocate=allocate)
         except OSError as error:
             raise self._damaged(shard, index, str(error)) from error
-        if checksum is not None and checksum != expected:
+        if checksum != expected:
             raise self._damaged(shard, index, f"its checksum was {expected} and is {checksum}")
         try:
             check_encoded(tensors)
         except ValueError as error:
             raise self._damaged(shard, index, str(error)) from error
-        if self._cache is not None and checksum is not None:
-            self._cache.keep(sample_id, tensors)
         return tensors
 
     def state_shape(self) -> StateShape:
@@ -145,7 +133,7 @@ def store_description(location: Path | str) -> dict[str, Any]:
     manifest = read_manifest(_opened(location)[1])
     if manifest is None:
         raise UserError("capture.store", location, f"There is no {MANIFEST}: it is no finished store.")
-    parts = {"format", "shards", "num_shards", "num_bytes", "index_sha256", "index_checksum"}
+    parts = {"format", "num_shards", "num_bytes", "index_checksum"}
     return {name: value for name, value in manifest.items() if name not in parts}
 
 
@@ -168,7 +156,6 @@ class HiddenStateStore:
     Args:
         location: its directory, or a URL such as s3://bucket/path.
         num_threads: how many samples of `get_many` are read and decoded at the same time.
-        cache: where samples are kept that were read once; None for nowhere.
         given: whether the user gave the store, so that the run cannot capture its shards again.
 
     Raises:
@@ -181,7 +168,6 @@ class HiddenStateStore:
         location: Path | str,
         *,
         num_threads: int = 1,
-        cache: CacheSettings | None = None,
         given: bool = False,
     ) -> None:
         self.location, self._given = location, given
@@ -199,12 +185,10 @@ class HiddenStateStore:
         self.sample_ids: NDArray[np.int64] = index["sample_ids"]  # in the tokenised dataset; ascending
         self.lengths: NDArray[np.int64] = index["rows"][:, 0].astype(np.int64)
         self.files: NDArray[np.int32] = index["shards"]  # the shard of each sample
-        kept = None if cache is None else SampleCache.of_store(cache, manifest)
         self._reader = SampleReader(
             self.directory,
             index,
             open_file=self._open_file,
-            cache=kept,
             max_open_shards=_MAX_OPEN_SHARDS if self._remote is None else _MAX_REMOTE_SHARDS,
         )
         self._memory = _ThreadMemory()
@@ -242,55 +226,20 @@ class HiddenStateStore:
         with self._explained():
             decode_into(self._reader.encoded(task[0], self._memory.of_size), task[1])
 
-    def verify(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        num_processes: int = 1,
-        cache_dir: Path | None = None,
-        progress: bool = False,
-    ) -> None:
-        """Check this rank's part of the shards, as far as reading a sample does not.
-
-        A shard with checksums of its samples has to be there with its size. Shards of earlier versions are
-        read, unless they have not changed since their last verification on this machine.
-
-        Args:
-            num_processes: the number of ranks on this machine, which share its cores.
-            cache_dir: the directory in which verified shards are remembered, by default that of
-                `cache_directory`.
+    def verify(self, rank: int = 0, world_size: int = 1) -> None:
+        """Check that this rank's part of the shards is there with the sizes that were recorded.
 
         Raises:
-            DamagedShard: a shard is missing or was altered.
+            DamagedShard: a shard is missing or has another size.
             UserError: the same of a store that was given.
         """
-        shards = self.shards[rank::world_size]
-        unchecked = [shard for shard in shards if shard.checksum is None]
+        sizes = None if self._remote is None else self._remote.sizes()
         with self._explained():
-            if self._remote is not None:
-                self._verify_remote(self._remote, shards, bool(unchecked))
-                return
-            for shard in shards:
-                check_size(self.directory, shard.file, shard.num_bytes)
-            found = sha256_of_files(
-                [self.directory / shard.file for shard in unchecked],
-                num_processes=num_processes,
-                cache_dir=cache_dir,
-            )
-            with closing(found):
-                for shard in tracked(unchecked, "verify", "shards", shown=progress and bool(unchecked)):
-                    check_content(self.directory, shard.file, None, shard.sha256, next(found))
-
-    def _verify_remote(self, remote: "RemoteDirectory", shards: Sequence[ShardEntry], old: bool) -> None:
-        if old:
-            remedy = "It has no checksums of samples: write it again with scripts/store merge, and copy that."
-            raise UserError("capture.store", self.location, remedy)
-        sizes = remote.sizes()
-        for shard in shards:
-            found = sizes.get(shard.file)
-            if found != shard.num_bytes:
-                raise DamagedShard(shard.file, found, f"It had {shard.num_bytes} bytes.")
+            for shard in self.shards[rank::world_size]:
+                if sizes is None:
+                    check_size(self.directory, shard.file, shard.num_bytes)
+                elif sizes.get(shard.file) != shard.num_bytes:
+                    raise DamagedShard(shard.file, sizes.get(shard.file), f"It had {shard.num_bytes} bytes.")
 
     def _open_file(self, name: str) -> ShardFile:
         return open_shard(self.directory / name if self._remote is None else self._remote.file(name))

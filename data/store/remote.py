@@ -116,10 +116,6 @@ class RemoteDirectory:
             entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in listed if entry["type"] == "file"
         }
 
-    def upload(self, path: Path, name: str) -> None:
-        """Write a local file below the URL. The object appears when it is complete."""
-        self._system.put_file(str(path), f"{self._path}/{name}")
-
 
 def local_description(remote: RemoteDirectory, manifest: str, index: str) -> Path:
     """Return a directory with a copy of the store's manifest and index, which the processes here share.

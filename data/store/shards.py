@@ -1,10 +1,8 @@
 """The shards of a store: a file of samples each, and a sidecar with their ids and checksums."""
 
-import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -33,8 +31,6 @@ from eagle31.json_files import expecting, read_json, write_json, write_text
 
 REFUSED = "refused"
 SHARD_NAME = re.compile(r"shard-(?P<writer>[^/\0]+)-(?P<number>\d{5,})\.safetensors")
-_READ_BYTES = 1 << 22
-_SETTLED_SECONDS = 2.0  # longer than the resolution of any file system's times
 _ROWS_IN_JSON = ("lengths", "aux_rows", "last_rows")
 _AGAIN = "run again with the capture stage: only this shard is captured again."
 
@@ -45,19 +41,15 @@ class DamagedShard(UserError):
 
 @dataclass(frozen=True, eq=False)
 class ShardRecord:
-    """A finished shard's sidecar.
-
-    Shards of earlier versions have the file's sha256 instead of checksums.
-    """
+    """A finished shard's sidecar."""
 
     file: str
     num_bytes: int
     encoding: Encoding
     ids: NDArray[np.int64]  # [num_samples]
     rows: NDArray[np.int64]  # [num_samples, 3]: tokens, aux states, final-layer states
-    checksum: int | None = None
-    checksums: NDArray[np.int64] | None = None  # [num_samples]
-    sha256: str | None = None
+    checksum: int  # of the whole shard
+    checksums: NDArray[np.int64]  # [num_samples]
 
     @cached_property
     def writer(self) -> str:
@@ -76,8 +68,6 @@ class ShardRecord:
         columns = dict(zip(_ROWS_IN_JSON, self.rows.T.tolist(), strict=True))
         whole = {"file": self.file, "num_bytes": self.num_bytes, "encoding": self.encoding.to_json()}
         content = whole | {"sample_ids": self.ids.tolist()} | columns
-        if self.checksums is None:
-            return content | {"sha256": self.sha256}
         return content | {"checksum": self.checksum, "checksums": self.checksums.tolist()}
 
     @staticmethod
@@ -87,8 +77,6 @@ class ShardRecord:
         if not SHARD_NAME.fullmatch(content["file"]):
             raise ValueError(f"{content['file']!r} is no shard's name")
         known = content["file"], content["num_bytes"], _encoding(**content["encoding"]), ids, rows
-        if "checksums" not in content:
-            return ShardRecord(*known, sha256=content["sha256"])
         checksums = np.array(content["checksums"], dtype=np.int64).reshape(len(ids))
         return ShardRecord(*known, checksum=content["checksum"], checksums=checksums)
 
@@ -155,69 +143,30 @@ class FinishedShards:
 
     def __init__(self, directory: Path, writer: str | None = None) -> None:
         self.directory, self._writer = Path(directory), writer
-        self._changed: tuple[int, float] | None = None  # the directory's time of change, and when it was seen
-        self._files: dict[
-            str, tuple[int, int]
-        ] = {}  # inodes of a shard and its sidecar, by the sidecar's name
-        self._records: dict[str, ShardRecord] = {}  # by the sidecar's name
-        self._other_size: set[str] = set()  # sidecars whose shard does not have the size that they state
+        self._records: dict[tuple[str, int], ShardRecord] = {}  # by the sidecar's name and its inode
 
     def records(self) -> list[ShardRecord]:
-        """Return, by name, the shards that have a sidecar and had the size that it states.
+        """Return, by name, the shards that have a sidecar and the size that it states.
 
-        What was seen by an earlier call is not looked at again: a call without news takes one look at the
-        directory, and one with news a listing.
+        A sidecar that an earlier call has read is not read again.
         """
-        if self._has_changed():
-            self._list()
-        for name in sorted(self._other_size):
-            if self._has_size(self._records[name]):
-                self._other_size.remove(name)
-        return [record for name, record in self._records.items() if name not in self._other_size]
-
-    def _has_changed(self) -> bool:
-        changed, now = os.stat(self.directory).st_mtime_ns, time.monotonic()
-        if self._changed is None or self._changed[0] != changed:
-            self._changed = changed, now
-            return True
-        # A later change may leave the time as it is if it follows too closely.
-        return now - self._changed[1] < _SETTLED_SECONDS
-
-    def _list(self) -> None:
         with os.scandir(self.directory) as entries:
             inodes = {entry.name: entry.inode() for entry in entries if entry.name.startswith("shard-")}
-        files = {}
-        for name, inode in inodes.items():
-            shard = inodes.get(name.removesuffix(".json") + ".safetensors")
-            if name.endswith(".json") and shard is not None and self._is_mine(name):
-                files[name] = shard, inode
         records = {}
-        for name in sorted(files):
-            if self._files.get(name) == files[name]:
-                records[name] = self._records[name]
+        for name in sorted(name for name in inodes if name.endswith(".json")):
+            shard = Path(name).with_suffix(".safetensors").name
+            if shard not in inodes or self._writer not in (None, split_name(shard)[0]):
                 continue
+            found = self._records.get((name, inodes[name]))
             try:
-                records[name] = read_sidecar(self.directory / name)
-            except DamagedShard:
-                if (self.directory / name).exists():
+                found = found or read_sidecar(self.directory / name)
+                if (self.directory / shard).stat().st_size == found.num_bytes:
+                    records[name, inodes[name]] = found
+            except (DamagedShard, FileNotFoundError):
+                if (self.directory / name).exists() and (self.directory / shard).exists():
                     raise
-                del files[name]  # removed in the meantime
-                continue
-            self._other_size.add(name)
-        self._files, self._records = files, records
-        self._other_size &= records.keys()
-
-    def _is_mine(self, sidecar: str) -> bool:
-        return (
-            self._writer is None
-            or split_name(sidecar.removesuffix(".json") + ".safetensors")[0] == self._writer
-        )
-
-    def _has_size(self, record: ShardRecord) -> bool:
-        try:
-            return (self.directory / record.file).stat().st_size == record.num_bytes
-        except FileNotFoundError:
-            return False
+        self._records = records
+        return list(records.values())
 
 
 def captured_ids(directory: Path) -> set[int]:
@@ -266,25 +215,12 @@ def check_size(directory: Path, file: str, num_bytes: int) -> None:
         raise DamagedShard(str(path), f"{found} bytes", f"The shard had {num_bytes} bytes; {_AGAIN}")
 
 
-def check_content(
-    directory: Path, file: str, checksum: int | None, sha256: str | None, found_sha256: str | None = None
-) -> None:
-    """Raise DamagedShard where the shard was altered.
-
-    Args:
-        checksum: the shard's checksum that was recorded; None for a shard of an earlier version.
-        sha256: of such a shard.
-        found_sha256: the file's sha256, if it is known; otherwise the file is read.
-    """
+def check_content(directory: Path, file: str, checksum: int) -> None:
+    """Raise DamagedShard where the shard does not have the checksum that was recorded."""
     path = directory / file
-    if checksum is None:
-        found: object = found_sha256 or file_sha256(path)
-        expected: object = sha256
-        name = "sha256"
-    else:
-        found, expected, name = _found_checksum(path), checksum, "checksum"
-    if found != expected:
-        what = f"The shard's {name} was {expected}"
+    found = _found_checksum(path)
+    if found != checksum:
+        what = f"The shard's checksum was {checksum}"
         raise DamagedShard(str(path), found, f"{what}; delete it and {_AGAIN}")
 
 
@@ -314,11 +250,3 @@ def check_sidecar(directory: Path, record: ShardRecord) -> None:
     if not (np.array_equal(ids, record.ids) and np.array_equal(rows, record.rows)):
         sidecar = path.with_suffix(".json").name
         raise DamagedShard(str(path), sidecar, f"The two name other samples; delete both and {_AGAIN}")
-
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

@@ -116,11 +116,6 @@ class StoreWriter:
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._put(_Waiting(sample_id, tensors, len(sample.input_ids), num_bytes, block))
 
-    def append_encoded(self, sample_id: int, tensors: Mapping[str, Tensor]) -> None:
-        """Append a sample that is already in the writer's encoding; like `append` otherwise."""
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._put(_Waiting(sample_id, tensors, len(tensors["input_ids"]), num_bytes))
-
     def flush(self) -> None:
         """Close the open shard and return when everything appended is on disk. Raise what `append` does."""
         with self._changed:

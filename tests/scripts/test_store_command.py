@@ -89,22 +89,9 @@ def test_a_sidecar_that_is_gone_or_damaged_is_named(
         assert f"{sidecar}=" in info.err
 
 
-def test_merge_and_convert_leave_a_finished_store(store: Store, tmp_path: Path) -> None:
-    write_store(tmp_path / "one")
-    write_store(tmp_path / "two", tokens_fingerprint="other")
-    assert store("merge", tmp_path / "one", tmp_path / "two", tmp_path / "both").status == 0
-    done = store("convert", tmp_path / "both", tmp_path / "small", "--codec", "fp8", "--shard-tokens", 20)
-    assert done.status == 0, done.err
-    lines = words(store("info", tmp_path / "small").out)
-    assert ["finished", "yes"] in lines
-    assert ["encoding", "fp8,", "final-layer", "states", "all"] in lines
-    assert ["samples", "14,", "0", "refused"] in lines
-
-
-@pytest.mark.parametrize("command", [["info"], ["verify"], ["merge", "OUT"], ["convert", "OUT"]])
-def test_what_is_no_store_is_refused(store: Store, tmp_path: Path, command: list[str]) -> None:
-    arguments = [command[0], tmp_path, *(tmp_path / "out" for _ in command[1:])]
-    done = store(*arguments)
+@pytest.mark.parametrize("command", ["info", "verify", "retry"])
+def test_what_is_no_store_is_refused(store: Store, tmp_path: Path, command: str) -> None:
+    done = store(command, tmp_path)
     assert done.status == 2
     assert done.err.startswith(f"error: STORE={tmp_path}: The directory holds no store")
 

@@ -52,13 +52,6 @@ class CaptureConfig:
     read_threads: int = setting(
         4, "Threads of a rank that read and decode the samples of a store.", ge=1, le=4096
     )
-    cache_dir: str | None = setting(
-        None,
-        "Directory on a local disk that keeps samples of the store once they are read, for the next "
-        "epochs. Give one where the store is on a slow file system or in object storage. null: none are "
-        "kept.",
-    )
-    cache_gb: float = setting(500.0, "Limit of cache_dir on each node, in 10^9 bytes.", gt=0)
     max_samples: int | None = setting(None, "Number of training samples, chosen at random. null: all.", ge=1)
     shard_tokens: int = setting(65536, "Tokens in one file of the store.", ge=1)
     batch_tokens: int = setting(8192, "Tokens in one forward pass, padding included, for source=hf.", ge=1)
@@ -107,11 +100,9 @@ class CaptureConfig:
 
 def check_capture(capture: CaptureConfig) -> None:
     """Raise UserError for values that no capture could use."""
-    for name in ("store", "cache_dir"):
-        value = getattr(capture, name)
-        if value is not None and capture.mode is CaptureMode.online:
-            remedy = "Online training reads no store; give null, or capture.mode=offline."
-            raise UserError(f"capture.{name}", value, remedy)
+    if capture.store is not None and capture.mode is CaptureMode.online:
+        remedy = "Online training reads no store; give null, or capture.mode=offline."
+        raise UserError("capture.store", capture.store, remedy)
     Encoding(capture.codec, capture.final_states)
     over_mooncake = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
     if over_mooncake and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:

@@ -84,7 +84,7 @@ def written_directories(config: RunConfig) -> Iterator[Check]:
         cache = Path(config.cache_dir)
         yield directories.writable_check("cache_dir", "cache_dir", cache, Status.warning, loss)
     capture = config.capture
-    for name, given in (("spool_dir", capture.spool_dir), ("cache_dir", capture.cache_dir)):
+    for name, given in (("spool_dir", capture.spool_dir),):
         if given is not None:
             yield directories.writable_check(f"capture.{name}", f"capture.{name}", Path(given))
     if capture.spool_dir is not None:

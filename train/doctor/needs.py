@@ -115,7 +115,6 @@ class Needs:
 
     def space_uses(self) -> Iterator[SpaceUse]:
         """Yield what the run writes and downloads, by directory."""
-        capture = self.config.capture
         there = directory_bytes(self.output_dir)
         if self.store_bytes:
             remedy = (
@@ -132,10 +131,6 @@ class Needs:
         if self.download_bytes:
             remedy = "Free some space, or set HF_HOME to a directory on a larger disk."
             yield SpaceUse(hub_cache(), "the target's weights", self.download_bytes, remedy)
-        if capture.cache_dir is not None:
-            kept = min(self.store_bytes or int(capture.cache_gb * 1e9), int(capture.cache_gb * 1e9))
-            remedy = "Lower capture.cache_gb, or give a larger disk."
-            yield SpaceUse(Path(capture.cache_dir), "samples of the store", kept, remedy)
         if self.spool is not None and self.spool != MEMORY:
             remedy = "Lower capture.spool_gb, or give a larger disk."
             yield SpaceUse(self.spool, "spool", self.spool_bytes, remedy)

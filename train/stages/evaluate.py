@@ -69,7 +69,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     tests = load_saved(context.artifacts[Stage.answers].directory / "test")
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
-    store.verify(cache_dir=context.cache_dir, progress=True)
+    store.verify()
     passes = PassResults(directory / "passes")
     in_vllm = context.config.target.engine is TargetEngine.vllm
     decoded = None

@@ -99,7 +99,6 @@ MACHINES = [
         open_to_all,
     ),
     Machine(
-        Case("store_cache_of_another", ("capture.cache_dir=kept",), ("capture.cache_dir=kept: ", "denied")),
         forbidden,
     ),
     Machine(

@@ -19,7 +19,7 @@ from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprin
 from data.samples import CapturedSample
 from data.store import DamagedShard, HiddenStateStore
 from data.store.codec import Encoding, decode, encode
-from data.store.manage import merge, retry
+from data.store.manage import retry
 from data.store.shards import FinishedShards, read_sidecar, refuse
 from data.store.writer import StoreWriter
 from eagle31.errors import UserError
@@ -290,8 +290,6 @@ def test_duplicates_that_are_written_late_change_no_finished_store_and_stop_no_r
     finish_store(store, fields)
     assert (tmp_path / "manifest.json").read_bytes() == manifest
     assert HiddenStateStore(tmp_path).sample_ids.tolist() == list(range(12))
-    assert merge([tmp_path], tmp_path / "compact") == 0
-    assert sorted(chain(*_shard_ids(tmp_path / "compact"))) == list(range(12))
 
 
 def test_a_rank_does_not_take_the_manifest_of_shards_that_are_gone(tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
 """Random samples and stores of them."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from data.samples import CapturedSample
 from data.store.codec import Encoding, decode, encode
-from data.store.index import INDEX, MANIFEST, claim, write_manifest
-from data.store.shards import file_sha256
+from data.store.index import claim, write_manifest
 from data.store.writer import StoreWriter
 
 LENGTHS = [5, 9, 3, 14, 2, 1, 8]
@@ -57,27 +54,6 @@ def write_store(directory: Path, encoding: Encoding = EXACT, **changes: Any) -> 
     append_all(directory, [6, 1, 4, 0], "a", encoding)
     append_all(directory, [5, 3, 2], "b", encoding)
     write_manifest(directory, own)
-
-
-def make_version_3(directory: Path) -> None:
-    """Rewrite a store as version 3 was: a sha256 of each file, and the shards in the manifest."""
-    sidecars = sorted(directory.glob("shard-*.json"))
-    shards = []
-    for path in sidecars:
-        record = json.loads(path.read_text())
-        del record["checksum"], record["checksums"]
-        record["sha256"] = file_sha256(directory / record["file"])
-        path.write_text(json.dumps(record))
-        sums = {"num_samples": len(record["sample_ids"]), "num_tokens": sum(record["lengths"])}
-        shards.append({name: record[name] for name in ("file", "sha256", "num_bytes")} | sums)
-    if (directory / MANIFEST).exists():
-        names = ("sample_ids", "shards", "starts", "rows")
-        index = {name: array for name, array in load_file(directory / INDEX).items() if name in names}
-        save_file(index, directory / INDEX)
-        manifest = json.loads((directory / MANIFEST).read_text())
-        del manifest["num_shards"], manifest["index_checksum"], manifest["checksum"]
-        manifest |= {"format": 3, "shards": shards, "index_sha256": file_sha256(directory / INDEX)}
-        (directory / MANIFEST).write_text(json.dumps(manifest))
 
 
 def encoded(index: int, encoding: Encoding) -> CapturedSample:

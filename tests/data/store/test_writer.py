@@ -16,7 +16,7 @@ import torch
 
 from data.store import HiddenStateStore
 from data.store import writer as writer_module
-from data.store.codec import Encoding, encode
+from data.store.codec import encode
 from data.store.index import missing_ids, write_manifest
 from data.store.shards import FinishedShards, captured_ids, check_content, check_sidecar
 from data.store.writer import StoreWriter, remove_all_leftovers
@@ -135,16 +135,6 @@ def test_what_was_captured_before_the_caller_failed_is_kept(tmp_path: Path) -> N
     assert captured_ids(tmp_path) == {2}
 
 
-def test_encoded_samples_are_taken_as_they_are(tmp_path: Path) -> None:
-    encoding = Encoding("fp8", "supervised")
-    with StoreWriter(tmp_path, "a", encoding, 100) as writer:
-        for sample_id in range(7):
-            writer.append_encoded(sample_id, encode(make_sample(sample_id), encoding))
-    write_manifest(tmp_path, settings(encoding=encoding))
-    for sample_id, sample in enumerate(HiddenStateStore(tmp_path).get_many(range(7))):
-        assert_equal(sample, encoded(sample_id, encoding))
-
-
 def test_copied_samples_may_change_and_memory_is_used_again(tmp_path: Path) -> None:
     with StoreWriter(tmp_path, "a", EXACT, shard_tokens=15, num_threads=2) as writer:
         for sample_id in range(7):
@@ -218,7 +208,7 @@ directory = Path(sys.argv[1])
 def captured():
     records = FinishedShards(directory).records()
     for record in records:
-        check_content(directory, record.file, record.checksum, record.sha256)
+        check_content(directory, record.file, record.checksum)
     return sum((record.sample_ids for record in records), ())
 try:
     append_all(directory, range(300))
@@ -276,7 +266,7 @@ def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None
         lost = appended - captured_ids(directory)
         assert sum(LENGTHS[i % 7] for i in lost) <= 2 * SHARD_TOKENS + max(LENGTHS)
         for record in FinishedShards(directory).records():
-            check_content(directory, record.file, record.checksum, record.sha256)
+            check_content(directory, record.file, record.checksum)
             check_sidecar(directory, record)
     held = Counter(i for record in FinishedShards(directory).records() for i in record.sample_ids)
     assert held == Counter(range(num_samples))

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -14,7 +13,6 @@ from data.capture.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
-from data.store.sample_cache import CacheSettings
 from data.text.saved import load_saved
 from data.transport.mooncake import MooncakeTransport
 from data.transport.protocol import Arrivals, Producer, Transport
@@ -68,25 +66,10 @@ def open_store(context: RunContext, name: str) -> HiddenStateStore:
     store = HiddenStateStore(
         given or context.artifacts[Stage.capture].directory / name,
         num_threads=capture.read_threads,
-        cache=cache_settings(context) if name == "train" else None,
         given=given is not None,
     )
-    store.verify(
-        world.rank,
-        world.size,
-        num_processes=world.ranks_per_node,
-        cache_dir=context.cache_dir,
-        progress=world.is_main,
-    )
+    store.verify(world.rank, world.size)
     return store
-
-
-def cache_settings(context: RunContext) -> CacheSettings | None:
-    """Return where this node keeps the training samples that it has read; None for nowhere."""
-    capture = context.config.capture
-    if capture.cache_dir is None:
-        return None
-    return CacheSettings(Path(capture.cache_dir), int(capture.cache_gb * 1e9), context.world.ranks_per_node)
 
 
 @contextmanager
