@@ -15,10 +15,10 @@ Fault = Callable[[Path], AbstractContextManager[object]]
 CheckMachine = Callable[["Machine"], None]
 
 PORT = "{port}"  # the port of the fault, in arguments and messages
-SERVE, SUBMIT, GPU_CHECK = "scripts/serve_target", "scripts/submit", "scripts/gpu_check"
+SERVE, SUBMIT = "scripts/serve_target", "scripts/submit"
 WORK = ("data: ", "capture: ")  # what stages print when they begin
 # What comes before the settings of a small run.
-_FIRST = {MAIN: ("recipe=any_target",), SUBMIT: ("recipe=any_target",), GPU_CHECK: ()}
+_FIRST = {MAIN: ("recipe=any_target",), SUBMIT: ("recipe=any_target",)}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def check(machine: Machine, target: EmbeddedTarget, directory: Path, check_case:
     """Run a machine's case while it has its fault."""
     case = machine.case
     first = _FIRST.get(case.script, ("any_target",))
-    settings = [] if case.script == GPU_CHECK else arguments(target, Path("run"))
+    settings = arguments(target, Path("run"))
     with machine.fault(directory) as port:
         known = [one.replace(PORT, str(port)) for one in (*first, *settings, *case.arguments)]
         says = tuple(one.replace(PORT, str(port)) for one in case.says)

@@ -10,7 +10,6 @@ from data.embedded.target import EmbeddedTarget
 from tests.bad_input.commands import MAIN, Case, CheckCase, run_command
 from tests.bad_input.faults import protected, read_only, small_disk
 from tests.bad_input.machine.machines import (
-    GPU_CHECK,
     SERVE,
     SUBMIT,
     WORK,
@@ -115,15 +114,6 @@ MACHINES = [
     ),
     Machine(
         Case("submit_output", (KEPT, *SLURM), ("file=", "kept/run: Permission denied."), script=SUBMIT),
-        forbidden,
-    ),
-    Machine(
-        Case(
-            "gpu_check_output",
-            ("--dry-run", "--output=kept/x"),
-            ("file=", "kept/x: Permission"),
-            script=GPU_CHECK,
-        ),
         forbidden,
     ),
     Machine(Case("serve_output", (KEPT,), ("output_dir=kept/run", "denied"), script=SERVE), forbidden),

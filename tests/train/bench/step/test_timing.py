@@ -1,17 +1,13 @@
 """Step benchmarks at a tiny size, with eagle31's sides only."""
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from eagle31.cost.flops import StepCounts
 from eagle31.errors import UserError
 from train.bench.peers.environment import find_python
-from train.bench.step.device_check import BOUNDS, check_device
 from train.bench.step.report import fit_line, plot_memory, plot_sides, shape_lines
 from train.bench.step.shapes import Shape
 from train.bench.step.sides import OURS, SideFailure, SideProcess
@@ -158,22 +154,3 @@ def test_peak_memory_and_its_picture(tmp_path: Path) -> None:
     ]
     plot_memory(by_length, by_size, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
-
-
-def test_device_check_passes_on_the_cpu() -> None:
-    found = list(check_device(torch.device("cpu")))
-    assert {one.dtype for one in found} == {str(dtype).removeprefix("torch.") for dtype in BOUNDS}
-    for one in found:
-        assert one.passed, one
-        assert one.gradient_error > 0, one  # not compared with itself
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the check would run")
-def test_gpu_check_without_a_gpu_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_check"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "scripts" / "gpu_check"), run_name="__main__")
-    assert stopped.value.code == 2
-    assert "no CUDA device" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""The training step on the device: against the reference, its time and memory, and compiled."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle31.cost.flops import count_step, gemm_sizes, step_flops
+from eagle31.kernels.compiled import use_compiled
+from eagle31.model.config import MlaShape
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.reference import reference_loss
+from eagle31.training.step import rollout_loss
+from tests.eagle31.tiny import EAGLE3, VOCAB, random_batch, tiny_config, tiny_drafter
+from tests.gpu.conftest import Figure
+from tests.gpu.engine import build_engine, random_row, update
+from tests.gpu.runs import Check
+from train.config.compose import composed
+from train.planning.memory import USABLE_FRACTION, trainer_memory
+from train.planning.sizes import RunSizes, trainer_settings
+from train.trainer.model_engine import ensure_process_group
+
+# Relative to the norm of the reference's gradient; bfloat16 keeps 8 bits of every product and state.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+MLA = MlaShape(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "target_hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3.1": {},
+    "eagle3": EAGLE3,
+    "full vocabulary": {"draft_vocab_size": VOCAB},
+    "mla": {"num_key_value_heads": 2, "head_dim": 96, "mla": MLA},
+    "sliding window": {"sliding_window": 40},
+}
+NUM_STEPS = 4
+# What makes a recipe's target small.
+SMALL = {
+    "llama3_1_8b": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "kimi_k2_6": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+MEMORY_TOLERANCE = 0.15  # of measured to planned memory, on a GPU
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradients_are_the_references(
+    check: Check, figure: Figure, variant: str, dtype: torch.dtype
+) -> None:
+    config = tiny_config(**SIZES | VARIANTS[variant])
+    batch = random_batch((150, 90, 144), config, dtype=dtype)
+    expected = gradients(reference_loss, config, batch, torch.device("cpu"), torch.float64, dtype)
+    found = gradients(rollout_loss, config, batch, check.device, dtype, dtype)
+    assert expected.keys() == found.keys()
+    errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    worst = max(errors, key=lambda name: errors[name])
+    figure(f"largest error ({worst})", errors[worst])
+    assert errors[worst] <= BOUNDS[dtype]
+
+
+def gradients(
+    loss_of: Callable[..., Any],
+    config: Any,
+    batch: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounded_to: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return the loss and all gradients, float64 on the CPU, from weights that are rounded on both sides."""
+    drafter, frozen = tiny_drafter(config, rounded_to)
+    for parameter in drafter.parameters():
+        if parameter.ndim == 2:  # a random state then keeps its scale
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    drafter = drafter.to(device, dtype)
+    head = frozen.target_head
+    assert isinstance(head, nn.Linear)
+    ids = frozen.draft_target_ids
+    moved = FrozenParts(
+        frozen.embed_tokens.to(device, dtype),
+        head.to(device, dtype),
+        None if ids is None else ids.to(device),
+        None,
+    )
+    total, sums = loss_of(drafter, moved, batch.to(device, dtype), num_steps=NUM_STEPS, step_decay=0.8)
+    loss = total / sums.num_rows[0]
+    loss.backward()
+    found = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+    return {name: t.detach().to("cpu", torch.float64) for name, t in (found | {"loss": loss}).items()}
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_a_step_takes_the_memory_that_the_plan_says(check: Check, figure: Figure, recipe: str) -> None:
+    """In DeepSpeed with ZeRO 1; every token of the row is supervised, which takes most time and memory."""
+    sizes, settings, num_steps = sizes_of(check, recipe)
+    shape, device = sizes.drafter, check.device
+    if not check.small:
+        there = torch.cuda.get_device_properties(device).total_memory
+        needed = sizes.trainer(settings, "cuda").total
+        if needed > there * USABLE_FRACTION:
+            pytest.skip(f"the plan says {needed / 1e9:.0f} GB; this GPU has {there / 1e9:.0f} GB")
+    figure("drafter", f"{sizes.num_parameters / 1e9:.3f} B parameters, row of {settings.row_tokens:,} tokens")
+    ensure_process_group()
+    before = allocated(device)
+    engine = build_engine(shape, settings, num_steps, device)
+    update(engine, random_row(shape, 64, 0, torch.bfloat16, device))  # Adam's moments appear here
+    batch = random_row(shape, settings.row_tokens, 0, torch.bfloat16, device)
+    if not check.small:
+        torch.cuda.reset_peak_memory_stats(device)
+    update(engine, batch)
+    counts = count_step(batch.to(torch.device("cpu")), num_steps, shape)
+    if not check.small:
+        peak = torch.cuda.max_memory_allocated(device) - before
+        planned = trainer_memory(shape, sizes.tensors, settings, counts, "cuda").total
+        figure("peak memory", peak / 1e9, "GB")
+        figure("planned memory", planned / 1e9, "GB")
+        assert abs(peak / planned - 1) <= MEMORY_TOLERANCE
+    rounds = range(2 if check.small else 5)
+    seconds = statistics.median(
+        timed(lambda: update(engine, batch, with_metrics=False), device) for _ in rounds
+    )
+    figure("forward, backward and update", 1000 * seconds, "ms")
+    figure("tokens per second", settings.row_tokens / seconds)
+    flops = step_flops(shape, counts, head_trained=settings.train_lm_head).total
+    best = max(product_rate(size, device) for size in gemm_sizes(shape, counts))
+    figure("rate of the step", flops / seconds / 1e12, "TFLOP/s")
+    figure("part of the best rate of its products alone", flops / seconds / best)
+    engine.destroy()
+
+
+def test_what_compiling_gains(check: Check, figure: Figure) -> None:
+    sizes, settings, num_steps = sizes_of(check, "llama3_1_8b")
+    num_steps = 2 if check.small else num_steps  # each speculation step has its own graphs
+    ensure_process_group()
+    engine = build_engine(sizes.drafter, settings, num_steps, check.device)
+    batch = random_row(sizes.drafter, settings.row_tokens, 0, torch.bfloat16, check.device)
+
+    def step(backend: str | None) -> float:
+        use_compiled(backend)
+        return timed(lambda: update(engine, batch, with_metrics=False), check.device)
+
+    try:
+        figure("time to compile", step("inductor"), "s")
+        step(None)
+        ratios = [step(None) / step("inductor") for _ in range(2 if check.small else 5)]
+    finally:
+        use_compiled(None)
+    figure("times as fast with train.compile", statistics.median(ratios))
+    engine.destroy()
+
+
+def sizes_of(check: Check, recipe: str) -> tuple[RunSizes, Any, int]:
+    """Return a recipe's sizes, its trainer's settings with one row in a step, and its speculation steps."""
+    tokens = 320 if check.small else 8192
+    overrides = [f"train.row_tokens={tokens}", f"data.max_tokens={tokens}"]
+    if check.small:
+        overrides += [f"target.architecture.{name}={value}" for name, value in SMALL[recipe].items()]
+        overrides += ["drafter.draft_vocab_size=2048"] if recipe == "llama3_1_8b" else []
+    config = composed([f"recipe={recipe}", *overrides])
+    settings = replace(trainer_settings(config, num_ranks=1), rows_per_step=1, bf16=True, zero_stage=1)
+    return RunSizes(config), settings, config.train.ttt_steps
+
+
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    wait(device)
+    started = time.perf_counter()
+    action()
+    wait(device)
+    return time.perf_counter() - started
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def product_rate(size: tuple[int, int, int], device: torch.device) -> float:
+    """Return the FLOPs per second of a product [m, k] @ [k, n]."""
+    m, k, n = size
+    a, b = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
+    a @ b
+    return 2 * m * k * n / statistics.median(timed(lambda: a @ b, device) for _ in range(3))

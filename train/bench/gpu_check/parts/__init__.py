@@ -1,1 +1,0 @@
-"""The parts of the check; each module has `run(options, record)`."""
