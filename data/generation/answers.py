@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
+from data.conversations.reading import first_reasons
 from data.progress import Progress
 from data.sampling import Prompts, Sampling
-from data.text.sources import first_reasons
 from eagle31.errors import UserError
 
 _FORMAT = 2

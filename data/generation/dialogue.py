@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.conversations.prompts import render_prompt
+from data.conversations.schemas import Conversation
+from data.conversations.template import TemplateRefused
 from data.generation.turns import parsed_turn, same_calls
-from data.rendering.prompts import render_prompt
-from data.rendering.template import TemplateRefused
-from data.text.schemas import Conversation
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from data.conversations.schemas import Conversation
+from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused
 from data.file_hashes import hash_files
 from data.generation.answers import answers_dataset
 from data.generation.dialogue import AnsweredTurn, Dialogue
-from data.rendering.tokenize import SAMPLE_SCHEMA, check_refused
-from data.text.schemas import Conversation
 from eagle31.json_files import expecting, read_json_object, write_json
 
 Answer = Callable[[Sequence[Sequence[int]], Path], list[list[int]]]

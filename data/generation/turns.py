@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.rendering.prompts import render_text
-from data.rendering.template import TemplateRefused, decode
-from data.text.schemas import Conversation
+from data.conversations.prompts import render_text
+from data.conversations.schemas import Conversation
+from data.conversations.template import TemplateRefused, decode
 
 _REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
+from data.conversations import rows as rows_module
 from data.embedded.target import EmbeddedTarget
-from data.text import rows as rows_module
 from tests.bad_input.commands import Case, CheckCase, each, link
 
 INSPECT = "scripts/inspect_data"

@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from data.mixture.table import write_table
-from data.rendering import template
-from data.rendering.inspection import bracketed, pieces
-from data.rendering.masks import render
-from data.rendering.template import template_fingerprint
-from data.text.choices import Turns
-from data.text.schemas import Conversation
-from data.text.sources import ReadResult, read_conversations, source_fingerprint
-from data.text.split import prompt_hashes, prompt_rank
+from data.conversations import template
+from data.conversations.choices import Turns
+from data.conversations.inspection import bracketed, pieces
+from data.conversations.masks import render
+from data.conversations.reading import ReadResult, read_conversations, source_fingerprint
+from data.conversations.schemas import Conversation
+from data.conversations.split import prompt_hashes, prompt_rank
+from data.conversations.table import write_table
+from data.conversations.template import template_fingerprint
 from eagle31.errors import UserError
-from tests.data.text import chat_templates
-from tests.data.text.chat_templates import byte_level_tokenizer
+from tests.data.conversations import chat_templates
+from tests.data.conversations.chat_templates import byte_level_tokenizer
 
 
 @pytest.fixture(scope="module")

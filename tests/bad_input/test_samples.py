@@ -8,16 +8,16 @@ import torch
 from datasets import Dataset
 
 from data.capture.hf import HiddenStateCapture, check_head
+from data.conversations.saved import load_saved
 from data.embedded.target import EmbeddedTarget
 from data.target.head import TargetHead
 from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.spec import TargetSpec
 from data.target.tokenizer import check_ids
-from data.text.saved import load_saved
 from eagle31.errors import UserError
 from tests.bad_input.commands import Case, CheckCase, each
-from tests.data.text.chat_templates import CHATML, byte_level_tokenizer
+from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer
 
 
 def cut(path: Path) -> None:

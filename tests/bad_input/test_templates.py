@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from data.conversations import template
 from data.embedded.target import EmbeddedTarget
-from data.rendering import template
 from tests.bad_input.commands import Case, CheckCase, each, link
 from tests.train.small_run import RECIPE, arguments
 

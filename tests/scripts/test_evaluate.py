@@ -15,8 +15,8 @@ from data.generation.hf import TransformersGenerator
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
+from tests.data.conversations import chat_templates as templates
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
-from tests.data.text import chat_templates as templates
 from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
 from tests.train.torchrun import preloaded_python

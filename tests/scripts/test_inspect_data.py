@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.text import chat_templates as templates
-from tests.data.text.chat_templates import byte_level_tokenizer
+from tests.data.conversations import chat_templates as templates
+from tests.data.conversations.chat_templates import byte_level_tokenizer
 from tests.train.torchrun import preloaded_python
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_data"

@@ -5,8 +5,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from data.text.choices import Overlong, Turns, check_template_kwargs
-from data.text.perturbation import check_system, check_template
+from data.conversations.choices import Overlong, Turns, check_template_kwargs
+from data.conversations.perturbation import check_system, check_template
 from eagle31.errors import UserError
 from train.config.setting import setting
 

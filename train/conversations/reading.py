@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.mixture.choice import Share, chosen_mixture, chosen_prompts, held_out_split
-from data.mixture.overlap import EvaluationPrompts
-from data.mixture.reading import ReadSources, read_sources
-from data.mixture.screening import Screening, screened, write_left_out
-from data.mixture.table import Selection
-from data.text.schemas import Conversation
-from data.text.sources import ConversationReader, Source, first_reasons
+from data.conversations.mixing import Share, chosen_mixture, chosen_prompts, held_out_split
+from data.conversations.overlap import EvaluationPrompts
+from data.conversations.read_sources import ReadSources, read_sources
+from data.conversations.reading import ConversationReader, Source, first_reasons
+from data.conversations.schemas import Conversation
+from data.conversations.screening import Screening, screened, write_left_out
+from data.conversations.table import Selection
 from eagle31.errors import UserError
 from train.config.run import RunConfig
 from train.conversations.sources import (

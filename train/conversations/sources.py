@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.text.sources import Source
+from data.conversations.reading import Source
 from train.config.data import DataConfig
 from train.config.run import RunConfig
 

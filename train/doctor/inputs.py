@@ -7,11 +7,11 @@ from pathlib import Path
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from data.conversations.reading import Source
+from data.conversations.rows import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.target.checkpoint import is_hub_id
-from data.text.rows import is_file
-from data.text.sources import Source
 from eagle31.errors import UserError
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED

@@ -13,9 +13,13 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from data.capture.hf import HiddenStateCapture, check_head
+from data.conversations.choices import check_split
+from data.conversations.inspection import parse_template_kwargs
+from data.conversations.perturbation import PromptSetting
+from data.conversations.prompts import render_prompt
+from data.conversations.schemas import Conversation
+from data.conversations.split import choose_prompts
 from data.progress import tracked
-from data.rendering.inspection import parse_template_kwargs
-from data.rendering.prompts import render_prompt
 from data.sampling import Sampling
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.cached_decoding import TargetDecoder
@@ -24,10 +28,6 @@ from data.target.modules import locate
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
-from data.text.choices import check_split
-from data.text.perturbation import PromptSetting
-from data.text.schemas import Conversation
-from data.text.split import choose_prompts
 from eagle31.errors import UserError
 from eagle31.export.read import LoadedExport
 from eagle31.json_files import write_json

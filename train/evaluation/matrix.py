@@ -9,13 +9,13 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from data.rendering.prompts import prompt_ids
+from data.conversations.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
+from data.conversations.prompts import prompt_ids
+from data.conversations.reading import read_conversations
+from data.conversations.schemas import Conversation
+from data.conversations.split import choose_prompts, prompt_hashes
 from data.samples import CapturedSample
 from data.sampling import Sampling
-from data.text.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
-from data.text.schemas import Conversation
-from data.text.sources import read_conversations
-from data.text.split import choose_prompts, prompt_hashes
 from eagle31.errors import UserError
 from train.artifact import fingerprint
 from train.evaluation.completions import CompletingTarget

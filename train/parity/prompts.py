@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.rendering.prompts import render_prompt
-from data.text.saved import load_saved
-from data.text.sources import read_conversations
+from data.conversations.prompts import render_prompt
+from data.conversations.reading import read_conversations
+from data.conversations.saved import load_saved
 from eagle31.errors import UserError
 from eagle31.export.verification import read_probe
 

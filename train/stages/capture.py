@@ -9,12 +9,12 @@ from data.capture.drain import drain_to_store
 from data.capture.given_store import check_samples, check_states
 from data.capture.offline import capture_to_store
 from data.capture.opening import StoreSpec
-from data.rendering.template import template_fingerprint
+from data.conversations.saved import load_saved
+from data.conversations.template import template_fingerprint
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import STATES_VERSION
 from data.target.tokenizer import tokenizer_fingerprint
-from data.text.saved import load_saved
 from data.vllm.client import capture_through_vllm
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig, Stage

@@ -10,16 +10,17 @@ from typing import Any
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from data.conversations.augmentation import Augmentation, AugmentedConversations
+from data.conversations.perturbation import NoEffect, PromptSetting, template_source
+from data.conversations.prompts import prompt_ids, render_prompt
+from data.conversations.schemas import Conversation, Conversations
+from data.conversations.template import TemplateRefused, template_fingerprint
+from data.conversations.tokenize import Enough, check_refused, tokenize
+from data.conversations.trial import try_rendering
 from data.generation.answers import answer_prompts
 from data.generation.continuous import ContinuousGenerator, continuously
 from data.generation.regenerate import regenerate, repeated, turn_by_turn
-from data.rendering.prompts import prompt_ids, render_prompt
-from data.rendering.template import TemplateRefused, template_fingerprint
-from data.rendering.tokenize import Enough, check_refused, tokenize
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
-from data.text.augmentation import Augmentation, AugmentedConversations
-from data.text.perturbation import NoEffect, PromptSetting, template_source
-from data.text.schemas import Conversation, Conversations
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from train.config.data import RegenerateConfig
@@ -32,7 +33,6 @@ from train.conversations.sources import (
     source_inputs,
     training_sources,
 )
-from train.conversations.trial import try_rendering
 
 HELD_OUT = ("validation", "test")
 # Names in `data_inputs` of what the held-out prompts depend on.

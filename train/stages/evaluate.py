@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from data.capture.hf import HiddenStateCapture
+from data.conversations.saved import load_saved
 from data.progress import tracked
 from data.store import HiddenStateStore
 from data.target.cached_decoding import TargetDecoder
-from data.text.saved import load_saved
 from eagle31.export.read import load_export
 from eagle31.json_files import write_json
 from eagle31.model.drafter import Drafter

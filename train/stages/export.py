@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from data.batches.rows import pack_row
-from data.rendering.template import template_fingerprint
+from data.conversations.template import template_fingerprint
 from data.store import HiddenStateStore
 from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.errors import UserError

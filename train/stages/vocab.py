@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.text.saved import damaged, load_saved
+from data.conversations.saved import damaged, load_saved
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
 from eagle31.tensor_files import load_tensors, save_tensors

@@ -12,13 +12,13 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from data.conversations.schemas import Conversation
 from data.generation.continuous import continuously
 from data.generation.regenerate import BLOCK_TURNS, AnswerTurns, regenerate, turn_by_turn
 from data.sampling import Sampling
-from data.text.schemas import Conversation
 from eagle31.errors import UserError
+from tests.data.conversations.chat_templates import CHATML, STRICT, byte_level_tokenizer
 from tests.data.generation.tiny_llama import tiny_llama
-from tests.data.text.chat_templates import CHATML, STRICT, byte_level_tokenizer
 
 
 def _conversation(id: str, num_turns: int) -> Conversation:

@@ -8,15 +8,15 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from data.conversations.prompts import render_prompt
+from data.conversations.schemas import Conversation
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
 from data.generation.regenerate import BLOCK_TURNS, regenerate, repeated, turn_by_turn
-from data.rendering.prompts import render_prompt
 from data.sampling import Sampling
-from data.text.schemas import Conversation
 from eagle31.errors import UserError
+from tests.data.conversations.chat_templates import CHATML, STRICT, byte_level_tokenizer
 from tests.data.generation.tiny_llama import tiny_llama
-from tests.data.text.chat_templates import CHATML, STRICT, byte_level_tokenizer
 
 MAX_NEW_TOKENS = 10
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from data.conversations.schemas import Conversation
 from data.generation.regenerate import regenerate, turn_by_turn
 from data.generation.turns import parsed_turn
-from data.text.schemas import Conversation
-from tests.data.text.chat_templates import CHATML, byte_level_tokenizer
+from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 # As templates of reasoning models with tools have it: earlier thoughts are left out.

@@ -18,10 +18,10 @@ from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
+from tests.data.conversations.chat_templates import byte_level_tokenizer
 from tests.data.store.samples import flip_last_byte
 from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, SMALL, VOCAB
 from tests.data.target.tiny_target import save_model, save_target
-from tests.data.text.chat_templates import byte_level_tokenizer
 
 
 def test_a_checkpoint_without_safetensors_is_a_user_error(tmp_path: Path) -> None:

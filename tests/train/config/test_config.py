@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import MissingMandatoryValue
 
-from data.text.choices import Overlong
+from data.conversations.choices import Overlong
 from eagle31.errors import UserError
 from tests.train.torchrun import ROOT, composed, environment, preloaded_python
 from train.config.capture import CaptureMode

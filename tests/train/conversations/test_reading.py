@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from data.text.split import first_prompt
+from data.conversations.split import first_prompt
 from eagle31.errors import UserError
-from tests.data.text.jsonl_files import write_jsonl
+from tests.data.conversations.jsonl_files import write_jsonl
 from tests.train.torchrun import composed
 from train.config.compose import composed as composed_and_checked
 from train.conversations.reading import LEFT_OUT, ReadConversations, read_conversations, remove_tables

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.text.sources import Source
+from data.conversations.reading import Source
 from train.config.export import HubConfig
 from train.doctor import accounts, environment, inputs, programs
 from train.doctor.check import Status

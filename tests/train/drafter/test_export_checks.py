@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
+from tests.data.conversations.chat_templates import sentencepiece_tokenizer
 from tests.data.target.tiny_target import VOCAB_SIZE, save_target
-from tests.data.text.chat_templates import sentencepiece_tokenizer
 from tests.eagle31.tiny import MLA, WIDE_MLA
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
 from tests.train.torchrun import preloaded_python

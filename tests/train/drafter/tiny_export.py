@@ -21,8 +21,8 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import project_width
 from eagle31.model.vocab import build_draft_vocab
+from tests.data.conversations.chat_templates import byte_level_tokenizer
 from tests.data.target.tiny_target import AUX_LAYER_IDS, HIDDEN_SIZE, VOCAB_SIZE, save_target
-from tests.data.text.chat_templates import byte_level_tokenizer
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 
 STEPS = 3

@@ -10,8 +10,8 @@ from eagle31.errors import UserError
 from eagle31.export.verification import Probe, TrainingRecord, write_verification
 from eagle31.model.config import DrafterConfig
 from eagle31.training.batch import PackedBatch
-from tests.data.text import chat_templates as templates
-from tests.data.text.chat_templates import byte_level_tokenizer
+from tests.data.conversations import chat_templates as templates
+from tests.data.conversations.chat_templates import byte_level_tokenizer
 from tests.eagle31.tiny import tiny_config
 from train.parity.prompts import check_prompts, find_prompts, read_prompts, run_directory
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from data.rendering.template import template_fingerprint
+from data.conversations.template import template_fingerprint
 from data.target.tokenizer import tokenizer_fingerprint
 from train.artifact import fingerprint
 from train.config.run import Stage

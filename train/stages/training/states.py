@@ -10,10 +10,10 @@ from datasets import Dataset
 from data.capture.hf_producer import hf_producer
 from data.capture.online import OnlineStates
 from data.capture.refusals import refusal_lines
+from data.conversations.saved import load_saved
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
-from data.text.saved import load_saved
 from data.transport.mooncake import MooncakeTransport
 from data.transport.protocol import Arrivals, Producer, Transport
 from train.config.capture import CaptureMode, CaptureSource

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.text.perturbation import UNCHANGED, PromptSetting
+from data.conversations.perturbation import UNCHANGED, PromptSetting
 from eagle31.errors import UserError
 from train.evaluation.matrix import Cell
 from train.experiments.study.comparison import CellCounts, by_condition, compare

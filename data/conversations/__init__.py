@@ -1,0 +1,1 @@
+"""Conversations: reading, choosing and rendering them to tokens and loss masks."""

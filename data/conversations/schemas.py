@@ -1,0 +1,286 @@
+"""Converting a row of a data set to a conversation: the known schemas, and what makes a row malformed."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+from data.conversations.perturbation import UNCHANGED
+from eagle31.errors import UserError
+
+_SHOWN_CHARACTERS, _SHOWN_NAMES = 80, 40
+_MAX_DEPTH = 100  # of a row's values; Python writes and templates render about 1,000
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
+
+Messages = list[dict[str, Any]]
+Schema = Callable[[dict[str, Any]], Messages]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template: each has `role`, `content` (str), and any other keys of the row."""
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    template: str = UNCHANGED  # one of `perturbation.TEMPLATES`
+
+
+class Conversations(Protocol):
+    """Conversations that can be read in any order, such as a list; those on disk are read one by one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Conversation: ...
+    def __iter__(self) -> Iterator[Conversation]: ...
+
+
+class MalformedRow(Exception):
+    """The reason why a row is not a conversation."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the user's text, of a text that follows it in the prompt, and of the assistant's text.
+
+    None: found by name.
+    """
+
+    prompt: str | None = None
+    input: str | None = None
+    response: str | None = None
+
+
+def find_schema(
+    row: dict[str, Any], source: str, columns: Columns, require_answer: bool, field: str
+) -> Schema:
+    """Determine the schema of a source from its first row.
+
+    Raises:
+        UserError: no schema fits, or more than one; the error lists the columns.
+    """
+    found = f"The columns are {listed(row)}." if row else "The first row has no columns."
+    group = field.removesuffix(".source") if field.endswith(".source") else "data"
+    names = f"{group}.prompt_column and {group}.response_column"
+    prompt, response = columns.prompt, columns.response
+    chosen = (prompt, columns.input, response)
+    missing = sorted({one for one in chosen if one is not None and one not in row})
+    if prompt is not None or response is not None:
+        if prompt is None or (response is None and require_answer):
+            raise UserError(field, source, f"Name both {names}. {found}")
+        if missing:
+            raise UserError(field, source, f"There is no column {', '.join(missing)}. {found}")
+        return partial(_from_pair, prompt, columns.input, response)
+    if columns.input is not None:
+        raise UserError(
+            field, source, f"Name {group}.prompt_column, which {group}.input_column follows. {found}"
+        )
+    for column in ("messages", "conversations"):
+        if column in row:
+            return partial(_from_list, column)
+    if not require_answer and "turns" in row:
+        return _from_turns
+    pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row and answer in row]
+    if not pairs and not require_answer:
+        pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row]
+    if len(pairs) == 1:
+        [(prompt, response)] = pairs
+        return partial(_from_pair, prompt, "input" if prompt == "instruction" else None, response)
+    raise UserError(
+        field,
+        source,
+        f"{'Several schemas fit' if pairs else 'No known schema fits'}. {found} The known schemas are "
+        "messages (role, content), conversations (from, value) and two text columns, which "
+        f"{names} name.",
+    )
+
+
+def _from_pair(prompt: str, further: str | None, response: str | None, row: dict[str, Any]) -> Messages:
+    if prompt not in row:
+        raise MalformedRow(f"there is no {prompt}")
+    messages = [{"role": "user", "content": _with_input(row[prompt], further and row.get(further))}]
+    if response is not None and row.get(response) is not None:
+        messages.append({"role": "assistant", "content": row[response]})
+    return messages
+
+
+def _with_input(prompt: Any, further: Any) -> Any:
+    """Join a prompt and what it is about, such as Alpaca's `instruction` and `input`."""
+    if further is None:
+        return prompt
+    text = _text(further)
+    return f"{_text(prompt)}\n\n{text}" if text.strip() else prompt
+
+
+def _from_turns(row: dict[str, Any]) -> Messages:
+    turns = row.get("turns")
+    if not isinstance(turns, list):
+        raise MalformedRow(f"turns is {_type_name(turns)}, not a list")
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+def _from_list(column: str, row: dict[str, Any]) -> Messages:
+    messages = row.get(column)
+    if isinstance(messages, str) and messages.lstrip().startswith("["):  # in a CSV file
+        messages = _parsed(messages, column)
+    if not isinstance(messages, list):
+        raise MalformedRow(f"{column} is {_type_name(messages)}, not a list")
+    return [_role_and_content(message) for message in messages]
+
+
+def _role_and_content(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise MalformedRow(f"a message is {_type_name(message)}, not an object")
+    if "role" in message:
+        return message
+    if "from" not in message:
+        raise MalformedRow(f"a message has neither role nor from, only {listed(message)}")
+    role = message["from"]
+    if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
+        raise MalformedRow(f"unknown role {_shown(role)}")
+    return {"role": _SHAREGPT_ROLES[role], "content": message.get("value")}
+
+
+def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -> Conversation:
+    """Convert a row to a conversation as vLLM would pass it to the template.
+
+    Text parts are joined by newlines, empty `tool_calls` are removed, and tool call arguments that are a JSON
+    string are parsed.
+
+    Raises:
+        MalformedRow: the row is not a conversation.
+    """
+    messages = tuple(_checked(message) for message in schema(row))
+    roles = [message["role"] for message in messages]
+    if require_answer and "assistant" not in roles:
+        raise MalformedRow("there is no assistant turn")
+    if "user" not in roles or ("assistant" in roles and roles.index("assistant") < roles.index("user")):
+        raise MalformedRow("there is no user message before the first assistant turn")
+    tools = _tools(row.get("tools"))
+    identifier = row.get("id")
+    _check_text([identifier, messages, tools])
+    if identifier is None or identifier == "":
+        content = json.dumps([messages, tools], sort_keys=True, default=str)
+        identifier = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return Conversation(str(identifier), messages, tools)
+
+
+def _check_text(values: Any) -> None:
+    """Raise MalformedRow for what no template and no tokenizer can read.
+
+    These are halves of UTF-16 pairs, which JSON can write, and values that are nested too deeply.
+    """
+    level = [values]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                if not value.isascii():
+                    _encode(value)
+            elif isinstance(value, dict):
+                below += [*value, *value.values()]
+            elif isinstance(value, list | tuple):
+                below += value
+        if not below:
+            return
+        level = below
+    raise MalformedRow(f"its values are nested more than {_MAX_DEPTH} deep")
+
+
+def _encode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise MalformedRow(f"a text has {half}, half of a UTF-16 pair, which is no character") from error
+
+
+def _checked(message: dict[str, Any]) -> dict[str, Any]:
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise MalformedRow(f"unknown role {_shown(role)}")
+    message["content"] = _text(message.get("content", ""))
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"])
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    says_more = any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning"))
+    if role in ("user", "assistant") and not message["content"].strip() and not says_more:
+        raise MalformedRow(f"a message of the {role} has empty content")
+    return message
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise MalformedRow(f"content is {_type_name(content)}, not text")
+    return "\n".join(_part(part) for part in content)
+
+
+def _part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise MalformedRow("a content part is not text")
+    return text
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise MalformedRow("tool_calls is not a list of objects")
+    return [_with_parsed_arguments(call) for call in calls]
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_parsed_arguments(call["function"])}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    return call | {"arguments": _parsed(call["arguments"] or "{}", "tool call arguments")}
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    if isinstance(tools, str) and tools:
+        tools = _parsed(tools, "tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise MalformedRow("tools is not a list of objects")
+    return tuple(tools)
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # more digits, or more brackets, than Python parses
+        raise MalformedRow(f"{what} are not JSON ({error})") from error
+
+
+def _shown(value: Any) -> str:
+    """Return a value as messages show it, which is short however long the value is."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Return names as messages list them."""
+    shown = [str(name)[:_SHOWN_CHARACTERS] for name in islice(names, _SHOWN_NAMES + 1)]
+    return ", ".join([*shown[:_SHOWN_NAMES], "..."] if len(shown) > _SHOWN_NAMES else shown)
+
+
+def _type_name(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"

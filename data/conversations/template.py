@@ -1,0 +1,195 @@
+"""The chat template of a target: the text that it writes, and the limits under which it runs."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from data.conversations.limits import TooLong, confined, time_limit
+from data.conversations.perturbation import UNCHANGED, rewritten, template_source
+from data.conversations.workers import ProcessKilled
+from eagle31.errors import UserError
+
+FIELD = "target.chat_template"
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+RENDER_SECONDS = 30.0  # of the processor, for one conversation; one of a thousand turns takes about a second
+OPERATION_SECONDS = 60  # more than the time limit, which ends all but a single operation
+# In addition to what the process has, and for each character of the conversation.
+_RENDER_BYTES, _BYTES_PER_CHARACTER = 1 << 30, 32
+
+# Of one conversation. Tokenizers take about 100 bytes for each, and this is more than 2,000,000 tokens of
+# English.
+MAX_CHARACTERS = 1 << 23
+
+Messages = Sequence[dict[str, Any]]
+Tools = Sequence[dict[str, Any]] | None
+
+
+class TemplateRefused(UserError):
+    """The error of a template that raises on a conversation, for example on its roles, or does not end."""
+
+
+class Template:
+    """A tokenizer's chat template, or one of `perturbation.TEMPLATES`, with its arguments."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Tools,
+        template_kwargs: Mapping[str, Any],
+        template: str = UNCHANGED,
+    ) -> None:
+        _require_template(tokenizer)
+        self.tokenizer = tokenizer
+        self.arguments = {"tools": list(tools) if tools else None, **template_kwargs}
+        self.template = template
+        source = template_source(template)
+        if source is not None:
+            self.arguments["chat_template"] = source
+        # Markers are offsets into the text of the target's own template.
+        self.uses_markers = template == UNCHANGED and uses_generation_markers(tokenizer, tools)
+
+    def text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """Return the text of the messages, and of the generation prompt if it is asked for."""
+        with self._refusal(messages):
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
+            )
+        assert isinstance(text, str)
+        self._check_length(text)
+        return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
+
+    def marked_text(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the character spans of the generation markers; adjacent spans are merged."""
+        with self._refusal(messages):
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self.tokenizer.get_chat_template(tools=self.arguments["tools"]),
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **self.arguments},
+            )
+        (text,), (marks,) = rendered
+        self._check_length(text)
+        joined: list[tuple[int, int]] = []
+        for start, end in marks:
+            touches = joined and joined[-1][1] == start
+            joined.append((joined.pop()[0] if touches else start, end))
+        return text, joined
+
+    def _check_length(self, text: str) -> None:
+        if len(text) > MAX_CHARACTERS:
+            remedy = (
+                f"The conversation has {len(text):,} characters, more than the {MAX_CHARACTERS:,} that are "
+                "tokenized. Shorten it or leave it out."
+            )
+            raise TemplateRefused(FIELD, self.name, remedy)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that the template has written."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Limit the time in which one conversation is rendered."""
+        try:
+            with time_limit(RENDER_SECONDS):
+                yield
+        except TooLong as error:
+            remedy = (
+                f"The template takes more than {RENDER_SECONDS:g} s for one conversation: it does not end, "
+                "or the conversation has very many turns. Correct the template or the data."
+            )
+            raise TemplateRefused(FIELD, self.name, remedy) from error
+
+    @contextmanager
+    def _refusal(self, messages: Messages) -> Iterator[None]:
+        num_characters = sum(len(str(message.get("content") or "")) for message in messages)
+        num_bytes = _RENDER_BYTES + _BYTES_PER_CHARACTER * num_characters
+        try:
+            with confined(OPERATION_SECONDS, num_bytes):
+                yield
+        except TooLong:
+            raise
+        except MemoryError as error:
+            remedy = (
+                f"The template takes more than {num_bytes / 1e9:.1f} GB of memory for one conversation of "
+                f"{num_characters:,} characters. Correct the template."
+            )
+            raise TemplateRefused(FIELD, self.name, remedy) from error
+        except TemplateSyntaxError as error:
+            remedy = f"It is no Jinja template: {error.message}, in line {error.lineno}. Correct it."
+            raise TemplateRefused(FIELD, self.name, remedy) from error
+        except Exception as error:  # templates compute, and can fail as any code can
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else error
+            remedy = f"The template refuses a conversation: {reason}. Correct the data or the template."
+            raise TemplateRefused(FIELD, self.name, remedy) from error
+
+    @property
+    def name(self) -> str:
+        """The tokenizer's name in messages."""
+        return _name_of(self.tokenizer)
+
+
+@contextmanager
+def surviving(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Name the template where a process that renders with it has been killed."""
+    try:
+        yield
+    except ProcessKilled as error:
+        remedy = (
+            f"A process that renders conversations has ended ({error}): the template has an operation that "
+            f"takes more than {OPERATION_SECONDS} s, or the machine has no memory for data.num_workers "
+            "processes. Correct the template, or lower data.num_workers."
+        )
+        raise UserError(FIELD, _name_of(tokenizer), remedy) from error
+
+
+def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> bool:
+    """Return whether the loss mask comes from generation markers in the template.
+
+    Markers are character offsets, and tokenizers written in Python do not report the characters of a token.
+    """
+    _require_template(tokenizer)
+    template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
+    return tokenizer.is_fast and _GENERATION_MARKER.search(template) is not None
+
+
+def template_fingerprint(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
+    """Return the sha256 of what turns messages into text: the template, its arguments and special tokens."""
+    _require_template(tokenizer)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    content = json.dumps([tokenizer.chat_template, special, dict(template_kwargs)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end a turn, from the tokenizer and its model's generation config, if any."""
+    ids = {tokenizer.eos_token_id}
+    try:
+        generation = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
+    except OSError:  # a tokenizer without a model
+        generation = None
+    ids.update(generation if isinstance(generation, list) else [generation])
+    return frozenset(id for id in ids if id is not None)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Return the exact text of the tokens, including special tokens."""
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.name_or_path or type(tokenizer).__name__
+
+
+def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.chat_template:
+        raise UserError(FIELD, None, f"The tokenizer has no chat template; give one with {FIELD}=FILE.")

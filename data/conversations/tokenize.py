@@ -1,0 +1,304 @@
+"""Tokenizing conversations into an Arrow dataset of token ids and loss masks, in parallel and in order."""
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from data.conversations import template
+from data.conversations.choices import Overlong, Turns
+from data.conversations.masks import RenderedConversation, render
+from data.conversations.reading import first_reasons
+from data.conversations.schemas import Conversations
+from data.conversations.template import TemplateRefused, surviving, template_fingerprint
+from data.conversations.token_bytes import token_ends
+from data.conversations.workers import map_in_order
+from data.progress import Progress
+from data.target.spec import TargetSpec
+from data.target.tokenizer import check_ids, load_tokenizer
+from eagle31.errors import UserError
+
+_REPORT = "report.json"
+_CHUNK_CONVERSATIONS = 64
+SAMPLE_SCHEMA = pa.schema(
+    {
+        "id": pa.string(),
+        "input_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "num_prompt_tokens": pa.int64(),
+    }
+)
+MAX_REFUSED_FRACTION = 0.01
+
+
+@dataclass(frozen=True)
+class Enough:
+    """When to stop: after so many conversations and so many samples, both."""
+
+    num_conversations: int
+    num_samples: int
+
+    def reached(self, counts: Mapping[str, int]) -> bool:
+        return (
+            counts["num_conversations"] >= self.num_conversations
+            and counts["num_samples"] >= self.num_samples
+        )
+
+
+@dataclass(frozen=True)
+class TokenizeReport:
+    """Counts of what became of the conversations that were tokenized."""
+
+    num_conversations: int
+    num_refused: int  # conversations that the template refuses
+    num_samples: int
+    num_tokens: int
+    num_supervised_tokens: int  # the assistant's
+    num_overlong: int  # samples that were cut or dropped because of their length
+    num_unsupervised: int  # samples dropped because they have no supervised position
+    num_straddling: int  # tokens that are masked because they cross the boundary of a turn
+    template_fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Settings:
+    tokenizer: PreTrainedTokenizerBase
+    turns: Turns
+    template_kwargs: Mapping[str, Any]
+    eos_token_ids: Collection[int]
+    max_tokens: int
+    overlong: Overlong
+    vocab_size: int | None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The result for a few conversations."""
+
+    samples: pa.RecordBatch
+    counts: Counter[str]
+    refused: list[tuple[str, str]]  # (id, reason)
+
+
+def tokenize(
+    conversations: Conversations,
+    tokenizer: str | Path | PreTrainedTokenizerBase,
+    *,
+    turns: Turns,
+    template_kwargs: Mapping[str, Any],
+    max_tokens: int,
+    overlong: Overlong,
+    num_workers: int,
+    output_dir: Path,
+    eos_token_ids: Collection[int] | None = None,
+    vocab_size: int | None = None,
+    max_refused_fraction: float = MAX_REFUSED_FRACTION,
+    enough: Enough | None = None,
+    progress: bool = False,
+    on_refused: Callable[[list[tuple[str, str]]], None] = lambda _: None,
+) -> TokenizeReport:
+    """Write the samples as a dataset for `datasets.load_from_disk`, with a report.json in its directory.
+
+    The columns are id (str), input_ids (int32 [N]), loss_mask (bool [N]) and num_prompt_tokens (int64, the
+    index of the assistant's first token). The order is that of the conversations for any number of workers,
+    which read the conversations, and only a few chunks are in memory at a time.
+
+    Args:
+        tokenizer: a tokenizer, its directory or its hub id.
+        num_workers: the number of processes; 1 uses only this process. Workers are forked, so no process
+            group may exist yet.
+        output_dir: must not exist; it appears when it is complete.
+        eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
+        vocab_size: that of the target, which has every token of the data; None: any token is right.
+        max_refused_fraction: the fraction of the conversations that the template may refuse.
+        enough: leaves out the conversations that follow, the same ones for any number of workers.
+        progress: reports progress on stderr.
+        on_refused: called once with (id, reason) of the refused conversations, if there are any.
+
+    Raises:
+        UserError: the template cannot be used or refuses too many conversations, the target lacks a token, or
+            no sample is left.
+    """
+    assert not output_dir.exists(), output_dir
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = load_tokenizer(TargetSpec(str(tokenizer)))
+    eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
+    settings = _Settings(
+        tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, overlong, vocab_size
+    )
+    fingerprint = template_fingerprint(tokenizer, template_kwargs)
+    counts: Counter[str] = Counter()
+    refused: list[tuple[str, str]] = []
+    token_ends(tokenizer, "", [])  # builds its table, which the workers then share
+    tokenize_chunk = partial(_tokenize_chunk, settings, conversations)
+    with _renamed_when_done(output_dir) as directory:
+        # A separate directory, because `datasets` cannot write next to the file that it reads.
+        stream = directory / "stream" / "samples.arrow"
+        stream.parent.mkdir()
+        with (
+            pa.OSFile(str(stream), "wb") as sink,
+            pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer,
+            Progress("tokenize", None, "conversations", shown=progress) as bar,
+            surviving(tokenizer),
+            closing(map_in_order(tokenize_chunk, _chunks(len(conversations)), num_workers)) as chunks,
+        ):
+            for chunk in chunks:
+                writer.write_batch(chunk.samples)
+                counts += chunk.counts
+                refused += chunk.refused
+                check_refused(refused, len(conversations), max_refused_fraction)
+                bar.update(chunk.counts["num_conversations"])
+                if enough is not None and enough.reached(counts):
+                    break
+        report = _report(counts, len(refused), fingerprint)
+        _check(report, refused, max_refused_fraction, max_tokens, tokenizer)
+        if refused:
+            on_refused(refused)
+        with _datasets_bars(progress and sys.stderr.isatty()):
+            datasets.Dataset.from_file(str(stream)).save_to_disk(str(directory))
+        shutil.rmtree(stream.parent)
+        (directory / _REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
+    return report
+
+
+def _chunks(num_conversations: int) -> Iterator[range]:
+    for start in range(0, num_conversations, _CHUNK_CONVERSATIONS):
+        yield range(start, min(start + _CHUNK_CONVERSATIONS, num_conversations))
+
+
+def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: range) -> _Chunk:
+    counts = Counter(num_conversations=len(indices))
+    refused: list[tuple[str, str]] = []
+    samples: list[tuple[str, RenderedConversation]] = []
+    for conversation in map(conversations.__getitem__, indices):
+        try:
+            rendered = render(
+                settings.tokenizer,
+                conversation,
+                turns=settings.turns,
+                template_kwargs=settings.template_kwargs,
+                eos_token_ids=settings.eos_token_ids,
+            )
+        except TemplateRefused as error:
+            refused.append((conversation.id, error.remedy))
+            continue
+        samples += [(conversation.id, sample) for sample in _kept(rendered, settings, counts)]
+    for _, sample in samples:
+        if settings.vocab_size is not None:
+            check_ids(settings.tokenizer, sample.input_ids, settings.vocab_size)
+        counts["num_tokens"] += len(sample.input_ids)
+        counts["num_supervised_tokens"] += sum(sample.loss_mask)
+    counts["num_samples"] = len(samples)
+    return _Chunk(_record_batch(samples), counts, refused)
+
+
+def _kept(
+    rendered: list[RenderedConversation], settings: _Settings, counts: Counter[str]
+) -> Iterator[RenderedConversation]:
+    for sample in rendered:
+        counts["num_straddling"] += sample.num_straddling
+        if len(sample.input_ids) > settings.max_tokens:
+            counts["num_overlong"] += 1
+            if settings.overlong is Overlong.drop:
+                continue
+            sample = sample.cut(settings.max_tokens)
+        if sample.has_supervised_position:
+            yield sample
+        else:
+            counts["num_unsupervised"] += 1
+
+
+def _record_batch(samples: list[tuple[str, RenderedConversation]]) -> pa.RecordBatch:
+    columns = {
+        "id": [id for id, _ in samples],
+        "input_ids": [sample.input_ids for _, sample in samples],
+        "loss_mask": [sample.loss_mask for _, sample in samples],
+        "num_prompt_tokens": [sample.num_prompt_tokens for _, sample in samples],
+    }
+    return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
+
+
+def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> TokenizeReport:
+    return TokenizeReport(
+        num_conversations=counts["num_conversations"],
+        num_refused=num_refused,
+        num_samples=counts["num_samples"],
+        num_tokens=counts["num_tokens"],
+        num_supervised_tokens=counts["num_supervised_tokens"],
+        num_overlong=counts["num_overlong"],
+        num_unsupervised=counts["num_unsupervised"],
+        num_straddling=counts["num_straddling"],
+        template_fingerprint=fingerprint,
+    )
+
+
+def _check(
+    report: TokenizeReport,
+    refused: list[tuple[str, str]],
+    max_refused_fraction: float,
+    max_tokens: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    check_refused(refused, report.num_conversations, max_refused_fraction)
+    if report.num_samples == 0 and not report.num_overlong:
+        remedy = (
+            f"No sample is left of {report.num_conversations} conversations: none has two assistant tokens "
+            "in a row. Look at one with scripts/inspect_data: does the template write the answers?"
+        )
+        raise UserError("target.chat_template", tokenizer.name_or_path, remedy)
+    if report.num_samples == 0:
+        raise UserError(
+            "data.max_tokens",
+            max_tokens,
+            f"No sample is left of {report.num_conversations} conversations: {report.num_overlong} are "
+            f"longer, and {report.num_unsupervised} have no two consecutive assistant tokens. Raise this, or "
+            "look at the data with scripts/inspect_data.",
+        )
+
+
+def check_refused(
+    refused: list[tuple[str, str]], num_conversations: int, max_fraction: float = MAX_REFUSED_FRACTION
+) -> None:
+    """Raise UserError if the template refused too many conversations; `refused` has (id, reason) pairs."""
+    if len(refused) > max_fraction * num_conversations:
+        raise UserError(
+            "target.chat_template",
+            f"{len(refused)} of {num_conversations} conversations refused",
+            f"The target's template refuses more than {max_fraction:.1%} of the data. The first ones:"
+            f"{first_reasons(refused)}",
+        )
+
+
+@contextmanager
+def _renamed_when_done(output_dir: Path) -> Iterator[Path]:
+    """Yield a temporary directory next to `output_dir`; rename it at the end, or remove it after an error."""
+    directory = output_dir.with_name(f".{output_dir.name}.partial")
+    shutil.rmtree(directory, ignore_errors=True)  # left by a killed run
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+        directory.rename(output_dir)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _datasets_bars(shown: bool) -> Iterator[None]:
+    were_disabled = datasets.utils.are_progress_bars_disabled()
+    if not shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()

@@ -1,0 +1,80 @@
+"""A trial of the tokenizer and the chat template, before all conversations are read."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.conversations.choices import Turns
+from data.conversations.masks import render
+from data.conversations.prompts import unprompted_header
+from data.conversations.schemas import Conversation
+from data.conversations.template import TemplateRefused, surviving
+from data.conversations.workers import isolated
+from data.target.tokenizer import check_ids
+
+_CONVERSATIONS = 4
+
+
+def try_rendering(
+    conversations: Iterable[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    turns: Turns,
+    template_kwargs: Mapping[str, Any],
+    eos_token_ids: Collection[int],
+    vocab_size: int,
+) -> str | None:
+    """Render the first conversations, and return the first note about what the template does, if any.
+
+    This is done in another process, which a template that computes without end does not outlive.
+
+    Args:
+        vocab_size: of the target.
+
+    Raises:
+        UserError: the template refuses all of them or is not prefix-stable, or the tokenizer is not the
+            target's.
+    """
+    first = list(islice(conversations, _CONVERSATIONS))
+    trial = partial(
+        _try_conversations, first, tokenizer, turns, template_kwargs, frozenset(eos_token_ids), vocab_size
+    )
+    with surviving(tokenizer):
+        return isolated(trial)
+
+
+def _try_conversations(
+    first: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Turns,
+    template_kwargs: Mapping[str, Any],
+    eos_token_ids: Collection[int],
+    vocab_size: int,
+) -> str | None:
+    refusals = []
+    for conversation in first:
+        try:
+            samples = render(
+                tokenizer,
+                conversation,
+                turns=turns,
+                template_kwargs=template_kwargs,
+                eos_token_ids=eos_token_ids,
+            )
+            header = unprompted_header(tokenizer, conversation, template_kwargs)
+        except TemplateRefused as refused:
+            refusals.append(refused)
+            continue
+        for sample in samples:
+            check_ids(tokenizer, sample.input_ids, vocab_size)
+        if header is not None:
+            return (
+                "the chat template ignores add_generation_prompt, so that the loss mask includes what it "
+                f"writes before an answer: {header!r}"
+            )
+    if refusals and len(refusals) == len(first):
+        raise refusals[0]
+    return None

@@ -1,1 +1,0 @@
-"""The conversations of several sources on disk, and which of them training uses."""

@@ -1,1 +1,0 @@
-"""Turning conversations into token ids and loss masks, with the chat template of the target."""

@@ -1,1 +1,0 @@
-"""Reading conversations from files and data sets, and changing them."""

@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+
+from data.conversations.mixing import Share, chosen_mixture, chosen_prompts, held_out_split
+from data.conversations.read_sources import RANK_BYTES
+from data.conversations.schemas import Conversation
+from data.conversations.split import choose_prompts, prompt_rank
+from eagle31.errors import UserError
+
+SOURCES = np.repeat(np.arange(3, dtype=np.int32), [100, 40, 200])
+
+
+def ranks(prompts: list[str], seed: int = 0) -> np.ndarray:
+    found = b"".join(prompt_rank(prompt, seed)[:RANK_BYTES] for prompt in prompts)
+    return np.frombuffer(found, dtype=f"V{RANK_BYTES}")
+
+
+def test_the_same_prompt_is_never_on_both_sides():
+    prompts = [f"p{i % 30}" for i in range(90)]
+    train, held_out = held_out_split(ranks(prompts), 10)
+    assert len(held_out) == len({prompts[i] for i in held_out}) == 10
+    assert all(i < 30 for i in held_out)  # the first of each prompt
+    assert not {prompts[i] for i in held_out} & {prompts[i] for i in train}
+    assert len(train) == 60
+    assert train.tolist() == sorted(train)
+
+
+def test_the_split_depends_only_on_texts_and_seed():
+    prompts = [f"p{i}" for i in range(50)]
+
+    def held_out(texts: list[str], seed: int = 0) -> list[str]:
+        return [texts[i] for i in held_out_split(ranks(texts, seed), 8)[1]]
+
+    assert held_out(prompts) == held_out(prompts[::-1])
+    assert set(held_out(prompts)) != set(held_out(prompts, seed=1))
+
+
+def test_prompts_are_chosen_as_those_of_conversations_are():
+    prompts = [f"p{i % 20}" for i in range(60)]
+    conversations = [Conversation(str(i), ({"role": "user", "content": p},)) for i, p in enumerate(prompts)]
+    expected = [int(one.id) for one in choose_prompts(conversations, 8, seed=0)]
+    assert chosen_prompts(ranks(prompts), 8).tolist() == expected
+    assert len(chosen_prompts(ranks(prompts), 100)) == 20
+
+
+def test_holding_out_every_prompt_is_a_user_error():
+    with pytest.raises(UserError, match=r"or lower data\.num_validation"):
+        held_out_split(ranks(["a", "a", "b"]), 2)
+
+
+def counts(**shares: Share) -> list[int]:
+    chosen = chosen_mixture(SOURCES, shares, seed=0)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    return np.bincount(SOURCES[chosen], minlength=3).tolist()
+
+
+def test_weights_are_the_proportions_of_the_largest_choice_without_repetition():
+    assert counts(a=Share(), b=Share(), c=Share()) == [100, 40, 200]
+    assert counts(a=Share(1.0), b=Share(1.0), c=Share(1.0)) == [40, 40, 40]
+    assert counts(a=Share(0.2), b=Share(0.1), c=Share(0.5)) == [80, 40, 200]
+    assert counts(a=Share(3.0), b=Share(1.0), c=Share(6.0)) == [100, 33, 200]
+    assert counts(a=Share(1.0, max_conversations=10), b=Share(2.0), c=Share(1.0)) == [10, 20, 10]
+
+
+def test_limits_choose_at_random_and_a_larger_one_keeps_what_a_smaller_one_chose():
+    assert counts(a=Share(max_conversations=30), b=Share(), c=Share(max_conversations=500)) == [30, 40, 200]
+    few, more, other = (
+        set(chosen_mixture(SOURCES, {"a": Share(max_conversations=n), "b": Share(), "c": Share()}, seed))
+        for n, seed in ((30, 0), (60, 0), (30, 1))
+    )
+    assert few < more
+    assert few != other
+    assert max(i for i in few if i < 100) > 35
+
+
+def test_a_weight_of_which_nothing_is_left_is_a_user_error():
+    with pytest.raises(
+        UserError, match=r"No conversation of a would be used, because b has only 40"
+    ) as caught:
+        counts(a=Share(0.001), b=Share(1.0), c=Share(1.0))
+    assert caught.value.field == "data.sources.a.weight"

@@ -1,0 +1,173 @@
+from typing import Any
+
+import pytest
+
+from data.conversations.reading import ReadResult, read_conversations
+from eagle31.errors import UserError
+from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+TOOL_MESSAGES = [
+    {"role": "system", "content": "Count."},
+    {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "and two"}]},
+    {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "", "tool_call_id": "1"},
+    {"role": "assistant", "content": "four", "tool_calls": []},
+]
+
+
+def roles_and_contents(result: ReadResult) -> list[list[tuple[str, str]]]:
+    return [[(m["role"], m["content"]) for m in c.messages] for c in result.conversations]
+
+
+def test_openai_messages_keep_the_keys_of_templates(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"id": 7, "messages": TOOL_MESSAGES, "tools": [TOOL]}])
+    (conversation,) = read_conversations(source).conversations
+    assert conversation.id == "7"
+    assert conversation.tools == (TOOL,)
+    system, user, call, tool, answer = conversation.messages
+    assert system["content"] == "Count."
+    assert user["content"] == "two\nand two"
+    assert call["content"] == ""
+    assert call["reasoning_content"] == "I add."
+    assert call["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    assert tool == {"role": "tool", "content": "", "tool_call_id": "1"}
+    assert answer == {"role": "assistant", "content": "four"}
+
+
+def test_sharegpt_roles(tmp_path):
+    items = [("system", "s"), ("human", "h"), ("gpt", "g"), ("observation", "o"), ("gpt", "a"), ("user", "u")]
+    row = {"conversations": [{"from": role, "value": value} for role, value in items]}
+    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    expected = ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert [role for role, _ in roles_and_contents(read_conversations(source))[0]] == expected
+
+
+def test_conversations_column_with_openai_messages(tmp_path):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"conversations": messages}])
+    assert roles_and_contents(read_conversations(source)) == [[("user", "q"), ("assistant", "a")]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("prompt", "response"), ("instruction", "output"), ("question", "answer")]
+)
+def test_default_pairs(tmp_path, prompt, answer):
+    source = write_jsonl(tmp_path / "a.jsonl", [{prompt: "q", answer: "a", "other": 1}])
+    assert roles_and_contents(read_conversations(source)) == [[("user", "q"), ("assistant", "a")]]
+
+
+def test_named_columns_take_precedence(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "response": "no", "solution": "a"}])
+    result = read_conversations(source, prompt_column="prompt", response_column="solution")
+    assert roles_and_contents(result) == [[("user", "q"), ("assistant", "a")]]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "excerpt"),
+    [
+        ({"text": "x", "label": 1}, {}, "text, label"),
+        ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
+        (
+            {"instruction": "a", "context": "b", "output": "c"},
+            {"input_column": "context"},
+            "Name data.prompt",
+        ),
+        ({"prompt": "a", "response": "b"}, {"prompt_column": "prompt"}, "Name both"),
+        (
+            {"prompt": "a", "response": "b"},
+            {"prompt_column": "prompt", "response_column": "reply"},
+            "no column reply",
+        ),
+        ({"turns": ["a"]}, {}, "No known schema"),
+    ],
+)
+def test_unknown_and_ambiguous_columns_are_user_errors(tmp_path, row, columns, excerpt):
+    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(UserError, match=excerpt):
+        read_conversations(source, **columns)
+
+
+def test_prompts_without_answers_are_read_on_request(tmp_path):
+    turns = write_jsonl(tmp_path / "a.jsonl", [{"turns": ["first", "second"]}])
+    result = read_conversations(turns, require_answer=False)
+    assert roles_and_contents(result) == [[("user", "first"), ("user", "second")]]
+    prompts = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p"}])
+    assert roles_and_contents(read_conversations(prompts, require_answer=False)) == [[("user", "p")]]
+
+
+def test_malformed_rows_are_left_out_with_lines_and_reasons(tmp_path):
+    def messages(*items: tuple[Any, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": content} for role, content in items]}
+
+    good = messages(("user", "q"), ("user", "and"), ("assistant", "a"))
+    rows = [
+        good,
+        '{"messages": ',
+        "",
+        messages(("user", "q")),
+        messages(("user", "q"), ("narrator", "n"), ("assistant", "a")),
+        messages(("user", "q"), ("assistant", "  ")),
+        messages(("user", 3), ("assistant", "a")),
+        messages(("assistant", "a"), ("user", "q"), ("assistant", "a")),
+        {"messages": "q"},
+        [1, 2],
+        {"message": []},
+        messages(("user", [{"type": "image_url"}]), ("assistant", "a")),
+        good,
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    result = read_conversations(source, max_malformed_fraction=0.9)
+    assert len(result.conversations) == 2
+    assert result.num_rows == 12
+    assert [where.rpartition(":")[2] for where, _ in result.malformed] == [
+        str(line) for line in (2, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+    ]
+    reasons = [reason for _, reason in result.malformed]
+    for reason, excerpt in zip(
+        reasons,
+        (
+            "not JSON",
+            "no assistant turn",
+            "unknown role 'narrator'",
+            "empty content",
+            "a int, not text",
+            "no user message before",
+            "a str, not a list",
+            "the row is a list",
+            "missing, not a list",
+            "a content part is not text",
+        ),
+        strict=True,
+    ):
+        assert excerpt in reason
+
+
+def test_ids_come_from_the_row_or_its_content(tmp_path):
+    rows = [pair("a") | {"id": "mine"}, pair("b"), pair("c"), pair("b")]
+    first, second, third, fourth = read_conversations(write_jsonl(tmp_path / "a.jsonl", rows)).conversations
+    assert first.id == "mine"
+    assert second.id == fourth.id
+    assert second.id != third.id
+
+
+def test_alpacas_input_follows_the_instruction(tmp_path):
+    rows = [
+        {"instruction": "Add.", "output": "a"},
+        {"instruction": "Add.", "input": "2 and 2", "output": "a"},
+        {"instruction": "Add.", "input": " ", "output": "a"},
+        {"instruction": "Add.", "input": 3, "output": "a"},
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    result = read_conversations(source, max_malformed_fraction=0.3)
+    assert [messages[0][1] for messages in roles_and_contents(result)] == ["Add.", "Add.\n\n2 and 2", "Add."]
+    assert "int, not text" in result.malformed[0][1]
+
+
+def test_an_input_column_can_be_named(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"ask": "Why?", "context": "It is.", "reply": "so"}])
+    columns = {"prompt_column": "ask", "response_column": "reply"}
+    result = read_conversations(source, **columns, input_column="context")
+    assert roles_and_contents(result) == [[("user", "Why?\n\nIt is."), ("assistant", "so")]]
+    with pytest.raises(UserError, match="no column missing"):
+        read_conversations(source, **columns, input_column="missing")

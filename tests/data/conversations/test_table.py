@@ -1,0 +1,40 @@
+import numpy as np
+import pytest
+
+from data.conversations.schemas import Conversation
+from data.conversations.table import Selection, write_table
+
+
+def conversations(number: int) -> list[Conversation]:
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    return [
+        Conversation(
+            f"id-{i}",
+            (
+                {"role": "user", "content": f"é\ud800 {i}"},
+                {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": i}}]},
+            ),
+            tools if i % 2 else None,
+        )
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 5, 16, 50])
+def test_conversations_come_back_in_any_order(tmp_path, number):
+    expected = conversations(number)
+    table = write_table(iter(expected), tmp_path / "a.arrow")
+    assert len(table) == number
+    assert list(table) == expected
+    assert [table[i] for i in reversed(range(number))] == expected[::-1]
+    with pytest.raises(IndexError):
+        table[number]
+
+
+def test_a_selection_is_shuffled_as_a_list_was(tmp_path):
+    expected = conversations(40)
+    indices = np.arange(0, 40, 2)
+    selection = Selection(write_table(expected, tmp_path / "a.arrow"), indices)
+    assert list(selection) == expected[::2]
+    order = np.random.default_rng(3).permutation(20)
+    assert list(selection.shuffled(3)) == [expected[::2][i] for i in order]

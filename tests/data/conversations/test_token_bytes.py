@@ -1,0 +1,75 @@
+import random
+
+import pytest
+
+from data.conversations import boundaries, token_bytes
+from data.conversations.choices import Turns
+from data.conversations.masks import render
+from data.conversations.schemas import Conversation
+from data.conversations.template import Template
+from data.conversations.token_bytes import token_ends
+from tests.data.conversations import chat_templates as templates
+from tests.data.conversations.chat_templates import (
+    byte_level_tokenizer,
+    python_tokenizer,
+    sentencepiece_tokenizer,
+)
+
+PIECES = ["four ", "five\n\n", " ", "six", "é", "日本", "\n", "three", "🙂", "<|im_end|>", "\t", "two"]
+
+
+def conversations(number: int) -> list[Conversation]:
+    rng = random.Random(0)
+    found = []
+    for index in range(number):
+        contents = ["".join(rng.choices(PIECES, k=rng.randint(1, 8))) for _ in range(2 * rng.randint(1, 3))]
+        roles = ("user", "assistant")
+        messages = tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(contents))
+        found.append(Conversation(str(index), messages))
+    return found
+
+
+def test_the_ends_are_those_of_the_tokens_bytes():
+    tokenizer = byte_level_tokenizer(None)
+    text = "the quick 日本 six<|im_end|>\n\n🙂"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ends = token_ends(tokenizer, text, ids)
+    assert ends is not None
+    assert len(ends) == len(ids)
+    assert ends[-1] == len(text.encode())
+    end = ids.index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    assert text.encode()[ends[end - 1] : ends[end]] == b"<|im_end|>"
+    assert token_ends(tokenizer, text + " ", ids) is None
+
+
+@pytest.mark.parametrize("make", [sentencepiece_tokenizer, python_tokenizer])
+def test_tokens_that_are_not_bytes_have_no_known_ends(make):
+    tokenizer = make(templates.CHATML)
+    ids = tokenizer("four five", add_special_tokens=False)["input_ids"]
+    assert token_ends(tokenizer, "four five", ids) is None
+
+
+@pytest.mark.parametrize("name", ["CHATML", "PLAIN", "INSTRUCTIONS", "HEADERS", "CHATML_MARKED"])
+@pytest.mark.parametrize("turns", [Turns.all, Turns.each])
+def test_one_encoding_finds_the_same_tokens_as_encoding_each_prompt(name, turns, monkeypatch):
+    tokenizer = byte_level_tokenizer(getattr(templates, name))
+    settings = {"turns": turns, "template_kwargs": {}, "eos_token_ids": {tokenizer.eos_token_id}}
+    encoded: list[str] = []
+    encode = Template.encode
+
+    def counting(self: Template, text: str) -> list[int]:
+        encoded.append(text)
+        return encode(self, text)
+
+    monkeypatch.setattr(Template, "encode", counting)
+    data = conversations(150)
+    found = [render(tokenizer, one, **settings) for one in data]
+    # A template with markers encodes once too, by another function.
+    assert len(encoded) == (0 if "MARKED" in name else sum(map(len, found)))
+    monkeypatch.setattr(boundaries, "token_ends", lambda *_: None)
+    encoded.clear()
+    assert [render(tokenizer, one, **settings) for one in data] == found
+    assert len(encoded) > sum(map(len, found)) or "MARKED" in name
+    if name == "PLAIN":
+        assert sum(sample.num_straddling for samples in found for sample in samples) > 10
+    assert token_bytes._bytes_of_tokens(tokenizer) is not None

@@ -1,0 +1,185 @@
+import json
+from dataclasses import asdict
+
+import datasets
+import pytest
+
+from data.conversations.choices import Overlong, Turns
+from data.conversations.schemas import Conversation
+from data.conversations.template import template_fingerprint
+from data.conversations.tokenize import Enough, TokenizeReport, tokenize
+from eagle31.errors import UserError
+from tests.data.conversations import chat_templates as templates
+from tests.data.conversations.chat_templates import byte_level_tokenizer
+
+
+def conversation(id: str, *contents: str) -> Conversation:
+    roles = ("user", "assistant")
+    return Conversation(id, tuple({"role": roles[i % 2], "content": c} for i, c in enumerate(contents)))
+
+
+def options(**changed):
+    settings = {
+        "turns": Turns.all,
+        "template_kwargs": {},
+        "max_tokens": 1000,
+        "overlong": Overlong.drop,
+        "num_workers": 1,
+    }
+    return settings | changed
+
+
+def test_the_dataset_and_its_report(tmp_path):
+    tokenizer = byte_level_tokenizer(templates.CHATML)
+    data = [conversation("a", "what is two", "four"), conversation("b", "and", "six", "and", "three")]
+    report = tokenize(data, tokenizer, output_dir=tmp_path / "out", **options())
+    dataset = datasets.load_from_disk(str(tmp_path / "out"))
+    assert dataset.column_names == ["id", "input_ids", "loss_mask", "num_prompt_tokens"]
+    assert dataset.features["input_ids"] == datasets.List(datasets.Value("int32"))
+    assert dataset["id"][:] == ["a", "b"]
+    text = tokenizer.decode(dataset[0]["input_ids"])
+    assert text == "<|im_start|>user\nwhat is two<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
+    for row in dataset:
+        assert row["loss_mask"].index(True) == row["num_prompt_tokens"]
+    assert report == TokenizeReport(
+        num_conversations=2,
+        num_refused=0,
+        num_samples=2,
+        num_tokens=sum(len(row["input_ids"]) for row in dataset),
+        num_supervised_tokens=sum(sum(row["loss_mask"]) for row in dataset),
+        num_overlong=0,
+        num_unsupervised=0,
+        num_straddling=0,
+        template_fingerprint=template_fingerprint(tokenizer, {}),
+    )
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == asdict(report)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_order_and_the_report_do_not_depend_on_the_number_of_workers(tmp_path):
+    tokenizer = byte_level_tokenizer(templates.CHATML)
+    # The first conversations take longest, so that later chunks finish before them.
+    data = [conversation(str(i), "what " * (1 + 3000 // (1 + i)), "six", "and", "four") for i in range(300)]
+    one, three = (
+        tokenize(
+            data,
+            tokenizer,
+            output_dir=tmp_path / str(n),
+            **options(num_workers=n, turns=Turns.each, max_tokens=10_000),
+        )
+        for n in (1, 3)
+    )
+    assert one == three
+    assert one.num_samples == 600
+    rows = [datasets.load_from_disk(str(tmp_path / n)).to_list() for n in ("1", "3")]
+    assert rows[0] == rows[1]
+    assert [row["id"] for row in rows[0]] == [str(i) for i in range(300) for _ in range(2)]
+
+
+def test_it_stops_after_enough_conversations_and_samples_for_any_number_of_workers(tmp_path):
+    tokenizer = byte_level_tokenizer(templates.CHATML)
+    # Every other conversation is too long.
+    data = [conversation(str(i), "what " * (1 + 50 * (i % 2)), "six") for i in range(1000)]
+    found = []
+    for name, workers, enough in [
+        ("one", 1, Enough(10, 100)),
+        ("three", 3, Enough(10, 100)),
+        ("many", 1, Enough(400, 100)),
+        ("all", 1, Enough(10, 501)),
+    ]:
+        settings = options(num_workers=workers, max_tokens=60)
+        report = tokenize(data, tokenizer, output_dir=tmp_path / name, enough=enough, **settings)
+        dataset = datasets.load_from_disk(str(tmp_path / name))
+        found.append((report.num_conversations, dataset["id"][:]))
+    assert found[0] == found[1]
+    assert [count for count, _ in found] == [256, 256, 448, 1000]
+    assert found[0][1] == [str(i) for i in range(0, 256, 2)]
+    assert len(found[3][1]) == 500
+
+
+def test_overlong_samples_are_cut_or_dropped_and_reported(tmp_path):
+    tokenizer = byte_level_tokenizer(templates.CHATML)
+    short = conversation("short", "and", "six")
+    long_answer = conversation("long-answer", "and", "six " * 100)
+    long_prompt = conversation("long-prompt", "and " * 100, "six")
+    data = [short, long_answer, long_prompt]
+    cut = tokenize(
+        data, tokenizer, output_dir=tmp_path / "cut", **options(max_tokens=40, overlong=Overlong.cut)
+    )
+    dataset = datasets.load_from_disk(str(tmp_path / "cut"))
+    assert dataset["id"][:] == ["short", "long-answer"]
+    assert len(dataset[1]["input_ids"]) == 40
+    assert (cut.num_overlong, cut.num_unsupervised) == (2, 1)
+    dropped = tokenize(data, tokenizer, output_dir=tmp_path / "drop", **options(max_tokens=40))
+    assert datasets.load_from_disk(str(tmp_path / "drop"))["id"][:] == ["short"]
+    assert (dropped.num_overlong, dropped.num_unsupervised) == (2, 0)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_template_without_a_stable_prefix_is_a_user_error_that_leaves_no_files(tmp_path, num_workers):
+    tokenizer = byte_level_tokenizer(templates.DATED)
+    with pytest.raises(UserError, match="Remedies") as caught:
+        tokenize(
+            [conversation("a", "and", "six")],
+            tokenizer,
+            output_dir=tmp_path / "out",
+            **options(num_workers=num_workers),
+        )
+    assert caught.value.field == "target.chat_template"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_conversations_that_the_template_refuses_are_a_user_error(tmp_path):
+    tokenizer = byte_level_tokenizer(templates.STRICT)
+    twice = Conversation(
+        "twice", ({"role": "user", "content": "and"}, *conversation("", "and", "six").messages)
+    )
+    data = [twice, *(conversation(str(i), "and", "six") for i in range(9))]
+    reported = []
+    report = tokenize(
+        data,
+        tokenizer,
+        output_dir=tmp_path / "out",
+        max_refused_fraction=0.1,
+        on_refused=reported.extend,
+        **options(),
+    )
+    assert (report.num_refused, report.num_samples) == (1, 9)
+    [(id, reason)] = reported
+    assert id == "twice"
+    assert "roles must alternate" in reason
+    with pytest.raises(UserError, match=r"twice: .*roles must alternate"):
+        tokenize(data, tokenizer, output_dir=tmp_path / "no", **options())
+    assert not (tmp_path / "no").exists()
+
+
+def test_no_sample_left_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="No sample is left"):
+        tokenize(
+            [conversation("a", "and", "six")],
+            byte_level_tokenizer(templates.CHATML),
+            output_dir=tmp_path / "out",
+            **options(max_tokens=3),
+        )
+
+
+def test_a_tokenizer_is_loaded_from_its_directory(tmp_path):
+    byte_level_tokenizer(templates.CHATML).save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
+    data = [conversation("a", "and", "six")]
+    tokenize(data, str(tmp_path / "target"), output_dir=tmp_path / "out", **options())
+    dataset = datasets.load_from_disk(str(tmp_path / "out"))
+    assert sum(dataset[0]["loss_mask"]) == len(byte_level_tokenizer(None)("six<|im_end|>")["input_ids"])
+
+
+def test_files_of_a_killed_run_are_removed(tmp_path):
+    (tmp_path / ".out.partial" / "stream").mkdir(parents=True)
+    (tmp_path / ".out.partial" / "old.arrow").write_text("half")
+    tokenize(
+        [conversation("a", "and", "six")],
+        byte_level_tokenizer(templates.CHATML),
+        output_dir=tmp_path / "out",
+        **options(),
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "old.arrow").exists()
