@@ -48,8 +48,7 @@ from train.inference.servers import RunServers, ServerSettings, start_limit
 from train.inference.target import CapturedTarget
 from train.inference.vllm import capture_engine
 from train.optim.learning_rates import with_rates
-from train.planning.at_hand import run_placement
-from train.planning.placement import ServerPlacement
+from train.planning.placement import ServerPlacement, run_placement
 from train.planning.target import target_size
 from train.trainer.continuation import EarlierTraining
 

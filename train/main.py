@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import compose_config, composed, parse_arguments
-from train.config.launcher import sets_launcher
 from train.distributed import World, leave_process_group
 
 
@@ -24,8 +23,6 @@ def main() -> None:
         print(OmegaConf.to_yaml(compose_config(arguments.overrides)), end="")
         return
     config, world = composed(arguments.overrides), World.from_environment()
-    if world.is_main and any(map(sets_launcher, arguments.overrides)):
-        print("note: launcher has no effect here; it is for scripts/submit", flush=True)
     # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
     pause_collection()
     from train.pipeline import run_pipeline

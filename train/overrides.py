@@ -12,14 +12,13 @@ from train.config.compose import compose_config
 from train.config.run import RunConfig
 
 _PLAIN = re.compile(r"[\w./:@%+-]+")
-# The launcher's keys are for scripts/submit, the plan's for the plan.
-_LEFT_OUT = ("plan.", "launcher.", "recipe_name", "stages")
+_LEFT_OUT = ("plan.", "recipe_name", "stages")
 
 
 def overrides_of(config: RunConfig) -> dict[str, str]:
     """Return the values in which a configuration differs from its recipe, as the command line takes them.
 
-    Keys of the plan, of the launcher and `stages` are left out.
+    Keys of the plan and `stages` are left out.
     """
     recipe = compose_config([f"recipe={config.recipe_name}"])
     theirs = dict(_leaves(OmegaConf.to_container(recipe, resolve=True, enum_to_str=True)))

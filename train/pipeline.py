@@ -19,17 +19,17 @@ from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import check_links, link_result
-from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_stages
+from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_stages, uses_servers
 from train.context import RunContext
 from train.distributed import World, wait_for
-from train.doctor.examine import check_start
+from train.launch.doctor import check_environment, check_start, check_store
 from train.leftovers import remove_leftovers
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
-from train.planning.at_hand import check_gpu_memory, cluster_at_hand
+from train.planning.placement import cluster_at_hand
+from train.planning.plan import check_gpu_memory
 from train.planning.sizes import RunSizes
 from train.reporting.hub import check_push, push_run
-from train.requirements import check_environment, check_store, uses_servers
 from train.stages.find_lr import check_stored, find_rates
 from train.stages.plan import announce_plan, announce_work
 from train.stages.report import run_report

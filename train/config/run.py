@@ -13,7 +13,6 @@ from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
 from train.config.evaluate import EvaluateConfig
 from train.config.export import ExportConfig, HubConfig
-from train.config.launcher import LauncherConfig, check_launcher
 from train.config.plan import PlanConfig
 from train.config.setting import check_settings, setting
 from train.config.target import TargetConfig, TargetEngine, check_target
@@ -61,7 +60,6 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     recipe_name: str = setting(MISSING, "Name of the recipe, for reports. Set by recipe=NAME.")
     stages: list[Stage] = setting(list(Stage), "Stages to run. Finished ones are reused.")
     output_dir: str = setting(MISSING, "Directory of all results. Set to outputs/NAME by default.")
@@ -98,7 +96,6 @@ def check(config: RunConfig) -> None:
     check_optim(config.optim)
     check_deepspeed(config.deepspeed)
     check_train(config.train, pruned=config.drafter.draft_vocab_size is not None)
-    check_launcher(config.launcher)
     check_lengths(config)
     check_head(config)
     check_order(config)
@@ -114,6 +111,25 @@ def check(config: RunConfig) -> None:
 def uses_vllm(config: RunConfig) -> bool:
     """Return whether the target of this run captures or writes in vLLM."""
     return config.capture.source is CaptureSource.vllm or config.target.engine is TargetEngine.vllm
+
+
+def starts_vllm(config: RunConfig) -> bool:
+    """Return whether a selected stage starts vLLM on this machine."""
+    if config.target.engine is TargetEngine.vllm and Stage.evaluate in config.stages:
+        return True
+    return not config.vllm.servers and any(uses_servers(config, stage) for stage in config.stages)
+
+
+def uses_servers(config: RunConfig, stage: Stage) -> bool:
+    """Return whether a stage sends prompts to vLLM servers."""
+    answers = config.target.engine is TargetEngine.vllm
+    captures = config.capture.source is CaptureSource.vllm
+    return {
+        Stage.data: answers and config.data.regenerate.enabled,
+        Stage.answers: answers,
+        Stage.capture: captures,
+        Stage.train: captures and config.capture.mode is CaptureMode.online,
+    }.get(stage, False)
 
 
 def pushes(config: RunConfig) -> bool:

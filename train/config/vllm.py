@@ -16,7 +16,7 @@ class Placement(Choice):
     auto = "auto", "chosen by the plan"
     shared = "shared", "on the GPUs that train"
     split = "split", "on other GPUs of the nodes that train"
-    apart = "apart", "on other nodes: vllm.servers, or launcher.capture_nodes"
+    apart = "apart", "on other nodes: vllm.servers, or scripts/submit --target-nodes"
 
 
 @dataclass

@@ -1,31 +1,86 @@
-"""The plan of a run: the drafter's shape, the amount of work, and ways to use nodes and GPUs for it."""
+"""The plan of a run: the drafter's shape, the work, what it takes, and the commands that start it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from data.target.architecture import active_intermediate_size, expert_intermediate_size
+from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
-from train.config.launcher import LauncherKind
+from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage, uses_vllm
+from train.config.vllm import Placement
 from train.distributed import World
-from train.optim.cost import OrthogonalizationWork, orthogonalization_work
 from train.optim.learning_rates import described
-from train.planning.at_hand import cluster_at_hand
 from train.planning.commands import Command, commands
-from train.planning.layout import Layout, layout, layouts
-from train.planning.memory_check import Shortage, disk_check
-from train.planning.placement import Cluster
-from train.planning.remedies import applied, assignments
-from train.planning.server_memory import Parallelism
-from train.planning.sizes import RunSizes
+from train.planning.disk import disks
+from train.planning.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
+from train.planning.placement import Cluster, ServerPlacement, cluster_at_hand, place_servers, serves_training
+from train.planning.server_memory import Parallelism, ServerMemory
+from train.planning.sizes import RunSizes, trainer_settings
 from train.planning.target import TargetSize
-from train.planning.work import WorkPlan, mean_rows_per_step, work_plan
+from train.planning.units import gigabytes
+from train.planning.work import Hours, Work, run_hours, run_work
 
 _GPUS_PER_NODE = 8
-_NODES = (1, 2, 4)  # for a target that needs several GPUs
+# In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.
+_TARGET_ROOM = 0.15
+
+
+@dataclass(frozen=True)
+class TargetGpus:
+    """The GPUs that run the target during capture."""
+
+    num_replicas: int
+    gpus_per_replica: int
+    bytes_per_gpu: int  # of weights; the key-value cache and activations need more
+    where: str  # in words
+
+    @property
+    def num_gpus(self) -> int:
+        return max(1, self.num_replicas * self.gpus_per_replica)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A part of the run that needs more memory of a GPU than there is."""
+
+    field: str
+    value: Any
+    what: str
+    needed_bytes: int
+    available_bytes: int
+    remedy: str
+
+    def __str__(self) -> str:
+        needed, available = gigabytes(self.needed_bytes), gigabytes(self.available_bytes)
+        return f"{self.what} needs {needed} of each GPU, {available} are available. {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run on given nodes, and what it takes; or why it cannot work."""
+
+    cluster: Cluster
+    settings: TrainerSettings
+    memory: TrainerMemory
+    placement: ServerPlacement | None  # None: nothing uses vLLM, or the servers cannot be placed
+    server: ServerMemory | None  # on each GPU of a server, without its cache
+    target: TargetGpus | None
+    hours: Hours | None
+    refusal: str | None  # why the run cannot start so
+    shortages: list[Shortage]
+    commands: list[Command]
+
+    @property
+    def works(self) -> bool:
+        return self.refusal is None and not self.shortages
+
+    @property
+    def num_nodes(self) -> int:
+        return self.cluster.num_nodes + self.cluster.target_nodes
 
 
 @dataclass(frozen=True)
@@ -38,28 +93,26 @@ class Plan:
     tensors: dict[str, list[int]]  # shapes of the trained tensors by name
     num_parameters: int
     target: TargetSize
-    work: WorkPlan
+    work: Work
     optimizer: str  # its name and its peak learning rates, in words
-    orthogonalization: OrthogonalizationWork | None  # None: AdamW updates all weights
-    gpu_bytes: int | None
-    layout: Layout  # of this run, or the first that works
-    others: list[tuple[Layout, list[Command]]]  # further ways, with their commands, for stages=[plan]
-    commands: list[Command]  # of the layout, for stages=[plan]
-    disk: list[Shortage]
+    ways: list[Way]  # of this run; for stages=[plan], with one node and with several
+    disk: list[str]  # what has no room on this machine's disks
     notes: list[str]
 
     @property
-    def shortages(self) -> list[Shortage]:
-        return [*self.layout.shortages, *self.disk]
+    def first(self) -> Way:
+        """The way to run that the plan describes: the first that works."""
+        return next((way for way in self.ways if way.works), self.ways[0])
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        values["layout"]["memory"]["total"] = self.layout.memory.total
-        return values
+        return asdict(self)
 
 
 def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) -> Plan:
     """Return the plan from the recipe and the target's config; the drafter is built without memory.
+
+    A run is planned for the GPUs that it was started on. With stages=[plan], what `plan` says of the nodes
+    comes before the GPUs at hand.
 
     Args:
         data_summary: what the data stage recorded; empty before it has run.
@@ -68,20 +121,12 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
         UserError: the recipe contradicts the target's config, or no drafter can be made from them.
     """
     sizes = RunSizes(config)
-    work = work_plan(config, sizes.drafter, sizes.target.parameters, data_summary)
-    gpu_bytes = available_gpu_bytes(config)
-    found = _layouts(config, world, sizes, work, gpu_bytes)
-    first = next((one for one in found if one.works), found[0])
-    shows_commands = config.stages == [Stage.plan]
-    rest = [one for one in found if one is not first] if shows_commands else []
-    orthogonalization = None
-    if first.settings.muon:
-        orthogonalization = orthogonalization_work(
-            sizes.tensors,
-            num_ranks=first.settings.world_size,
-            rows_per_step=mean_rows_per_step(applied(config, first.overrides).train),
-            row_flops=work.step_flops.total,
-        )
+    work = run_work(sizes, data_summary)
+    if config.stages == [Stage.plan]:
+        ways = [run_way(sizes, work, one, with_commands=True) for one in _planned(config, world)]
+    else:
+        ways = [run_way(sizes, work, cluster_at_hand(world))]
+    here = config.plan.gpu_memory_gb is None or config.stages != [Stage.plan] or torch.cuda.is_available()
     return Plan(
         recipe=config.recipe_name,
         target_model=config.target.model,
@@ -91,81 +136,158 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
         target=sizes.target,
         work=work,
         optimizer=described(config.optim, sizes.drafter),
-        orthogonalization=orthogonalization,
-        gpu_bytes=gpu_bytes,
-        layout=first,
-        others=[(one, commands(config, one) if one.works else []) for one in rest],
-        commands=commands(config, first) if shows_commands and first.works else [],
-        disk=disk_check(config, work) if for_this_machine(config) else [],
-        notes=[*_needs(first), *notes(config, sizes.drafter, sizes.target_config)],
+        ways=ways,
+        disk=[disk.shortage for disk in disks(sizes, work) if disk.shortage] if here else [],
+        notes=list(_notes(sizes, here)),
     )
 
 
-def _needs(found: Layout) -> list[str]:
-    changes = assignments(found.overrides)
-    return [f"on these GPUs the run needs {changes}"] if changes and found.works else []
+def run_way(sizes: RunSizes, work: Work, cluster: Cluster, with_commands: bool = False) -> Way:
+    """Return what the run takes on these nodes."""
+    config = sizes.config
+    memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
+    placement, server, target, refusal = None, None, None, _rows_refusal(config, cluster)
+    if not uses_vllm(config):
+        target = _target_elsewhere(config, cluster, sizes.target)
+    else:
+        try:
+            placement = place_servers(sizes, cluster)
+            server = sizes.server(Parallelism.of({**config.vllm.engine_args, **placement.engine_args}))
+            target = _target_in_vllm(config, cluster, placement, server)
+        except UserError as error:
+            refusal = str(error)
+    hours = None
+    if target is not None:
+        at_once = serves_training(config) and placement is not None and placement.kind is not Placement.shared
+        hours = run_hours(config, work, cluster.num_ranks, target.num_gpus, at_once)
+    shortages = list(_shortages(config, cluster, memory, target))
+    works = refusal is None and not shortages
+    return Way(
+        cluster=cluster,
+        settings=trainer_settings(config, cluster.num_ranks),
+        memory=memory,
+        placement=placement,
+        server=server,
+        target=target,
+        hours=hours,
+        refusal=refusal,
+        shortages=shortages,
+        commands=commands(config, cluster, placement) if with_commands and works else [],
+    )
 
 
-def _layouts(
-    config: RunConfig, world: World, sizes: RunSizes, work: WorkPlan, gpu_bytes: int | None
-) -> list[Layout]:
-    """Return the layout of this run; where only the plan is made, or there is no GPU, ways to run it."""
-    at_hand = cluster_at_hand(world)
-    planned = config.plan.gpus_per_node or config.plan.gpu_memory_gb
-    if at_hand.gpus_per_node == 0 and planned is None:
-        return [layout(config, sizes, work, at_hand)]
-    if at_hand.gpus_per_node and config.stages != [Stage.plan]:
-        return [layout(config, sizes, work, at_hand)]
-    in_job = config.launcher.gpus_per_node if config.launcher.kind is LauncherKind.slurm else None
-    gpus = in_job or at_hand.gpus_per_node or config.plan.gpus_per_node or _GPUS_PER_NODE
-    return [
-        one
-        for nodes in _node_counts(config, at_hand)
-        for one in layouts(config, sizes, work, nodes, gpus, gpu_bytes)
-    ]
+def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Stage]) -> None:
+    """Refuse stages that cannot have enough memory on each GPU, even if the estimate is too high.
+
+    Raises:
+        UserError: the first that cannot, with the numbers.
+    """
+    if cluster.gpu_bytes is None:
+        return
+    sizes = RunSizes(config)
+    for shortage in run_way(sizes, run_work(sizes, {}), cluster).shortages:
+        trains = shortage.field == "train.row_tokens"
+        least = shortage.needed_bytes * (1 - TOLERANCE) if trains else shortage.needed_bytes
+        if (Stage.train if trains else Stage.capture) in stages and least > cluster.gpu_bytes:
+            raise UserError(shortage.field, shortage.value, f"By the plan's estimate, {shortage}")
 
 
-def _node_counts(config: RunConfig, at_hand: Cluster) -> tuple[int, ...]:
-    if config.plan.num_nodes is not None:
-        return (config.plan.num_nodes,)
-    if config.launcher.kind is LauncherKind.slurm:
-        return (config.launcher.nodes,)
-    if at_hand.num_nodes > 1:
-        return (at_hand.num_nodes,)
-    several = uses_vllm(config) and Parallelism.of(config.vllm.engine_args).gpus > 1
-    return _NODES if several and not config.vllm.servers else (1,)
+def _planned(config: RunConfig, world: World) -> Iterator[Cluster]:
+    """Yield the nodes to plan for: as described by `plan`, else those at hand."""
+    plan, here = config.plan, cluster_at_hand(world)
+    gpu_bytes = here.gpu_bytes if plan.gpu_memory_gb is None else int(plan.gpu_memory_gb * 1e9)
+    if not (here.gpus_per_node or plan.gpus_per_node or plan.gpu_memory_gb):
+        yield here
+        return
+    gpus = plan.gpus_per_node or here.gpus_per_node or _GPUS_PER_NODE
+    processes = gpus
+    if config.vllm.placement is Placement.split:
+        processes = max(1, gpus - Parallelism.of(config.vllm.engine_args).gpus)
+    starts_servers = uses_vllm(config) and not config.vllm.servers
+    several = (1, 2) if starts_servers else (1,)
+    for nodes in several if plan.num_nodes is None else (plan.num_nodes,):
+        apart = starts_servers and serves_training(config) and config.vllm.placement is Placement.auto
+        targets = nodes // 2 if apart or config.vllm.placement is Placement.apart else 0
+        yield Cluster(nodes - targets, gpus, processes, gpu_bytes, targets)
 
 
-def available_gpu_bytes(config: RunConfig) -> int | None:
-    """Return the memory of this machine's GPU, else the recipe's plan.gpu_memory_gb; None without either."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    return None if config.plan.gpu_memory_gb is None else int(config.plan.gpu_memory_gb * 1e9)
+def _rows_refusal(config: RunConfig, cluster: Cluster) -> str | None:
+    rows = config.train.rows_per_step
+    if rows % cluster.num_ranks == 0:
+        return None
+    return f"train.rows_per_step={rows}: It must be a multiple of the {cluster.num_ranks} training processes."
 
 
-def for_this_machine(config: RunConfig) -> bool:
-    """Whether the run is for this machine, and not for GPUs that only the recipe describes."""
-    return config.plan.gpu_memory_gb is None or torch.cuda.is_available()
+def _target_in_vllm(
+    config: RunConfig, cluster: Cluster, placement: ServerPlacement, memory: ServerMemory
+) -> TargetGpus:
+    gpus = placement.gpus or Parallelism.of(config.vllm.engine_args).gpus
+    servers = f"{placement.num_servers} server{'s' if placement.num_servers > 1 else ''}"
+    size = f"{servers} of {gpus} GPU{'s' if gpus > 1 else ''}"
+    where = {
+        Placement.shared: f"{size}, shared with training",
+        Placement.split: f"{size}, split from training",
+        Placement.apart: f"{size}, on nodes of their own",
+    }[placement.kind]
+    if cluster.gpus_per_node == 0:
+        where = f"{servers} on the CPU"
+    if config.vllm.servers:
+        where = f"{servers} named in vllm.servers, taken to have {gpus} GPUs each"
+    if placement.memory_fraction is not None:
+        where += f"; vLLM takes {placement.memory_fraction:g} of each GPU"
+    return TargetGpus(placement.num_servers, gpus, memory.weights, f"vLLM, {where}")
 
 
-def notes(config: RunConfig, drafter: DrafterConfig, target_config: Any) -> list[str]:
-    """Return what the plan leaves out, and what looks like a mistake."""
-    found = []
-    if config.drafter.init_from is not None:
-        found.append(
-            "drafter.init_from is not read for the plan; its checkpoint may change the drafter's shape"
+def _target_elsewhere(config: RunConfig, cluster: Cluster, size: TargetSize) -> TargetGpus:
+    """Return how transformers holds the target."""
+    if config.target.device_map is None:
+        text = "transformers, a copy in every process"
+        return TargetGpus(cluster.num_ranks, 1, size.checkpoint_bytes, text)
+    gpus = max(1, cluster.gpus_per_node)
+    text = f"transformers, spread over the {gpus} GPUs of a node"
+    return TargetGpus(cluster.num_nodes, gpus, size.checkpoint_bytes // gpus, text)
+
+
+def _shortages(
+    config: RunConfig, cluster: Cluster, memory: TrainerMemory, target: TargetGpus | None
+) -> Iterator[Shortage]:
+    """Yield what does not fit a GPU. Servers of vLLM have been checked where they were placed."""
+    if cluster.gpu_bytes is None:
+        return
+    in_transformers = config.capture.source is CaptureSource.hf and target is not None
+    together = in_transformers and config.capture.mode is CaptureMode.online
+    held = target.bytes_per_gpu if together and target is not None else 0
+    available = int(cluster.gpu_bytes * USABLE_FRACTION) - held
+    if memory.total > available:
+        remedy = (
+            "Set deepspeed.zero_stage=2 (on several GPUs), train.activation_checkpointing=true, "
+            "deepspeed.offload_optimizer=true, or lower train.row_tokens and data.max_tokens."
         )
-    if not for_this_machine(config):
-        found.append("this machine has no GPU: disk space and the spool's memory are not checked")
+        value = config.train.row_tokens
+        yield Shortage("train.row_tokens", value, "training", memory.total, available, remedy)
+    available = int(cluster.gpu_bytes * (1 - _TARGET_ROOM))
+    if in_transformers and target is not None and target.bytes_per_gpu > available:
+        remedy = "Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto."
+        model = config.target.model
+        yield Shortage("target.model", model, "the target", target.bytes_per_gpu, available, remedy)
+
+
+def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:
+    """Yield what the plan leaves out, and what looks like a mistake."""
+    config, drafter = sizes.config, sizes.drafter
+    if config.drafter.init_from is not None:
+        yield "drafter.init_from is not read for the plan; its checkpoint may change the drafter's shape"
+    if not here:
+        yield "planned for other machines: the space on this one's disks is not looked at"
     if drafter.max_position_embeddings < config.data.max_tokens:
-        found.append(
+        yield (
             f"data.max_tokens={config.data.max_tokens} is longer than the target's longest sequences "
             f"(max_position_embeddings={drafter.max_position_embeddings})"
         )
-    active, single = active_intermediate_size(target_config), expert_intermediate_size(target_config)
+    active = active_intermediate_size(sizes.target_config)
+    single = expert_intermediate_size(sizes.target_config)
     if single is not None and active is not None and drafter.intermediate_size < active:
-        found.append(
+        yield (
             f"drafter.intermediate_size={drafter.intermediate_size} is narrower than the experts that one "
             f"token passes through in the target: together they are {active} wide, each {single}"
         )
-    return found

@@ -14,7 +14,6 @@ from train.config.run import RunConfig
 from train.config.training import Optimizer, Precision, objective_of
 from train.drafter.shape import check_positions, complete_shape
 from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
-from train.planning.placement import Sizes
 from train.planning.server_memory import Parallelism, ServerMemory, server_memory
 from train.planning.target import TargetSize, planned_config, target_size
 
@@ -67,21 +66,15 @@ class RunSizes:
     def num_parameters(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.tensors.values())
 
-    def trainer(self, settings: TrainerSettings, device: str) -> TrainerMemory:
-        """Return the memory of one training process. device is "cuda" or "cpu"."""
+    def trainer(self, num_ranks: int, device: str) -> TrainerMemory:
+        """Return the memory of one of so many training processes. device is "cuda" or "cpu"."""
+        settings = trainer_settings(self.config, num_ranks)
         counts = worst_counts(settings.row_tokens, self.config.train.ttt_steps)
         return trainer_memory(self.drafter, self.tensors, settings, counts, device)
 
-    def server(self, config: RunConfig, parallel: Parallelism) -> ServerMemory:
+    def server(self, parallel: Parallelism) -> ServerMemory:
         """Return the memory of one GPU of a server."""
-        return server_memory(config, self.target_config, self.target, parallel)
-
-    def on_gpus(self, num_ranks: int) -> Sizes:
-        """Return what a placement has to find room for when this many processes train."""
-        return Sizes(
-            server=self.server,
-            trainer=lambda config: self.trainer(trainer_settings(config, num_ranks), "cuda").total,
-        )
+        return server_memory(self.config, self.target_config, self.target, parallel)
 
 
 def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:

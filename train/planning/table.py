@@ -4,12 +4,10 @@ from collections import Counter
 
 import torch
 
-from train.planning.commands import Command
-from train.planning.layout import Layout
-from train.planning.memory_check import gigabytes, rounded
-from train.planning.plan import Plan
+from train.planning.plan import Plan, Way
 from train.planning.server_memory import CAPTURED_SEQUENCES
-from train.planning.work import Hours, WorkPlan
+from train.planning.units import gigabytes, rounded
+from train.planning.work import Hours, Work
 from train.tables import aligned
 
 _Line = tuple[str, str]
@@ -17,84 +15,79 @@ _Line = tuple[str, str]
 
 def format_plan(plan: Plan) -> str:
     """Return the plan as text."""
-    sections = [_drafter_lines(plan), _memory_lines(plan), _target_lines(plan), work_lines(plan.work)]
+    way = plan.first
+    sections = [_drafter_lines(plan), _memory_lines(way), _target_lines(plan), work_lines(plan.work)]
     lines = [f"plan: {plan.recipe}, {plan.target_model}"]
     rows = [(f"  {name}", value) for section in sections for name, value in section]
-    rows += [(f"  {name}", value) for name, value in hours_lines(plan.layout.hours)]
+    rows += [(f"  {name}", value) for name, value in hours_lines(way.hours)]
     lines += aligned(rows, text_columns=2)
     lines += [f"  note: {note}" for note in plan.notes]
-    lines += [f"  DOES NOT FIT: {one}" for one in plan.shortages]
-    if plan.layout.refusal is not None:
-        lines.append(f"  CANNOT WORK: {plan.layout.refusal}")
-    if plan.commands or plan.others:
-        lines += _ways([(plan.layout, plan.commands), *plan.others])
+    lines += [f"  DOES NOT FIT: {one}" for one in [*way.shortages, *plan.disk]]
+    if way.refusal is not None:
+        lines.append(f"  CANNOT WORK: {way.refusal}")
+    if len(plan.ways) > 1 or way.commands:
+        lines += _ways(plan.ways)
     return "\n".join(lines)
 
 
-def _ways(ways: list[tuple[Layout, list[Command]]]) -> list[str]:
-    """Return the ways to run, by number of nodes, with commands or the reason why they cannot work."""
-    lines = ["", "ways to run it, where TARGET1 and TRAIN1 stand for names of nodes"]
-    for one, typed in sorted(ways, key=lambda way: way[0].num_nodes):
-        cluster, kind = one.cluster, "" if one.kind is None else f", {one.kind.value}"
-        nodes = f"{one.num_nodes} node{'s' if one.num_nodes > 1 else ''}"
-        gpus = f" of {cluster.gpus_per_node} GPU{'s' if cluster.gpus_per_node > 1 else ''}"
-        lines += ["", f"  {nodes}{gpus if cluster.gpus_per_node else ''}{kind}"]
-        if one.target is not None:
-            lines.append(f"    target    {one.target.where}")
-        if not one.works:
-            reasons = [one.refusal] if one.refusal else map(str, one.shortages)
+def _ways(ways: list[Way]) -> list[str]:
+    """Return the ways to run, with commands or the reason why they cannot work."""
+    lines = []
+    for way in ways:
+        nodes = f"{way.num_nodes} node{'s' if way.num_nodes > 1 else ''}"
+        gpus = way.cluster.gpus_per_node
+        lines += ["", f"  {nodes}" + (f" of {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "")]
+        if not way.works:
+            reasons = [way.refusal] if way.refusal else map(str, way.shortages)
             lines += [f"    cannot:   {reason}" for reason in reasons]
             continue
-        lines += [f"    memory    {_memory_of(one)}"]
-        lines += [f"    {name:9} {value}" for name, value in hours_lines(one.hours, briefly=True)]
-        for command in typed:
-            lines += [f"    on {command.where}:" if command.where != "Slurm" else "    or with Slurm:"]
+        if way.target is not None:
+            lines.append(f"    target    {way.target.where}")
+        lines.append(f"    memory    {_memory_of(way)}")
+        lines += [f"    {name:9} {value}" for name, value in hours_lines(way.hours)]
+        for command in way.commands:
+            lines.append(f"    on {command.where}:" if command.where != "Slurm" else "    or with Slurm:")
             lines.append(f"      {command.line}")
-    typed_lines = [command.line for _, typed in ways for command in typed]
-    if any("/shared/" in line for line in typed_lines):
-        lines += ["", "  /shared stands for a directory that every node reaches."]
-    if any("serve_target" in line for line in typed_lines):
+    typed = [command.line for way in ways for command in way.commands]
+    if any("/shared/" in line for line in typed):
+        lines += [
+            "",
+            "  /shared stands for a directory that every node reaches, TRAIN1 and TARGET1 for nodes.",
+        ]
+    if any("serve_target" in line for line in typed):
         lines.append("  Set VLLM_API_KEY to the same secret for the servers and the run.")
     return lines
 
 
-def _memory_of(one: Layout) -> str:
-    gpu = one.cluster.gpu_bytes
+def _memory_of(way: Way) -> str:
+    gpu = way.cluster.gpu_bytes
     room = "" if gpu is None else f" of {gigabytes(gpu)}"
-    training = f"training {gigabytes(one.memory.total)}{room} per GPU"
-    if one.server is None:
+    training = f"training {gigabytes(way.memory.total)}{room} per GPU"
+    if way.server is None:
         return training
-    needed = gigabytes(one.server.total(CAPTURED_SEQUENCES))
-    given = one.placement.memory_fraction if one.placement is not None else None
+    given = None if way.placement is None else way.placement.memory_fraction
     taken = "" if given is None or gpu is None else f" and takes {gigabytes(int(given * gpu))}"
-    return f"{training}; vLLM needs {needed}{taken}, weights {gigabytes(one.server.weights)}"
+    needed = gigabytes(way.server.total(CAPTURED_SEQUENCES))
+    return f"{training}; vLLM needs {needed}{taken}, weights {gigabytes(way.server.weights)}"
 
 
-def hours_lines(found: Hours | None, briefly: bool = False) -> list[_Line]:
-    """Return name and value of the line about a run's hours.
-
-    Args:
-        briefly: without the speed that they are computed with.
-    """
+def hours_lines(found: Hours | None) -> list[_Line]:
+    """Return name and value of the line about a run's hours."""
     if found is None:
         return []
     if found.how is None:
         return [("hours", "unknown; set plan.tflops_per_gpu")]
-    parts = [f"training {_number(found.train)}", f"capture {_number(found.capture)}"]
+
+    def shown(value: float | None) -> str:
+        return "unknown" if value is None else f"{value:.3g}"
+
+    parts = [f"training {shown(found.train)}", f"capture {shown(found.capture)}"]
+    bound = ""
     if found.regenerate:
-        bound = "at least " if found.is_bound else ""
-        parts.append(f"regeneration {bound}{_number(found.regenerate)}")
-    total = "" if found.total is None else f"{found.total:.3g} in all: "
-    if found.is_bound and found.total is not None:
-        total = f"at least {total}"
-    if briefly:
-        return [("hours", f"{total}{', '.join(parts)}")]
-    more = "; set plan.decode_tokens_per_second_per_gpu for those of generation" if found.is_bound else ""
-    return [("hours", f"{total}{', '.join(parts)} ({found.how}{more})")]
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g}"
+        bound = "at least "
+        parts.append(f"regeneration {bound}{shown(found.regenerate)}")
+    total = "" if found.total is None else f"{bound}{found.total:.3g} in all: "
+    return [("hours", f"{total}{', '.join(parts)} ({found.how})")]
 
 
 def _drafter_lines(plan: Plan) -> list[_Line]:
@@ -119,64 +112,55 @@ def _drafter_lines(plan: Plan) -> list[_Line]:
     ]
 
 
-def _memory_lines(plan: Plan) -> list[_Line]:
-    settings, memory = plan.layout.settings, plan.layout.memory
+def _memory_lines(way: Way) -> list[_Line]:
+    settings, memory, gpu = way.settings, way.memory, way.cluster.gpu_bytes
     how = (
         f"{settings.world_size} x ZeRO {settings.zero_stage} in {'bf16' if settings.bf16 else 'fp32'}, "
         f"rows of {settings.row_tokens:,} tokens, all written by the assistant"
     )
     offloaded = [name for name in ("offload_optimizer", "offload_parameters") if getattr(settings, name)]
-    parts = [(f"  {name.replace('_', ' ')}", gigabytes(size)) for name, size in memory.parts().items()]
-    room = "" if plan.gpu_bytes is None else f" of {gigabytes(plan.gpu_bytes)}"
-    lines = [
+    parts = [
+        (f"  {name.replace('_', ' ')}", gigabytes(size)) for name, size in memory.parts().items() if size
+    ]
+    room = "" if gpu is None else f" of {gigabytes(gpu)}"
+    return [
         ("training, per process", ", ".join([how, *offloaded])),
         *parts,
         ("  peak", f"{gigabytes(memory.total)}{room}"),
     ]
-    if (muon := plan.orthogonalization) is not None:
-        value = f"{muon.flops:.3g} per step on the busiest process, {muon.fraction:.1%} of its step"
-        lines.append(("FLOPs of Newton-Schulz", value))
-    return lines
 
 
 def _target_lines(plan: Plan) -> list[_Line]:
-    counts, target = plan.target.parameters, plan.layout.target
+    counts, target = plan.target.parameters, plan.first.target
     weights = gigabytes(plan.target.checkpoint_bytes)
-    lines = [
-        (
-            "target",
-            f"{rounded(counts.total, 4)} parameters, {rounded(counts.active, 3)} active per token",
-        )
-    ]
+    shape = f"{rounded(counts.total, 4)} parameters, {rounded(counts.active, 3)} active per token"
     if target is None:
-        return [*lines, ("  weights", weights)]
+        return [("target", shape), ("  weights", weights)]
     per_gpu = f"{weights}, {gigabytes(target.bytes_per_gpu)} per GPU"
-    return [*lines, ("  weights", per_gpu), ("  capture", target.where)]
+    return [("target", shape), ("  weights", per_gpu), ("  capture", target.where)]
 
 
-def work_lines(work: WorkPlan) -> list[_Line]:
+def work_lines(work: Work) -> list[_Line]:
     """Return name and value of each line about the run's work."""
 
-    def shown(value: float | None, form: str) -> str:
-        return "unknown" if value is None else format(value, form)
+    def shown(value: float | None) -> str:
+        return "unknown" if value is None else f"{value:.3g}"
 
-    mean = work.mean_rows_per_step
-    rows = "" if mean is None else f", {mean:.3g} rows per step on average"
-    tokens = "unknown" if work.tokens.count is None else f"{work.tokens.count:,} ({work.tokens.source})"
+    steps = "unknown" if work.steps is None else f"{work.steps:,}, {work.trained_tokens:,} tokens in rows"
     lines = [
-        ("tokens", tokens if work.tokens.known else work.tokens.source),
+        ("tokens", work.tokens_from if work.tokens is None else f"{work.tokens:,} ({work.tokens_from})"),
+        ("steps", steps),
         (
-            "steps",
+            "hidden states",
             "unknown"
-            if work.steps is None
-            else f"{work.steps:,}, {work.trained_tokens:,} tokens in rows{rows}",
+            if work.store_bytes is None
+            else gigabytes(work.store_bytes) + (" wait at most" if work.online else ""),
         ),
-        ("hidden states", "unknown" if work.store_bytes is None else gigabytes(work.store_bytes)),
         ("FLOPs of a row", f"{work.step_flops.total:.3g}"),
-        ("FLOPs of training", shown(work.train_flops, ".3g")),
-        ("FLOPs of capture", shown(work.capture_flops, ".3g")),
+        ("FLOPs of training", shown(work.train_flops)),
+        ("FLOPs of capture", shown(work.capture_flops)),
     ]
-    if work.regeneration is not None:
-        generated = f"{work.regeneration.generated_tokens:,} tokens generated"
-        lines.append(("FLOPs of regeneration", f"{work.regeneration.flops:.3g}, {generated}"))
+    if work.regenerated_tokens:
+        generated = f"{work.regenerated_tokens:,} tokens generated"
+        lines.append(("FLOPs of regeneration", f"{shown(work.regeneration_flops)}, {generated}"))
     return lines

@@ -18,7 +18,7 @@ def announce_plan(context: RunContext) -> None:
 def announce_work(context: RunContext) -> None:
     """Update the plan with the number of tokens, which is known once the data is tokenized, and print it."""
     plan = _write_plan(context)
-    lines = [*work_lines(plan.work), *hours_lines(plan.layout.hours)]
+    lines = [*work_lines(plan.work), *hours_lines(plan.first.hours)]
     print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
 
 

@@ -12,13 +12,12 @@ from data.vllm.client import check_server
 from data.vllm.endpoint import Endpoint, check_target
 from data.vllm.server_info import ServerInfo
 from train.config.capture import CaptureSource
-from train.config.run import RunConfig, Stage
+from train.config.run import RunConfig, Stage, uses_servers
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
 from train.inference.online import rank_name
 from train.inference.probe import check_servers
-from train.requirements import uses_servers
 from train.stages.capture import writes_stores_directly
 from train.stages.training.states import opened_transport, training_encoding
 

@@ -22,7 +22,7 @@ from tests.train.small_run import arguments
 
 KEPT = "output_dir=kept/run"
 TEXTS = "stages=[data,vocab,answers]"
-SLURM = ("launcher=slurm", "launcher.gpus_per_node=0")
+SLURM = ("--gpus-per-node=0",)
 
 
 def forbidden(directory: Path) -> AbstractContextManager[object]:
@@ -71,9 +71,7 @@ def disk_of(num_bytes: int) -> Fault:
 MACHINES = [
     # permission
     Machine(
-        Case(
-            "output_of_another", (KEPT,), ("lacking", "output_dir=kept/run", "Permission denied"), absent=WORK
-        ),
+        Case("output_of_another", (KEPT,), ("output_dir=kept/run", "Permission denied"), absent=WORK),
         forbidden,
     ),
     Machine(

@@ -59,8 +59,6 @@ MACHINES = [
             (
                 "vllm: waiting for ",
                 "No server answers",
-                "lacking",
-                "no answer",
                 *NAMED,
                 "scripts/serve_target",
             ),

@@ -25,7 +25,7 @@ ZERO = {
     *("optim.weight_decay", "optim.warmup_fraction", "optim.warmup_steps", "optim.min_lr_fraction"),
     *("optim.head_start_fraction", "deepspeed.zero_stage", "train.ttt_curriculum_fraction", "optim.betas"),
     *("train.reach_smoothing", "train.lk_eta", "train.position_gap_probability", "train.diagnose_every"),
-    *("launcher.gpus_per_node", "launcher.capture_nodes", "launcher.max_requeues", "drafter.aux_layer_ids"),
+    *("drafter.aux_layer_ids"),
 }
 
 

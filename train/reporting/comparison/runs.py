@@ -12,7 +12,7 @@ from train.reporting.results import read_report
 
 MAX_RUNS = 8  # as many as have colors and markers that can be told apart
 # They say where a run was, not what it did; stages are a choice of a start and not of a run.
-_LEFT_OUT = ("output_dir", "cache_dir", "stages", "launcher.", "plan.", "hub.", "tracking.")
+_LEFT_OUT = ("output_dir", "cache_dir", "stages", "plan.", "hub.", "tracking.")
 _MISSING = ""
 
 

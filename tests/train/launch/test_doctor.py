@@ -1,0 +1,189 @@
+"""scripts/doctor for the small run on machines with and without faults, and what every run checks first."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from data.embedded.target import EmbeddedTarget
+from eagle31.errors import UserError
+from tests.bad_input.commands import Outcome, run_command
+from tests.bad_input.faults import free_port, port_in_use, protected
+from tests.train.small_run import arguments
+from tests.train.torchrun import composed
+from train.config.run import starts_vllm
+from train.launch import doctor
+from train.launch.doctor import check_environment, check_own, check_port, check_writable
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+NEEDED = ("target.model=nowhere", "data.train=nowhere.jsonl", "output_dir=nowhere")
+ANSWERED, CAPTURED = "target.engine=vllm", "capture.source=vllm"
+SERVERS = "vllm.servers=[http://127.0.0.1:1]"
+
+
+def examined(target: EmbeddedTarget, directory: Path, *extra: str) -> Outcome:
+    settings = arguments(target, Path("kept/run"))
+    return run_command("scripts/doctor", "recipe=any_target", *settings, *extra, directory=directory)
+
+
+def rows(outcome: Outcome) -> dict[str, str]:
+    """Return the status of each check by its name, from --json."""
+    return {check["name"]: check["status"] for check in json.loads(outcome.out)}
+
+
+def test_a_machine_that_suffices_is_left_as_it_is(
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    outcome = examined(small_target, tmp_path)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.endswith("\nThis run can start on this machine.\n")
+    found = rows(examined(small_target, tmp_path, "--json"))
+    expected = {
+        "packages",
+        "GPUs",
+        "open files",
+        "directories",
+        "plan",
+        "disk",
+        "target",
+        "data.train",
+        "W&B",
+    }
+    assert expected <= found.keys()
+    assert "lacking" not in found.values()
+    assert TOKEN not in outcome.out
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_lacking_has_a_row_and_a_remedy(
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    served = (f"vllm.servers=[http://127.0.0.1:{free_port()}]", "capture=vllm_online", "capture.spool_gb=1e6")
+    elsewhere = ("data.train=none.jsonl", "hub.repo_id=org/drafter", "--json")
+    with protected(tmp_path / "kept"):
+        outcome = examined(small_target, tmp_path, *served, *elsewhere)
+    assert outcome.status == 1
+    lacking = [check for check in json.loads(outcome.out) if check["status"] == "lacking"]
+    assert all(check["remedy"] for check in lacking)
+    names = {check["name"].partition(" ")[0] for check in lacking}
+    assert names == {"directories", "disk", "data.train", "server", "Hub"}
+
+
+def test_a_target_that_cannot_be_reached_is_lacking(
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    outcome = examined(small_target, tmp_path, "target.model=nowhere/at-all", "target.revision=x", "--json")
+    assert outcome.status == 1
+    found = rows(outcome)
+    assert (found["plan"], found["target"], found["data.train"]) == ("lacking", "lacking", "ok")
+
+
+def test_a_recipe_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+    outcome = run_command("scripts/doctor", "recipe=quick", directory=tmp_path)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: recipe=quick: ")
+
+
+def test_gpus_that_the_recipe_is_planned_for_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_driver_version", lambda: None)
+    [check] = doctor._gpus(composed("qwen3_8b"))
+    assert (check.status, "80 GB" in check.found) == ("lacking", True)
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "550.54")
+    [check] = doctor._gpus(composed("quickstart"))
+    assert (check.status, "no GPU in torch" in check.found) == ("lacking", True)
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    [check] = doctor._gpus(composed("qwen3_8b"))
+    assert (check.status, check.found) == ("ok", "2 x NVIDIA H100 of 80 GB, driver 550.54")
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.32.1", "ok"), ("0.33.0", "warning"), (None, "lacking")])
+def test_the_version_of_vllm_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, status: str
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    packages.mkdir(parents=True)
+    if version is not None:
+        (packages / f"vllm-{version}.dist-info").mkdir()
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(python))
+    [check] = doctor._programs(composed("any_target", *NEEDED, ANSWERED))
+    assert check.status == status
+
+
+@pytest.mark.parametrize(
+    ("starts", "settings"),
+    [
+        (True, (ANSWERED,)),
+        (True, (ANSWERED, "stages=[evaluate]")),
+        (True, (ANSWERED, SERVERS)),  # no server has the export as its drafter
+        (True, (ANSWERED, "stages=[data]", "data.regenerate.enabled=true")),
+        (False, (ANSWERED, "stages=[data]")),
+        (False, (ANSWERED, "stages=[answers]", SERVERS)),
+        (True, (CAPTURED, "stages=[capture]")),
+        (False, (CAPTURED, "stages=[capture]", SERVERS)),
+        (False, (CAPTURED, "stages=[train]")),
+        (True, (CAPTURED, "stages=[train]", "capture.mode=online")),
+        (False, ()),
+    ],
+)
+def test_which_runs_start_vllm(
+    starts: bool, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = composed("any_target", *NEEDED, *settings)
+    assert starts_vllm(config) is starts
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", "/nowhere/python")
+    if starts:
+        with pytest.raises(UserError, match="vLLM's environment does not exist"):
+            check_environment(config)
+    else:
+        check_environment(config)
+
+
+def test_a_mooncake_master_that_other_machines_cannot_reach_is_refused() -> None:
+    through = ("capture=vllm_online", "capture.transport=mooncake", "stages=[data]")
+    config = composed("any_target", *NEEDED, *through, "vllm.servers=[http://node1:8000]")
+    with pytest.raises(UserError, match=r"capture\.mooncake\.master=127\.0\.0\.1:50051: http://node1:8000"):
+        check_environment(config)
+    check_environment(composed("any_target", *NEEDED, *through, "vllm.servers=[http://localhost:8000]"))
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with port_in_use() as port, pytest.raises(UserError, match=r"Nothing can listen on 127\.0\.0\.1"):
+        check_port("--port", port)
+    check_port("--port", free_port())
+
+
+def test_a_directory_below_a_file_cannot_be_written_to(tmp_path: Path) -> None:
+    check_writable("output_dir", tmp_path / "new" / "run")
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        check_writable("output_dir", tmp_path / "file" / "run")
+
+
+def test_a_directory_in_which_others_can_exchange_files_is_refused(tmp_path: Path) -> None:
+    own, link = tmp_path / "own", tmp_path / "link"
+    own.mkdir()
+    link.symlink_to(own)
+    check_own("capture.spool_dir", own)
+    check_own("capture.spool_dir", tmp_path / "none")
+    with pytest.raises(UserError, match="it is a link"):
+        check_own("capture.spool_dir", link)
+    own.chmod(0o777)
+    with pytest.raises(UserError, match="every account"):
+        check_own("capture.spool_dir", own)
+    own.chmod(0o1777)
+    check_own("capture.spool_dir", own)

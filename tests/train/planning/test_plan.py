@@ -1,0 +1,282 @@
+"""Every recipe can be planned without its target's weights or the network, and the commands start it."""
+
+import json
+import re
+import shlex
+import socket
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.target.architecture import active_intermediate_size
+from eagle31.errors import UserError
+from eagle31.json_files import write_json
+from tests.train.torchrun import ROOT, checked_config, composed, run_here
+from train.config.run import Stage, check
+from train.config.vllm import Placement
+from train.distributed import World
+from train.planning.memory import USABLE_FRACTION, worst_counts
+from train.planning.placement import Cluster, place_servers
+from train.planning.plan import Plan, check_gpu_memory, make_plan
+from train.planning.sizes import RunSizes
+from train.planning.table import format_plan
+from train.planning.target import planned_config
+from train.planning.work import newest_data_summary
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
+NAMED = [name for name in RECIPES if name != "any_target"]
+# Parameters in 10^9, total and active per token, from the model cards.
+SIZES = {
+    "kimi_k2_6": (1000, 32),
+    "kimi_k2_5": (1000, 32),
+    "deepseek_v3": (671, 37),
+    "qwen3_0_6b": (0.6, 0.6),
+    "qwen3_8b": (8.2, 7.6),
+    "qwen3_30b_a3b": (30.5, 3.3),
+    "qwen3_235b_a22b": (235, 22),
+    "llama3_1_8b": (8.03, 7.5),
+    "llama3_3_70b": (70.6, 69.5),
+    "gpt_oss_20b": (20.9, 3.6),
+    "gpt_oss_120b": (116.8, 5.1),
+    "minimax_m2_5": (229, 10),
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("the plan used the network or read weights")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr("data.target.checkpoint.Checkpoint.read_tensor", refused)
+
+
+@cache
+def planned(recipe: str, *arguments: str) -> Plan:
+    """Return the plan of stages=[plan], of a run that has not begun unless it has an output_dir."""
+    config = composed(recipe, "output_dir=/nothing/has/run/here", "stages=[plan]", *arguments)
+    check(config)
+    return make_plan(config, World(0, 0, 1), newest_data_summary(Path(config.output_dir)))
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_a_recipe_fits_the_nodes_that_its_header_names(recipe: str, tmp_path: Path) -> None:
+    plan = planned(recipe)
+    assert plan.work.steps
+    write_json(tmp_path / "plan.json", plan.to_json())
+    table = format_plan(plan)
+    assert "unknown" not in table or recipe == "quickstart"
+    described = plan.first.cluster.gpu_bytes
+    if described is not None:
+        assert f"{described / 1e9:.0f} GB" in header(recipe)
+    for way in plan.ways:
+        assert way.works, (way.refusal, way.shortages)
+        assert all(command.line in table for command in way.commands)
+
+
+@pytest.mark.parametrize("recipe", SIZES)
+def test_the_target_has_the_parameters_of_its_model_card(recipe: str) -> None:
+    total, active = SIZES[recipe]
+    found = planned(recipe).target.parameters
+    assert found.total / 1e9 == pytest.approx(total, rel=0.03)
+    assert found.active / 1e9 == pytest.approx(active, rel=0.1)
+
+
+@pytest.mark.parametrize("recipe", SIZES)
+def test_a_recipe_names_its_sources_and_says_whether_it_ever_ran(recipe: str) -> None:
+    # "Run on 2026-12-01: acceptance length 2.9.", for example, once it has run.
+    said = r"Never run (?:at full size|on a GPU)\.|Run on \d{4}-\d\d-\d\d\b"
+    assert re.search(said, " ".join(header(recipe).split()))
+    assert "Source" in (ROOT / "recipes" / "target" / f"{recipe}.yaml").read_text()
+
+
+@pytest.mark.parametrize("recipe", SIZES)
+def test_the_commands_in_a_header_can_be_composed(recipe: str) -> None:
+    lines = re.sub(r"\\\n\s*", "", header(recipe)).splitlines()
+    commands = [line.partition(" recipe=")[2].split() for line in lines if " recipe=" in line]
+    assert commands
+    for name, *arguments in commands:
+        assert name == recipe
+        check(composed(recipe, *arguments))
+
+
+def header(recipe: str) -> str:
+    """Return the comment at the top of a recipe's file."""
+    comment = (ROOT / "recipes" / "recipe" / f"{recipe}.yaml").read_text().partition("defaults:")[0]
+    return "\n".join(line.removeprefix("#") for line in comment.splitlines())
+
+
+def test_kimis_drafter_has_the_shape_of_published_ones() -> None:
+    plan = planned("kimi_k2_6")
+    assert plan.drafter.aux_layer_ids == (2, 30, 58)
+    assert plan.tensors["lm_head.weight"] == [163840, 7168]
+    assert plan.tensors["fc.weight"] == [7168, 3 * 7168]
+    assert plan.tensors["layers.0.self_attn.q_a_proj.weight"] == [1536, 2 * 7168]
+    assert plan.tensors["layers.0.self_attn.kv_a_proj_with_mqa.weight"] == [512 + 64, 2 * 7168]
+    assert plan.tensors["layers.0.self_attn.kv_b_proj.weight"] == [64 * 256, 512]
+    assert plan.tensors["layers.0.mlp.up_proj.weight"] == [18432, 7168]
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "gpt_oss_120b", "minimax_m2_5", "kimi_k2_6"])
+def test_a_drafter_is_as_wide_as_the_experts_that_a_token_passes_through(recipe: str) -> None:
+    plan = planned(recipe)
+    width = active_intermediate_size(planned_config(composed(recipe).target))
+    assert plan.drafter.intermediate_size == width
+    assert not any("narrower" in note for note in plan.notes)
+    narrow = planned(recipe, "drafter.intermediate_size=768")
+    assert any("narrower" in note and str(width) in note for note in narrow.notes)
+
+
+def test_one_node_and_two_have_their_commands() -> None:
+    one, two = planned("kimi_k2_6").ways
+    assert [command.line for command in one.commands] == [
+        "torchrun --nproc-per-node 8 train/main.py recipe=kimi_k2_6 output_dir=/nothing/has/run/here"
+    ]
+    assert one.placement is not None
+    assert one.placement.kind is Placement.shared
+    assert two.placement is not None
+    assert (two.placement.kind, two.cluster.target_nodes) == (Placement.apart, 1)
+    assert [command.line.split()[0] for command in two.commands] == [
+        "scripts/serve_target",
+        "torchrun",
+        "scripts/submit",
+    ]
+    assert "--nodes 2 --target-nodes 1 --gpus-per-node 8 recipe=kimi_k2_6" in two.commands[2].line
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        ("kimi_k2_6", ()),
+        ("gpt_oss_20b", ("vllm.engine_args.tensor_parallel_size=2", "data.train='a b.jsonl'")),
+        ("qwen3_30b_a3b", ("capture=vllm", "plan.num_nodes=2")),
+        (
+            "gpt_oss_20b",
+            ("vllm.placement=split", "vllm.engine_args.tensor_parallel_size=4", "plan.num_nodes=1"),
+        ),
+    ],
+)
+def test_the_commands_compose_to_a_run_that_is_placed_as_planned(
+    recipe: str, arguments: tuple[str, ...]
+) -> None:
+    for way in planned(recipe, *arguments).ways:
+        assert way.placement is not None
+        [words] = [shlex.split(one.line) for one in way.commands if one.line.startswith("torchrun")]
+        script = words.index("train/main.py")
+        options = dict(zip(words[1:script:2], words[2:script:2], strict=True))
+        config = checked_config(words[script + 1 :])
+        processes = int(options["--nproc-per-node"])
+        cluster = replace(way.cluster, target_nodes=0, processes_per_node=processes)
+        assert cluster.num_nodes == int(options.get("--nnodes", 1))
+        placement = place_servers(RunSizes(config), cluster)
+        assert (placement.kind, placement.num_servers) == (way.placement.kind, way.placement.num_servers)
+        assert len(set(config.vllm.servers)) == len(config.vllm.servers)  # two nodes may not have the same
+
+
+def test_what_the_user_says_of_the_nodes_counts() -> None:
+    [way] = planned("kimi_k2_6", "plan.num_nodes=1", "plan.gpus_per_node=4", "plan.gpu_memory_gb=288").ways
+    assert (way.cluster.gpus_per_node, way.cluster.gpu_bytes) == (4, 288_000_000_000)
+    assert way.refusal is not None
+    assert "there are 4 on a node" in way.refusal
+
+
+def test_rows_that_the_processes_cannot_share_are_refused() -> None:
+    assert "multiple of the 8" in str(planned("kimi_k2_6", "train.rows_per_step=12").first.refusal)
+
+
+APART = "vllm.servers=[http://node9:8000]"  # the target has GPUs that the plan does not know
+
+
+def test_training_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    plan = planned("kimi_k2_6", APART, "plan.gpu_memory_gb=24")
+    [shortage] = plan.first.shortages
+    assert shortage.needed_bytes > shortage.available_bytes == int(24e9 * USABLE_FRACTION)
+    assert "DOES NOT FIT: training needs 36.5 GB of each GPU, 22.1 GB are available" in format_plan(plan)
+    config, cluster = composed("kimi_k2_6", APART), Cluster(1, 8, 8, int(24e9))
+    with pytest.raises(UserError, match=r"train\.row_tokens=\d+: .*training needs 36\.5 GB"):
+        check_gpu_memory(config, cluster, [Stage.train])
+    check_gpu_memory(config, cluster, [Stage.evaluate])
+    check_gpu_memory(config, replace(cluster, gpu_bytes=int(34e9)), [Stage.train])  # the estimate may be high
+    check_gpu_memory(config, replace(cluster, gpu_bytes=None), list(Stage))
+
+
+def test_a_target_that_does_not_fit_is_refused() -> None:
+    config = composed("kimi_k2_6", "capture=hf", "target.engine=hf")
+    with pytest.raises(UserError, match=r"the target needs .*capture=vllm"):
+        check_gpu_memory(config, Cluster(1, 8, 8, int(141e9)), [Stage.capture, Stage.train])
+
+
+def test_a_store_that_does_not_fit_is_named_until_it_is_written(tmp_path: Path) -> None:
+    settings = (f"output_dir={tmp_path}", "plan.gpu_memory_gb=null", "plan.gpus_per_node=null")
+    settings += ("capture.max_samples=600000",)
+    before = planned("qwen3_8b", *settings)
+    [shortage] = before.disk
+    assert "the store" in shortage
+    assert "capture.max_samples" in shortage
+    written = tmp_path / "artifacts" / "capture-0123"
+    written.mkdir(parents=True)
+    with open(written / "shard", "wb") as file:
+        file.truncate(before.work.store_bytes or 0)
+    planned.cache_clear()
+    assert not planned("qwen3_8b", *settings).disk
+
+
+def test_the_plan_stage_alone_writes_only_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_here("kimi_k2_6", "stages=[plan]", f"output_dir={tmp_path}")
+    assert "1,841.2 M" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["num_parameters"] == 1_841_220_608
+    assert not (tmp_path / "artifacts").exists()
+
+
+def test_a_recipe_that_contradicts_the_targets_config_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    text = {"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "vocab_size": 151936}
+    (target / "config.json").write_text(json.dumps(text))
+    with pytest.raises(UserError, match=r"target\.architecture\.") as caught:
+        planned("qwen3_0_6b", f"target.model={target}")
+    assert "config.json" in caught.value.remedy
+
+
+def test_tokens_are_measured_after_the_data_stage(tmp_path: Path) -> None:
+    summary = {"num_tokens": 163_840_000, "num_samples": 800_000}  # the recipe takes 400,000
+    stage = tmp_path / "artifacts" / "data-0123"
+    stage.mkdir(parents=True)
+    (stage / "stage.json").write_text(json.dumps({"facts": summary}))
+    work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
+    assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
+    assert work.steps == 81_920_000 // (16 * 8192)
+
+
+def test_hours_come_from_a_measured_speed_if_there_is_one(tmp_path: Path) -> None:
+    run = tmp_path / "artifacts" / "train-0123"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text(
+        '{"kind": "train", "tokens_per_second": 10000}\n{"kind": "validation"}\n'
+    )
+    found = planned("kimi_k2_6", f"output_dir={tmp_path}", "train.max_steps=1000").first.hours
+    assert found is not None
+    assert found.train == pytest.approx(1000 * 16 * 8192 / 10000 / 3600)
+    assert "measured" in (found.how or "")
+
+
+def test_stages_at_once_take_as_long_as_the_longest() -> None:
+    one, two = planned("gpt_oss_20b", "data.regenerate.enabled=false").ways
+    for way, together in ((one, False), (two, True)):
+        assert way.hours is not None
+        parts = (way.hours.capture or 0, way.hours.train or 0)
+        assert way.hours.regenerate == 0
+        assert way.hours.total == pytest.approx(max(parts) if together else sum(parts))
+    # 400,000 samples of 3,000 tokens are prefilled once more to be captured.
+    regenerated = planned("kimi_k2_6").first.hours
+    assert regenerated is not None
+    assert regenerated.regenerate == pytest.approx(regenerated.capture, rel=0.001)
+
+
+def test_the_worst_row_is_supervised_everywhere() -> None:
+    assert worst_counts(10, 3).rows == (8, 7, 6)

@@ -1,1 +1,0 @@
-"""What a machine has and lacks for a run."""

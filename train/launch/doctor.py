@@ -1,0 +1,392 @@
+"""What a machine has and lacks for a run: each check once, for scripts/doctor and for the start of a run.
+
+A check of a run's start raises UserError where the run could not work; scripts/doctor shows it as a row.
+"""
+
+import asyncio
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+from huggingface_hub import constants
+
+from data.addresses import is_loopback, is_url
+from data.embedded.corpus import standard_library
+from data.embedded.target import TargetSettings, fingerprint
+from data.store.remote import check_protocol
+from data.target.checkpoint import is_hub_id
+from data.text.rows import is_file
+from data.transport.mooncake_store import check_joinable, check_master
+from data.vllm.endpoint import Refused, Unavailable, describe
+from data.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
+from data.vllm.server import VllmServer
+from eagle31.errors import UserError
+from train.config.capture import CaptureMode, TransportKind
+from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_vllm
+from train.config.target import EMBEDDED
+from train.config.vllm import VllmConfig
+from train.distributed import World
+from train.planning.disk import cached_repositories, disks, download_bytes, existing
+from train.planning.plan import Plan, make_plan
+from train.planning.sizes import RunSizes
+from train.planning.units import gigabytes
+from train.planning.work import newest_data_summary
+from train.reporting.hub import check_push
+from train.tables import aligned
+from train.tracking import has_wandb_key, wandb_mode
+from train.versions import missing_packages, package_versions
+
+OK, WARNING, LACKING = "ok", "warning", "lacking"
+VLLM = "0.32"  # with which the tests have run
+_ANSWER_SECONDS = 10.0
+# An estimate of what a process has open: data sets, shards, connections to other processes. A run of one
+# process on a small target works with 64.
+_OPEN_FILES, _FILES_PER_REQUEST = 256, 2
+_SHARED_BYTES = 1_000_000_000  # of NCCL's buffers. Source: NCCL's troubleshooting page, for containers.
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check found.
+
+    Args:
+        status: "ok", "warning" (the run can start; it may be slow, or fail later) or "lacking".
+        remedy: what to do, in full sentences; empty where nothing is to be done.
+    """
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+def examine(config: RunConfig) -> list[Check]:
+    """Return the checks of this machine for a run; nothing is started, downloaded or changed."""
+    found = [_packages(), *_gpus(config), *_limits(config), *_directories(config)]
+    try:
+        sizes = RunSizes(config)
+        num_gpus = max(1, torch.cuda.device_count())
+        world = World(0, 0, num_gpus)  # the user has not said how many processes there will be
+        plan = make_plan(config, world, newest_data_summary(Path(config.output_dir)))
+        found += _plan(sizes, plan)
+    except UserError as error:  # the target's configuration is not here, or contradicts the recipe
+        found.append(Check("plan", LACKING, f"{error.field}={error.value}", error.remedy))
+    found += [*_inputs(config), *_programs(config), *_servers(config), *_credentials(config)]
+    return found
+
+
+def table(checks: Sequence[Check]) -> str:
+    """Return a line for each check, with its remedy below."""
+    rows = [(check.status, check.name, check.found) for check in checks]
+    lines = []
+    for line, check in zip(aligned(rows, text_columns=3), checks, strict=True):
+        lines += [line, f"         {check.remedy}"] if check.remedy else [line]
+    return "\n".join(lines)
+
+
+# What a run asks before any work, and each check of these by itself.
+
+
+def check_start(config: RunConfig) -> None:
+    """Refuse a run that cannot write its results, or whose spool others could alter.
+
+    Raises:
+        UserError: the first thing that is lacking.
+    """
+    for field, directory in written_directories(config).items():
+        check_writable(field, directory)
+    if config.capture.spool_dir is not None:
+        check_own("capture.spool_dir", Path(config.capture.spool_dir))
+
+
+def check_environment(config: RunConfig) -> None:
+    """Refuse a run that starts vLLM without its environment, or whose servers cannot reach its Mooncake.
+
+    Raises:
+        UserError: what is missing.
+    """
+    if config.capture.transport is TransportKind.mooncake:
+        check_master(config.capture.mooncake.master, remote_servers(config.vllm))
+    if starts_vllm(config):
+        python = find_python()
+        through_mooncake = config.capture.transport is TransportKind.mooncake
+        if through_mooncake and joins_mooncake(config, set(config.stages)):
+            check_mooncake(python)
+
+
+def check_store(config: RunConfig, stage: Stage) -> None:
+    """Raise UserError if this stage, or a selected later one, needs a Mooncake store and cannot join it."""
+    later = set(list(Stage)[list(Stage).index(stage) :])
+    if joins_mooncake(config, later & set(config.stages)):
+        check_joinable(config.capture.mooncake.master)
+
+
+def written_directories(config: RunConfig) -> dict[str, Path]:
+    """Return the directories that a run must be able to write to, by field."""
+    capture = config.capture
+    given: dict[str, str | None] = {
+        "output_dir": config.output_dir,
+        "cache_dir": config.cache_dir if _lacks_embedded(config) else None,
+        "capture.spool_dir": capture.spool_dir,
+        "capture.cache_dir": capture.cache_dir,
+    }
+    return {field: Path(path) for field, path in given.items() if path is not None}
+
+
+def check_writable(field: str, directory: Path) -> None:
+    """Raise UserError if no file can be written below a directory, which may not exist yet. It is tried."""
+    for path in (directory, directory / "artifacts"):  # an earlier run may have been another account's
+        there, obstacle = existing(path), None
+        try:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(b"eagle31")
+        except NotADirectoryError:
+            obstacle = f"{there} is a file"
+        except OSError as error:
+            obstacle = f"{there}: {os.strerror(error.errno or 0)}"
+        if obstacle is not None:
+            remedy = f"Nothing can be written there ({obstacle}); give a directory that this account can use."
+            raise UserError(field, directory, remedy)
+
+
+def check_own(field: str, directory: Path) -> None:
+    """Raise UserError if other accounts can put files of theirs in the place of those in a directory."""
+    path, obstacle = directory.expanduser().absolute(), None
+    if path.is_symlink():
+        obstacle = "it is a link"
+    elif path.is_dir():
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0):
+            obstacle = f"it belongs to account {status.st_uid}"
+        elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            obstacle = "every account can write to it"
+    if obstacle is not None:
+        remedy = (
+            f"Others could exchange what is written there ({obstacle}); give a directory of this account."
+        )
+        raise UserError(field, directory, remedy)
+
+
+def check_port(field: str, port: int, host: str = "127.0.0.1") -> None:
+    """Raise UserError if no server could listen on a port."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            probe.bind((host, port))
+            probe.listen(1)
+    except (OSError, OverflowError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        remedy = (
+            f"Nothing can listen on {host}:{port} ({reason}); give another port, or end the program there."
+        )
+        raise UserError(field, port, remedy) from None
+
+
+def remote_servers(vllm: VllmConfig) -> list[str]:
+    """Return the URLs of the recipe's servers that are on other machines."""
+    return [url for url in vllm.servers if not is_loopback(urlsplit(url).hostname)]
+
+
+def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:
+    """Whether one of these stages writes states to a Mooncake store or reads them."""
+    capture = config.capture
+    online = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
+    return online and Stage.train in stages
+
+
+# The rows of scripts/doctor.
+
+
+def _asked(name: str, question: Callable[[], object], found: str) -> Check:
+    """Return a check that asks as the run does, which raises UserError where it could not work."""
+    try:
+        question()
+    except UserError as error:
+        return Check(name, LACKING, f"{error.field}={error.value}", error.remedy)
+    return Check(name, OK, found)
+
+
+def _packages() -> Check:
+    found = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    if missing := missing_packages():
+        remedy = "Run scripts/quickstart once, which makes .venv, then `source .venv/bin/activate`."
+        return Check("packages", LACKING, f"without {', '.join(missing)}", remedy)
+    return Check("packages", OK, found)
+
+
+def _gpus(config: RunConfig) -> Iterator[Check]:
+    described = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    kinds = sorted({f"{one.name} of {gigabytes(one.total_memory)}" for one in described})
+    driver = _driver_version()
+    if described:
+        yield Check("GPUs", OK, f"{len(described)} x {', '.join(kinds)}, driver {driver}")
+    elif driver is not None:
+        remedy = (
+            f"nvidia-smi finds a GPU and torch {torch.__version__} none: install one for this driver, and "
+            "unset CUDA_VISIBLE_DEVICES; `python -c 'import torch; torch.cuda.init()'` names the reason."
+        )
+        yield Check("GPUs", LACKING, f"driver {driver}, no GPU in torch", remedy)
+    elif config.plan.gpu_memory_gb is not None:
+        remedy = "Run it on a machine with GPUs, or try the pipeline with recipe=quickstart here."
+        yield Check("GPUs", LACKING, f"none; planned for GPUs of {config.plan.gpu_memory_gb:.0f} GB", remedy)
+    else:
+        yield Check("GPUs", OK, "none; none are planned for")
+
+
+def _driver_version() -> str | None:
+    """Return the version of NVIDIA's driver; None where nvidia-smi does not report one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
+def _limits(config: RunConfig) -> Iterator[Check]:
+    requests = config.vllm.max_concurrency * max(1, len(config.vllm.servers)) if uses_vllm(config) else 0
+    needed = _OPEN_FILES + _FILES_PER_REQUEST * requests
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    good = soft == resource.RLIM_INFINITY or soft >= needed
+    found = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft}, {needed} needed"
+    yield Check(
+        "open files", OK if good else WARNING, found, "" if good else f"Raise it: ulimit -n {needed}."
+    )
+    if torch.cuda.device_count() > 1:
+        free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+        found = f"{gigabytes(free)} free, {gigabytes(_SHARED_BYTES)} needed by NCCL"
+        good = free >= _SHARED_BYTES
+        remedy = "" if good else "Mount it larger (Docker: --shm-size)."
+        yield Check("/dev/shm", OK if good else LACKING, found, remedy)
+
+
+def _directories(config: RunConfig) -> Iterator[Check]:
+    yield _asked("directories", lambda: check_start(config), "the run's directories can be written to")
+
+
+def _plan(sizes: RunSizes, plan: Plan) -> Iterator[Check]:
+    way = plan.first
+    reasons = [way.refusal] if way.refusal else [str(one) for one in way.shortages]
+    found = f"{gigabytes(way.memory.total)} for training"
+    if way.target is not None:
+        found += f"; target: {way.target.where}"
+    yield Check("plan", OK if way.works else LACKING, found, " ".join(map(str, reasons)))
+    for disk in disks(sizes, plan.work):
+        yield Check("disk", LACKING if disk.shortage else OK, str(disk), disk.shortage or "")
+
+
+def _inputs(config: RunConfig) -> Iterator[Check]:
+    """Yield whether target, data and a given store are here or can be downloaded."""
+    cached, model = cached_repositories(), config.target.model
+    if model == EMBEDDED or (Path(model).expanduser() / "config.json").is_file():
+        yield Check("target", OK, "trained here" if model == EMBEDDED else f"directory {model}")
+    elif is_hub_id(model) and not Path(model).expanduser().is_dir():
+        missing = _asked("target", lambda: download_bytes(RunSizes(config)), "")
+        there = missing.status == OK and not download_bytes(RunSizes(config))
+        yield _download("target", model, there)
+    else:
+        remedy = "Give the directory of a model as transformers saves it, or a Hub id such as org/name."
+        yield Check("target", LACKING, f"no model in {model}", remedy)
+    data = config.data
+    sources = {"data.train": data.train, "data.eval": data.eval}
+    sources |= {f"data.sources.{name}": one.source for name, one in data.sources.items()}
+    for field, source in sources.items():
+        if source is None or source == EMBEDDED:
+            continue
+        try:
+            local = is_file(source, field) or Path(source).expanduser().is_dir()
+        except UserError as error:
+            yield Check(field, LACKING, source, error.remedy)
+            continue
+        if local:
+            readable = os.access(Path(source).expanduser(), os.R_OK)
+            remedy = "" if readable else "This account may not read it: change its mode or its owner."
+            yield Check(field, OK if readable else LACKING, source, remedy)
+        else:
+            yield _download(field, source, ("dataset", source) in cached)
+    store = config.capture.store
+    if store is not None and is_url(store):
+        yield _asked("capture.store", lambda: check_protocol(store), f"{store} has its package")
+    elif store is not None:
+        there = Path(store).expanduser().is_dir()
+        remedy = "" if there else "Give a finished store, or null to capture."
+        yield Check("capture.store", OK if there else LACKING, store, remedy)
+
+
+def _download(name: str, repository: str, cached: bool) -> Check:
+    if cached or not constants.HF_HUB_OFFLINE:
+        return Check(name, OK, f"{repository}, {'cached' if cached else 'downloaded by the run'}")
+    remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {repository}), or give a directory."
+    return Check(name, LACKING, f"{repository}, not cached", remedy)
+
+
+def _lacks_embedded(config: RunConfig) -> bool:
+    """Whether the run trains the embedded target first, because it uses it and the cache does not have it."""
+    used = EMBEDDED in (config.target.model, config.data.train, config.data.eval)
+    used = used or any(one.source == EMBEDDED for one in config.data.sources.values())
+    made = Path(config.cache_dir) / "embedded" / fingerprint(standard_library(), TargetSettings())
+    return used and not made.is_dir()
+
+
+def _programs(config: RunConfig) -> Iterator[Check]:
+    """Yield vLLM's environment and Mooncake, where the run uses them."""
+    if starts_vllm(config):
+        check = _asked("vLLM", lambda: check_environment(config), "")
+        version = installed_version(find_python()) if check.status == OK else None
+        if check.status != OK:
+            yield check
+        elif version is None:
+            yield Check("vLLM", LACKING, f"no vLLM in {find_python()}", "Run scripts/setup/vllm.")
+        else:
+            tested = version.split("+")[0].startswith(f"{VLLM}.")
+            remedy = "" if tested else f"The tests have run with {VLLM}, which scripts/setup/vllm installs."
+            yield Check("vLLM", OK if tested else WARNING, version, remedy)
+    if joins_mooncake(config, set(config.stages)):
+        master = config.capture.mooncake.master
+        yield _asked("Mooncake", lambda: check_joinable(master), f"{master} answers")
+
+
+def _servers(config: RunConfig) -> Iterator[Check]:
+    """Yield whether the servers of the recipe answer, accept this process's key and run the target."""
+
+    async def ask(url: str) -> Check:
+        name, server = f"server {urlsplit(url).netloc}", VllmServer(url, 1)
+        remedy = "Start it with scripts/serve_target and the recipe and settings of this run, or correct "
+        remedy += "vllm.servers; firewalls and proxies may be between."
+        try:
+            info = await asyncio.wait_for(describe(server), _ANSWER_SECONDS)
+        except (TimeoutError, Unavailable) as error:
+            return Check(name, LACKING, f"no answer: {error}" if str(error) else "no answer", remedy)
+        except Refused as error:
+            return Check(name, LACKING, "refuses", str(error))
+        except UserError as error:
+            return Check(name, LACKING, f"{error.field}={error.value}", error.remedy)
+        finally:
+            await server.close()
+        same = info.model == config.target.model
+        # The run compares the weights, which may be elsewhere under another name.
+        return Check(name, OK if same else WARNING, f"runs {info.model}", "" if same else remedy)
+
+    async def ask_all() -> list[Check]:
+        return list(await asyncio.gather(*map(ask, config.vllm.servers)))
+
+    yield from asyncio.run(ask_all())
+
+
+def _credentials(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """Yield keys and tokens that the run uses. None is ever printed."""
+    if remote_servers(config.vllm):
+        remedy = "" if environment.get(KEY_VARIABLE) else "Export it as where the servers were started."
+        yield Check(KEY_VARIABLE, LACKING if remedy else OK, "not set" if remedy else "set", remedy)
+    if pushes(config):
+        yield _asked("Hub", lambda: check_push(config.hub), "a token for the push")
+    yield Check("W&B", OK, f"{wandb_mode()}, {'a' if has_wandb_key() else 'no'} key")
