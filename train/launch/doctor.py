@@ -20,11 +20,11 @@ import torch
 from huggingface_hub import constants
 
 from data.addresses import is_loopback, is_url
+from data.conversations.rows import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
 from data.target.checkpoint import is_hub_id
-from data.text.rows import is_file
 from data.transport.mooncake_store import check_joinable, check_master
 from data.vllm.endpoint import Refused, Unavailable, describe
 from data.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
@@ -137,7 +137,6 @@ def written_directories(config: RunConfig) -> dict[str, Path]:
         "output_dir": config.output_dir,
         "cache_dir": config.cache_dir if _lacks_embedded(config) else None,
         "capture.spool_dir": capture.spool_dir,
-        "capture.cache_dir": capture.cache_dir,
     }
     return {field: Path(path) for field, path in given.items() if path is not None}
 

@@ -97,9 +97,6 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     yield DiskUse("checkpoints and export", output_dir, left, remedy)
     remedy = "Set HF_HOME to a directory on a larger disk."
     yield DiskUse("the target's weights", Path(constants.HF_HUB_CACHE), download_bytes(sizes), remedy)
-    if capture.cache_dir is not None:
-        limit = int(capture.cache_gb * 1e9)
-        yield DiskUse("samples of the store", Path(capture.cache_dir), limit, "Lower capture.cache_gb.")
     if capture.mode is CaptureMode.online and capture.transport is not TransportKind.mooncake:
         remedy = "Lower capture.spool_gb, set capture.spool_dir, or enlarge /dev/shm (Docker: --shm-size)."
         yield DiskUse("the spool", _spool_dir(config), int(capture.spool_gb * 1e9), remedy)
