@@ -107,7 +107,7 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Read what `write_sealed_json` wrote. An object of earlier versions has no checksum.
+    """Read what `write_sealed_json` wrote.
 
     Raises:
         UserError: what `read_json_object` raises, or the content was altered.
@@ -115,7 +115,7 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     """
     content = read_json_object(path)
     checksum = content.pop(_CHECKSUM, None)
-    if checksum is not None and checksum != _content_checksum(content):
+    if checksum != _content_checksum(content):
         remedy = "It was altered since it was written; restore it, or delete it to have it written again."
         raise UserError("file", path, remedy)
     return content

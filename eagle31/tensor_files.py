@@ -172,8 +172,7 @@ def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
         UserError: the file is damaged; the message names it.
         OSError: it cannot be opened.
     """
-    with open(path, "rb") as file:
-        read_header(file, path)
+    check_pointer(path)
     try:
         opened = safe_open(path, framework=framework)
     except (SafetensorError, ValueError) as error:

@@ -12,9 +12,7 @@ os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
 from data.vllm.environment import ROOT, find_python
-from tests.eagle31.export.reload import reload_in_this_process
 from tests.order import arrange, extend_time_limits
-from train.drafter import export_checks
 
 MAKE_SECONDS = 1100
 
@@ -89,9 +87,3 @@ def mooncake() -> Path | None:
     )
     assert setup.returncode == 0, setup.stderr
     return Path(setup.stdout.strip()) if setup.stdout.strip() else None
-
-
-@pytest.fixture
-def reload_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reload exports in this process instead of a fresh one."""
-    monkeypatch.setattr(export_checks, "reload_in_fresh_process", reload_in_this_process)

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
+from eagle31.export.check import export_findings
 from eagle31.export.config_json import config_json
-from eagle31.export.layouts import WEIGHTS, Layout, Verifier, served_name
+from eagle31.export.drafts import made_up_drafts
+from eagle31.export.layouts import WEIGHTS, Layout, Verifier, read_raw_config, served_name
+from eagle31.export.published_config import read_config
+from eagle31.export.rules import Finding, finding
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
 from eagle31.model.vocab import DraftVocab
 from eagle31.tensor_files import save_tensors
 
@@ -54,32 +59,46 @@ def write_export(
     provenance: dict[str, Any],
     layout: Layout = Layout.vllm,
     verifier: Verifier | None = None,
-    complete: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write an export. It replaces an older one only when it is complete.
+    """Write an export and check it. It replaces an older one only when it is complete.
+
+    What is written is read back as vLLM reads it, and has to draft as the given weights do.
 
     Args:
         state, embed_tokens, dtype: see `served_tensors`.
         provenance: target, revision, fingerprints; kept under `eagle31` in `config.json`.
         verifier: the target and its number of draft tokens; required for `Layout.speculators`.
-        complete: called with the temporary directory before it is renamed, to add files and to check it. If
-            it raises, the older export stays.
 
     Raises:
-        UserError: a weight is not finite.
+        UserError: a weight is not finite, or vLLM would not serve the export as it was trained.
     """
     tensors = served_tensors(config, state, vocab, embed_tokens, dtype=dtype, layout=layout)
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(name, "nan or inf", "The trained weights are not finite; export an earlier step.")
+    drafter = Drafter(config)
+    drafter.load_state_dict({name: tensor.to(DTYPES[dtype]) for name, tensor in state.items()})
+    drafts = made_up_drafts(drafter.float(), embed_tokens)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_tensors(tensors, partial / WEIGHTS, metadata={"format": "pt"})
     raw = config_json(config, layout, dtype, verifier)
-    write_json(partial / "config.json", raw | {"eagle31": provenance})
-    if complete is not None:
-        complete(partial)
+    write_json(partial / "config.json", raw | {"eagle31": provenance | {"drafts": drafts}})
+    findings = export_findings(partial) or _config_findings(
+        read_config(read_raw_config(partial)).config, config
+    )
+    if findings:
+        lines = "\n".join(f"  {one}" for one in findings)
+        raise UserError("export", directory, f"vLLM would not serve it as it was trained:\n{lines}")
     if directory.exists():
         shutil.rmtree(directory)
     os.replace(partial, directory)
+
+
+def _config_findings(served: DrafterConfig, trained: DrafterConfig) -> list[Finding]:
+    """Compare what is read back field by field; drafts compare RoPE, which has several spellings."""
+    names = [field.name for field in fields(DrafterConfig) if field.name != "rope_parameters"]
+    pairs = [(name, getattr(served, name), getattr(trained, name)) for name in names]
+    remedy = "It was trained with the other value."
+    return [finding(name, found, expected, remedy) for name, found, expected in pairs if found != expected]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.bad_input.commands import Case, CheckCase, each
-from tests.fuzz.damage import cut, empty, flip, junk
-from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
+from tests.fuzz.damage import cut, flip, junk
+from tests.train.drafter.tiny_export import make_published, save_target_with_tokenizer, write_tiny_export
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 WEIGHTS = "drafter/model.safetensors"
@@ -55,7 +55,7 @@ def published(prepare: Callable[[Path], None]) -> Callable[[Path], None]:
     """Return the change of a checkpoint that eagle31 did not export."""
 
     def change(directory: Path) -> None:
-        shutil.rmtree(directory / "drafter" / "verification")
+        make_published(directory / "drafter")
         prepare(directory)
 
     return change
@@ -135,49 +135,26 @@ DRAFTERS = [
     ),
     evaluate("no_config", at("drafter/config.json", Path.unlink), "config.json=drafter: It cannot be read"),
     evaluate("config_cut", at("drafter/config.json", cut), "config.json=drafter", "This is not JSON"),
-    evaluate("config_empty", at("drafter/config.json", empty), "config.json=drafter", "This is not JSON"),
-    evaluate("config_binary", at("drafter/config.json", junk), "config.json=drafter", "This is not JSON"),
-    evaluate("config_list", at("drafter/config.json", write(b"[]")), "config.json", "an object is expected"),
-    evaluate("config_deep", at("drafter/config.json", write(b"[" * 99999)), "config.json=drafter"),
     evaluate("config_pointer", at("drafter/config.json", write(LFS)), "config.json", "git lfs pull"),
     evaluate("no_weights", at(WEIGHTS, Path.unlink), "model.safetensors=drafter: It cannot be read"),
-    evaluate("weights_cut", at(WEIGHTS, cut), "model.safetensors=drafter: It is damaged", "its header says"),
-    evaluate("weights_empty", at(WEIGHTS, empty), "model.safetensors", "0 bytes", "truncated"),
-    evaluate("weights_junk", at(WEIGHTS, junk), "model.safetensors", "no safetensors file"),
-    evaluate("weights_pointer", at(WEIGHTS, write(LFS)), "model.safetensors", "git lfs pull"),
-    evaluate("header_too_long", at(WEIGHTS, write(b"\xff" * 4096)), "model.safetensors", "for the header"),
-    evaluate(
-        "header_deep",
-        at(WEIGHTS, write((99_992).to_bytes(8, "little") + b"[" * 99_992)),
-        "model.safetensors",
-        "Its header is damaged",
-    ),
-    evaluate("weights_flipped", at(WEIGHTS, flip), "checkpoint=drafter", "changed since it was exported"),
-    evaluate(
-        "config_edited", config(rms_norm_eps=0.5), "checkpoint=drafter", "changed since", "rms_norm_eps"
-    ),
+    evaluate("weights_cut", at(WEIGHTS, cut), "model.safetensors=drafter: It is damaged"),
+    evaluate("weights_junk", at(WEIGHTS, junk), "model.safetensors", "It is damaged"),
+    evaluate("weights_flipped", at(WEIGHTS, flip), "checkpoint=drafter", "drafts: found"),
+    evaluate("config_edited", config(rms_norm_eps=0.5), "checkpoint=drafter", "drafts: found"),
     evaluate("weights_nan", with_value("norm.weight", float("nan")), "norm.weight are not finite"),
-    evaluate("weights_inf", with_value("fc.weight", float("inf")), "fc.weight are not finite"),
-    evaluate("head_nan", with_value("lm_head.weight", float("nan")), "lm_head.weight are not finite"),
     evaluate("embedding_nan", with_value("embed_tokens.weight", float("nan")), "embed_tokens.weight are not"),
     evaluate("tensor_missing", tensors(lambda content: content.pop("norm.weight")), "Missing key", "norm"),
     evaluate("tensor_unknown", added("extra.weight", 3), "Unexpected key", "extra.weight"),
     evaluate("tensor_shape", tensors(lambda c: c.update({"norm.weight": torch.ones(3)})), "size mismatch"),
     evaluate("q_norm", added("midlayer.self_attn.q_norm.weight", 8), "q_norm.weight=[8]", "Qwen3", "vLLM"),
-    evaluate("k_norm", added("midlayer.self_attn.k_norm.weight", 8), "k_norm.weight=[8]", "Qwen3", "vLLM"),
     evaluate("q_bias", added("midlayer.self_attn.q_proj.bias", 8), "q_proj.bias=[8]: It is a bias", "vLLM"),
-    evaluate("fc_bias", added("fc.bias", 8), "fc.bias=[8]: It is a bias", "vLLM does not load"),
     evaluate("attention_bias", published(config(attention_bias=True)), "attention_bias=True"),
     evaluate("d2t_missing", tensors(lambda content: content.pop("d2t")), "d2t=None: It is missing"),
-    evaluate("d2t_short", tensors(lambda c: c.update(d2t=c["d2t"][:-1].clone())), "d2t=", "draft_vocab_size"),
     evaluate("d2t_outside", tensors(lambda c: c["d2t"].add_(10**6)), "d2t=", "outside the target's"),
-    evaluate("architecture", published(config(architectures=["Other"])), "architectures=Other: Supported"),
     evaluate("quantized", published(config(quantization_config={"bits": 4})), "quantization_config="),
     evaluate("other_vocabulary", published(config(vocab_size=999)), "another target"),
-    evaluate("other_width", published(config(target_hidden_size=999)), "another target"),
     evaluate("no_width", published(config(hidden_size=None)), "config.json=['hidden_size']", "missing"),
     evaluate("index_cut", published(at(f"drafter/{INDEX}", write(b'{"weight'))), f"{INDEX}=drafter"),
-    evaluate("index_empty", index(INDEX), f"{INDEX}=drafter: It names no file"),
     evaluate("index_shard_missing", index(INDEX, a="b.safetensors"), "b.safetensors=drafter: It cannot be"),
     evaluate("index_leaves", index(INDEX, a="../target/model.safetensors"), "is not a file next to it"),
     evaluate("bin_poisoned", pickled(save_poisoned), "pytorch_model.bin", "holds code, which is not run"),
@@ -185,17 +162,10 @@ DRAFTERS = [
     evaluate(
         "bin_cut", pickled(lambda c, path: (torch.save(c, path), cut(path))), "pytorch_model.bin=drafter"
     ),
-    evaluate("bin_empty", pickled(lambda _, path: path.write_bytes(b"")), "pytorch_model.bin", "damaged"),
-    evaluate("bin_junk", pickled(lambda _, path: junk(path) or path.touch()), "pytorch_model.bin", "damaged"),
     evaluate(
         "bin_pointer", pickled(lambda _, path: path.write_bytes(LFS)), "pytorch_model.bin", "git lfs pull"
     ),
-    evaluate("bin_list", pickled(lambda c, path: torch.save([*c.values()], path)), "other things than the"),
     evaluate("bin_nested", pickled(lambda c, path: torch.save({"model": c}, path)), "other things than the"),
-    evaluate("bin_shard_missing", pickled(save_index), "x.bin=drafter: It cannot be read"),
-    evaluate("record_cut", at("drafter/verification/record.json", cut), "record.json", "not JSON"),
-    evaluate("record_newer", at("drafter/verification/record.json", write(b'{"format": 99}')), "format=99"),
-    evaluate("record_empty", at("drafter/verification/record.json", write(b'{"format": 1}')), "record.json"),
 ]
 
 
@@ -226,10 +196,9 @@ TARGET_WEIGHTS = "target/model.safetensors"
 TARGETS = [
     target("no_such_target", lambda path: shutil.rmtree(path / "target"), "target"),
     target("target_weights_missing", at(TARGET_WEIGHTS, Path.unlink), "target.model=target", "safetensors"),
-    target("target_weights_cut", at(TARGET_WEIGHTS, cut), "file=target/model.safetensors", "its header says"),
-    target("target_weights_empty", at(TARGET_WEIGHTS, empty), "file=target/model.safetensors", "0 bytes"),
+    target("target_weights_cut", at(TARGET_WEIGHTS, cut), "file=target/model.safetensors", "It is damaged"),
     target("target_weights_pointer", at(TARGET_WEIGHTS, write(LFS)), "model.safetensors", "git lfs pull"),
-    target("target_weights_junk", at(TARGET_WEIGHTS, junk), "model.safetensors", "no safetensors file"),
+    target("target_weights_junk", at(TARGET_WEIGHTS, junk), "model.safetensors", "It is damaged"),
     target(
         "target_nan",
         at(TARGET_WEIGHTS, target_nan),
@@ -252,13 +221,9 @@ TARGETS = [
         "different models",
     ),
     target("target_config_cut", at("target/config.json", cut), "target/config.json", "JSON"),
-    target("target_config_empty", at("target/config.json", empty), "target/config.json", "JSON"),
-    target("target_config_junk", at("target/config.json", junk), "target/config.json", "JSON"),
     target("target_config_pointer", at("target/config.json", write(LFS)), "config.json", "git lfs pull"),
-    target("target_config_list", at("target/config.json", write(b"[]")), "target"),
     target("target_type", target_config(model_type="no_such"), "target.model=target", "cannot be loaded"),
     target("target_index_cut", at(f"target/{INDEX}", write(b'{"weight')), f"target/{INDEX}", "truncated"),
-    target("target_index_empty", at(f"target/{INDEX}", write(b"{}")), f"target/{INDEX}", "no weight_map"),
     target(
         "target_shard_missing",
         at(f"target/{INDEX}", write(b'{"weight_map": {"model.embed_tokens.weight": "b.safetensors"}}')),

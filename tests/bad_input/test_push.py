@@ -39,7 +39,6 @@ CASES = [
     push("weights_cut", WEIGHTS, cut, "model.safetensors was altered", CHANGED),
     push("weights_empty", WEIGHTS, empty, "model.safetensors was altered", CHANGED),
     push("config_flipped", CONFIG, flip, "config.json was altered", CHANGED),
-    push("record_missing", "export/verification/record.json", remove, "record.json is missing", CHANGED),
     push("report_flipped", METRICS, flip, "report=run/report/metrics.json", "stages=[report]"),
     push("report_cut", METRICS, cut, "report=run/report/metrics.json", "stages=[report]"),
     push("report_junk", METRICS, junk, "report=run/report/metrics.json", "stages=[report]"),

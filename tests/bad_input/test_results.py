@@ -41,7 +41,6 @@ FILES = {
     "export_manifest": (Stage.export, "stage.json"),
     "export_config": (Stage.export, "checkpoint/config.json"),
     "export_weights": (Stage.export, "checkpoint/model.safetensors"),
-    "export_record": (Stage.export, "checkpoint/verification/record.json"),
     "evaluation": (Stage.evaluate, "evaluation.json"),
 }
 # What a training leaves cannot be made again without training.
@@ -214,7 +213,7 @@ def test_results_that_are_made_again_are_the_same(
     assert trained() == acceptance
     written = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_mtime > begun]
     names = {path.name for path in written}
-    assert names >= {"model.safetensors", "probe.safetensors", "vocab.safetensors", "evaluation.json"}
+    assert names >= {"model.safetensors", "vocab.safetensors", "evaluation.json"}
     assert names >= {"stage.json", "index.safetensors", "index.html", "loss.png", "config.yaml"}
     kept = {".lock", ".writer-hf-0.lock"}  # files that were there, with their mode
     assert {path for path in written if _mode(path) != 0o640 and path.name not in kept} == set()

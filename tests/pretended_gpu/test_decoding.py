@@ -18,8 +18,7 @@ from eagle31.model.vocab import build_draft_vocab
 from tests.eagle31.tiny import VOCAB, random_batch
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu, to_gpu
 from tests.pretended_gpu.steps import configuration, drafter_on_gpu
-from train.evaluation.decoding import decode_in_turns, decoding_report, greedy_sides
-from train.evaluation.passes import PassResults
+from train.evaluation.decoding import PassResults, decode_in_turns, decoding_report, greedy_sides
 from train.evaluation.replay import sampling_report
 
 PROMPT = [1, 2, 3, 4]

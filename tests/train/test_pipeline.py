@@ -44,7 +44,6 @@ def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> 
         "config.json",
         "model.safetensors",
         "README.md",
-        "verification",
     }
     assert (directory / "report" / "index.html").is_file()
     written = (directory / "config.yaml").read_text()

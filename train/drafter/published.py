@@ -9,22 +9,24 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from data.target.checkpoint import is_hub_id
-from data.target.parts import TargetParts
+from data.target.checkpoint import comparable_fingerprints, is_hub_id
+from data.target.parts import TargetParts, load_target_parts
+from data.target.spec import TargetSpec
+from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eagle31.errors import UserError
+from eagle31.export.check import CPU, changed_findings, export_findings, target_findings
 from eagle31.export.layouts import layer_config, read_raw_config
 from eagle31.export.published_config import read_config, stated_ids
 from eagle31.export.read import LoadedExport, TargetDefaults, load_export
-from eagle31.export.rules import FLAGS
+from eagle31.export.rules import FLAGS, Finding, finding
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.vocab import DraftVocab, coverage
 from train.config.drafter import Attention, DrafterShape
-from train.drafter.export_checks import check_unchanged, target_findings
 
 # Settings that training may change: no weight has its shape or its meaning from them.
 _FREE = {"sliding_window"}
-_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "verification/*"]
+_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 _PICKLED_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # where there is no safetensors file
 
 
@@ -66,15 +68,44 @@ def open_published(
     """
     raw = read_raw_config(directory)
     read = read_config(raw, num_target_layers=parts.num_layers, aux_layer_ids=aux_layer_ids)
-    findings = target_findings(read.config, parts)
+    target = target_defaults(parts)
+    findings = target_findings(read.config, target)
+    if not findings:
+        loaded = load_export(directory, CPU, target=target, aux_layer_ids=aux_layer_ids)
+        check_finite(loaded, directory, field)
+        if loaded.drafter.config.aux_layer_ids == stated_ids(layer_config(raw)):  # not other ids on purpose
+            findings = changed_findings(loaded)
     if findings:
         raise UserError(field, directory, " ".join(map(str, findings)))
-    defaults = TargetDefaults(parts.num_layers, parts.embed_tokens, parts.head.weight)
-    cpu = torch.device("cpu")
-    loaded = load_export(directory, cpu, torch.float32, target=defaults, aux_layer_ids=aux_layer_ids)
-    check_finite(loaded, directory, field)
-    check_unchanged(directory, field)
     return loaded
+
+
+def validate_export(directory: Path, spec: TargetSpec) -> list[Finding]:
+    """Return everything that is wrong with an export or a published checkpoint for serving this target.
+
+    Raises:
+        UserError: the target cannot be read.
+    """
+    parts = load_target_parts(spec)
+    findings = export_findings(directory, target_defaults(parts))
+    try:
+        written = read_raw_config(directory).get("eagle31") or {}
+    except UserError:
+        return findings
+    weights, tokenizer = written.get("target_fingerprint"), written.get("tokenizer_fingerprint")
+    if weights and comparable_fingerprints(weights, parts.fingerprint) and weights != parts.fingerprint:
+        remedy = "This is an export for another target, or for another revision of it; give the right one."
+        findings.append(finding("target_fingerprint", parts.fingerprint[:18], weights[:18], remedy))
+    if tokenizer:
+        found = tokenizer_fingerprint(load_tokenizer(spec))
+        if found != tokenizer:
+            remedy = "wrong tokenizer: it is not the one in training, so ids have another meaning."
+            findings.append(finding("tokenizer_fingerprint", found[:12], tokenizer[:12], remedy))
+    return findings
+
+
+def target_defaults(parts: TargetParts) -> TargetDefaults:
+    return TargetDefaults(parts.num_layers, parts.embed_tokens, parts.head.weight)
 
 
 def check_finite(loaded: LoadedExport, directory: Path, field: str) -> None:

@@ -36,8 +36,8 @@ from eagle31.model.frozen import FrozenParts
 from train.config.evaluate import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from train.drafter.published import fetch_checkpoint, open_published
 from train.evaluation.agreement import DraftedCompletion, replay_verdict
-from train.evaluation.completions import CompletingTarget
 from train.evaluation.decoding import (
+    PassResults,
     count_verdicts,
     decode_in_turns,
     decoding_report,
@@ -52,8 +52,7 @@ from train.evaluation.matrix import (
     prompt_messages,
     render_cells,
 )
-from train.evaluation.passes import PassResults
-from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
+from train.evaluation.replay import CompletingTarget, longest_draft, packed, replay_greedily, sampling_report
 from train.reporting.results import FORMAT
 
 

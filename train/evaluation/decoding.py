@@ -1,7 +1,8 @@
-"""Greedy decoding in transformers with the drafter and without it, in turns, on a few prompts."""
+"""Greedy decoding with the drafter and without it, in turns: texts, acceptance, and the speed-up."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +16,50 @@ from eagle31.decoding.speculative import (
     decode_plainly,
     decode_speculatively,
 )
+from eagle31.errors import UserError
+from eagle31.json_files import read_sealed_json, write_sealed_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from train.evaluation.passes import PassResults
-from train.evaluation.timing import TimedPrompt, paired_timing
+from train.resampling.bootstrap import Resamples, median_interval
 
+MIN_PROMPTS = 5  # the median of fewer says little
+# The upper bound of the interval may be this many times the lower one. A wider interval does not tell a
+# speed-up from a slow-down, or a good drafter from a poor one.
+MAX_SPREAD = 1.5
 WARM_UP_TOKENS = 8  # several drafts
 IN_TURNS = "prompt by prompt in one process, the two sides in turns"
 
 # Completes a prompt with at most this many tokens.
 Decode = Callable[[Sequence[int], int], Decoded]
+
+
+class PassResults:
+    """A directory with one JSON file for each finished pass, which a later evaluation reads."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def has(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def run(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a pass: the one on disk, or else the computed one, once it is on disk.
+
+        A damaged result is computed again.
+        """
+        path = self._path(name)
+        try:
+            return read_sealed_json(path)
+        except FileNotFoundError:
+            pass
+        except UserError:
+            if path.is_dir():
+                raise
+        write_sealed_json(path, compute())
+        return read_sealed_json(path)
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{name}.json"
 
 
 @dataclass(frozen=True)
@@ -149,4 +184,47 @@ def decoding_numbers(stats: AcceptanceStats, *, num_tokens: int, num_target_forw
         "num_tokens": num_tokens,
         "num_target_forwards": num_target_forwards,
         "tokens_per_target_forward": num_tokens / num_target_forwards,
+    }
+
+
+@dataclass(frozen=True)
+class TimedPrompt:
+    """One prompt, decoded with the drafter and without it."""
+
+    num_tokens: int
+    seconds: float
+    plain_num_tokens: int
+    plain_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """The tokens per second with the drafter, divided by those without it."""
+        return (self.num_tokens / self.seconds) / (self.plain_num_tokens / self.plain_seconds)
+
+
+def paired_timing(prompts: Sequence[TimedPrompt], how: str) -> dict[str, Any]:
+    """Return both rates and the median of the prompts' ratios with its 95 % interval over prompts.
+
+    Where these do not give the speed-up, it is None, and `unknown` has the reason.
+
+    Args:
+        how: says how the two sides were paired.
+    """
+    found = median_interval([one.ratio for one in prompts], Resamples(len(prompts)))
+    unknown = None
+    if len(prompts) < MIN_PROMPTS:
+        unknown = f"{len(prompts)} prompts were timed, and at least {MIN_PROMPTS} are needed"
+    elif found.high > MAX_SPREAD * found.low:
+        unknown = f"the times vary too much (95 % interval {found.low:.2f} to {found.high:.2f})"
+    return {
+        "how": how,
+        "num_prompts": len(prompts),
+        "tokens_per_second": sum(one.num_tokens for one in prompts) / sum(one.seconds for one in prompts),
+        "plain_tokens_per_second": sum(one.plain_num_tokens for one in prompts)
+        / sum(one.plain_seconds for one in prompts),
+        "speedup": None if unknown else found.value,
+        "low": found.low,
+        "high": found.high,
+        "unknown": unknown,
+        "ratios": [one.ratio for one in prompts],
     }

@@ -18,8 +18,7 @@ from data.samples import CapturedSample
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from train.artifact import fingerprint
-from train.evaluation.completions import CompletingTarget
-from train.evaluation.replay import PromptAcceptance
+from train.evaluation.replay import CompletingTarget, PromptAcceptance
 from train.resampling.paired import paired_ratio
 from train.tables import aligned
 

@@ -1,15 +1,20 @@
 """Acceptance by replay, for each prompt and draft length."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.batches.rows import pack_row
+from data.capture.hf import HiddenStateCapture
+from data.generation.answers import answer_prompts
+from data.generation.hf import TransformersGenerator
 from data.samples import CapturedSample
+from data.sampling import Sampling
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import expected_replay, replay
 from eagle31.model.drafter import Drafter
@@ -54,6 +59,42 @@ class PromptAcceptance:
             found = acceptance_interval(drafts, accepted, resamples)
             rows.append(total.to_json() | {"low": found.low, "high": found.high})
         return {"by_draft_length": rows, "by_prompt": counts, "prompts_hash": self.prompts_hash}
+
+
+@dataclass(frozen=True)
+class CompletingTarget:
+    """A target that completes prompts in batches and returns its states of them."""
+
+    capture: HiddenStateCapture
+    fingerprint: str  # of its weights
+    batch_size: int  # prompts in a forward pass
+
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, output: Path) -> list[list[int]]:
+        """Return the completions, which are kept in a JSONL file, `output`, so that they can be resumed."""
+        return answer_prompts(
+            TransformersGenerator(self.capture.model, self.batch_size),
+            prompts,
+            sampling,
+            output=output,
+            model_fingerprint=self.fingerprint,
+            progress=True,
+        )
+
+    def samples(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> Iterator[CapturedSample]:
+        """Yield each prompt with its completion and the states of both, on the CPU.
+
+        A completion of fewer than two tokens has no draft, and is left out.
+        """
+        pairs = [pair for pair in zip(prompts, completions, strict=True) if len(pair[1]) > 1]
+        for start in range(0, len(pairs), self.batch_size):
+            batch = pairs[start : start + self.batch_size]
+            ids = [torch.tensor([*prompt, *completion]) for prompt, completion in batch]
+            states = self.capture.capture(ids)
+            for input_ids, (prompt, _), (aux, final) in zip(ids, batch, states, strict=True):
+                loss_mask = torch.arange(len(input_ids)) >= len(prompt)
+                yield CapturedSample(input_ids, loss_mask, aux.cpu(), final.cpu())
 
 
 def longest_draft(draft_tokens: int) -> int:

@@ -13,9 +13,8 @@ from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.chain import rounding_bound
 from eagle31.errors import UserError
 from train.evaluation.agreement import DecodedSubset, DraftedCompletion
-from train.evaluation.decoding import count_verdicts, decoding_numbers, verdict
+from train.evaluation.decoding import TimedPrompt, count_verdicts, decoding_numbers, paired_timing, verdict
 from train.evaluation.replay import PromptAcceptance
-from train.evaluation.timing import TimedPrompt, paired_timing
 from train.serving.drafts import Served
 from train.serving.engine import (
     GREEDY,

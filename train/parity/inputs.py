@@ -18,9 +18,9 @@ from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
+from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from train.parity.prompts import Prompts, check_prompts, find_prompts
-from train.parity.reference import drafter_config
 from train.serving.engine import EngineSpec, draft_room
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -148,7 +148,7 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
     parts = load_target_parts(spec)
     target_dtype = str(parts.embed_tokens.dtype).removeprefix("torch.")
     spec = replace(spec, dtype=target_dtype if arguments.dtype == "auto" else arguments.dtype)
-    config = drafter_config(arguments.export, parts)
+    config = read_config(read_raw_config(arguments.export), num_target_layers=parts.num_layers).config
     tokenizer = load_tokenizer(spec)
     prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
     check_prompts(

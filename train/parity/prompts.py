@@ -11,7 +11,6 @@ from data.conversations.prompts import render_prompt
 from data.conversations.reading import read_conversations
 from data.conversations.saved import load_saved
 from eagle31.errors import UserError
-from eagle31.export.verification import read_probe
 
 Prompts = list[list[int]]
 _IDS = "prompt_token_ids"
@@ -20,7 +19,7 @@ _IDS = "prompt_token_ids"
 def find_prompts(
     file: Path | None, export: Path, tokenizer: PreTrainedTokenizerBase, num_prompts: int | None
 ) -> tuple[Prompts, str]:
-    """Return the prompts of `file`, else the held-out prompts of the export's run, else the export's probe.
+    """Return the prompts of `file`, else the held-out prompts of the export's run.
 
     Returns:
         The first `num_prompts` prompts, and their source.
@@ -36,7 +35,8 @@ def find_prompts(
         rows = load_saved(held_out)
         prompts, source = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows], str(held_out)
     else:
-        prompts, source = _probe_prompts(export), "the export's probe"
+        remedy = "The export is not in a run's directory; give prompts with --prompts FILE."
+        raise UserError("--prompts", None, remedy)
     if not prompts:
         raise UserError("--prompts", source, "It has no prompt; give a JSONL file of conversations.")
     return prompts[:num_prompts], source
@@ -123,14 +123,3 @@ def _token_rows(file: Path) -> Prompts:
             raise UserError("--prompts", f"{file}:{number}", f"Expected {_IDS}: a list of token ids.")
         prompts.append(ids)
     return prompts
-
-
-def _probe_prompts(export: Path) -> Prompts:
-    probe = read_probe(export)
-    if probe is None:
-        remedy = "The export is not in a run's directory and has no probe; give prompts with --prompts FILE."
-        raise UserError("--prompts", None, remedy)
-    written = probe.batch.loss_mask.nonzero()
-    # The probe may begin inside an answer; its first token is then the prompt.
-    num_tokens = max(1, int(written[0]) if len(written) else len(probe.batch.input_ids))
-    return [probe.batch.input_ids[:num_tokens].tolist()]

@@ -16,7 +16,6 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.artifact import Artifact
 from train.config.export import HubConfig
-from train.drafter.export_checks import check_unchanged
 from train.reporting.model_card import model_card, public_name
 from train.reporting.results import at_draft_length, read_report, read_serving
 
@@ -122,7 +121,6 @@ def check_export(export: Path) -> None:
         damage = None
     if damage is not None:
         raise UserError("export", export, f"{damage}; run the recipe again, which exports again.")
-    check_unchanged(export, "export")
 
 
 def card(output_dir: Path, hub: HubConfig, plots: list[str]) -> str:

@@ -20,16 +20,15 @@ from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.evaluation.agreement import DecodedSubset, DraftedCompletion, replay_verdict
-from train.evaluation.completions import CompletingTarget
 from train.evaluation.decoding import (
+    PassResults,
     count_verdicts,
     decode_in_turns,
     decoding_report,
     engine_name,
     greedy_sides,
 )
-from train.evaluation.passes import PassResults
-from train.evaluation.replay import longest_draft, packed, replay_greedily, sampling_report
+from train.evaluation.replay import CompletingTarget, longest_draft, packed, replay_greedily, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.reporting.results import FORMAT, at_draft_length, warnings_of
 from train.stages.training.building import new_drafter

@@ -39,7 +39,7 @@ STAGES = {
         # Not README.md, which the report writes again.
         export_inputs,
         run_export,
-        ("checkpoint/config.json", "checkpoint/*.safetensors", "checkpoint/verification/*"),
+        ("checkpoint/config.json", "checkpoint/*.safetensors"),
     ),
     Stage.evaluate: StageRun(evaluate_inputs, run_evaluate, ("evaluation.json",)),
 }

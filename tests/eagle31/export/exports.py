@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle31.export.config_json import config_json
+from eagle31.export.drafts import draft_logits
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.read import LoadedExport
-from eagle31.export.verification import draft_logits
 from eagle31.export.write import write_export
 from eagle31.model.config import DrafterConfig
 from eagle31.model.vocab import build_draft_vocab

@@ -139,7 +139,7 @@ def test_damaged_exports_are_refused(tmp_path: Path) -> None:
     weights = tmp_path / "e" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"model\.safetensors=.*: It is damaged\. It has .* bytes where"):
+    with pytest.raises(UserError, match=r"model\.safetensors=.*: It is damaged"):
         load_export(tmp_path / "e", CPU)
     weights.unlink()
     with pytest.raises(UserError, match="read"):

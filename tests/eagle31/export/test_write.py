@@ -5,6 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from eagle31.errors import UserError
+from eagle31.export import write
+from eagle31.export.config_json import config_json
 from eagle31.export.layouts import Layout
 from eagle31.export.read import load_export
 from eagle31.export.write import write_export
@@ -41,7 +43,7 @@ def test_the_weights_are_read_back(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(loaded.embed_tokens, embed.float())
     assert loaded.draft_target_ids is not None
     assert torch.equal(loaded.draft_target_ids, vocab.target_ids)
-    assert loaded.config["eagle31"] == {"target": "x"}
+    assert loaded.config["eagle31"]["target"] == "x"
 
 
 def test_tensors_are_those_of_the_serving_contract(tmp_path: Path) -> None:
@@ -96,20 +98,16 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "e").exists()
 
 
-def test_a_failure_before_the_end_leaves_the_older_export(tmp_path: Path) -> None:
+def test_what_reads_back_differently_is_refused_and_leaves_the_older_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export(tmp_path / "e")
     before = (tmp_path / "e" / "config.json").read_bytes()
-    config = tiny_config(norm_output=False)
-    drafter, frozen = tiny_drafter(config, torch.float32)
-    state = {name: p.detach() for name, p in drafter.named_parameters()}
-
-    def refuse(directory: Path) -> None:
-        assert (directory / "model.safetensors").exists()
-        raise UserError("export", directory, "It is no good.")
-
-    common: dict = {"dtype": "float32", "provenance": {}, "complete": refuse}
-    with pytest.raises(UserError, match="no good"):
-        write_export(tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, **common)
+    for changes, field in (({"norm_output": False}, "drafts"), ({"sliding_window": 999}, "sliding_window")):
+        wrong = tiny_config(**changes)
+        monkeypatch.setattr(write, "config_json", lambda _, *rest, config=wrong: config_json(config, *rest))
+        with pytest.raises(UserError, match=f"{field}: found"):
+            export(tmp_path / "e")
     assert (tmp_path / "e" / "config.json").read_bytes() == before
 
 

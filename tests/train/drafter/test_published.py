@@ -1,7 +1,6 @@
 """Training that starts from a checkpoint, as the stages do it."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,13 @@ from eagle31.export.read import load_export
 from eagle31.model.drafter import Drafter
 from tests.data.target.tiny_target import make_dataset, save_target
 from tests.eagle31.tiny import WIDE_MLA
-from tests.train.drafter.test_export_checks import edit_config, edit_tensors
-from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
+from tests.train.drafter.tiny_export import (
+    edit_config,
+    edit_tensors,
+    make_published,
+    save_target_with_tokenizer,
+    write_tiny_export,
+)
 from train.artifact import Artifact
 from train.config.data import DataConfig
 from train.config.drafter import Attention, DrafterShape
@@ -43,7 +47,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
 @pytest.fixture
 def checkpoint(spec: TargetSpec, tmp_path: Path) -> Path:
     write_tiny_export(tmp_path / "checkpoint", spec)
-    shutil.rmtree(tmp_path / "checkpoint" / "verification")  # published checkpoints have none
+    make_published(tmp_path / "checkpoint")
     return tmp_path / "checkpoint"
 
 
@@ -119,7 +123,7 @@ def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: P
 
 def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: Path) -> None:
     write_tiny_export(tmp_path / "e", spec, hidden_size=16)
-    shutil.rmtree(tmp_path / "e" / "verification")
+    make_published(tmp_path / "e")
     edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
     made = context(spec, tmp_path / "e", tmp_path)
     started(made, tmp_path / "vocab")

@@ -1,31 +1,26 @@
-"""A complete export of a tiny drafter for a tiny target, with its training record."""
+"""A complete export of a tiny drafter for a tiny target."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eagle31.export.layouts import Layout, Verifier
-from eagle31.export.verification import (
-    TrainingRecord,
-    make_probe,
-    probe_piece,
-    tensor_hashes,
-    write_verification,
-)
-from eagle31.export.write import served_tensors, write_export
+from eagle31.export.write import write_export
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import project_width
 from eagle31.model.vocab import build_draft_vocab
 from tests.data.conversations.chat_templates import byte_level_tokenizer
 from tests.data.target.tiny_target import AUX_LAYER_IDS, HIDDEN_SIZE, VOCAB_SIZE, save_target
-from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import tiny_config, tiny_drafter
 
-STEPS = 3
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -61,7 +56,6 @@ def write_tiny_export(
     *,
     layout: Layout = Layout.vllm,
     dtype: str = "float32",
-    verified: bool = True,
     **changes: Any,
 ) -> Drafter:
     """Write an export, and return its drafter."""
@@ -73,28 +67,37 @@ def write_tiny_export(
     counts = torch.randint(0, 50, (config.vocab_size,), generator=torch.Generator().manual_seed(0))
     vocab = build_draft_vocab(counts, config.draft_vocab_size, [0])
     embed_tokens = project_width(parts.embed_tokens, config.hidden_size)
-    written: dict[str, Any] = {"dtype": dtype, "layout": layout}
-    target = {
-        "model": spec.model,
-        "revision": None,
-        "fingerprint": parts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(load_tokenizer(spec)),
-        "template_fingerprint": "0",
-    }
-    served = served_tensors(config, rounded, vocab, embed_tokens, **written)
-    record = TrainingRecord(config, dtype, layout.value, 1, target, tensor_hashes(served))
-    piece = probe_piece(random_batch((40,), config, dtype=torch.float32), STEPS)
-    assert piece is not None
-    probe = make_probe(drafter, embed_tokens.float(), piece, STEPS)
     write_export(
         directory,
         config,
         rounded,
         vocab,
         embed_tokens,
-        provenance={} if not verified else {"target_fingerprint": parts.fingerprint},
+        dtype=dtype,
+        layout=layout,
+        provenance={
+            "target_fingerprint": parts.fingerprint,
+            "tokenizer_fingerprint": tokenizer_fingerprint(load_tokenizer(spec)),
+        },
         verifier=Verifier(spec.model, ("LlamaForCausalLM",), 4),
-        complete=(lambda partial: write_verification(partial, record, probe)) if verified else None,
-        **written,
     )
     return drafter
+
+
+def edit_config(export: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = export / "config.json"
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+
+
+def edit_tensors(export: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = export / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def make_published(export: Path) -> None:
+    """Make an export one that eagle31 did not write."""
+    edit_config(export, lambda raw: raw.pop("eagle31"))

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from eagle31.decoding.speculative import Decoded
-from train.evaluation.decoding import WARM_UP_TOKENS, Decode, decode_in_turns
-from train.evaluation.passes import PassResults
-from train.evaluation.timing import TimedPrompt, paired_timing
+from train.evaluation.decoding import (
+    WARM_UP_TOKENS,
+    Decode,
+    PassResults,
+    TimedPrompt,
+    decode_in_turns,
+    paired_timing,
+)
 
 PROMPTS = [[1], [2], [3], [4]]
 

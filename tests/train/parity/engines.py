@@ -17,8 +17,7 @@ from eagle31.json_files import write_text
 from tests.data.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, target_path
 from tests.train.torchrun import ROOT
-from train.parity.compare import Comparison, check_case
-from train.parity.reference import decode_reference, reference_drafter
+from train.evaluation.parity import Comparison, check_case, decode_reference
 from train.serving.drafts import Served
 from train.serving.engine import DecodeJob, EngineFailure, EngineSpec, JobResult, draft_room, run_jobs
 
@@ -48,7 +47,8 @@ class EngineResults:
             target = target_path(case, self.trained)
             spec = TargetSpec(str(target), dtype="float32")
             self.references[export] = decode_reference(
-                reference_drafter(export, load_target_parts(spec), CPU, torch.float32),
+                export,
+                load_target_parts(spec),
                 spec,
                 held_out_prompts(self.trained, CASES[case].target),
                 CPU,

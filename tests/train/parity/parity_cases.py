@@ -31,11 +31,9 @@ from data.embedded.corpus import ChatExample, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, initialize, pretrain
 from eagle31.json_files import write_text
-from tests.eagle31.export.reload import reload_in_this_process
 from tests.shared import TRAINING_CODE, make_cached
 from train.config.compose import composed
 from train.distributed import World, leave_process_group
-from train.drafter import export_checks
 from train.pipeline import run_pipeline
 
 MAX_POSITIONS = 512
@@ -282,7 +280,6 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     where, lengths = Path(sys.argv[1]).resolve(), tuple(map(int, sys.argv[2:5]))
     # Starting a process for each reload would take as long as some of the runs.
-    export_checks.reload_in_fresh_process = reload_in_this_process
     for case_name in sys.argv[5:]:
         if not is_trained(case_name, where):
             try:

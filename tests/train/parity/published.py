@@ -18,7 +18,6 @@ def as_published(export: Path, directory: Path) -> Path:
     of speculators loses the keys that we add to `transformer_layer_config`, as its trainer leaves it.
     """
     shutil.copytree(export, directory)
-    shutil.rmtree(directory / "verification")
     (directory / "README.md").unlink()
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")

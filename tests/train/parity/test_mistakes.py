@@ -13,8 +13,8 @@ from tests.train.parity.engines import EngineResults, K, decode_job, run_togethe
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import require_export, target_path
 from tests.train.torchrun import ROOT, preloaded_python
-from train.drafter.export_checks import validate_export
-from train.parity.compare import Comparison, check_case
+from train.drafter.published import validate_export
+from train.evaluation.parity import Comparison, check_case
 
 pytestmark = pytest.mark.timeout(7200)
 # Served in every test run, the others with --full: wrong inputs, a wrong recursion, wrong tokens.
@@ -83,7 +83,6 @@ def format_table(compared: dict[str, Comparison | str]) -> list[str]:
     return rows
 
 
-@pytest.mark.usefixtures("reload_here")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_classic_mistake_is_named_before_vllm_starts(name: str, trained: Path, tmp_path: Path) -> None:
     mutation, word = MUTATIONS[name]

@@ -3,16 +3,11 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
 
 from eagle31.errors import UserError
-from eagle31.export.verification import Probe, TrainingRecord, write_verification
-from eagle31.model.config import DrafterConfig
-from eagle31.training.batch import PackedBatch
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
-from tests.eagle31.tiny import tiny_config
 from train.parity.prompts import check_prompts, find_prompts, read_prompts, run_directory
 
 TOKENIZER = byte_level_tokenizer(templates.THINKING)
@@ -66,25 +61,9 @@ def test_default_is_the_held_out_prompts_of_the_run(tmp_path: Path) -> None:
     assert run_directory(export.resolve()) == run_directory(export) == tmp_path
 
 
-def probe_in(export: Path, config: DrafterConfig) -> None:
-    batch = PackedBatch(
-        input_ids=torch.arange(10, 18),
-        loss_mask=torch.arange(8) >= 5,
-        document_ids=torch.zeros(8, dtype=torch.long),
-        position_ids=torch.arange(8),
-        aux_hidden_states=torch.zeros(8, 3, 4),
-        final_hidden_states=torch.zeros(8, 4),
-    )
-    nothing = torch.zeros(1, 1, 1)
-    probe = Probe(batch, torch.tensor([4]), nothing.long(), nothing, nothing[0].clone())
-    write_verification(export, TrainingRecord(config, "float32", "vllm", 1, {}, {}), probe)
-
-
-def test_without_a_run_the_probe_is_used_or_else_an_error(tmp_path: Path) -> None:
+def test_without_a_run_prompts_have_to_be_given(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="give prompts with --prompts FILE"):
         find_prompts(None, tmp_path, TOKENIZER, None)
-    probe_in(tmp_path, tiny_config())
-    assert find_prompts(None, tmp_path, TOKENIZER, None) == ([list(range(10, 15))], "the export's probe")
 
 
 def test_empty_file_is_refused(tmp_path: Path) -> None:

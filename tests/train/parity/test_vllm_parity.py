@@ -16,7 +16,7 @@ from tests.train.parity.parity_cases import (
     require_export,
 )
 from tests.train.parity.published import as_published
-from train.parity.compare import Comparison
+from train.evaluation.parity import Comparison
 
 pytestmark = pytest.mark.timeout(7200)
 MIN_DRAFTS = 200

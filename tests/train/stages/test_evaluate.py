@@ -24,8 +24,7 @@ from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
 from train.evaluation import vllm as vllm_evaluation
-from train.parity.compare import check_case
-from train.parity.reference import decode_reference, reference_drafter
+from train.evaluation.parity import check_case, decode_reference
 from train.pipeline import run_stage, run_stages
 from train.serving.drafts import common_length
 from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
@@ -93,9 +92,9 @@ def decoded(small_target: EmbeddedTarget, in_vllm: VllmRun) -> list[Decoded]:
     """What eagle31's decoder writes for the prompts that vLLM had."""
     [export] = in_vllm.directory.glob("artifacts/export-*/checkpoint")
     spec, job = TargetSpec(str(small_target.model)), in_vllm.jobs[0]
-    drafter = reference_drafter(export, load_target_parts(spec), CPU, torch.float32)
     limits: dict[str, Any] = {"max_new_tokens": job.max_new_tokens, "stop_token_ids": job.stop_token_ids}
-    return decode_reference(drafter, spec, job.prompts, CPU, k=job.engine.k, **limits)
+    parts = load_target_parts(spec)
+    return decode_reference(export, parts, spec, job.prompts, CPU, k=job.engine.k, **limits)
 
 
 def test_vllm_drafts_and_writes_the_same_as_eagle31(in_vllm: VllmRun, decoded: list[Decoded]) -> None:

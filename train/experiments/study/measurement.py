@@ -11,9 +11,14 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.drift import choose_rows, measure_drift
 from train.artifact import Artifact
-from train.evaluation.completions import CompletingTarget
 from train.evaluation.matrix import Cell
-from train.evaluation.replay import MAX_DRAFT_TOKENS, PromptAcceptance, packed, replay_greedily
+from train.evaluation.replay import (
+    MAX_DRAFT_TOKENS,
+    CompletingTarget,
+    PromptAcceptance,
+    packed,
+    replay_greedily,
+)
 from train.experiments.quality.acceptance import drafter_of, own_drafter
 from train.experiments.quality.dataset import Dataset, load_vocab
 from train.experiments.quality.runs import Run

@@ -18,7 +18,7 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments
-from train.drafter.export_checks import validate_export
+from train.drafter.published import validate_export
 from train.evaluation.replay import packed, replay_greedily
 from train.experiments.quality.acceptance import drafter_of, measure_run, own_drafter, served_checkpoint
 from train.experiments.quality.dataset import Dataset, load_vocab, run_logged, target_tensors

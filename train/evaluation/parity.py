@@ -1,14 +1,29 @@
-"""Compares the drafts and completions of vLLM with those of eagle31's evaluator."""
+"""Parity with vLLM: its drafts and completions, compared with those of eagle31's evaluator."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.speculative import Decoded
-from train.serving.drafts import PlacedDraft, Served, common_length, placed_drafts
+import torch
 
+from data.progress import tracked
+from data.target.cached_decoding import TargetDecoder
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.parts import TargetParts
+from data.target.spec import TargetSpec
+from eagle31.decoding.acceptance import AcceptanceStats
+from eagle31.decoding.speculative import Decoded, decode_speculatively
+from eagle31.export.read import load_export
+from eagle31.model.frozen import FrozenParts
+from train.drafter.published import target_defaults
+from train.serving.drafts import PlacedDraft, Served, common_length, placed_drafts
+from train.tables import aligned
+
+_NUM_SHOWN = 8  # differences in a list
 DRAFTS_PER_NEAR_TIE = 200
 TOLERANCE = 0.05  # relative, of the acceptance length in half precision, where rounding decides many tokens
 
@@ -261,3 +276,94 @@ def _stats(drafts: Sequence[Sequence[PlacedDraft]], k: int) -> AcceptanceStats:
 
 def _without_near_ties(differences: Sequence[Difference]) -> list[Difference]:
     return [one for one in differences if not one.near_tie]
+
+
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """Return the counts of both sides, the differences and the verdict."""
+    num_near, num_different = len(comparison.near_ties), len(comparison.differences)
+    drafts = f"{comparison.num_equal} equal, {num_near} near-tie, {num_different} different"
+    num = comparison.num_completions
+    rows = [
+        ["drafts compared", f"{comparison.num_compared}: {drafts}"],
+        ["completions against vLLM without drafter", _completion_counts(comparison.plain_completions, num)],
+        ["completions against the evaluator", _completion_counts(comparison.completions, num)],
+    ]
+    lines = [*_counts(comparison.ours, comparison.vllm), "", *aligned(rows, text_columns=2)]
+    if comparison.exact:
+        lines += _listed("drafts that differ", comparison.drafts)
+        lines += _listed("completions that differ", [*comparison.plain_completions, *comparison.completions])
+    lines += ["", _verdict(comparison.failures)]
+    if not comparison.ours.num_accepted:
+        lines.append("note: no drafted token was accepted, so this shows little; train the drafter first.")
+    return lines
+
+
+def _counts(ours: AcceptanceStats, vllm: AcceptanceStats) -> list[str]:
+    sides = (ours, vllm)
+    rows = [
+        ["", "eagle31", "vLLM"],
+        ["drafts", *(str(side.num_drafts) for side in sides)],
+        ["acceptance length", *(f"{side.acceptance_length:.3f}" for side in sides)],
+    ]
+    for position in range(ours.k):
+        rows.append(
+            [
+                f"accepted at position {position + 1}",
+                *(str(side.accepted_per_position[position]) for side in sides),
+            ]
+        )
+    return aligned(rows)
+
+
+def _completion_counts(differences: Sequence[Difference], num_completions: int) -> str:
+    counts = count_completions(differences, num_completions)
+    return ", ".join(f"{counts[name]} {name}" for name in ("identical", "near-tie", "different"))
+
+
+def _listed(title: str, differences: Sequence[Difference]) -> list[str]:
+    """Return the first few differences; near-ties, which rounding explains, come last."""
+    if not differences:
+        return []
+    ordered = sorted(differences, key=lambda one: one.near_tie)
+    shown = [f"  {'near-tie' if one.near_tie else 'different'}: {one}" for one in ordered[:_NUM_SHOWN]]
+    rest = len(ordered) - len(shown)
+    return ["", f"{title}:", *shown, *([f"  and {rest} more (--json OUT writes all)"] if rest else [])]
+
+
+def _verdict(failures: Sequence[str]) -> str:
+    if not failures:
+        return "verdict: vLLM serves what was trained"
+    return f"verdict: vLLM does not serve what was trained: {'; '.join(failures)}"
+
+
+def decode_reference(
+    export: Path,
+    parts: TargetParts,
+    spec: TargetSpec,
+    prompts: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    k: int,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> list[Decoded]:
+    """Decode each prompt greedily with the drafter; keep drafts and margins."""
+    loaded = load_export(export, device, dtype, target=target_defaults(parts))
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    frozen = FrozenParts(loaded.embed_tokens, parts.head.to(device), loaded.draft_target_ids, lm_head=None)
+    model = load_target(spec, device)
+    target = TargetDecoder(model, locate(model, spec), loaded.drafter.config.aux_layer_ids)
+    return [
+        decode_speculatively(
+            target,
+            loaded.drafter,
+            frozen,
+            prompt,
+            draft_tokens=k,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=stop_token_ids,
+        )
+        for prompt in tracked(prompts, "evaluator", "prompts")
+    ]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from eagle31.decoding.speculative import Decoded
-from train.parity.compare import Comparison, check_case, compare_completions
+from train.evaluation.parity import Comparison, check_case, compare_completions
 from train.serving.drafts import PlacedDraft, Served, cut_to_completion, placed_drafts
 
 K = 3
