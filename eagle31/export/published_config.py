@@ -18,6 +18,7 @@ ARCHITECTURES = (
     "Eagle3Qwen2_5vlForCausalLM",
     "Eagle3Qwen3vlForCausalLM",
 )
+LATENT_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2")
 LATENT_ARCHITECTURES = (LATENT_ARCHITECTURE, "Eagle3DeepseekV3ForCausalLM")
 SHAPE_KEYS = (
     "hidden_size",
@@ -26,22 +27,8 @@ SHAPE_KEYS = (
     "num_attention_heads",
     "vocab_size",
 )
-# The defaults that vLLM uses for missing keys.
-_LLAMA_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_LATENT_WIDTHS = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-_DEEPSEEK_V2_DEFAULTS = _LLAMA_DEFAULTS | _LATENT_WIDTHS
-_DEEPSEEK_V3_DEFAULTS = _DEEPSEEK_V2_DEFAULTS | {"max_position_embeddings": 4096}
-_LATENT_DEFAULTS = {
-    "kimi_k2": _DEEPSEEK_V3_DEFAULTS,
-    "deepseek_v3": _DEEPSEEK_V3_DEFAULTS,
-    "deepseek_v2": _DEEPSEEK_V2_DEFAULTS,
-}
+# The defaults of transformers' Llama, which vLLM uses for missing keys.
+_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 _MLA_KEYS = tuple(field.name for field in fields(MlaShape))
 
 
@@ -83,10 +70,7 @@ def _read_config(
 ) -> ReadConfig:
     layer = layer_config(raw)
     refuse_unknown_parts(raw, layer)
-    missing = [key for key in SHAPE_KEYS if layer.get(key) is None]
-    if missing:
-        raise UserError("config.json", missing, "These keys are missing.")
-    values = _with_defaults(layer)
+    values = _numbers(layer)
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
     mla, num_kv_heads, head_dim = _heads(layer, values)
     window, window_notes = _sliding_window(layer, values["num_hidden_layers"])
@@ -119,29 +103,30 @@ def is_latent(layer: dict[str, Any]) -> bool:
     return next(iter(layer.get("architectures") or ()), None) in LATENT_ARCHITECTURES
 
 
-def _with_defaults(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return the layer's keys with the defaults that vLLM uses for missing ones.
+def _numbers(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return the layer's sizes, with vLLM's defaults for missing ones; MLA has to name all of them.
 
     Raises:
-        UserError: a value has the wrong type, or the layer has a kind of MLA that is not supported here.
-
-    Source: configuration_llama.py, configuration_deepseek_v2.py and configuration_deepseek_v3.py of
-    transformers, which vLLM reads these files with.
+        UserError: a size is missing or has the wrong type, or this kind of MLA is not supported.
     """
-    defaults = _LLAMA_DEFAULTS
+    required: tuple[str, ...] = SHAPE_KEYS
     if is_latent(layer):
-        model_type = layer.get("model_type") or ""
-        if model_type not in _LATENT_DEFAULTS:
-            raise UserError("model_type", model_type or None, f"Supported are {', '.join(_LATENT_DEFAULTS)}.")
+        if layer.get("model_type") not in LATENT_TYPES:
+            raise UserError(
+                "model_type", layer.get("model_type"), f"Supported are {', '.join(LATENT_TYPES)}."
+            )
         if layer.get("q_lora_rank", 0) is None:  # not missing: it says that queries have no latent
             raise UserError("q_lora_rank", None, "Drafters whose queries have no latent are not supported.")
-        defaults = _LATENT_DEFAULTS[model_type]
-    values = {key: layer[key] for key in (*SHAPE_KEYS, *defaults) if layer.get(key) is not None}
+        required = (*SHAPE_KEYS, *_MLA_KEYS, *_DEFAULTS)
+    missing = [key for key in required if layer.get(key) is None]
+    if missing:
+        raise UserError("config.json", missing, "These keys are missing.")
+    values = {key: layer[key] for key in (*required, *_DEFAULTS) if layer.get(key) is not None}
     for key, value in values.items():
         number = (int, float) if key == "rms_norm_eps" else int
         if isinstance(value, bool) or not isinstance(value, number):
             raise UserError(key, value, "config.json must have a number here.")
-    return defaults | values
+    return _DEFAULTS | values
 
 
 def _heads(layer: dict[str, Any], values: dict[str, Any]) -> tuple[MlaShape | None, int, int]:
