@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser, several_draft_lengths: bool =
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSONL of conversations or of prompt_token_ids (default: held-out prompts of the export's run)",
+        help="JSONL of conversations (default: held-out prompts of the export's run)",
     )
     parser.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     if several_draft_lengths:
@@ -153,7 +153,6 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
     prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
     check_prompts(
         prompts,
-        vocab_size=parts.vocab_size,
         room=_positions(parts, config) - draft_room(longest),
         max_new_tokens=arguments.max_new_tokens,
     )

@@ -1,9 +1,7 @@
 """The prompts to decode, as token ids."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,9 +9,9 @@ from data.conversations.prompts import render_prompt
 from data.conversations.reading import read_conversations
 from data.conversations.saved import load_saved
 from eagle31.errors import UserError
+from train.evaluation.matrix import prompt_messages
 
 Prompts = list[list[int]]
-_IDS = "prompt_token_ids"
 
 
 def find_prompts(
@@ -58,68 +56,28 @@ def newest_answers(run: Path) -> Path | None:
 
 
 def read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Read JSON lines: `{"prompt_token_ids": [...]}`, bare lists of ids, or conversations in any schema.
-
-    A conversation is cut after its last message that is not the assistant's, and ends with the generation
-    prompt.
+    """Return the prompts of a file's conversations, each up to the turn that the target writes.
 
     Raises:
-        UserError: the file does not exist or has neither.
+        UserError: the file does not exist or has no conversations.
     """
     if not file.is_file():
         raise UserError("--prompts", file, "No such file.")
-    with file.open(encoding="utf-8") as lines:
-        first = next((line for line in lines if line.strip()), "")
-    if not first:
-        return []
-    if first.lstrip().startswith("[") or _IDS in first:
-        return _token_rows(file)
     found = read_conversations(str(file), require_answer=False, field="--prompts").conversations
-    prompts = []
-    for conversation in found:
-        messages = list(conversation.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        prompts.append(render_prompt(tokenizer, messages, conversation.tools, {}))
-    return prompts
+    return [render_prompt(tokenizer, prompt_messages(one), one.tools, {}) for one in found]
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]], *, vocab_size: int, room: int, max_new_tokens: int
-) -> None:
-    """Raise UserError for prompts that no engine would accept.
+def check_prompts(prompts: Sequence[Sequence[int]], *, room: int, max_new_tokens: int) -> None:
+    """Raise UserError for prompts that are too long.
 
     Args:
         room: positions that target and drafter both have, less those that drafts need.
     """
     for index, prompt in enumerate(prompts):
-        where = f"prompt {index}"
-        if not prompt:
-            raise UserError("--prompts", where, "It is empty.")
-        outside = [token for token in prompt if not 0 <= token < vocab_size]
-        if outside:
-            remedy = f"Token {outside[0]} is outside the target's vocabulary of {vocab_size}."
-            raise UserError("--prompts", where, remedy)
         if len(prompt) + max_new_tokens > room:
             raise UserError(
                 "--prompts",
-                where,
+                f"prompt {index}",
                 f"Its {len(prompt)} tokens and --max-new-tokens {max_new_tokens} are more than "
                 f"the {room} that the target and the drafter allow; leave it out or lower --max-new-tokens.",
             )
-
-
-def _token_rows(file: Path) -> Prompts:
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError("--prompts", f"{file}:{number}", f"This is not JSON ({error.msg}).") from error
-        ids = row.get(_IDS) if isinstance(row, dict) else row
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise UserError("--prompts", f"{file}:{number}", f"Expected {_IDS}: a list of token ids.")
-        prompts.append(ids)
-    return prompts

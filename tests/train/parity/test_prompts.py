@@ -13,20 +13,6 @@ from train.parity.prompts import check_prompts, find_prompts, read_prompts, run_
 TOKENIZER = byte_level_tokenizer(templates.THINKING)
 
 
-def test_token_ids_are_read_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt_token_ids": [1, 2]}\n\n{"prompt_token_ids": [3]}\n')
-    (tmp_path / "b.jsonl").write_text("[4, 5]\n[6]\n")
-    assert read_prompts(tmp_path / "a.jsonl", TOKENIZER) == [[1, 2], [3]]
-    assert read_prompts(tmp_path / "b.jsonl", TOKENIZER) == [[4, 5], [6]]
-
-
-@pytest.mark.parametrize("row", ['{"prompt_token_ids": "a"}', "[1, 2.5]", "[1, 2", "[true]"])
-def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, row: str) -> None:
-    (tmp_path / "a.jsonl").write_text(f"[1]\n{row}\n")
-    with pytest.raises(UserError, match=r"a\.jsonl:2"):
-        read_prompts(tmp_path / "a.jsonl", TOKENIZER)
-
-
 def test_conversations_end_with_the_generation_prompt(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "and"}, {"role": "assistant", "content": "six"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
@@ -66,19 +52,9 @@ def test_without_a_run_prompts_have_to_be_given(tmp_path: Path) -> None:
         find_prompts(None, tmp_path, TOKENIZER, None)
 
 
-def test_empty_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="has no prompt"):
-        find_prompts(tmp_path / "a.jsonl", tmp_path, TOKENIZER, None)
+def test_prompts_that_are_too_long_are_refused(tmp_path: Path) -> None:
+    check_prompts([[1] * 20], room=30, max_new_tokens=10)
+    with pytest.raises(UserError, match="--prompts=prompt 1: Its 21 tokens"):
+        check_prompts([[1], [1] * 21], room=30, max_new_tokens=10)
     with pytest.raises(UserError, match="No such file"):
         find_prompts(tmp_path / "b.jsonl", tmp_path, TOKENIZER, None)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "why"),
-    [([], "It is empty"), ([1, 100], "Token 100 is outside"), ([-1], "outside"), ([1] * 21, "21 tokens and")],
-)
-def test_prompts_that_no_engine_would_accept_are_refused(prompt: list[int], why: str) -> None:
-    check_prompts([[1] * 20], vocab_size=100, room=30, max_new_tokens=10)
-    with pytest.raises(UserError, match=rf"--prompts=prompt 1: .*{why}|{why}"):
-        check_prompts([[1], prompt], vocab_size=100, room=30, max_new_tokens=10)
