@@ -39,7 +39,10 @@ def spec(tmp_path: Path) -> TargetSpec:
 
 def context(spec: TargetSpec, *overrides: str, rank: int = 0) -> RunContext:
     needed = [f"target.model={spec.model}", "data.train=none.jsonl", "output_dir=none", *overrides]
-    return RunContext(composed("any_target", *needed), World(rank=rank, local_rank=rank, size=2))
+    return RunContext(
+        composed("any_target", *needed, "drafter.draft_vocab_size=null"),
+        World(rank=rank, local_rank=rank, size=2),
+    )
 
 
 def decoded(
