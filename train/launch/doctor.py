@@ -38,10 +38,9 @@ from train.distributed import World
 from train.planning.disk import cached_repositories, disks, download_bytes, existing
 from train.planning.plan import Plan, make_plan
 from train.planning.sizes import RunSizes
-from train.planning.units import gigabytes
 from train.planning.work import newest_data_summary
 from train.reporting.hub import check_push
-from train.tables import aligned
+from train.tables import aligned, gigabytes
 from train.tracking import has_wandb_key, wandb_mode
 from train.versions import missing_packages, package_versions
 

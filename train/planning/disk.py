@@ -15,8 +15,8 @@ from train.config.capture import CaptureMode, TransportKind
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED
 from train.planning.sizes import RunSizes
-from train.planning.units import gigabytes
 from train.planning.work import Work
+from train.tables import gigabytes
 
 _DOWNLOADED = 0.1  # of a model's size: what may be missing where it counts as complete
 _STATES = 3  # float32 weights and two moments

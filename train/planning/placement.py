@@ -16,8 +16,8 @@ from train.config.target import TargetEngine
 from train.config.vllm import Placement
 from train.distributed import World
 from train.planning.memory import USABLE_FRACTION
-from train.planning.server_memory import CAPTURED_SEQUENCES, Parallelism, ServerMemory
 from train.planning.sizes import RunSizes
+from train.planning.target import CAPTURED_SEQUENCES, Parallelism, ServerMemory
 
 # Fraction of a GPU for a server that shares it with no training.
 _ALONE_FRACTION = 0.9

@@ -18,11 +18,10 @@ from train.planning.commands import Command, commands
 from train.planning.disk import disks
 from train.planning.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
 from train.planning.placement import Cluster, ServerPlacement, cluster_at_hand, place_servers, serves_training
-from train.planning.server_memory import Parallelism, ServerMemory
 from train.planning.sizes import RunSizes, trainer_settings
-from train.planning.target import TargetSize
-from train.planning.units import gigabytes
+from train.planning.target import Parallelism, ServerMemory, TargetSize
 from train.planning.work import Hours, Work, run_hours, run_work
+from train.tables import gigabytes
 
 _GPUS_PER_NODE = 8
 # In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.

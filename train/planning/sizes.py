@@ -14,8 +14,14 @@ from train.config.run import RunConfig
 from train.config.training import Optimizer, Precision, objective_of
 from train.drafter.shape import check_positions, complete_shape
 from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
-from train.planning.server_memory import Parallelism, ServerMemory, server_memory
-from train.planning.target import TargetSize, planned_config, target_size
+from train.planning.target import (
+    Parallelism,
+    ServerMemory,
+    TargetSize,
+    planned_config,
+    server_memory,
+    target_size,
+)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from collections import Counter
 import torch
 
 from train.planning.plan import Plan, Way
-from train.planning.server_memory import CAPTURED_SEQUENCES
-from train.planning.units import gigabytes, rounded
+from train.planning.target import CAPTURED_SEQUENCES
 from train.planning.work import Hours, Work
-from train.tables import aligned
+from train.tables import aligned, gigabytes, rounded
 
 _Line = tuple[str, str]
 

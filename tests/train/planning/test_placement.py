@@ -12,8 +12,8 @@ from train.config.run import check
 from train.config.vllm import Placement
 from train.planning.memory import USABLE_FRACTION
 from train.planning.placement import Cluster, ServerPlacement, place_servers
-from train.planning.server_memory import CAPTURED_SEQUENCES, Parallelism
 from train.planning.sizes import RunSizes
+from train.planning.target import CAPTURED_SEQUENCES, Parallelism
 
 GB = 1_000_000_000
 NODE = Cluster(1, 8, 8, 141 * GB)

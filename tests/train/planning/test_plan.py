@@ -21,9 +21,8 @@ from train.distributed import World
 from train.planning.memory import USABLE_FRACTION, worst_counts
 from train.planning.placement import Cluster, place_servers
 from train.planning.plan import Plan, check_gpu_memory, make_plan
-from train.planning.sizes import RunSizes
+from train.planning.sizes import RunSizes, planned_config
 from train.planning.table import format_plan
-from train.planning.target import planned_config
 from train.planning.work import newest_data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
