@@ -48,8 +48,8 @@ from train.inference.servers import RunServers, ServerSettings, start_limit
 from train.inference.target import CapturedTarget
 from train.inference.vllm import capture_engine
 from train.optim.learning_rates import with_rates
-from train.planning.placement import ServerPlacement, run_placement
-from train.planning.target import target_size
+from train.plan.placement import ServerPlacement, run_placement
+from train.plan.target import target_size
 from train.trainer.continuation import EarlierTraining
 
 

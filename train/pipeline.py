@@ -26,9 +26,9 @@ from train.launch.doctor import check_environment, check_start, check_store
 from train.leftovers import remove_leftovers
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
-from train.planning.placement import cluster_at_hand
-from train.planning.plan import check_gpu_memory
-from train.planning.sizes import RunSizes
+from train.plan.placement import cluster_at_hand
+from train.plan.plan import check_gpu_memory
+from train.plan.sizes import RunSizes
 from train.reporting.hub import check_push, push_run
 from train.stages.find_lr import check_stored, find_rates
 from train.stages.plan import announce_plan, announce_work

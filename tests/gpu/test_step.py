@@ -22,8 +22,8 @@ from tests.gpu.conftest import Figure
 from tests.gpu.engine import build_engine, random_row, update
 from tests.gpu.runs import Check
 from train.config.compose import composed
-from train.planning.memory import USABLE_FRACTION, trainer_memory
-from train.planning.sizes import RunSizes, trainer_settings
+from train.plan.memory import USABLE_FRACTION, trainer_memory
+from train.plan.sizes import RunSizes, trainer_settings
 from train.trainer.model_engine import ensure_process_group
 
 # Relative to the norm of the reference's gradient; bfloat16 keeps 8 bits of every product and state.

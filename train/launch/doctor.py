@@ -35,10 +35,10 @@ from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_vllm
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
-from train.planning.disk import cached_repositories, disks, download_bytes, existing
-from train.planning.plan import Plan, make_plan
-from train.planning.sizes import RunSizes
-from train.planning.work import newest_data_summary
+from train.plan.disk import cached_repositories, disks, download_bytes, existing
+from train.plan.plan import Plan, make_plan
+from train.plan.sizes import RunSizes
+from train.plan.work import newest_data_summary
 from train.reporting.hub import check_push
 from train.tables import aligned, gigabytes
 from train.tracking import has_wandb_key, wandb_mode

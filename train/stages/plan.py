@@ -3,9 +3,9 @@
 from eagle31.json_files import write_json
 from train.config.run import Stage
 from train.context import RunContext
-from train.planning.plan import Plan, make_plan
-from train.planning.table import format_plan, hours_lines, work_lines
-from train.planning.work import newest_data_summary
+from train.plan.plan import Plan, make_plan
+from train.plan.table import format_plan, hours_lines, work_lines
+from train.plan.work import newest_data_summary
 
 PLAN = "plan.json"
 

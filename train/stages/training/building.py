@@ -24,8 +24,8 @@ from eagle31.training.drift import MIN_STEPS
 from train.config.training import OptimConfig, Optimizer, objective_of, position_gaps_of
 from train.context import RunContext
 from train.drafter.build import build_drafter
-from train.planning.memory import trainer_memory, worst_counts
-from train.planning.sizes import trainer_settings
+from train.plan.memory import trainer_memory, worst_counts
+from train.plan.sizes import trainer_settings
 from train.stages.training.states import training_samples
 from train.trainer.guard import StepGuard
 from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine

@@ -15,9 +15,9 @@ from train.config.run import RunConfig, Stage, uses_vllm
 from train.config.target import TargetEngine
 from train.config.vllm import Placement
 from train.distributed import World
-from train.planning.memory import USABLE_FRACTION
-from train.planning.sizes import RunSizes
-from train.planning.target import CAPTURED_SEQUENCES, Parallelism, ServerMemory
+from train.plan.memory import USABLE_FRACTION
+from train.plan.sizes import RunSizes
+from train.plan.target import CAPTURED_SEQUENCES, Parallelism, ServerMemory
 
 # Fraction of a GPU for a server that shares it with no training.
 _ALONE_FRACTION = 0.9

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.train.torchrun import composed
-from train.planning.sizes import RunSizes
-from train.planning.target import Parallelism, ServerMemory, longest_sequence, server_memory
+from train.plan.sizes import RunSizes
+from train.plan.target import Parallelism, ServerMemory, longest_sequence, server_memory
 
 
 def memory(recipe: str, tensor: int = 1, data: int = 1) -> ServerMemory:

@@ -13,8 +13,8 @@ from eagle31.model.drafter import Drafter
 from train.config.run import RunConfig
 from train.config.training import Optimizer, Precision, objective_of
 from train.drafter.shape import check_positions, complete_shape
-from train.planning.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
-from train.planning.target import (
+from train.plan.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
+from train.plan.target import (
     Parallelism,
     ServerMemory,
     TargetSize,

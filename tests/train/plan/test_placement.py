@@ -10,10 +10,10 @@ from eagle31.errors import UserError
 from tests.train.torchrun import composed
 from train.config.run import check
 from train.config.vllm import Placement
-from train.planning.memory import USABLE_FRACTION
-from train.planning.placement import Cluster, ServerPlacement, place_servers
-from train.planning.sizes import RunSizes
-from train.planning.target import CAPTURED_SEQUENCES, Parallelism
+from train.plan.memory import USABLE_FRACTION
+from train.plan.placement import Cluster, ServerPlacement, place_servers
+from train.plan.sizes import RunSizes
+from train.plan.target import CAPTURED_SEQUENCES, Parallelism
 
 GB = 1_000_000_000
 NODE = Cluster(1, 8, 8, 141 * GB)

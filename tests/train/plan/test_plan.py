@@ -18,12 +18,12 @@ from tests.train.torchrun import ROOT, checked_config, composed, run_here
 from train.config.run import Stage, check
 from train.config.vllm import Placement
 from train.distributed import World
-from train.planning.memory import USABLE_FRACTION, worst_counts
-from train.planning.placement import Cluster, place_servers
-from train.planning.plan import Plan, check_gpu_memory, make_plan
-from train.planning.sizes import RunSizes, planned_config
-from train.planning.table import format_plan
-from train.planning.work import newest_data_summary
+from train.plan.memory import USABLE_FRACTION, worst_counts
+from train.plan.placement import Cluster, place_servers
+from train.plan.plan import Plan, check_gpu_memory, make_plan
+from train.plan.sizes import RunSizes, planned_config
+from train.plan.table import format_plan
+from train.plan.work import newest_data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name != "any_target"]

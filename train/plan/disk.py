@@ -14,8 +14,8 @@ from data.transport.spool import MEMORY
 from train.config.capture import CaptureMode, TransportKind
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED
-from train.planning.sizes import RunSizes
-from train.planning.work import Work
+from train.plan.sizes import RunSizes
+from train.plan.work import Work
 from train.tables import gigabytes
 
 _DOWNLOADED = 0.1  # of a model's size: what may be missing where it counts as complete

@@ -14,13 +14,13 @@ from train.config.run import RunConfig, Stage, uses_vllm
 from train.config.vllm import Placement
 from train.distributed import World
 from train.optim.learning_rates import described
-from train.planning.commands import Command, commands
-from train.planning.disk import disks
-from train.planning.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
-from train.planning.placement import Cluster, ServerPlacement, cluster_at_hand, place_servers, serves_training
-from train.planning.sizes import RunSizes, trainer_settings
-from train.planning.target import Parallelism, ServerMemory, TargetSize
-from train.planning.work import Hours, Work, run_hours, run_work
+from train.plan.commands import Command, commands
+from train.plan.disk import disks
+from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
+from train.plan.placement import Cluster, ServerPlacement, cluster_at_hand, place_servers, serves_training
+from train.plan.sizes import RunSizes, trainer_settings
+from train.plan.target import Parallelism, ServerMemory, TargetSize
+from train.plan.work import Hours, Work, run_hours, run_work
 from train.tables import gigabytes
 
 _GPUS_PER_NODE = 8

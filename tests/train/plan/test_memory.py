@@ -11,7 +11,7 @@ import pytest
 
 from eagle31.model.config import DrafterConfig
 from tests.train.torchrun import ROOT
-from train.planning.memory import TrainerSettings, trainer_memory, worst_counts
+from train.plan.memory import TrainerSettings, trainer_memory, worst_counts
 
 TOLERANCE = 0.15
 GQA: dict[str, Any] = {
@@ -82,7 +82,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
         "ONEDNN_MAX_CPU_ISA": "AVX2",
     }
     done = subprocess.run(
-        [sys.executable, "tests/train/planning/memory_worker.py", json.dumps(specs)],
+        [sys.executable, "tests/train/plan/memory_worker.py", json.dumps(specs)],
         cwd=ROOT,
         env=os.environ | settings,
         capture_output=True,

@@ -4,9 +4,9 @@ from collections import Counter
 
 import torch
 
-from train.planning.plan import Plan, Way
-from train.planning.target import CAPTURED_SEQUENCES
-from train.planning.work import Hours, Work
+from train.plan.plan import Plan, Way
+from train.plan.target import CAPTURED_SEQUENCES
+from train.plan.work import Hours, Work
 from train.tables import aligned, gigabytes, rounded
 
 _Line = tuple[str, str]

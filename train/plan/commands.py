@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from train.config.run import RunConfig
 from train.config.vllm import Placement
 from train.overrides import overrides_of
-from train.planning.placement import Cluster, ServerPlacement
+from train.plan.placement import Cluster, ServerPlacement
 
 _PORT, _RENDEZVOUS_PORT = 8000, 29500
 

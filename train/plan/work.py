@@ -16,7 +16,7 @@ from eagle31.json_files import read_sealed_json
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 from train.config.training import objective_of
-from train.planning.sizes import RunSizes
+from train.plan.sizes import RunSizes
 
 _HOUR = 3600
 
