@@ -1,8 +1,11 @@
-"""Stage results: directories named by a fingerprint of what they depend on."""
+"""The output directory: results named by a fingerprint of their inputs, links, and what killed runs leave."""
 
 import hashlib
 import json
 import os
+import re
+import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from data.file_hashes import hash_files
+from data.vllm.server_info import remove_ended
 from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json, write_sealed_json
 
 MANIFEST = "stage.json"
+# How this project, and how safetensors, names what is being written.
+_LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
+# Servers that outlive a run write shards and refusals; whoever writes a store looks after their leftovers.
+_OF_WRITERS = re.compile(r"\.shard-.*")
+_REFUSED = "refused"
 
 
 def fingerprint(inputs: dict[str, Any]) -> str:
@@ -94,8 +103,6 @@ class Artifact:
     def damage(self, files: Sequence[str] = ("*",), cache_dir: Path | None = None) -> str | None:
         """Return which file of a finished result was changed since, and how; None if none was.
 
-        Results of earlier versions have no hashes, and none of their files is compared.
-
         Args:
             files: patterns of the files that are compared with their hashes.
             cache_dir: the directory in which hashes are remembered; see `hash_files`.
@@ -103,7 +110,7 @@ class Artifact:
         Raises:
             UserError: a directory has the place of a file.
         """
-        recorded = self.manifest.get("files", {})
+        recorded = self.manifest["files"]
         chosen = {
             self.directory / name: name
             for name in recorded
@@ -119,6 +126,27 @@ class Artifact:
             if found[path] != recorded[name]:
                 return f"{path} was altered after the stage finished"
         return None
+
+    def kept(self, files: Sequence[str] = ("*",), cache_dir: Path | None = None) -> bool:
+        """Return whether the result is there as it was written. A damaged one is named, and made again.
+
+        Args:
+            files: see `damage`.
+        """
+        if self.finished:
+            damage = self.damage(files, cache_dir)
+        elif self.manifest_path.exists():
+            damage = f"{self.manifest_path} was altered"
+        else:
+            return False
+        if damage is None:
+            return True
+        print(f"{self.stage}: made again, because {damage}", file=sys.stderr, flush=True)
+        if self.directory.is_symlink():  # to another run's result
+            self.directory.unlink()
+        else:
+            self.reopen()  # before any rank looks
+        return False
 
     def reopen(self) -> None:
         """Mark the result as unfinished, so that the next run makes the part that is lost."""
@@ -145,6 +173,24 @@ def check_links(output_dir: Path, names: Iterable[str]) -> None:
 def has_trained(output_dir: Path) -> bool:
     """Whether a training in this output directory has a checkpoint, which the same command resumes."""
     return any(output_dir.glob("artifacts/train-*/checkpoints/step-*"))
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove unfinished files and directories, and the descriptions of killed vLLM servers of this machine.
+
+    None of them counts as a result, but a checkpoint or an export takes as much space as a finished one.
+    Only the process that has the directory's lock may call this, before the run writes anything.
+    """
+    remove_ended(directory)
+    for entry in os.scandir(directory):
+        path = Path(entry.path)
+        if _LEFTOVER.fullmatch(entry.name) and not _OF_WRITERS.fullmatch(entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        elif entry.is_dir(follow_symlinks=False) and entry.name != _REFUSED:
+            remove_leftovers(path)
 
 
 def _hashes(paths: Sequence[Path], cache_dir: Path | None) -> dict[Path, str]:

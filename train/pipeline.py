@@ -1,11 +1,12 @@
 """The pipeline: runs the selected stages in order and reuses the ones that are finished."""
 
 import gc
+import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,64 @@ from data.locks import try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
-from train.artifact import check_links, link_result
+from train.artifact import Artifact, check_links, link_result, remove_leftovers
 from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_stages, uses_servers
 from train.context import RunContext
-from train.distributed import World, wait_for
+from train.distributed import World, read_when_set, shared_values, wait_for
 from train.launch.doctor import check_environment, check_start, check_store
-from train.leftovers import remove_leftovers
 from train.optim.learning_rates import with_rates
 from train.optim.short_runs import FoundRate
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import check_gpu_memory
 from train.plan.sizes import RunSizes
 from train.reporting.hub import check_push, push_run
+from train.stages.answers import answers_inputs, run_answers
+from train.stages.capture import capture_inputs, run_capture
+from train.stages.data import data_inputs, run_data
+from train.stages.evaluate import evaluate_inputs, run_evaluate
+from train.stages.export import export_inputs, run_export
 from train.stages.find_lr import check_stored, find_rates
 from train.stages.plan import announce_plan, announce_work
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
-from train.stages.table import STAGES
-from train.stages.train import check_ranks, check_rows
-from train.stages.training.continuing import begin_training, share_earlier
-from train.stages.unfinished import check_selected, unfinished_stages
+from train.stages.train import check_ranks, check_rows, run_train, train_inputs
+from train.stages.training.continuing import begin_training, link_results, share_continued, share_earlier
+from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.versions import git_revision, package_versions
 
 LOCK_FILE = ".lock"  # in the output directory
 _EXPORT = "export"
+_UNFINISHED = "stages/unfinished"  # a value that the ranks share
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """The functions of a stage."""
+
+    inputs: Callable[[RunContext], dict[str, Any]]  # returns everything that the result depends on
+    run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
+    files: tuple[str, ...] = ()  # patterns of the files that later stages read
+    every_rank: bool = False  # otherwise rank 0 runs it and the others wait
+
+
+# Shards are checked when they are read.
+_STORES = ("*/manifest.json", "*/index.safetensors", "*/capture.json")
+METRICS, BEST = "metrics.jsonl", "checkpoints/best/*"
+STAGES = {
+    Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json")),
+    Stage.vocab: StageRun(vocab_inputs, run_vocab, ("vocab.json", "vocab.safetensors")),
+    Stage.answers: StageRun(answers_inputs, run_answers, ("validation/*", "test/*")),
+    Stage.capture: StageRun(capture_inputs, run_capture, _STORES, every_rank=True),
+    Stage.train: StageRun(train_inputs, run_train, (METRICS, BEST), every_rank=True),
+    Stage.export: StageRun(
+        # Not README.md, which the report writes again.
+        export_inputs,
+        run_export,
+        ("checkpoint/config.json", "checkpoint/*.safetensors"),
+    ),
+    Stage.evaluate: StageRun(evaluate_inputs, run_evaluate, ("evaluation.json",)),
+}
 
 
 def run_pipeline(config: RunConfig, world: World) -> None:
@@ -98,8 +132,50 @@ def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundR
 def run_stages(context: RunContext) -> None:
     """Run the selected stages in order, after checking what they need."""
     config, world = context.config, context.world
-    selected, needed = set(config.stages), needed_stages(config)
-    if Stage.train in selected and world.is_main:
+    stages = needed_stages(config)
+    unfinished = check_stages(context, stages)
+    try:
+        begin_servers(context, unfinished)
+        if Stage.train in unfinished and world.is_main and context.continued is not None:
+            begin_training(context)  # now: the earlier training may delete its checkpoint during other stages
+        for stage in stages:
+            if stage in unfinished:
+                definition, artifact = STAGES[stage], context.artifacts[stage]
+                begin_stage(context, stage, unfinished)
+                if world.is_main or definition.every_rank:
+                    started = time.perf_counter()
+                    try:
+                        summary = definition.run(context, artifact.directory)
+                    except DamagedShard:
+                        # On every rank, because the launcher may end rank 0 before it gets here.
+                        context.artifacts[Stage.capture].reopen()
+                        raise
+                    release_memory(context)
+                    seconds = time.perf_counter() - started
+                    if world.is_main:
+                        artifact.finish(seconds, summary, definition.files, context.cache_dir)
+                        print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
+                wait_for(artifact.manifest_path)
+                unfinished.remove(stage)
+            elif stage in STAGES:
+                context.reused.add(stage.value)
+                if world.is_main:
+                    print(f"{stage.value}: reused, {context.artifacts[stage].directory}", flush=True)
+            end_servers(context, unfinished)
+            if world.is_main:
+                conclude(context, stage)
+    finally:
+        context.servers.close()
+
+
+def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
+    """Check what the stages need, locate their results, and return the stages that have none yet.
+
+    Raises:
+        UserError: a stage cannot run here, or a stage without a result is not selected.
+    """
+    config, world = context.config, context.world
+    if Stage.train in config.stages and world.is_main:
         check_ranks(context)
     _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
@@ -108,31 +184,80 @@ def run_stages(context: RunContext) -> None:
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)
-    problem = share_earlier(context) if Stage.vocab in needed else None
-    unfinished = unfinished_stages(context, needed, problem)
+    problem = share_earlier(context) if Stage.vocab in stages else None
+    unfinished = unfinished_stages(context, stages, problem)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
     for stage in unfinished:
-        check_selected(context, stage)
-    try:
-        begin_servers(context, unfinished)
-        if Stage.train in unfinished and world.is_main and context.continued is not None:
-            begin_training(context)  # now: the earlier training may delete its checkpoint during other stages
-        for stage in needed:
-            if stage in STAGES:
-                run_stage(context, stage, unfinished)
-            if stage in unfinished:
-                unfinished.remove(stage)
-            end_servers(context, unfinished)
-            conclude(context, stage)
-    finally:
-        context.servers.close()
+        if stage not in config.stages:
+            remedy = f"They need stage '{stage.value}', which has no result for this configuration; add it."
+            raise UserError("stages", [one.value for one in config.stages], remedy)
+    return unfinished
+
+
+def unfinished_stages(
+    context: RunContext, stages: Sequence[Stage], problem: UserError | None = None
+) -> list[Stage]:
+    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it.
+
+    Args:
+        problem: why there is no training to continue.
+
+    Raises:
+        UserError: the training to continue cannot be continued with these settings.
+    """
+    located = [stage for stage in stages if stage in STAGES]
+    for stage in located:
+        if stage is Stage.train:
+            share_continued(context, STAGES[stage].inputs(context), problem)
+        inputs = STAGES[stage].inputs(context)
+        artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
+        context.artifacts[stage] = artifact
+    values = shared_values()
+    if context.world.is_main:
+        link_results(context, located)
+        found = []
+        for stage in located:
+            # A training is not repeated without a word from the user.
+            compared = () if stage is Stage.train else ("*",)
+            if not context.artifacts[stage].kept(compared, context.cache_dir):
+                found.append(stage.value)
+        if Stage.train in located and Stage.train.value not in found:
+            check_training(context, exports=Stage.export.value in found)
+        values.set(_UNFINISHED, json.dumps(found))
+    return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
+
+
+def check_training(context: RunContext, *, exports: bool) -> None:
+    """Check the files of a finished training that this run reads.
+
+    Raises:
+        UserError: one is missing or was altered.
+    """
+    artifact = context.artifacts[Stage.train]
+    files = ([BEST] if exports else []) + ([METRICS] if Stage.report in context.config.stages else [])
+    damage = artifact.damage(files, context.cache_dir)
+    if damage is not None:
+        remedy = f"{damage}. Restore the file, or delete this directory to train again."
+        raise UserError("train", artifact.directory, remedy)
+
+
+def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
+    """Prepare what a stage without a result needs. Every rank calls."""
+    artifact = context.artifacts[stage]
+    if uses_servers(context.config, stage):
+        prepare_servers(context, stage, unfinished)
+    if context.world.is_main:
+        check_store(context.config, stage)
+        if stage is Stage.train:
+            begin_training(context)
+        print(f"{stage.value}: {artifact.directory}", flush=True)
+    if context.world.is_main or STAGES[stage].every_rank:
+        artifact.directory.mkdir(parents=True, exist_ok=True)
 
 
 def conclude(context: RunContext, stage: Stage) -> None:
     """Do on rank 0 what follows a stage: update the plan, link the export, report, push."""
     config = context.config
-    if not context.world.is_main:
-        return
     if stage is Stage.data:
         if stage.value not in context.reused:
             announce_work(context)
@@ -143,40 +268,7 @@ def conclude(context: RunContext, stage: Stage) -> None:
     elif stage is Stage.report:
         print(run_report(context))
     elif stage is Stage.push and pushes(config):
-        _say(context, f"push: {push_run(context.output_dir, config.hub)}")
-
-
-def run_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
-    """Reuse the stage's finished result, or make it."""
-    definition, world, artifact = STAGES[stage], context.world, context.artifacts[stage]
-    if stage not in unfinished:
-        context.reused.add(stage.value)
-        _say(context, f"{stage.value}: reused, {artifact.directory}")
-        return
-    if uses_servers(context.config, stage):
-        prepare_servers(context, stage, unfinished)
-    if not world.is_main and not definition.every_rank:
-        wait_for(artifact.manifest_path)
-        return
-    if world.is_main:
-        check_store(context.config, stage)
-        if stage is Stage.train:
-            begin_training(context)
-    artifact.directory.mkdir(parents=True, exist_ok=True)
-    _say(context, f"{stage.value}: {artifact.directory}")
-    started = time.perf_counter()
-    try:
-        summary = definition.run(context, artifact.directory)
-    except DamagedShard:
-        # On every rank, because the launcher may end rank 0 before it gets here.
-        context.artifacts[Stage.capture].reopen()
-        raise
-    release_memory(context)
-    if world.is_main:
-        seconds = time.perf_counter() - started
-        artifact.finish(seconds, summary, definition.files, context.cache_dir)
-        _say(context, f"{stage.value}: done in {time.perf_counter() - started:.1f} s{_shown(summary)}")
-    wait_for(artifact.manifest_path)
+        print(f"push: {push_run(context.output_dir, config.hub)}", flush=True)
 
 
 def release_memory(context: RunContext) -> None:
@@ -224,11 +316,6 @@ def write_configuration(config: RunConfig) -> None:
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
     )
-
-
-def _say(context: RunContext, line: str) -> None:
-    if context.world.is_main:
-        print(line, flush=True)
 
 
 def _shown(summary: dict[str, Any]) -> str:

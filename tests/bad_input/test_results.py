@@ -24,8 +24,8 @@ from tests.train.torchrun import composed, run_here
 from train.config.run import Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World
+from train.pipeline import unfinished_stages
 from train.stages.training.continuing import share_earlier
-from train.stages.unfinished import unfinished_stages
 
 FILES = {
     "data_manifest": (Stage.data, "stage.json"),

@@ -31,8 +31,7 @@ from train import pipeline
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World
-from train.pipeline import exclusive
-from train.stages.table import STAGES, StageRun
+from train.pipeline import STAGES, StageRun, exclusive
 from train.stages.train import train_inputs
 from train.stages.training.states import open_source
 

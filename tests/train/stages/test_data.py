@@ -9,14 +9,14 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.train.small_run import RECIPE, arguments
+from tests.train.stages.making import make_result
 from tests.train.torchrun import composed
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
-from train.pipeline import run_stage
+from train.pipeline import unfinished_stages
 from train.stages import data as data_stage
 from train.stages.training.states import training_samples
-from train.stages.unfinished import unfinished_stages
 
 LIMIT = 50
 
@@ -26,7 +26,7 @@ def _chosen(target: EmbeddedTarget, directory: Path, *settings: str) -> tuple[di
     limit = f"capture.max_samples={LIMIT}"
     config = composed(RECIPE, *arguments(target, directory), limit, "data.max_tokens=100", *settings)
     context = RunContext(config, World(rank=0, local_rank=0, size=1))
-    run_stage(context, Stage.data, unfinished_stages(context, [Stage.data]))
+    make_result(context, Stage.data, unfinished_stages(context, [Stage.data]))
     summary = read_json(context.artifacts[Stage.data].manifest_path)["facts"]
     return summary, training_samples(context).to_list()
 

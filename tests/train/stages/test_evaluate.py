@@ -18,6 +18,7 @@ from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json
 from tests.data.vllm.targets import KV_CACHE_BYTES
 from tests.train.small_run import RECIPE, arguments
+from tests.train.stages.making import make_result
 from tests.train.torchrun import composed
 from train.config.run import Stage, needed_stages
 from train.config.target import TargetEngine
@@ -25,12 +26,11 @@ from train.context import RunContext
 from train.distributed import World
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import check_case, decode_reference
-from train.pipeline import run_stage, run_stages
+from train.pipeline import run_stages, unfinished_stages
 from train.serving.drafts import common_length
 from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
 from train.stages import evaluate as evaluate_stage
 from train.stages.report import run_report
-from train.stages.unfinished import unfinished_stages
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def evaluate_in_vllm(target: EmbeddedTarget, directory: Path) -> None:
     )
     run_stages(context)
     context.config.target.engine = TargetEngine.vllm
-    run_stage(context, Stage.evaluate, unfinished_stages(context, [Stage.evaluate]))
+    make_result(context, Stage.evaluate, unfinished_stages(context, [Stage.evaluate]))
     run_report(context)
 
 
@@ -165,7 +165,7 @@ def test_a_pass_that_fails_costs_no_other(
         context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
         stages = needed_stages(replace(context.config, stages=[Stage.evaluate]))
         for stage in (unfinished := unfinished_stages(context, stages)):
-            run_stage(context, stage, unfinished)
+            make_result(context, stage, unfinished)
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluate_stage, "sampling_report", lambda *_, **__: pytest.fail("the sampling pass"))

@@ -21,7 +21,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import validate_export
-from train.stages.table import STAGES, StageRun
+from train.pipeline import STAGES, StageRun
 
 ALL = set(STAGES)
 FROM_ANSWERS = {Stage.answers, Stage.capture, Stage.train, Stage.export, Stage.evaluate}

@@ -19,8 +19,8 @@ from train.checkpoint.parts import load_weights
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
+from train.pipeline import unfinished_stages
 from train.stages.training.continuing import share_earlier
-from train.stages.unfinished import unfinished_stages
 
 WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from train.leftovers import remove_leftovers
+from train.artifact import remove_leftovers
 
 LEFT = (
     ".plan.json.71.partial",
