@@ -275,7 +275,7 @@ def release_memory(context: RunContext) -> None:
     """Free the GPU memory that a stage used, because the next may start an engine in another process."""
     if torch.cuda.is_available():
         gc.collect()  # engines and modules refer to each other
-        context.parts.head.cpu()
+        context.target.parts.head.cpu()
         torch.cuda.empty_cache()
 
 

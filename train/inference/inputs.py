@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from train.config.target import TargetConfig
+from train.config.target import TargetConfig, TargetEngine
 
 # Arguments of vLLM that say where the target runs, how fast, or who may use it. They change its numbers by
 # rounding at most, so that a run can resume on other GPUs. Every other argument counts, whatever it is.
@@ -57,6 +57,23 @@ _UNCOUNTED = frozenset(
         "uvicorn_log_level",
     }
 )
+
+
+def completion_inputs(
+    target: TargetConfig, fingerprint: str, engine_args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the target's completions depend on apart from the prompts and the sampling settings.
+
+    Args:
+        fingerprint: that of the target's checkpoint.
+        engine_args: of vLLM.
+    """
+    in_vllm = target.engine is TargetEngine.vllm
+    return (
+        target_inputs(target, fingerprint)
+        | {"engine": target.engine.value}
+        | (vllm_inputs(engine_args) if in_vllm else transformers_inputs(target))
+    )
 
 
 def target_inputs(target: TargetConfig, fingerprint: str) -> dict[str, Any]:

@@ -4,26 +4,28 @@ from pathlib import Path
 from typing import Any
 
 from data.generation.answers import AnswerGenerator, answer_prompts, answers_dataset
+from data.sampling import Sampling
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.run import Stage
 from train.context import RunContext
-from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, save_dataset
+from train.inference.inputs import completion_inputs
+from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, open_generator, save_dataset
 
 
 def answers_inputs(context: RunContext) -> dict[str, Any]:
-    data = context.artifacts[Stage.data].inputs
+    config, data = context.config, context.artifacts[Stage.data].inputs
     return {
         # Not all of the data: other training samples need no other answers.
         "data": {name: data[name] for name in sorted(HELD_OUT_INPUTS)},
-        "max_new_tokens": context.config.evaluate.max_new_tokens,
-    } | context.completion_inputs()
+        "max_new_tokens": config.evaluate.max_new_tokens,
+    } | completion_inputs(config.target, context.target.parts.fingerprint, config.vllm.engine_args)
 
 
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     """Have the target answer the held-out prompts greedily, into `validation/` and `test/` (Arrow)."""
     prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
-    with context.open_generator() as generator:
+    with open_generator(context) as generator:
         return {
             name: _answer_prompts(context, generator, name, prompts[name], directory) for name in HELD_OUT
         }
@@ -36,9 +38,11 @@ def _answer_prompts(
     completions = answer_prompts(
         generator,
         token_ids,
-        context.sampling(context.config.evaluate.max_new_tokens, temperature=0.0),
+        Sampling(
+            context.config.evaluate.max_new_tokens, context.target.eos_token_ids, 0.0, context.config.seed
+        ),
         output=directory / f"{name}.jsonl",
-        model_fingerprint=context.parts.fingerprint,
+        model_fingerprint=context.target.parts.fingerprint,
         progress=True,
     )
     dataset = answers_dataset(token_ids, completions, [prompt["id"] for prompt in prompts])

@@ -7,6 +7,7 @@ from typing import Any
 
 from data.capture.drain import drain_to_store
 from data.capture.given_store import check_samples, check_states
+from data.capture.hf import HiddenStateCapture, check_head
 from data.capture.offline import capture_to_store
 from data.capture.opening import StoreSpec
 from data.conversations.saved import load_saved
@@ -14,6 +15,8 @@ from data.conversations.template import template_fingerprint
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import STATES_VERSION
+from data.target.loading import load_target
+from data.target.modules import locate
 from data.target.tokenizer import tokenizer_fingerprint
 from data.vllm.client import capture_through_vllm
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
@@ -33,11 +36,11 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
     inputs: dict[str, Any] = {
         "data": context.artifacts[Stage.data].key,
         "answers": context.artifacts[Stage.answers].key,
-        "aux_layer_ids": context.aux_layer_ids,
+        "aux_layer_ids": context.drafter.aux_layer_ids,
         "source": capture.source.value,
         "mode": capture.mode.value,
     }
-    inputs |= target_inputs(context.config.target, context.parts.fingerprint)
+    inputs |= target_inputs(context.config.target, context.target.parts.fingerprint)
     inputs |= SOURCE_INPUTS[capture.source](context.config)
     inputs |= {"codec": capture.codec, "final_states": capture.final_states, "format": STATES_VERSION}
     if capture.mode is CaptureMode.offline:
@@ -85,11 +88,13 @@ def manifest_fields(context: RunContext) -> dict[str, Any]:
     return {
         "target": context.config.target.model,
         "target_revision": context.config.target.revision,
-        "target_fingerprint": context.parts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(context.tokenizer),
-        "template_fingerprint": template_fingerprint(context.tokenizer, context.template_kwargs),
-        "aux_layer_ids": list(context.aux_layer_ids),
-        "dtype": str(context.parts.embed_tokens.dtype).removeprefix("torch."),
+        "target_fingerprint": context.target.parts.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(context.target.tokenizer),
+        "template_fingerprint": template_fingerprint(
+            context.target.tokenizer, context.target.template_kwargs
+        ),
+        "aux_layer_ids": list(context.drafter.aux_layer_ids),
+        "dtype": str(context.target.parts.embed_tokens.dtype).removeprefix("torch."),
     }
 
 
@@ -97,7 +102,7 @@ def capture_by_hf(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Have every rank run the target over a part of the samples."""
-    capture, target = context.config.capture, context.open_capture()
+    capture, target = context.config.capture, open_capture(context)
     for store in stores:
         capture_to_store(
             store,
@@ -110,6 +115,15 @@ def capture_by_hf(
             progress=context.world.is_main,
             stall_seconds=60 * capture.stall_minutes,
         )
+
+
+def open_capture(context: RunContext) -> HiddenStateCapture:
+    """Load the target with its capture hooks, and check that its head gives its logits."""
+    target = context.target
+    model = load_target(target.spec, context.world.device)
+    capture = HiddenStateCapture(model, locate(model, target.spec), context.drafter.aux_layer_ids)
+    check_head(capture, target.parts.head)
+    return capture
 
 
 def capture_by_vllm(

@@ -3,7 +3,8 @@
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from data.conversations.augmentation import Augmentation, AugmentedConversations
 from data.conversations.perturbation import NoEffect, PromptSetting, template_source
 from data.conversations.prompts import prompt_ids, render_prompt
 from data.conversations.schemas import Conversation, Conversations
-from data.conversations.template import TemplateRefused, template_fingerprint
+from data.conversations.template import TemplateRefused
 from data.conversations.tokenize import Enough, check_refused, tokenize
 from data.conversations.trial import try_rendering
-from data.generation.answers import answer_prompts
+from data.generation.answers import AnswerGenerator, answer_prompts
 from data.generation.continuous import ContinuousGenerator, continuously
 from data.generation.regenerate import regenerate, repeated, turn_by_turn
+from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
@@ -33,6 +35,8 @@ from train.conversations.sources import (
     source_inputs,
     training_sources,
 )
+from train.inference.completions import transformers_generator, vllm_generator
+from train.inference.inputs import completion_inputs
 
 HELD_OUT = ("validation", "test")
 # Names in `data_inputs` of what the held-out prompts depend on.
@@ -46,15 +50,15 @@ COUNTED_CONVERSATIONS = 20_000
 def data_inputs(context: RunContext) -> dict[str, Any]:
     """Return what the tokenized data depends on."""
     data = context.config.data
-    evaluation = evaluation_source(data, context.located)
+    evaluation = evaluation_source(data, context.target.located)
     columns = [data.prompt_column, data.response_column]
     inputs: dict[str, Any] = {
-        "train": source_inputs(context.config, context.located, context.cache_dir),
+        "train": source_inputs(context.config, context.target.located, context.cache_dir),
         "eval": evaluation and evaluation.fingerprint(context.cache_dir),
         "columns": columns if data.input_column is None else [*columns, data.input_column],
-        "tokenizer": tokenizer_fingerprint(context.tokenizer),
-        "template": template_fingerprint(context.tokenizer, context.template_kwargs),
-        "eos_token_ids": context.eos_token_ids,
+        "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
+        "template": context.target.template_fingerprint,
+        "eos_token_ids": context.target.eos_token_ids,
         "held_out": [data.num_validation, data.num_test, _prompt_room(context)],
         "seed": context.config.seed,
     }
@@ -77,7 +81,9 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
             name: value
             for name, value in asdict(data.regenerate).items()
             if name not in OFF_IN_REGENERATE or value != default[name]
-        } | context.completion_inputs()
+        } | completion_inputs(
+            context.config.target, context.target.parts.fingerprint, context.config.vllm.engine_args
+        )
         del inputs["regenerate"]["processes"]  # the answers do not depend on it
         if context.config.target.engine is TargetEngine.vllm:
             del inputs["regenerate"]["batch_size"]
@@ -89,7 +95,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     data = context.config.data
     _try_rendering(context)
     num_workers = data.num_workers or os.cpu_count() or 1
-    read = read_conversations(context.config, context.located, directory, num_workers)
+    read = read_conversations(context.config, context.target.located, directory, num_workers)
     conversations, summary = read.training, read.summary
     prompts = _held_out_prompts(context, read.held_out)
     write_json(directory / "held_out.json", prompts)
@@ -117,15 +123,15 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             conversations = conversations.shuffled(context.config.seed)
         report = tokenize(
             _augmented(context, conversations, augmentation),
-            context.tokenizer,
+            context.target.tokenizer,
             turns=data.turns,
-            template_kwargs=context.template_kwargs,
+            template_kwargs=context.target.template_kwargs,
             max_tokens=data.max_tokens,
             overlong=data.overlong,
             num_workers=num_workers,
             output_dir=directory / "train",
-            eos_token_ids=context.eos_token_ids,
-            vocab_size=context.parts.vocab_size,
+            eos_token_ids=context.target.eos_token_ids,
+            vocab_size=context.target.parts.vocab_size,
             enough=enough,
             progress=True,
             on_refused=_print_refused,
@@ -140,14 +146,14 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
 def _try_rendering(context: RunContext) -> None:
     """Try the template on the first conversations; reading all of them can take long."""
     data = context.config.data
-    first, *_ = training_sources(data, context.located).values()
+    first, *_ = training_sources(data, context.target.located).values()
     note = try_rendering(
         first.reader(data.max_malformed_fraction),
-        context.tokenizer,
+        context.target.tokenizer,
         turns=data.turns,
-        template_kwargs=context.template_kwargs,
-        eos_token_ids=context.eos_token_ids,
-        vocab_size=context.parts.vocab_size,
+        template_kwargs=context.target.template_kwargs,
+        eos_token_ids=context.target.eos_token_ids,
+        vocab_size=context.target.parts.vocab_size,
     )
     if note is not None:
         print(f"data: {note}", flush=True)
@@ -167,11 +173,13 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         try:
-            ids = render_prompt(context.tokenizer, messages, conversation.tools, context.template_kwargs)
+            ids = render_prompt(
+                context.target.tokenizer, messages, conversation.tools, context.target.template_kwargs
+            )
         except TemplateRefused as refused:
             refusals.append((conversation.id, refused.remedy))
             continue
-        check_ids(context.tokenizer, ids, context.parts.vocab_size)
+        check_ids(context.target.tokenizer, ids, context.target.parts.vocab_size)
         if len(ids) <= _prompt_room(context):
             said = {"messages": list(conversation.messages), "tools": conversation.tools}
             rendered.append({"id": conversation.id, "input_ids": list(ids), **said})
@@ -214,7 +222,7 @@ def _augmented(
 ) -> Conversations:
     if augmentation is None:
         return conversations
-    return AugmentedConversations(conversations, augmentation, context.tokenizer)
+    return AugmentedConversations(conversations, augmentation, context.target.tokenizer)
 
 
 def _check_augmentation(context: RunContext, example: Conversation, augmentation: Augmentation) -> None:
@@ -233,7 +241,13 @@ def _check_augmentation(context: RunContext, example: Conversation, augmentation
     for field, tried in settings.items():
         for setting in tried:
             try:
-                prompt_ids(context.tokenizer, prompt, example.tools, context.template_kwargs, setting)
+                prompt_ids(
+                    context.target.tokenizer,
+                    prompt,
+                    example.tools,
+                    context.target.template_kwargs,
+                    setting,
+                )
             except NoEffect:
                 continue  # some conversations already have no system prompt
             except TemplateRefused as refused:
@@ -243,13 +257,16 @@ def _check_augmentation(context: RunContext, example: Conversation, augmentation
 
 def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:
     settings = context.config.data.regenerate
-    sampling = replace(
-        context.sampling(settings.max_new_tokens, settings.temperature),
+    sampling = Sampling(
+        settings.max_new_tokens,
+        context.target.eos_token_ids,
+        settings.temperature,
+        context.config.seed,
         top_p=settings.top_p,
         top_k=settings.top_k,
     )
-    with context.open_generator() as generator:
-        fingerprint = context.parts.fingerprint
+    with open_generator(context) as generator:
+        fingerprint = context.target.parts.fingerprint
 
         def answer(prompts: Sequence[Sequence[int]], output: Path) -> list[list[int]]:
             return answer_prompts(
@@ -261,15 +278,26 @@ def _regenerated(context: RunContext, conversations: Iterable[Conversation], dir
             answer_turns = continuously(generator, sampling, fingerprint, progress=True)
         return regenerate(
             repeated(conversations, settings.completions),
-            context.tokenizer,
+            context.target.tokenizer,
             answer_turns,
             max_tokens=context.config.data.max_tokens,
-            template_kwargs=context.template_kwargs,
+            template_kwargs=context.target.template_kwargs,
             directory=directory,
             on_refused=_print_refused,
             max_samples=context.config.capture.max_samples,
             progress=True,
         )
+
+
+def open_generator(context: RunContext) -> AbstractContextManager[AnswerGenerator]:
+    """Open the engine that writes the target's completions; what it holds is free at the end."""
+    if context.config.target.engine is TargetEngine.hf:
+        settings = context.config.data.regenerate
+        return transformers_generator(
+            context.target.spec, context.world.device, settings.batch_size, settings.processes
+        )
+    servers, expected = context.servers, context.captured_target.expected_states()
+    return vllm_generator(servers.endpoints(everywhere=True), expected, servers.patience_seconds)
 
 
 def _sizes(dataset: Dataset) -> dict[str, int]:

@@ -10,8 +10,11 @@ import torch
 from data.capture.hf import HiddenStateCapture
 from data.conversations.saved import load_saved
 from data.progress import tracked
+from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.target.cached_decoding import TargetDecoder
+from data.target.loading import load_target
+from data.target.modules import locate
 from eagle31.export.read import load_export
 from eagle31.json_files import write_json
 from eagle31.model.drafter import Drafter
@@ -108,17 +111,17 @@ def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
     Args:
         passes: the directory of finished passes.
     """
-    evaluate, parts = context.config.evaluate, context.parts
-    drafter = context.drafter_config(context.shape.draft_vocab_size or parts.vocab_size)
+    evaluate, parts = context.config.evaluate, context.target.parts
+    drafter = context.drafter.config()
     target_positions = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
     return VllmEvaluation(
-        target=context.spec,
+        target=context.target.spec,
         target_dtype=parts.embed_tokens.dtype,
         export=context.artifacts[Stage.export].directory / "checkpoint",
         max_positions=min(
             target_positions or drafter.max_position_embeddings, drafter.max_position_embeddings
         ),
-        stop_token_ids=context.eos_token_ids,
+        stop_token_ids=context.target.eos_token_ids,
         draft_tokens=evaluate.draft_tokens,
         max_new_tokens=evaluate.max_new_tokens,
         temperature=evaluate.temperature if evaluate.sampling else None,
@@ -135,23 +138,25 @@ def decode_in_transformers(
 ) -> DecodedSubset:
     """Decode the first prompts with eagle31's decoder, and replay sampled completions of all prompts."""
     evaluate = context.config.evaluate
-    model, modules = context.load_target()
+    model = load_target(context.target.spec, context.world.device)
+    modules = locate(model, context.target.spec)
     plain, drafted = greedy_sides(
-        TargetDecoder(model, modules, context.aux_layer_ids),
+        TargetDecoder(model, modules, context.drafter.aux_layer_ids),
         *trained,
         draft_tokens=evaluate.draft_tokens,
-        eos_token_ids=context.eos_token_ids,
+        eos_token_ids=context.target.eos_token_ids,
     )
     chosen = prompts[: evaluate.decoded_prompts]
     pairs = decode_in_turns(chosen, plain, drafted, evaluate.max_new_tokens, passes)
 
     def sample() -> dict[str, Any]:
         completing = CompletingTarget(
-            HiddenStateCapture(model, modules, context.aux_layer_ids),
-            context.parts.fingerprint,
+            HiddenStateCapture(model, modules, context.drafter.aux_layer_ids),
+            context.target.parts.fingerprint,
             context.config.data.regenerate.batch_size,
         )
-        sampling = context.sampling(evaluate.max_new_tokens, evaluate.temperature)
+        eos = context.target.eos_token_ids
+        sampling = Sampling(evaluate.max_new_tokens, eos, evaluate.temperature, context.config.seed)
         completions = completing.complete(prompts, sampling, passes.directory / "sampled.jsonl")
         rows = packed(completing.samples(prompts, completions))
         report = sampling_report(*trained, rows, longest_draft(evaluate.draft_tokens), evaluate.temperature)
@@ -203,7 +208,7 @@ def exported_drafter(context: RunContext) -> Candidate:
     dtype = torch.float32 if device.type == "cpu" else context.dtype
     loaded = load_export(context.artifacts[Stage.export].directory / "checkpoint", device, dtype)
     frozen = FrozenParts(
-        loaded.embed_tokens, context.parts.head.to(device), loaded.draft_target_ids, lm_head=None
+        loaded.embed_tokens, context.target.parts.head.to(device), loaded.draft_target_ids, lm_head=None
     )
     return loaded.drafter, frozen
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from data.conversations.template import template_fingerprint
 from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.write import write_export
@@ -27,7 +26,7 @@ def export_inputs(context: RunContext) -> dict[str, Any]:
     if context.config.train.ema_decay is not None:
         inputs["averaged"] = export.averaged
     if export.layout is Layout.speculators:
-        inputs |= {"target": context.spec.model, "draft_tokens": context.config.evaluate.draft_tokens}
+        inputs |= {"target": context.target.spec.model, "draft_tokens": context.config.evaluate.draft_tokens}
     return inputs
 
 
@@ -41,8 +40,8 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     checkpoints = CheckpointDirectory(trained / "checkpoints", 1, context.world)
     weights, best = checkpoints.best_weights(averaged=context.config.export.averaged)
     vocab = load_vocab(context.artifacts[Stage.vocab])
-    config = context.drafter_config(len(vocab.d2t))
-    embed_tokens, head_rows = frozen_rows(config, vocab, context.parts, context.initial)
+    config = context.drafter.config(len(vocab.d2t))
+    embed_tokens, head_rows = frozen_rows(config, vocab, context.target.parts, context.drafter.initial)
     weights.setdefault("lm_head.weight", head_rows)
     write_export(
         directory / "checkpoint",
@@ -70,18 +69,18 @@ def provenance(context: RunContext, step: int) -> dict[str, Any]:
     return {
         "target": model.resolve().name if model.is_dir() else target.model,
         "target_revision": target.revision,
-        "target_fingerprint": context.parts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(context.tokenizer),
-        "template_fingerprint": template_fingerprint(context.tokenizer, context.template_kwargs),
+        "target_fingerprint": context.target.parts.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(context.target.tokenizer),
+        "template_fingerprint": context.target.template_fingerprint,
         "step": step,
     }
 
 
 def verifier(context: RunContext) -> Verifier:
     """Return the target as a bare `vllm serve EXPORT` finds it, from any working directory."""
-    model = Path(context.spec.checkpoint.path)
+    model = Path(context.target.spec.checkpoint.path)
     return Verifier(
-        name_or_path=str(model.resolve()) if model.is_dir() else context.spec.model,
-        architectures=tuple(context.parts.config.architectures or ()),
+        name_or_path=str(model.resolve()) if model.is_dir() else context.target.spec.model,
+        architectures=tuple(context.target.parts.config.architectures or ()),
         draft_tokens=context.config.evaluate.draft_tokens,
     )

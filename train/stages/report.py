@@ -36,12 +36,12 @@ def describe_run(context: RunContext) -> dict[str, Any]:
     captured = artifacts[Stage.capture].summary if config.capture.mode is CaptureMode.offline else {}
     return {
         "recipe": config.recipe_name,
-        "target": context.spec.model,
-        "target_fingerprint": context.parts.fingerprint,
+        "target": context.target.spec.model,
+        "target_fingerprint": context.target.parts.fingerprint,
         "target_embedded": config.target.model == EMBEDDED,
         "train_data": config.data.train or ", ".join(one.source for one in config.data.sources.values()),
         "drafter_parameters": training["drafter_parameters"],
-        "aux_layer_ids": list(context.aux_layer_ids),
+        "aux_layer_ids": list(context.drafter.aux_layer_ids),
         "draft_vocab_size": vocab["draft_vocab_size"],
         "vocab_coverage": vocab["coverage"],
         "num_samples": captured.get("num_samples", {}).get("train", data["num_samples"]),

@@ -23,8 +23,8 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
         "data": context.artifacts[Stage.data].key,
         "draft_vocab_size": context.config.drafter.draft_vocab_size,
     }
-    if context.initial_fingerprint is not None:
-        inputs["init_from"] = context.initial_fingerprint
+    if context.drafter.initial_fingerprint is not None:
+        inputs["init_from"] = context.drafter.initial_fingerprint
     kept = kept_vocab(context, f"{Stage.vocab.value}-{fingerprint(inputs)}")
     return inputs if kept is None else inputs | {KEPT: kept}
 
@@ -37,19 +37,19 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     """
     samples = context.artifacts[Stage.data].directory / "train"
     dataset = load_saved(samples)
-    counts = np.zeros(context.parts.vocab_size, dtype=np.int64)
+    counts = np.zeros(context.target.parts.vocab_size, dtype=np.int64)
     for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
             found = np.bincount(ids[mask].clip(min=0), minlength=len(counts))
             if ids.min(initial=0) < 0 or len(found) > len(counts):
                 raise damaged(samples, f"it has tokens beyond the target's {len(counts)}")
             counts += found
-    special = set(context.tokenizer.all_special_ids) | set(context.eos_token_ids)
+    special = set(context.target.tokenizer.all_special_ids) | set(context.target.eos_token_ids)
     if context.earlier is not None and KEPT in context.artifacts[Stage.vocab].inputs:
         kept = load_tensors(context.earlier.directory / VOCAB)
         vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(torch.from_numpy(counts), kept["t2d"]))
-    elif context.initial is not None:
-        vocab = starting_vocab(context.initial, torch.from_numpy(counts))
+    elif context.drafter.initial is not None:
+        vocab = starting_vocab(context.drafter.initial, torch.from_numpy(counts))
     else:
         size = context.config.drafter.draft_vocab_size
         vocab = build_draft_vocab(torch.from_numpy(counts), size, special)

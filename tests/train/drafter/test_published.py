@@ -116,9 +116,11 @@ def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: P
     saved = load_file(checkpoint / "model.safetensors")
     assert frozen.lm_head is not None
     assert torch.equal(frozen.lm_head.weight, saved["lm_head.weight"])
-    config = made.drafter_config(len(vocab.d2t))
+    config = made.drafter.config(len(vocab.d2t))
     # The head that is exported.
-    assert torch.equal(frozen_rows(config, vocab, made.parts, made.initial)[1], saved["lm_head.weight"])
+    assert torch.equal(
+        frozen_rows(config, vocab, made.target.parts, made.drafter.initial)[1], saved["lm_head.weight"]
+    )
 
 
 def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_a_window_may_change(
     write_tiny_export(tmp_path / "e", spec, sliding_window=before)
     made = context(spec, tmp_path / "e", tmp_path, sliding_window=recipe)
     made.check_drafter()
-    assert made.drafter_config(40).sliding_window == after
+    assert made.drafter.config(40).sliding_window == after
     changed = f"sliding_window changes from {before or 'none'} to {after}."
     assert (changed in capsys.readouterr().out) == (before != after)
 
@@ -202,7 +204,7 @@ def test_ids_that_count_layer_outputs_can_be_corrected(
     edit_config(checkpoint, lambda raw: raw.update(ids, eagle_config=ids))
     made = context(spec, checkpoint, tmp_path, aux_layer_ids=[1, 2, 5])
     made.check_drafter()
-    assert made.aux_layer_ids == (1, 2, 5)
+    assert made.drafter.aux_layer_ids == (1, 2, 5)
 
 
 def test_another_target_is_refused_before_any_stage(checkpoint: Path, tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_stages_depend_on_the_weights_and_not_on_their_path(
 ) -> None:
     def inputs(start: Path | None) -> tuple[dict, dict]:
         made = context(spec, start, tmp_path)
-        made.tokenizer.chat_template = "{{ messages }}"
+        made.target.tokenizer.chat_template = "{{ messages }}"
         for stage in (Stage.capture, Stage.vocab):
             made.artifacts[stage] = made.artifacts[Stage.data]
         return vocab_inputs(made), train_inputs(made)

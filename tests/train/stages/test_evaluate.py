@@ -70,7 +70,7 @@ def in_vllm(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
         patch.setattr(vllm_evaluation, "run_jobs", kept)
-        patch.setattr(RunContext, "load_target", lambda self: pytest.fail("transformers loaded the target"))
+        patch.setattr(evaluate_stage, "load_target", lambda *_: pytest.fail("transformers loaded the target"))
         evaluate_in_vllm(small_target, found.directory)
     return found
 

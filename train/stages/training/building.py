@@ -37,10 +37,10 @@ from train.trainer.window import Speed
 def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:
     """Return the drafter before its first step, and its frozen tensors on this rank's device."""
     return build_drafter(
-        context.drafter_config(len(vocab.d2t)),
+        context.drafter.config(len(vocab.d2t)),
         vocab,
-        context.parts,
-        context.initial,
+        context.target.parts,
+        context.drafter.initial,
         train_lm_head=context.config.drafter.train_lm_head,
         seed=context.train_seed,
         device=context.world.device,
@@ -137,7 +137,7 @@ def row_loader(
         begin=begin,
         position_gaps=position_gaps_of(config.train, context.train_seed),
         shuffle_window_tokens=config.train.shuffle_window_tokens,
-        state_shape=StateShape(len(context.aux_layer_ids), drafter.target_hidden_size, context.dtype),
+        state_shape=StateShape(len(context.drafter.aux_layer_ids), drafter.target_hidden_size, context.dtype),
     )
 
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from data.conversations.template import template_fingerprint
 from data.target.tokenizer import tokenizer_fingerprint
 from train.artifact import fingerprint
 from train.config.run import Stage
@@ -35,16 +34,16 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
     drafter = without_unused(plain(asdict(config.drafter)))
     drafter.pop("init_revision")
     if drafter.pop("init_from") is not None:
-        drafter["init_from"] = context.initial_fingerprint
+        drafter["init_from"] = context.drafter.initial_fingerprint
     deepspeed = plain(asdict(config.deepspeed))
     deepspeed.pop("timeout_minutes")
     deepspeed |= context.begun_split
     optim = plain(asdict(config.optim))
     fixed = {
-        "target": target_inputs(config.target, context.parts.fingerprint),
-        "tokenizer": tokenizer_fingerprint(context.tokenizer),
-        "template": template_fingerprint(context.tokenizer, context.template_kwargs),
-        "aux_layer_ids": list(context.aux_layer_ids),
+        "target": target_inputs(config.target, context.target.parts.fingerprint),
+        "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
+        "template": context.target.template_fingerprint,
+        "aux_layer_ids": list(context.drafter.aux_layer_ids),
         "drafter": drafter,
         "optim": {name: value for name, value in optim.items() if name not in CHANGEABLE_OPTIM},
         "deepspeed": deepspeed,
