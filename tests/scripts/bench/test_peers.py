@@ -1,5 +1,6 @@
 """The peers compute eagle31's losses on the weights and rows of the benchmark."""
 
+import argparse
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +15,10 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.objectives import Objective
 from eagle31.training.reference import reference_loss
-from train.bench.step.documents import packed_rows
-from train.bench.step.inputs import random_weights, write_inputs
-from train.bench.step.shapes import Shape
-from train.bench.step.sides import PEER_SIDES, SideProcess
+from scripts.bench.step_inputs import Shape, packed_rows, random_weights, write_inputs
+from tests.scripts.bench.commands import command
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 SHAPE = Shape(
     "peers",
     "answers only",
@@ -45,19 +44,14 @@ def loss_of_peer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[st
             [ROOT / "scripts" / "setup" / "peers", name], check=True, stdout=subprocess.DEVNULL, timeout=1100
         )
         path = tmp_path / "inputs.safetensors"
-        write_inputs(path, SHAPE, packed_rows(SHAPE, 1, None)[0], "float32")
-        with SideProcess(
-            PEER_SIDES[name],
-            SHAPE,
-            path,
-            1,
-            threads=1,
-            dtype="float32",
-            device="cpu",
-            log_path=tmp_path / "log",
-        ) as side:
-            side.start()
-            loss: float = side.ask("round", row=0)["loss"]
+        write_inputs(path, SHAPE, packed_rows(SHAPE, 1), "float32")
+        step = command("step")
+        side = {"side": name, "head": step.PEER_HEADS[name]}
+        arguments = argparse.Namespace(threads=1, dtype="float32", device="cpu")
+        spec = step.side_spec(side, SHAPE, path, 1, arguments)
+        with step.SideProcess(name, spec, tmp_path / "log") as process:
+            process.answer()
+            loss: float = process.ask(do="round", row=0)["loss"]
             return loss
 
     return peer_loss
@@ -65,7 +59,7 @@ def loss_of_peer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[st
 
 def our_loss(tmp_path: Path, objective: Objective, norm_output: bool) -> tuple[float, Tensor]:
     """Return the sum over steps of the mean over positions, and the teacher's distributions."""
-    rows, _ = packed_rows(SHAPE, 1, None)
+    rows = packed_rows(SHAPE, 1)
     (batch,) = write_inputs(tmp_path / "ours.safetensors", SHAPE, rows, "float32")
     weights = random_weights(SHAPE.config(), torch.Generator().manual_seed(0))
     config = replace(SHAPE.config(), norm_output=norm_output)

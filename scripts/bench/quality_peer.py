@@ -1,6 +1,6 @@
 """Trains a peer's drafter on the rows of a store, and keeps its weights; runs in the peer's environment.
 
-    python -I peer_worker.py SPEC.json
+    python -I quality_peer.py SPEC.json
 
 It writes a checkpoint in a published layout for every kept step, into step-*/, and `result.json` at the end.
 """
@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +23,7 @@ from data.store import HiddenStateStore
 from eagle31.json_files import write_json
 from eagle31.training.batch import PackedBatch
 from eagle31.training.supervision import supervised_drafts
-from train.experiments.quality.peer_recipes import TRAINERS, PeerTrainer, row_weights
+from scripts.bench.peers.recipes import TRAINERS, PeerTrainer, row_weights
 
 Json = dict[str, Any]
 

@@ -1,35 +1,109 @@
-"""The sides that run the target with vLLM, in two servers, one with hidden states and one without."""
+"""The sides of scripts/bench/capture: plain prefill, and capture with each codec; in transformers or vLLM."""
 
 import asyncio
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from itertools import count
 from pathlib import Path
 
+import torch
+from datasets import Dataset
+from torch import nn
+
+from data.capture.hf import HiddenStateCapture
+from data.capture.offline import batches_by_length, capture_to_store
+from data.capture.opening import StoreSpec
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.processes.supervisor import descendants
 from data.store.codec import Encoding
 from data.store.shards import FinishedShards, ShardRecord
+from data.target.loading import load_target
+from data.target.modules import locate
 from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
 from data.vllm.arguments import CaptureEngine
 from data.vllm.capture_request import CaptureRequest, with_client
 from data.vllm.destinations import store_destination
 from data.vllm.endpoint import describe
 from data.vllm.server import VllmServer
 from data.vllm.server_process import ServerProcess
-from train.bench.capture.timing import PREFILL, RunSide, Task, Timing
 
+PREFILL = "prefill"
 _POLL_SECONDS = 0.05
 _START_SECONDS = 1800.0  # time to load a target
 _CLIENT = "bench"
 _CONCURRENCY = 256  # vLLM's scheduler chooses among so many prompts
 
-Pass = Callable[[], Coroutine[None, None, Timing]]
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one pass over all samples."""
+
+    wall_seconds: float
+    cpu_seconds: float  # of all processes of the side
+
+
+@dataclass(frozen=True)
+class Task:
+    """The input of every side: the samples and how to capture them."""
+
+    spec: TargetSpec
+    aux_layer_ids: tuple[int, ...]
+    dataset: Dataset  # columns input_ids and loss_mask
+    encodings: tuple[Encoding, ...]
+    batch_tokens: int
+    shard_tokens: int
+    scratch: Path  # an empty directory for stores
+
+
+RunSide = Callable[[], Timing]  # runs over all samples once
+
+
+@contextmanager
+def open_hf(task: Task) -> Iterator[Mapping[str, RunSide]]:
+    """Yield the sides; plain prefill runs the decoder on capture's batches, and no side runs the lm_head."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_target(task.spec, device)
+    capture = HiddenStateCapture(model, locate(model, task.spec), task.aux_layer_ids)
+    sides = {one.codec: partial(_capture, task, capture, one) for one in task.encodings}
+    yield {PREFILL: partial(_prefill, task, capture), **sides}
+
+
+@torch.inference_mode()
+def _prefill(task: Task, capture: HiddenStateCapture) -> Timing:
+    started, cpu = time.perf_counter(), time.process_time()
+    tokens = TokenRows(task.dataset)
+    for indices in batches_by_length(dataset_lengths(task.dataset), task.batch_tokens):
+        ids = [input_ids for input_ids, _ in tokens.read(indices)]
+        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(capture.device)
+        capture.modules.decoder(input_ids=padded, use_cache=False)
+    if capture.device.type == "cuda":
+        torch.cuda.synchronize(capture.device)
+    return Timing(time.perf_counter() - started, time.process_time() - cpu)
+
+
+def _capture(task: Task, capture: HiddenStateCapture, encoding: Encoding) -> Timing:
+    """Time a capture from an empty directory to a finished store."""
+    directory = task.scratch / "store"
+    started, cpu = time.perf_counter(), time.process_time()
+    with redirect_stderr(StringIO()):
+        capture_to_store(
+            StoreSpec(directory, task.dataset, encoding),
+            capture,
+            shard_tokens=task.shard_tokens,
+            batch_tokens=task.batch_tokens,
+            manifest_fields={},
+        )
+    timing = Timing(time.perf_counter() - started, time.process_time() - cpu)
+    shutil.rmtree(directory)
+    return timing
 
 
 @contextmanager
@@ -51,18 +125,17 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
     capturing = _Server(engine.command_line(), scratch / "capture.log")
     loop, numbers = asyncio.new_event_loop(), count()
 
-    def side(run_pass: Pass) -> RunSide:
-        return lambda: loop.run_until_complete(run_pass())
+    def prefill() -> Timing:
+        return loop.run_until_complete(_pass(plain, task))
 
-    async def capture(encoding: Encoding) -> Timing:
+    def capture(encoding: Encoding) -> Timing:
         store = scratch / f"store-{next(numbers)}"
-        timing = await _pass(capturing, task, store, encoding)
+        timing = loop.run_until_complete(_pass(capturing, task, store, encoding))
         shutil.rmtree(store)
         return timing
 
-    sides = {encoding.codec: side(partial(capture, encoding)) for encoding in task.encodings}
     try:
-        yield {PREFILL: side(partial(_pass, plain, task)), **sides}
+        yield {PREFILL: prefill, **{one.codec: partial(capture, one) for one in task.encodings}}
     finally:
         for one in (plain, capturing):
             loop.run_until_complete(one.close())

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.json_files import write_json
-from train.bench.peers.specforge_step import SpecForgeStep
-from train.bench.peers.speculators_step import SpeculatorsStep
+from scripts.bench.peers.specforge_step import SpecForgeStep
+from scripts.bench.peers.speculators_step import SpeculatorsStep
 
 Json = dict[str, Any]
 

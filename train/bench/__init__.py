@@ -1,1 +1,0 @@
-"""Measuring against others."""

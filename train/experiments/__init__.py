@@ -1,1 +1,0 @@
-"""Experiments: they train drafters under several settings and compare what comes out."""

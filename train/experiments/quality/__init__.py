@@ -1,1 +1,0 @@
-"""The benchmark of acceptance length over training time, against other trainers."""
