@@ -42,7 +42,6 @@ SLOW = (
     "tests/train/stages/test_inputs.py",
     "tests/bad_input/test_templates.py",
     "tests/train/test_compose.py",
-    "tests/pretended_gpu/test_faults.py",
     "tests/train/drafter/test_export_checks.py",
     "tests/eagle31/kernels/test_compiled.py",
     "tests/pretended_gpu/test_loop.py",

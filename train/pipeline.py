@@ -25,7 +25,6 @@ from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.launch.doctor import check_environment, check_start, check_store
 from train.optim.learning_rates import with_rates
-from train.optim.short_runs import FoundRate
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import check_gpu_memory
 from train.plan.sizes import RunSizes
@@ -35,7 +34,6 @@ from train.stages.capture import capture_inputs, run_capture
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, run_export
-from train.stages.find_lr import check_stored, find_rates
 from train.stages.plan import announce_plan, announce_work
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
@@ -105,28 +103,6 @@ def run_pipeline(config: RunConfig, world: World) -> None:
                     stopped.write(context.output_dir)
                 wait_for(context.output_dir / STOPPED_FILE)  # torchrun ends all ranks as soon as one ends
                 raise
-
-
-def search_rates(config: RunConfig, world: World, num_steps: int) -> list[FoundRate]:
-    """Return learning rates from short runs, after the stages before training. Every rank calls.
-
-    Args:
-        num_steps: of each short run.
-
-    Raises:
-        UserError: bad input, or no rate is best.
-    """
-    check_stored(config)
-    world.use_device()
-    stages = list(Stage)
-    before = [one for one in stages[: stages.index(Stage.train)] if one in STAGES]
-    context = RunContext(replace(config, stages=before), world)
-    quiet_libraries(world)
-    if world.is_main:
-        check_start(config)
-    with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
-        run_stages(context)
-        return find_rates(context, num_steps)
 
 
 def run_stages(context: RunContext) -> None:

@@ -60,11 +60,10 @@ class DeviceRows:
     On the CPU a row is scheduled when it is taken, in the caller's thread.
 
     Args:
-        num_steps: speculation steps of the schedule, or a function of the optimizer step that returns them.
+        num_steps: speculation steps of the schedule.
         stop_step: the first step that is not needed; no row is read ahead beyond it.
         key_reach: `DrafterConfig.key_reach`, for the schedule.
-        flops_of: returns the FLOPs of a row on the CPU with that many speculation steps; by default they are
-            not counted.
+        flops_of: returns the FLOPs of a row on the CPU; by default they are not counted.
         executor: runs what is done in the background; by default one thread.
     """
 
@@ -72,18 +71,18 @@ class DeviceRows:
         self,
         loader: RowLoader,
         *,
-        num_steps: int | Callable[[int], int],
+        num_steps: int,
         device: torch.device,
         dtype: torch.dtype,
         stop_step: int,
         key_reach: int | None = None,
-        flops_of: Callable[[PackedBatch, int], int] | None = None,
+        flops_of: Callable[[PackedBatch], int] | None = None,
         executor: Executor | None = None,
     ) -> None:
         self.loader = loader
         self.waited_seconds = 0.0  # for data, or for a copy to the device
         self._stop_step = stop_step
-        self._num_steps_at = num_steps if callable(num_steps) else lambda _: num_steps
+        self._num_steps = num_steps
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
         self._key_reach = key_reach
         self._batches: list[PackedBatch] = []
@@ -116,7 +115,7 @@ class DeviceRows:
         if self._executor is None:
             batch = self._read(step, index)
             self.waited_seconds += time.perf_counter() - started
-            return self._scheduled(batch, step)
+            return self._scheduled(batch)
         used = self._end_of_queued_work()
         if self._ahead is None or self._ahead[0] != (step, index):
             self._ahead = (step, index), self._executor.submit(self._copy, step, index, None)
@@ -133,11 +132,11 @@ class DeviceRows:
         """Return a row on the CPU. Rows are read in their order."""
         if index == 0 or not self._batches:
             self._batches = self.loader.batches(step)
-            self._counts = count_rows(self._batches, self._num_steps_at(step), self._flops_of)
+            self._counts = count_rows(self._batches, self._flops_of)
         return self._batches[index]
 
-    def _scheduled(self, batch: PackedBatch, step: int) -> _Copied:
-        schedule = schedule_batch(batch, self._num_steps_at(step), self._device, self._key_reach)
+    def _scheduled(self, batch: PackedBatch) -> _Copied:
+        schedule = schedule_batch(batch, self._num_steps, self._device, self._key_reach)
         row = DeviceRow(batch.to(self._device, self._dtype), schedule)
         return _Copied(row, self._counts, len(self._batches), None)
 
@@ -151,7 +150,7 @@ class DeviceRows:
         if used is not None and not used.query():
             used.synchronize()
         with torch.cuda.stream(self._stream):
-            copied = self._scheduled(batch, step)
+            copied = self._scheduled(batch)
             ready = torch.cuda.Event()
             ready.record(self._stream)
         return replace(copied, ready=ready)
@@ -171,13 +170,11 @@ class DeviceRows:
                 tensor.record_stream(current)
 
 
-def count_rows(
-    batches: list[PackedBatch], num_steps: int, flops_of: Callable[[PackedBatch, int], int] | None = None
-) -> RowCounts:
+def count_rows(batches: list[PackedBatch], flops_of: Callable[[PackedBatch], int] | None = None) -> RowCounts:
     """Count what rows on the CPU have."""
     supervised = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
     num_tokens = sum(int((b.document_ids >= 0).sum()) for b in batches)
-    flops = sum(flops_of(batch, num_steps) for batch in batches) if flops_of else 0
+    flops = sum(flops_of(batch) for batch in batches) if flops_of else 0
     return RowCounts(supervised, num_tokens, flops)
 
 

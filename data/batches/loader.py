@@ -1,18 +1,14 @@
 """Loading the packed rows of each optimizer step, with read-ahead in the background."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from numpy.typing import NDArray
-from torch import Tensor
 
-from data.batches.balance import balanced
-from data.batches.position_gaps import PositionGaps
-from data.batches.row_order import RowOrder
-from data.batches.row_schedule import RowSchedule
+from data.batches.row_order import RowOrder, balanced
 from data.batches.rows import empty_row, pack_row
 from data.samples import CapturedSample, HiddenStateSource, StateShape
 from eagle31.errors import UserError
@@ -71,14 +67,13 @@ class RowLoader:
 
     Args:
         row_tokens: the maximum number of tokens in a row.
-        rows_per_step: the number of rows over all ranks and micro-batches, or how it grows.
+        rows_per_step: the number of rows over all ranks and micro-batches.
         costs: what each sample costs in training, in any unit; None if it is not known.
         pin_memory: whether rows are in pinned memory, from which a GPU copies while it computes.
         pad_multiple: rows are padded to a multiple of this, but not beyond `row_tokens`.
         steps_ahead: how many steps are read into memory in advance.
         steps_announced: how many steps are announced to an `OrderedSource`, at most one epoch.
         begin: where the first step begins that is loaded.
-        position_gaps: the gaps in the samples' positions; None for none.
         shuffle_window_tokens: rows are shuffled within windows of whole files with at least this many tokens
             (`RowOrder`), which takes a source that is a `StoredSource`; None shuffles over all samples.
         state_shape: that of empty rows, where a rank may have one.
@@ -92,7 +87,7 @@ class RowLoader:
         source: HiddenStateSource,
         *,
         row_tokens: int,
-        rows_per_step: int | RowSchedule,
+        rows_per_step: int,
         rank: int = 0,
         world_size: int = 1,
         seed: int,
@@ -102,13 +97,12 @@ class RowLoader:
         steps_ahead: int = 3,
         steps_announced: int = 64,
         begin: RowPosition = RowPosition(),
-        position_gaps: PositionGaps | None = None,
         shuffle_window_tokens: int | None = None,
         state_shape: StateShape | None = None,
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
-        self.schedule = RowSchedule(rows_per_step) if isinstance(rows_per_step, int) else rows_per_step
+        self.rows_per_step = rows_per_step
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -117,7 +111,6 @@ class RowLoader:
         self.pad_multiple = pad_multiple
         self.steps_ahead = steps_ahead
         self.begin = begin
-        self.position_gaps = position_gaps
         self.state_shape = state_shape
         self._order = RowOrder(
             source.lengths,
@@ -128,12 +121,12 @@ class RowLoader:
             begin_epoch=begin.epoch,
         )
         self.rows_per_epoch = self._order.rows_per_epoch
-        self.steps_announced = min(steps_announced, self.rows_per_epoch // self.schedule.final)
+        self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
         # A single thread reads the steps in the order in which they are announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
         self._ahead: deque[tuple[int, Future[list[PackedBatch]]]] = deque()
         self._announced = 0  # the first step that is not announced yet
-        check_enough(self.rows_per_epoch, row_tokens, self.schedule.final)
+        check_enough(self.rows_per_epoch, row_tokens, rows_per_step)
 
     def rows(self, step: int) -> list[list[int]]:
         """Return the sample indices of each of this rank's rows of a step, none for an empty row."""
@@ -147,14 +140,13 @@ class RowLoader:
     def position(self, step: int) -> tuple[int, int]:
         """Return epoch and index of a step's first row."""
         assert step >= self.begin.step
-        ahead = self.begin.row + self.schedule.before(step) - self.schedule.before(self.begin.step)
+        ahead = self.begin.row + (step - self.begin.step) * self.rows_per_step
         epochs, row = divmod(ahead, self.rows_per_epoch)
         return self.begin.epoch + epochs, row
 
     def _positions(self, step: int) -> list[tuple[int, int]]:
         epoch, row = self.position(step)
-        end = row + self.schedule.of_step(step)
-        counted = [divmod(index, self.rows_per_epoch) for index in range(row, end)]
+        counted = [divmod(row + index, self.rows_per_epoch) for index in range(self.rows_per_step)]
         return [(epoch + epochs, index) for epochs, index in counted]
 
     def step_samples(self, step: int) -> list[int]:
@@ -198,51 +190,32 @@ class RowLoader:
     def _load(self, step: int) -> list[PackedBatch]:
         rows = self.rows(step)
         if isinstance(self.source, StoredSource):
-            return self._read_into_rows(self.source, step, rows)
+            return self._read_into_rows(self.source, rows)
         if isinstance(self.source, OrderedSource):
             self._announce(self.source, step)
         samples = iter(self.source.get_many([index for row in rows for index in row]))
-        return [self._pack(step, {index: next(samples) for index in row}) for row in rows]
+        return [self._pack([next(samples) for _ in row]) for row in rows]
 
-    def _read_into_rows(
-        self, source: StoredSource, step: int, rows: Sequence[Sequence[int]]
-    ) -> list[PackedBatch]:
+    def _read_into_rows(self, source: StoredSource, rows: Sequence[Sequence[int]]) -> list[PackedBatch]:
         batches, places = [], []
         for row in rows:
-            lengths = {index: int(source.lengths[index]) for index in row}
-            batch, of_row = empty_row(
-                list(lengths.values()),
-                self._padded(sum(lengths.values())),
-                source.state_shape,
-                pin_memory=self.pin_memory,
-                position_ids=self._position_ids(step, lengths),
-            )
+            lengths = [int(source.lengths[index]) for index in row]
+            num_tokens = self._padded(sum(lengths))
+            batch, of_row = empty_row(lengths, num_tokens, source.state_shape, pin_memory=self.pin_memory)
             batches.append(batch)
             places += of_row
         source.read_into([index for row in rows for index in row], places)
         return batches
 
-    def _pack(self, step: int, samples: dict[int, CapturedSample]) -> PackedBatch:
+    def _pack(self, samples: Sequence[CapturedSample]) -> PackedBatch:
         if not samples:
             assert self.state_shape is not None
             return empty_row([], self._padded(0), self.state_shape, pin_memory=self.pin_memory)[0]
-        lengths = {index: len(sample.input_ids) for index, sample in samples.items()}
-        return pack_row(
-            list(samples.values()),
-            self._padded(sum(lengths.values())),
-            pin_memory=self.pin_memory,
-            position_ids=self._position_ids(step, lengths),
-        )
+        num_tokens = self._padded(sum(len(sample.input_ids) for sample in samples))
+        return pack_row(samples, num_tokens, pin_memory=self.pin_memory)
 
     def _padded(self, num_tokens: int) -> int:
         return min(max(-(-num_tokens // self.pad_multiple), 1) * self.pad_multiple, self.row_tokens)
-
-    def _position_ids(self, step: int, lengths: Mapping[int, int]) -> list[Tensor] | None:
-        """Return the position ids of the samples that have tokens, by their lengths; None without gaps."""
-        if self.position_gaps is None:
-            return None
-        gaps = self.position_gaps
-        return [gaps.position_ids(num, step, index) for index, num in lengths.items() if num]
 
     def _announce(self, source: OrderedSource, step: int) -> None:
         """Announce the samples of `step` and the following steps to the source."""
@@ -265,4 +238,15 @@ def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:
             f"The data fills only {num_rows} rows of {row_tokens} tokens. Lower train.row_tokens, lower this "
             "with the number of processes, or add data."
         )
+        raise UserError("train.rows_per_step", rows_per_step, remedy)
+
+
+def check_divisible(rows_per_step: int, world_size: int) -> None:
+    """Raise UserError if the rows of a step cannot be divided equally among the ranks.
+
+    Some would then have empty rows, which cost time; a training that is resumed on other ranks may have them.
+    """
+    if rows_per_step % world_size:
+        nearest = -(-rows_per_step // world_size) * world_size
+        remedy = f"It must be a multiple of the number of processes, {world_size}, such as {nearest}."
         raise UserError("train.rows_per_step", rows_per_step, remedy)

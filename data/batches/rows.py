@@ -9,26 +9,16 @@ from data.samples import CapturedSample, StateShape
 from eagle31.training.batch import PackedBatch
 
 
-def pack_row(
-    samples: Sequence[CapturedSample],
-    num_tokens: int,
-    *,
-    pin_memory: bool = False,
-    position_ids: Sequence[Tensor] | None = None,
-) -> PackedBatch:
+def pack_row(samples: Sequence[CapturedSample], num_tokens: int, *, pin_memory: bool = False) -> PackedBatch:
     """Concatenate the samples and pad them to `num_tokens`.
 
     Samples without tokens, which replace samples that could not be captured, leave no trace in the row.
-
-    Args:
-        position_ids: those of each sample that has tokens; None counts them from 0.
     """
     row, places = empty_row(
         [len(sample.input_ids) for sample in samples],
         num_tokens,
         StateShape.of(samples[0].aux_hidden_states),
         pin_memory=pin_memory,
-        position_ids=position_ids,
     )
     for sample, place in zip(samples, places, strict=True):
         for name, tensor in vars(place).items():
@@ -37,23 +27,15 @@ def pack_row(
 
 
 def empty_row(
-    lengths: Sequence[int],
-    num_tokens: int,
-    shape: StateShape,
-    *,
-    pin_memory: bool = False,
-    position_ids: Sequence[Tensor] | None = None,
+    lengths: Sequence[int], num_tokens: int, shape: StateShape, *, pin_memory: bool = False
 ) -> tuple[PackedBatch, list[CapturedSample]]:
     """Return a row for samples of these lengths, and the place of each in it, which has to be filled.
 
     Args:
         shape: the states' shape and dtype.
-        position_ids: as for `pack_row`.
     """
     used = sum(lengths)
     with_tokens = [length for length in lengths if length]
-    if position_ids is None:
-        position_ids = [torch.arange(length) for length in with_tokens]
 
     def tensor(dtype: torch.dtype, *row_shape: int, padding: int = 0) -> Tensor:
         made = torch.empty((num_tokens, *row_shape), dtype=dtype, pin_memory=pin_memory)
@@ -71,7 +53,7 @@ def empty_row(
     documents = torch.arange(len(with_tokens))
     row.document_ids[:used] = documents.repeat_interleave(torch.tensor(with_tokens, dtype=torch.int64))
     if with_tokens:
-        torch.cat(list(position_ids), out=row.position_ids[:used])
+        torch.cat([torch.arange(length) for length in with_tokens], out=row.position_ids[:used])
     parts = (row.input_ids, row.loss_mask, row.aux_hidden_states, row.final_hidden_states)
     pieces = (part[:used].split(list(lengths)) for part in parts)
     return row, [CapturedSample(*sample) for sample in zip(*pieces, strict=True)]

@@ -51,7 +51,6 @@ def step_memory(
     activation_checkpointing: bool,
     device: str,
     with_metrics: bool = True,
-    needs_chain: bool = False,
 ) -> StepMemory:
     """Return the memory of a drafter's forward and backward on one packed row.
 
@@ -59,7 +58,6 @@ def step_memory(
         itemsize: bytes of the training dtype.
         device: "cpu" or "cuda", which have different chunks of the loss.
         with_metrics: as on logging steps, which need the target's full vocabulary.
-        needs_chain: `Objective.needs_chain`; such an objective needs the full vocabulary in every step.
     """
     hidden, num_aux = config.hidden_size, len(config.aux_layer_ids)
     head = config.draft_vocab_size * hidden
@@ -87,7 +85,7 @@ def step_memory(
         state_gradients=rolled_out * hidden * itemsize,
         head_gradient=head * _WIDE if head_trained else 0,
         cast_gradient=head * itemsize if head_trained and narrow else 0,
-        loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics, needs_chain) + product,
+        loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics) + product,
         backward=recomputed + step.backward(counts),
     )
 
@@ -155,20 +153,12 @@ class _Step:
 
 
 def _loss_chunk(
-    config: DrafterConfig,
-    counts: StepCounts,
-    itemsize: int,
-    device: str,
-    with_metrics: bool,
-    needs_chain: bool,
+    config: DrafterConfig, counts: StepCounts, itemsize: int, device: str, with_metrics: bool
 ) -> int:
     num_steps, draft, vocab = len(counts.rows), config.draft_vocab_size, config.vocab_size
-    with_metrics = with_metrics or needs_chain
     positions = chunk_positions(device, vocab, draft, num_steps, with_metrics)
     positions = min(positions, max(counts.teachers, 1))
     rows = positions * num_steps
-    if needs_chain:  # the last chain's later teachers
-        positions = min(positions + num_steps - 1, max(counts.teachers, 1))
     teacher_width = vocab if with_metrics else draft
     probs = positions * draft * _WIDE
     wide = 0 if itemsize == _WIDE else positions * teacher_width * _WIDE

@@ -15,7 +15,7 @@ from eagle31.model.attention import Attend, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
-from eagle31.training.objectives import Loss, Objective, StepWeights, gated, plain_alpha, plain_loss
+from eagle31.training.objectives import Objective, plain_alpha, plain_loss
 from eagle31.training.step import DepthSums, full_teacher
 from eagle31.training.supervision import supervised_drafts, supervised_positions
 
@@ -78,8 +78,6 @@ def reference_loss(
     lm_head = frozen.lm_head or drafter.lm_head
     total = torch.zeros((), device=rows.device)
     sums = []
-    # The probability that serving reaches each row's draft: for the weights of the steps, and for the loss.
-    reach = reached = torch.ones(len(rows), dtype=torch.promote_types(lm_head.weight.dtype, torch.float32))
     steps = reference_rollout(drafter, frozen.embed_tokens, batch, rows, num_steps)
     for step, (normed, state) in enumerate(steps):
         index = torch.nonzero(supervised[rows, step]).squeeze(1)  # of the rows that are still supervised
@@ -93,16 +91,8 @@ def reference_loss(
         if not objective.count_outside_vocab:
             weight = (teacher.greedy >= 0).to(weight)
         alpha = plain_alpha(logits, teacher)
-        step_weight = torch.full_like(weight, step_decay**step)
-        if objective.step_weights is StepWeights.reach:
-            step_weight = reach[index]
-            smooth = (1 - objective.reach_smoothing) * alpha.detach() + objective.reach_smoothing
-            reach = reach.index_copy(0, index, step_weight * smooth)
-        losses = plain_loss(objective, logits, teacher, step_weight, reached[index])
-        if objective.loss is Loss.acceptance_length:
-            reached = reached.index_copy(0, index, reached[index] * gated(objective, alpha))
-            step_weight = torch.ones_like(weight)
-        loss, weighted = (losses * weight).sum(), (losses * weight * step_weight).sum()
+        loss = (plain_loss(objective, logits, teacher) * weight).sum()
+        weighted = step_decay**step * loss
         total = total + weighted
         with torch.no_grad():
             hits = (logits.argmax(-1) == teacher.greedy) * weight

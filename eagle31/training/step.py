@@ -75,7 +75,7 @@ def rollout_loss(
     rows of the optimizer step, over all ranks and micro-batches.
 
     Args:
-        step_decay: decay^k is the weight of step k with `StepWeights.decay`.
+        step_decay: decay^k is the weight of step k.
         objective: by default cross entropy over the draft vocabulary.
         with_metrics: also sum agreement and expected acceptance, which need the target's distribution over
             its full vocabulary; they are zero otherwise.
@@ -87,12 +87,8 @@ def rollout_loss(
 
     Returns:
         The scalar loss, and the sums per step.
-
-    Raises:
-        UserError: the loss cannot be computed with this draft vocabulary.
     """
     objective = objective or Objective()
-    objective.check(pruned=frozen.draft_target_ids is not None)
     schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)
     lm_head = frozen.lm_head or drafter.lm_head
     states, norms = [], []

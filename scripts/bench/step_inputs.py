@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.batches.packing import pack_epoch
+from data.batches.row_order import pack_epoch
 from data.batches.rows import pack_row
 from data.samples import CapturedSample
 from eagle31.model.config import DrafterConfig

@@ -16,11 +16,11 @@ from tests.pretended_gpu.backward import backward
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch
 from train.distributed import World
-from train.trainer.guard import StepGuard
 from train.trainer.loop import optimizer_step
 from train.trainer.model_engine import TrainedModule, split_weights
-from train.trainer.muon import GuardedMuon, MuonSettings
-from train.trainer.optimizer import GuardedAdamW
+from train.trainer.muon import Muon, MuonSettings
+from train.trainer.optimizer import ClippedAdamW
+from train.trainer.skipped import SkippedSteps
 from train.trainer.window import WindowSums
 
 NUM_ROWS, MAX_STEPS = 2, 2
@@ -38,7 +38,7 @@ class Now(Executor):
 class PlainEngine:
     """What a model engine does on one rank at ZeRO 0. DeepSpeed itself needs a device that computes."""
 
-    def __init__(self, module: TrainedModule, optimizer: GuardedAdamW) -> None:
+    def __init__(self, module: TrainedModule, optimizer: ClippedAdamW) -> None:
         self.module = module
         self.optimizer = self.basic_optimizer = optimizer
         self._at_boundary = False
@@ -80,15 +80,15 @@ def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: 
         drafter, frozen = drafter_on_gpu(config, dtype)
         objective = Objective(count_outside_vocab=count_outside_vocab)
         module = TrainedModule(drafter, frozen, NUM_STEPS, 0.8, objective)
-        guard = StepGuard()
+        skipped = SkippedSteps(1e-3, lambda step: [])
         settings: dict[str, Any] = {"max_grad_norm": 0.5, "on_device": True, "lr": 1e-3, "weight_decay": 0.1}
         if muon:
             matrices, others = split_weights(drafter)
-            optimizer: GuardedAdamW = GuardedMuon(
-                matrices, others, guard, MuonSettings(matrix_lr=0.02, momentum=0.95), device=CUDA, **settings
+            optimizer: ClippedAdamW = Muon(
+                matrices, others, MuonSettings(matrix_lr=0.02, momentum=0.95), device=CUDA, **settings
             )
         else:
-            optimizer = GuardedAdamW(module.parameters(), guard, **settings)
+            optimizer = ClippedAdamW(module.parameters(), **settings)
         engine = PlainEngine(module, optimizer)
         rows = DeviceRows(
             SimpleNamespace(batches=batches.__getitem__),  # type: ignore[arg-type]
@@ -109,16 +109,16 @@ def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: 
                 world,
                 with_metrics=False,
             )
-            guard.record(number)
+            skipped.record(number, optimizer.refused)
             assert len(counts.read()) == 2
-            guard.collect(wait=False)
+            skipped.collect(wait=False)
             assert grad_norm.device == CUDA
 
         step(0)  # makes optimizer states and RoPE's tables
         with gpu.no_waiting():
             step(1)
         if muon:
-            assert isinstance(optimizer, GuardedMuon)
+            assert isinstance(optimizer, Muon)
             assert optimizer.num_orthogonalized == 2 * len(matrices)
             products = [op for op in gpu.operations if op is torch.ops.aten.baddbmm.default]
             assert products

@@ -1,6 +1,5 @@
 """The state of the model engine as fragments of named weights, at every ZeRO stage."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import deepspeed
@@ -9,7 +8,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from eagle31.errors import UserError
-from train.checkpoint.parts import AVERAGE, WEIGHTS, SavedFragment, SavedParts
+from train.checkpoint.parts import WEIGHTS, SavedFragment, SavedParts
 from train.distributed import World
 from train.optim.fragments import Fragment, own_fragment
 
@@ -52,19 +51,12 @@ def refresh_model(model_engine: deepspeed.DeepSpeedEngine) -> None:
             parameter.data.copy_(value)
 
 
-def saved_fragments(
-    model_engine: deepspeed.DeepSpeedEngine, world: World, averages: Sequence[Tensor] = ()
-) -> list[SavedFragment]:
+def saved_fragments(model_engine: deepspeed.DeepSpeedEngine, world: World) -> list[SavedFragment]:
     """Return what this rank writes into a checkpoint; over all ranks it is each element once.
 
     The values are views: nothing is copied.
-
-    Args:
-        averages: of the tensors of `master_weights`.
     """
     kinds = [{WEIGHTS: master} | _states(model_engine, master) for master in master_weights(model_engine)]
-    for tensors, average in zip(kinds, averages, strict=bool(averages)):
-        tensors[AVERAGE] = average
     found = []
     for placed in _places(model_engine):
         fragment = placed.fragment
@@ -88,13 +80,8 @@ def optimizer_steps(model_engine: deepspeed.DeepSpeedEngine) -> dict[str, float]
 
 
 @torch.no_grad()
-def restore(
-    model_engine: deepspeed.DeepSpeedEngine, parts: SavedParts, averages: Sequence[Tensor] = ()
-) -> None:
+def restore(model_engine: deepspeed.DeepSpeedEngine, parts: SavedParts) -> None:
     """Load weights and optimizer states. Each rank reads what it needs. Every rank calls.
-
-    Args:
-        averages: of the tensors of `master_weights`, into which the averages are read.
 
     Raises:
         UserError: the checkpoint has other weights than the drafter.
@@ -113,14 +100,7 @@ def restore(
         if not fragment.length:
             continue
         for kind in parts.kinds(placed.name):
-            if kind == WEIGHTS:
-                tensor = master
-            elif kind == AVERAGE:
-                if not averages:
-                    continue
-                tensor = averages[placed.flat]
-            else:
-                tensor = _state_tensor(model_engine, master, kind)
+            tensor = master if kind == WEIGHTS else _state_tensor(model_engine, master, kind)
             values = tensor.detach().view(-1)[fragment.offset : fragment.offset + fragment.length]
             parts.read(kind, placed.name, fragment.start, values)
         if placed.name in (steps := parts.manifest["optimizer_steps"]):

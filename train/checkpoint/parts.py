@@ -24,7 +24,7 @@ from eagle31.json_files import expecting, file_within, read_json, write_json
 from eagle31.tensor_files import read_header
 
 STATE, MANIFEST = "state.json", "manifest.json"
-WEIGHTS, AVERAGE = "weights", "average"  # kinds; the others are the optimizer's states
+WEIGHTS = "weights"  # a kind; the others are the optimizer's states
 _CHECKSUM = "crc32"
 _CHUNK_BYTES = 1 << 25
 
@@ -200,8 +200,8 @@ def load_weights(checkpoint: Path | str, kind: str = WEIGHTS) -> dict[str, Tenso
     """Return the drafter's weights in a checkpoint by name, float32 on the CPU. It needs no DeepSpeed.
 
     Args:
-        kind: "average" returns the averaged weights, and the name of an optimizer state, such as "exp_avg",
-            that state of the weights that have it.
+        kind: the name of an optimizer state, such as "exp_avg", returns that state of the weights that have
+            it.
 
     Raises:
         DamagedCheckpoint: a file is missing or damaged.

@@ -18,11 +18,6 @@ class ExportConfig:
 
     dtype: ExportDtype = setting(ExportDtype.bfloat16, "Precision of the exported weights.")
     layout: Layout = setting(Layout.vllm, "Which config.json is written.")
-    averaged: bool = setting(
-        True,
-        "Whether the averaged weights are exported, if train.ema_decay is set, or those of the same step "
-        "before averaging.",
-    )
 
 
 @dataclass

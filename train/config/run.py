@@ -23,7 +23,6 @@ from train.config.training import (
     TrainConfig,
     check_deepspeed,
     check_optim,
-    check_train,
 )
 from train.config.vllm import VllmConfig, check_temperatures, check_vllm
 
@@ -95,9 +94,7 @@ def check(config: RunConfig) -> None:
     check_vllm(config.vllm)
     check_optim(config.optim)
     check_deepspeed(config.deepspeed)
-    check_train(config.train, pruned=config.drafter.draft_vocab_size is not None)
     check_lengths(config)
-    check_head(config)
     check_order(config)
     if config.target.engine is TargetEngine.vllm:
         check_temperatures(
@@ -146,14 +143,6 @@ def needed_stages(config: RunConfig) -> list[Stage]:
     """Return the stages up to the last selected one whose results it depends on, in their order."""
     stages = list(Stage)
     return stages[: 1 + max(stages.index(stage) for stage in config.stages)]
-
-
-def check_head(config: RunConfig) -> None:
-    """Raise UserError for a draft head that is frozen and is to be trained from some step on."""
-    fraction = config.optim.head_start_fraction
-    if fraction and not config.drafter.train_lm_head:
-        remedy = "The draft head is not trained: give 0, or drafter.train_lm_head=true."
-        raise UserError("optim.head_start_fraction", fraction, remedy)
 
 
 def check_order(config: RunConfig) -> None:

@@ -1,13 +1,10 @@
 """The recipe's schema for the optimizer, DeepSpeed, the training loop and its metrics."""
 
-import math
 from dataclasses import dataclass
 
-from data.batches.position_gaps import PositionGaps
-from data.batches.row_schedule import RowSchedule
 from eagle31.choice import Choice
 from eagle31.errors import UserError
-from eagle31.training.objectives import Loss, Objective, StepWeights
+from eagle31.training.objectives import Loss, Objective
 from train.config.evaluate import MAX_DRAFT_TOKENS
 from train.config.setting import setting
 
@@ -24,12 +21,6 @@ class Schedule(Choice):
     linear = "linear", "falls linearly"
     constant = "constant", "stays at optim.lr"
     wsd = "wsd", "warmup-stable-decay: stays at optim.lr and falls at the end, see optim.decay_fraction"
-
-
-class DecayShape(Choice):
-    linear = "linear", "falls linearly"
-    cosine = "cosine", "falls along half a cosine"
-    sqrt = "sqrt", "falls as one minus the square root of the progress: fast first, slowly towards the end"
 
 
 class Optimizer(Choice):
@@ -75,34 +66,8 @@ class OptimConfig:
         gt=0,
         le=1,
     )
-    decay_shape: DecayShape = setting(
-        DecayShape.linear, "Course of that fall. No ablation supports the default."
-    )
     min_lr_fraction: float = setting(0.0, "Final learning rate as a fraction of the peak.", ge=0, le=1)
-    head_start_fraction: float = setting(
-        0.0,
-        "Fraction of the steps at the start in which the draft head keeps its first weights; "
-        "0: it is trained from the first step. A continued training trains it throughout. No ablation "
-        "supports it yet.",
-        ge=0,
-        lt=1,
-    )
     max_grad_norm: float = setting(0.5, "Norm to which gradients are clipped.", gt=0)
-    max_norm_jump: float | None = setting(
-        100.0,
-        "A step whose gradient norm is more than this many times the average of the steps before is "
-        "skipped. null: only steps whose loss or gradient is not finite are. The default tells a diverged "
-        "run from a hard batch, which clipping takes care of: sound runs stayed below 2 times the "
-        "average, and a run with a rate of 0.9 went beyond 400 times. No ablation supports the exact "
-        "value.",
-        gt=0,
-    )
-    max_skipped_steps: int = setting(
-        10,
-        "The run ends with an error after this many skipped steps in a row. No ablation supports the "
-        "default.",
-        ge=1,
-    )
 
 
 @dataclass
@@ -140,39 +105,15 @@ class TrainConfig:
         ge=1,
         le=MAX_DRAFT_TOKENS,
     )
-    ttt_curriculum_fraction: float = setting(
-        0.0,
-        "Fraction of the optimizer steps at the start over which the rolled out speculation steps grow "
-        "from 1 to ttt_steps; 0: all of them from the first step. The early steps then cost "
-        "less. No ablation supports it yet.",
-        ge=0,
-        le=1,
-    )
     step_decay: float = setting(0.8, "Factor of the loss from one speculation step to the next.", gt=0, le=1)
-    step_weights: StepWeights = setting(
-        StepWeights.decay,
-        "Weight of a speculation step in the loss. decay: step_decay^k. reach: the probability that "
-        "serving reaches the draft, which is the product of the acceptance rates of the drafts before it, "
-        "as they are now. No ablation supports reach yet.",
-    )
-    reach_smoothing: float = setting(
-        0.0,
-        "With step_weights=reach an acceptance rate a counts as (1 - s) a + s, so that later drafts are "
-        "trained before the ones before them are accepted; s, and 1 weighs all drafts alike. No "
-        "ablation supports the default.",
-        ge=0,
-        le=1,
-    )
     loss: Loss = setting(
         Loss.kl,
-        "Loss of a draft against the target's distribution. acceptance_length minimizes what the expected "
-        "number of accepted drafts lacks of all; no ablation supports it yet.",
+        "Loss of a draft against the target's distribution.",
     )
     lk_eta: float = setting(
         3.0,
-        "How early loss=lk_lambda and loss=acceptance_length turn from KL to the acceptance rate, as that "
-        "of each draft grows; larger is earlier. 0 stays KL; 1e9 is without KL from the start, where it "
-        "learns little.",
+        "How early loss=lk_lambda turns from KL to the acceptance rate, as that of each draft grows; larger "
+        "is earlier. 0 stays KL; 1e9 is without KL from the start, where it learns little.",
         ge=0,
     )
     count_outside_vocab: bool = setting(
@@ -190,14 +131,6 @@ class TrainConfig:
         "Whether activations are recomputed in the backward pass: less memory for very long rows, about a "
         "sixth more compute.",
     )
-    position_gap_probability: float = setting(
-        0.0,
-        "Fraction of the samples whose positions jump once by a random number of tokens, so that the "
-        "drafter meets longer distances than the samples have. docs/study.md has an ablation.",
-        ge=0,
-        le=1,
-    )
-    position_gap_tokens: int = setting(2048, "The longest jump; shorter ones are as likely.", ge=1)
     row_tokens: int = setting(2048, "Length of a packed row in tokens; the longest sample must fit.", ge=1)
     shuffle_window_tokens: int | None = setting(
         None,
@@ -208,38 +141,11 @@ class TrainConfig:
         ge=1,
     )
     rows_per_step: int = setting(8, "Packed rows of one optimizer step, over all ranks.", ge=1)
-    rows_per_step_start: int | None = setting(
-        None,
-        "Packed rows of the first optimizer steps, over all ranks; the number doubles until it is "
-        "rows_per_step. null: every step has rows_per_step. No ablation supports it yet.",
-        ge=1,
-    )
-    rows_growth_fraction: float = setting(
-        0.25,
-        "Fraction of the optimizer steps at the start that have fewer than rows_per_step, "
-        "where rows_per_step_start is given. A continued training has rows_per_step throughout. No "
-        "ablation supports the default.",
-        gt=0,
-        lt=1,
-    )
     max_steps: int | None = setting(None, "Number of optimizer steps. null: num_epochs decides.", ge=1)
     num_epochs: int = setting(1, "Passes over the training data if max_steps is null.", ge=1)
-    ema_decay: float | None = setting(
-        None,
-        "Decay rate of an exponential moving average of the weights, such as 0.99 for some hundred steps, "
-        "in (0, 1). The average is validated, kept and exported in place of the weights. null: none.",
-        gt=0,
-        lt=1,
-    )
     log_every: int = setting(10, "Steps between two records in metrics.jsonl.", ge=1)
     validate_every: int = setting(
         200, "Steps between two validations, from which the best checkpoint is chosen.", ge=1
-    )
-    early_stop_validations: int | None = setting(
-        None,
-        "Training ends after this many validations in a row that are not better than the best one. The "
-        "learning rate follows its schedule for all steps until then. null: training never ends early.",
-        ge=1,
     )
     diagnose_every: int = setting(
         50,
@@ -295,34 +201,6 @@ def check_deepspeed(deepspeed: DeepSpeedConfig) -> None:
         raise UserError("deepspeed.offload_parameters", True, "It needs deepspeed.zero_stage=3.")
 
 
-def check_train(train: TrainConfig, *, pruned: bool) -> None:
-    """Raise UserError for values that the training loop could not use.
-
-    Args:
-        pruned: whether the draft vocabulary is smaller than the target's.
-    """
-    start = train.rows_per_step_start
-    if start is not None and start > train.rows_per_step:
-        remedy = f"It must be at most train.rows_per_step ({train.rows_per_step})."
-        raise UserError("train.rows_per_step_start", start, remedy)
-    objective_of(train).check(pruned=pruned)
-
-
-def row_schedule_of(train: TrainConfig, max_steps: int) -> RowSchedule:
-    """Return the rows of each optimizer step of a run that continues no other one."""
-    growth_steps = math.ceil(train.rows_growth_fraction * max_steps)
-    return RowSchedule(train.rows_per_step, train.rows_per_step_start, growth_steps)
-
-
-def position_gaps_of(train: TrainConfig, seed: int) -> PositionGaps | None:
-    """Return the gaps in the samples' positions, or None if there are none."""
-    if not train.position_gap_probability:
-        return None
-    return PositionGaps(train.position_gap_probability, train.position_gap_tokens, seed)
-
-
 def objective_of(train: TrainConfig) -> Objective:
     """Return the loss that the recipe chooses."""
-    return Objective(
-        train.loss, train.lk_eta, train.count_outside_vocab, train.step_weights, train.reach_smoothing
-    )
+    return Objective(train.loss, train.lk_eta, train.count_outside_vocab)

@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.addresses import is_loopback
-from data.batches.row_schedule import check_divisible
+from data.batches.loader import check_divisible
 from data.transport.mooncake_store import address
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, TransportKind
@@ -150,7 +150,7 @@ def check_job(job: Job, config: RunConfig, resumes: bool) -> None:
         raise UserError("--servers-per-node", job.servers_per_node, "It must be at least 1.")
     if not resumes:
         size = job.num_trainers * job.num_processes
-        check_divisible(config.train.rows_per_step, config.train.rows_per_step_start, size)
+        check_divisible(config.train.rows_per_step, size)
     if not job.target_nodes:
         return
     vllm = config.vllm

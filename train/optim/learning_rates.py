@@ -32,7 +32,7 @@ def rule_matrix_lr(drafter: DrafterConfig) -> float:
     It does not depend on the width, because an update is scaled to a spectral norm that fits the widths.
 
     Sources: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024), and the
-    ablation in docs/optimizers.md, for the value; Yang, Simon and Bernstein, A spectral condition for feature
+    ablation in docs/training.md, for the value; Yang, Simon and Bernstein, A spectral condition for feature
     learning (2023), for the width; see `rule_lr` for the depth.
     """
     return MATRIX_RATE / drafter.num_hidden_layers**0.5
@@ -48,13 +48,11 @@ def with_rates(optim: OptimConfig, drafter: DrafterConfig) -> OptimConfig:
 
 
 def described(optim: OptimConfig, drafter: DrafterConfig) -> str:
-    """Return the rates in words, which of them are the rule's, and when the draft head is trained."""
+    """Return the rates in words, and which of them are the rule's."""
     complete = with_rates(optim, drafter)
     names = ["lr", "matrix_lr"] if optim.name.value == "muon" else ["lr"]
     parts = [
         f"{name} {getattr(complete, name):.3g}{' (rule)' if getattr(optim, name) is None else ''}"
         for name in names
     ]
-    if optim.head_start_fraction:
-        parts.append(f"the head after {100 * optim.head_start_fraction:.3g} % of the steps")
     return f"{optim.name.value}, {', '.join(parts)}"

@@ -33,8 +33,6 @@ class TrainerSettings:
     rows_per_step: int
     world_size: int
     muon: bool = False
-    needs_chain: bool = False  # of the objective
-    averages: bool = False  # whether an average of the weights is kept
 
     @property
     def itemsize(self) -> int:
@@ -98,7 +96,6 @@ def trainer_memory(
     matrices = matrix_shapes(tensors) if settings.muon else []
     # Adam's two moments or Muon's one, and with ZeRO the float32 weights.
     states = num_parameters * (3 if stage else 2) - sum(map(prod, matrices))
-    states += num_parameters if settings.averages else 0
     split = [settings.world_size if stage >= needed else 1 for needed in (1, 2, 3)]
     local_gradients, local_weights = (num_parameters / n for n in split[1:])
     # At ZeRO 0 in bf16 the float32 weights are the model's, and a step computes with rounded ones.
@@ -119,7 +116,6 @@ def trainer_memory(
             head_trained=settings.train_lm_head,
             activation_checkpointing=settings.activation_checkpointing,
             device=device,
-            needs_chain=settings.needs_chain,
         ),
     )
 

@@ -11,7 +11,7 @@ from eagle31.export.layouts import check_layout
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import RunConfig
-from train.config.training import Optimizer, Precision, objective_of
+from train.config.training import Optimizer, Precision
 from train.drafter.shape import check_positions, complete_shape
 from train.plan.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
 from train.plan.target import (
@@ -95,7 +95,5 @@ def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
         row_tokens=config.train.row_tokens,
         rows_per_step=config.train.rows_per_step,
         world_size=num_ranks,
-        averages=config.train.ema_decay is not None,
         muon=config.optim.name is Optimizer.muon,
-        needs_chain=objective_of(config.train).needs_chain,
     )

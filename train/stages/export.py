@@ -23,8 +23,6 @@ def export_inputs(context: RunContext) -> dict[str, Any]:
         "dtype": export.dtype.value,
         "layout": export.layout.value,
     }
-    if context.config.train.ema_decay is not None:
-        inputs["averaged"] = export.averaged
     if export.layout is Layout.speculators:
         inputs |= {"target": context.target.spec.model, "draft_tokens": context.config.evaluate.draft_tokens}
     return inputs
@@ -38,7 +36,7 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     """
     trained = context.artifacts[Stage.train].directory
     checkpoints = CheckpointDirectory(trained / "checkpoints", 1, context.world)
-    weights, best = checkpoints.best_weights(averaged=context.config.export.averaged)
+    weights, best = checkpoints.best_weights()
     vocab = load_vocab(context.artifacts[Stage.vocab])
     config = context.drafter.config(len(vocab.d2t))
     embed_tokens, head_rows = frozen_rows(config, vocab, context.target.parts, context.drafter.initial)

@@ -2,27 +2,23 @@
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from data.batches.device_rows import DeviceRows
-from data.batches.loader import RowPosition, check_enough
-from data.batches.packing import pack_epoch
-from data.batches.row_schedule import RowSchedule, check_divisible, steps_within
+from data.batches.loader import RowPosition, check_divisible, check_enough
+from data.batches.row_order import pack_epoch
 from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
 from eagle31.kernels.compiled import use_compiled
-from eagle31.training.curriculum import rollout_steps
 from train.artifact import has_trained
 from train.config.run import Stage
-from train.config.training import Schedule, TrainConfig, row_schedule_of
+from train.config.training import Schedule, TrainConfig
 from train.context import RunContext
 from train.distributed import wait_for_ranks
 from train.stages.training.building import (
@@ -33,23 +29,24 @@ from train.stages.training.building import (
     num_rows_per_epoch,
     row_flops,
     row_loader,
+    sample_names,
 )
 from train.stages.training.continuing import keep_vocab, prepared
 from train.stages.training.inputs import (
     CHANGEABLE_OPTIM,
     fixed_inputs,
     plain,
-    without_unused,
 )
 from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
-from train.stop import time_limit
+from train.stop import stop_reasons, time_limit
 from train.tracking import open_tracker
-from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.continuation import CONTINUED
-from train.trainer.loop import LoopSettings, train
+from train.trainer.learning_rate import LearningRate
+from train.trainer.loop import LoopSettings, TrainingLoop
 from train.trainer.model_engine import ensure_process_group, release_memory
+from train.trainer.skipped import SkippedSteps
 from train.trainer.validation import ReplayValidation
 from train.trainer.window import Speed
 
@@ -72,14 +69,13 @@ def train_inputs(context: RunContext) -> dict[str, Any]:
     ):
         training.pop(name)
     optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
-    optim.pop("max_skipped_steps")
     return {
         "fixed": fixed_inputs(context),
         "capture": context.artifacts[Stage.capture].key,
         "max_samples": config.capture.max_samples,
         "vocab": context.artifacts[Stage.vocab].key,
         "optim": plain(optim),
-        "train": plain(without_unused(training)),
+        "train": plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
     } | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
 
@@ -107,20 +103,18 @@ def train_on(
     drafter, frozen = new_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
     tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}
     speed = expected_speed(context, drafter.config, tensors)
-    engine = new_engine(context, drafter, frozen, source)
+    engine = new_engine(context, drafter, frozen)
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
-    average = None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay)
-    state = prepared(checkpoints.resume(engine, average), context)
+    state = prepared(checkpoints.resume(engine), context)
     begin = RowPosition(state.step, state.epoch, state.row)
     max_steps = run_steps(context, source, state)
-    loader = row_loader(context, source, drafter.config, row_schedule(config.train, state, max_steps), begin)
+    loader = row_loader(context, source, drafter.config, begin)
     settings = loop_settings(context, state, max_steps, speed)
-    checkpoints.always_kept = settings.decay_start if settings.schedule == Schedule.wsd.value else None
+    checkpoints.always_kept = settings.saves_after
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
     samples = held_out.get_many(range(len(held_out)))
     validation = ReplayValidation(samples, config.train.row_tokens, config.evaluate.draft_tokens, world)
-    diagnosis = drift_diagnosis(context, samples)
     tracker = open_tracker(
         project=config.tracking.project,
         name=config.tracking.name or config.recipe_name,
@@ -131,7 +125,7 @@ def train_on(
     )
     rows = DeviceRows(
         loader,
-        num_steps=rollout_curriculum(config.train, state, settings.max_steps),
+        num_steps=config.train.ttt_steps,
         device=world.device,
         dtype=context.dtype,
         stop_step=settings.max_steps,
@@ -139,20 +133,22 @@ def train_on(
         flops_of=row_flops(context, drafter.config) if speed.peak_flops is not None else None,
     )
     try:
-        state = train(
+        loop = TrainingLoop(
             engine,
-            loader,
             rows,
             validation,
+            drift_diagnosis(context, samples),
             checkpoints,
             tracker,
+            SkippedSteps(settings.learning_rate.peak, lambda step: sample_names(loader, step, context)),
             settings,
             state,
             world,
             context.dtype,
-            average,
-            diagnosis,
         )
+        stop_at = time_limit(config.stop_after_minutes, os.environ, context.started)
+        with stop_reasons(stop_at) as stop_reason:
+            state = loop.run(stop_reason)
     finally:
         tracker.close()
         loader.close()
@@ -170,27 +166,10 @@ def train_on(
     }
 
 
-def rollout_curriculum(train: TrainConfig, state: TrainState, max_steps: int) -> Callable[[int], int]:
-    """Return a function from an optimizer step to its speculation steps.
-
-    A training that continues another rolls all of them out.
-    """
-    ramp_steps = 0 if state.continued_at else math.ceil(train.ttt_curriculum_fraction * max_steps)
-    return partial(rollout_steps, num_steps=train.ttt_steps, ramp_steps=ramp_steps)
-
-
-def row_schedule(train: TrainConfig, state: TrainState, max_steps: int) -> RowSchedule:
-    """Return the rows of each step. A training that continues another has as many in all steps."""
-    return RowSchedule(train.rows_per_step) if state.continued_at else row_schedule_of(train, max_steps)
-
-
 def steps_of_epochs(train: TrainConfig, rows_per_epoch: int, state: TrainState) -> int:
-    """Return the step at which `train.num_epochs` are complete; epochs in an earlier order do not count.
-
-    A resumed run finds the same step: with more steps the steps so far would have had no more rows.
-    """
+    """Return the step at which `train.num_epochs` are complete; epochs in an earlier order do not count."""
     left = (state.first_epoch + train.num_epochs - state.epoch) * rows_per_epoch - state.row
-    return max(1, steps_within(left, partial(row_schedule, train, state), state.step))
+    return max(1, state.step + left // train.rows_per_step)
 
 
 def run_steps(context: RunContext, source: HiddenStateSource, state: TrainState) -> int:
@@ -218,25 +197,27 @@ def loop_settings(context: RunContext, state: TrainState, max_steps: int, speed:
     warmup_steps = optim.warmup_steps
     if warmup_steps is None:
         warmup_steps = math.ceil(optim.warmup_fraction * max_steps)
+    decay_start = max(max_steps - math.ceil(optim.decay_fraction * max_steps), state.continued_at)
     return LoopSettings(
         max_steps=max_steps,
-        warmup_steps=warmup_steps,
-        peak_lr=optim.lr,
-        min_lr_fraction=optim.min_lr_fraction,
-        schedule=optim.schedule.value,
-        decay_start=max(max_steps - math.ceil(optim.decay_fraction * max_steps), state.continued_at),
-        decay_shape=optim.decay_shape.value,
-        head_start=0 if state.continued_at else math.ceil(optim.head_start_fraction * max_steps),
+        learning_rate=LearningRate(
+            peak=optim.lr,
+            schedule=optim.schedule.value,
+            warmup_steps=warmup_steps,
+            max_steps=max_steps,
+            min_fraction=optim.min_lr_fraction,
+            decay_start=decay_start,
+        ),
         num_depths=config.train.ttt_steps,
         log_every=config.train.log_every,
         validate_every=config.train.validate_every,
         save_every=config.train.save_every,
-        keep_weights_every=config.train.keep_weights_every,
+        keep_weights_every=config.train.keep_weights_every or 0,
         draft_tokens=config.evaluate.draft_tokens,
         diagnose_every=config.train.diagnose_every,
-        early_stop_validations=config.train.early_stop_validations,
+        # From there the rate falls; a longer training continues from this checkpoint.
+        saves_after=decay_start if optim.schedule is Schedule.wsd else None,
         speed=speed,
-        stop_at=time_limit(config.stop_after_minutes, os.environ, context.started),
     )
 
 
@@ -256,7 +237,7 @@ def check_ranks(context: RunContext) -> None:
     """
     train, size = context.config.train, context.world.size
     try:
-        check_divisible(train.rows_per_step, train.rows_per_step_start, size)
+        check_divisible(train.rows_per_step, size)
     except UserError as error:
         if not has_trained(context.output_dir):
             raise

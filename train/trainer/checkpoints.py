@@ -30,11 +30,9 @@ from train.checkpoint.parts import (
     write_weights,
 )
 from train.distributed import World
-from train.trainer.average import WeightAverage
 
 WEIGHTS = "weights"
 BEST = "best.json"
-EARLIER_FORM = "engine"  # DeepSpeed's directory in checkpoints of earlier versions
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SPARE_BYTES = 1 << 20  # for the files of JSON, and what a file system needs for its directories
 
@@ -46,11 +44,9 @@ class TrainState:
     step: int = 0  # optimizer steps done
     best_step: int | None = None
     best_acceptance_length: float = 0.0  # the mean over the sets that validation has
-    validations_since_best: int = 0  # in a row, that were not better than the best one
     supervised_positions: int = 0  # trained on so far, over all ranks
     step_seconds: float = 0.0  # of the steps and their waits for data, up to the last record of metrics
     skipped_steps: int = 0
-    grad_norm_reference: float | None = None  # see StepGuard.reference
     # The next row in the data's order: its epoch, and its index in the epoch. See `RowPosition`.
     epoch: int = 0
     row: int = 0
@@ -77,19 +73,13 @@ class CheckpointDirectory:
         """Return the steps of the finished checkpoints, ascending."""
         return saved_steps(self.root)
 
-    def save(
-        self,
-        model_engine: deepspeed.DeepSpeedEngine,
-        state: TrainState,
-        average: WeightAverage | None = None,
-    ) -> None:
+    def save(self, model_engine: deepspeed.DeepSpeedEngine, state: TrainState) -> None:
         """Write a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls.
 
         Raises:
             UserError: on every rank; some rank cannot write its part. The earlier checkpoints stay.
         """
-        averages = [] if average is None or not average.begun else average.averages
-        fragments = saved_fragments(model_engine, self.world, averages)
+        fragments = saved_fragments(model_engine, self.world)
         num_bytes = sum(gathered(part_bytes(fragments), self.world)) + _SPARE_BYTES
         final, partial_path = self._path(state.step), self.root / f".step-{state.step:08d}.partial"
         fails = partial(self._cannot_write, state.step, num_bytes)
@@ -118,7 +108,6 @@ class CheckpointDirectory:
                 "files": {file: entry for file, entry, _ in written},
                 "weights": weight_shapes(model_engine),
                 "optimizer_steps": {name: step for _, _, steps in written for name, step in steps.items()},
-                "average_updates": average.num_updates if averages and average is not None else 0,
             }
             agreed_on_main(self.world, publish, fails)
         except UserError:
@@ -126,29 +115,25 @@ class CheckpointDirectory:
                 shutil.rmtree(partial_path, ignore_errors=True)  # what fills the disk
             raise
 
-    def resume(
-        self, model_engine: deepspeed.DeepSpeedEngine, average: WeightAverage | None = None
-    ) -> TrainState:
+    def resume(self, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         """Load the newest checkpoint that is as it was written; return a new state if there is none.
 
-        A checkpoint that is damaged is renamed, so that the run writes it again. The average is loaded if the
-        checkpoint has one, and begins with the next step otherwise. Every rank calls.
+        A checkpoint that is damaged is renamed, so that the run writes it again. Every rank calls.
 
         Raises:
-            UserError: on every rank; all checkpoints are damaged, or the newest is of an earlier version.
+            UserError: on every rank; all checkpoints are damaged.
         """
         steps = agreed_on_main(self.world, self.steps, self._cannot_read)
         damaged: dict[int, str] = {}
         for step in reversed(steps):
             path = self._path(step)
-            check_form(path)
             problems = gathered(self._damage(path), self.world)
             if any(problems):
                 damaged[step] = next(problem for problem in problems if problem)
                 continue
             if damaged:
                 agreed_on_main(self.world, lambda: self._set_aside(damaged, step), self._cannot_write_any)  # noqa: B023
-            return self._load(path, model_engine, average)
+            return self._load(path, model_engine)
         if damaged:
             raise UserError(
                 "output_dir",
@@ -163,33 +148,25 @@ class CheckpointDirectory:
         steps = self.steps()
         return f"the newest checkpoint is {self._path(steps[-1])}" if steps else "there is no checkpoint yet"
 
-    def save_best(self, weights: dict[str, dict[str, Tensor]], state: TrainState) -> None:
+    def save_best(self, weights: dict[str, Tensor], state: TrainState) -> None:
         """Replace the best weights, which are float32. Every rank calls; rank 0 has and writes them.
-
-        Args:
-            weights: those that were chosen, as "drafter", and if these are averages the "plain" ones too.
 
         Raises:
             UserError: on every rank; they cannot be written. Those of before are as they were.
         """
         best = self.root / "best"
-        files = {kind: f"{kind}-{state.step:08d}.safetensors" for kind in weights}
+        file = f"drafter-{state.step:08d}.safetensors"
 
         def write() -> None:
             best.mkdir(parents=True, exist_ok=True)
-            for kind, name in files.items():
-                _replace(best / name, partial(write_weights, weights=weights[kind]))
-            description = {
-                "step": state.step,
-                "acceptance_length": state.best_acceptance_length,
-                "files": files,
-            }
-            write_json(best / BEST, description)
+            _replace(best / file, partial(write_weights, weights=weights))
+            length = state.best_acceptance_length
+            write_json(best / BEST, {"step": state.step, "acceptance_length": length, "file": file})
             for other in best.glob("*.safetensors"):
-                if other.name not in files.values():
+                if other.name != file:
                     other.unlink()
 
-        num_bytes = sum(tensor.nbytes for one in weights.values() for tensor in one.values())
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
         agreed_on_main(self.world, write, partial(self._cannot_write, state.step, num_bytes))
 
     def keep_weights(self, weights: dict[str, Tensor], state: TrainState) -> None:
@@ -212,18 +189,12 @@ class CheckpointDirectory:
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         agreed_on_main(self.world, write, partial(self._cannot_write, state.step, num_bytes))
 
-    def best_weights(self, *, averaged: bool = True) -> tuple[dict[str, Tensor], dict]:
-        """Return the best weights, and their step and acceptance_length.
-
-        Args:
-            averaged: False returns the weights before averaging; without an average there are no others.
-        """
+    def best_weights(self) -> tuple[dict[str, Tensor], dict]:
+        """Return the best weights, and their step and acceptance_length."""
         best, path = self.root / "best", self.root / "best" / BEST
         with expecting(path, "the description of the best weights"):
             description = read_json(path)
-            files = description["files"]
-            name = files["drafter"] if averaged else files.get("plain", files["drafter"])
-            return load_tensors(file_within(best, name, path)), description
+            return load_tensors(file_within(best, description["file"], path)), description
 
     def _prepare(self, final: Path, partial_path: Path, num_bytes: int) -> bool:
         """Make the directory to write into; return whether the checkpoint has to be written."""
@@ -237,15 +208,10 @@ class CheckpointDirectory:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
         return True
 
-    def _load(
-        self, path: Path, model_engine: deepspeed.DeepSpeedEngine, average: WeightAverage | None
-    ) -> TrainState:
+    def _load(self, path: Path, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         saved = read_checked(path / STATE)
         del saved["world_size"]
-        parts = SavedParts(path)
-        if average is not None:
-            average.begin(parts.manifest["average_updates"])
-        restore(model_engine, parts, [] if average is None else average.averages)
+        restore(model_engine, SavedParts(path))
         return TrainState(**saved)
 
     def _damage(self, path: Path) -> str | None:
@@ -302,18 +268,6 @@ def saved_steps(checkpoints: Path) -> list[int]:
     # A directory gets its name once all its files are on disk.
     names = (path.name.removeprefix("step-") for path in checkpoints.glob("step-*"))
     return sorted(int(name) for name in names if name.isdigit())  # not the copies that a user has made
-
-
-def check_form(checkpoint: Path) -> None:
-    """Raise UserError if an earlier version wrote the checkpoint."""
-    if (checkpoint / EARLIER_FORM).is_dir() and not (checkpoint / MANIFEST).exists():
-        raise UserError(
-            "output_dir",
-            checkpoint,
-            "An earlier version wrote this checkpoint in DeepSpeed's form, whose files can run code. "
-            "Finish its training with that version (OUTPUT_DIR/run.json has the git_revision that ran last); "
-            "or export its best weights with it, and train from these with drafter.init_from.",
-        )
 
 
 def sync_directory(directory: Path) -> None:

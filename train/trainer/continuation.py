@@ -12,7 +12,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import expecting, file_within, read_json, read_jsonl, write_json, write_jsonl
 from train.artifact import MANIFEST as FINISHED
 from train.checkpoint.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
-from train.trainer.checkpoints import BEST, check_form, saved_steps
+from train.trainer.checkpoints import BEST, saved_steps
 
 BEGUN = "begun.json"
 METRICS = "metrics.jsonl"
@@ -178,11 +178,9 @@ def begin(directory: Path, inputs: dict[str, Any], earlier: EarlierTraining | No
     linked, because no file of a checkpoint is ever changed; the earlier training may be running.
 
     Raises:
-        UserError: the earlier training deleted the checkpoint in the meantime, it is damaged, or an earlier
-            version wrote it.
+        UserError: the earlier training deleted the checkpoint in the meantime, or it is damaged.
     """
-    if steps := saved_steps(directory / CHECKPOINTS):
-        check_form(directory / CHECKPOINTS / f"step-{steps[-1]:08d}")
+    if saved_steps(directory / CHECKPOINTS):
         return False
     description: dict[str, Any] = {"inputs": inputs, "continued_from": None}
     if earlier is None:
@@ -205,7 +203,6 @@ def _take_over(earlier: EarlierTraining, directory: Path) -> None:
     checkpoints = directory / CHECKPOINTS
     partial = checkpoints / ".taken_over.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    check_form(earlier.checkpoint)
     state = read_checked(earlier.checkpoint / STATE)
     for file, entry in read_checked(earlier.checkpoint / MANIFEST)["files"].items():
         check_file(earlier.checkpoint / file, entry)
@@ -229,8 +226,8 @@ def _take_over_best(earlier: EarlierTraining, best_step: int | None, best: Path)
         if description["step"] != best_step:
             return False
         best.mkdir(parents=True)
-        for name in description["files"].values():
-            _link(str(file_within(theirs, name, theirs / BEST)), str(best / name))
+        name = description["file"]
+        _link(str(file_within(theirs, name, theirs / BEST)), str(best / name))
     except FileNotFoundError:
         return False
     write_json(best / BEST, description)

@@ -1,46 +1,43 @@
 """The learning rate of each step."""
 
 import math
+from dataclasses import dataclass
 
 
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    schedule: str,
-    warmup_steps: int,
-    max_steps: int,
-    min_fraction: float,
-    decay_start: int = 0,
-    decay_shape: str = "linear",
-) -> float:
-    """Return the rate: linear warm-up to `peak`, then the schedule's course to `min_fraction * peak`.
+@dataclass(frozen=True)
+class LearningRate:
+    """A linear warm-up to `peak`, then the schedule's course to `min_fraction * peak`.
 
-    Sources: warmup-stable-decay of MiniCPM (arXiv 2404.06395, section 4), and its decay by 1 - sqrt of
-    "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (arXiv 2405.18392, section 4).
+    Source: warmup-stable-decay of MiniCPM (arXiv 2404.06395, section 4).
 
     Args:
-        step: the optimizer step, from 0. The first step's rate is already above 0.
+        schedule: "constant", "linear", "cosine" or "wsd".
         decay_start: the first step whose rate falls, with schedule "wsd".
-        decay_shape: "linear", "cosine" or "sqrt", with schedule "wsd".
     """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
-    if schedule == "wsd":
-        first = max(decay_start, warmup_steps)
-        # The last step's rate is above the final one, as with the other schedules.
-        progress = max(step - first, 0) / max(max_steps - first, 1)
-        schedule = decay_shape
-    match schedule:
-        case "constant":
-            return peak
-        case "linear":
-            shape = 1.0 - progress
-        case "cosine":
-            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-        case "sqrt":
-            shape = 1.0 - math.sqrt(progress)
-        case _:
-            raise AssertionError(schedule)
-    return peak * (min_fraction + (1.0 - min_fraction) * shape)
+
+    peak: float
+    schedule: str
+    warmup_steps: int
+    max_steps: int
+    min_fraction: float
+    decay_start: int = 0
+
+    def at(self, step: int) -> float:
+        """Return the rate of an optimizer step, from 0. The first step's rate is already above 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        first = self.warmup_steps
+        if self.schedule == "wsd":
+            first = max(self.decay_start, first)
+        # The last step's rate is above the final one.
+        progress = max(step - first, 0) / max(self.max_steps - first, 1)
+        match self.schedule:
+            case "constant":
+                return self.peak
+            case "linear" | "wsd":
+                shape = 1.0 - progress
+            case "cosine":
+                shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+            case _:
+                raise AssertionError(self.schedule)
+        return self.peak * (self.min_fraction + (1.0 - self.min_fraction) * shape)

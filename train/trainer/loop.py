@@ -2,27 +2,26 @@
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import deepspeed
 import torch
 from torch import Tensor
 
 from data.batches.device_rows import DeviceRows, StepRows
-from data.batches.loader import RowLoader
 from data.progress import Progress
 from train.distributed import World, sum_over_ranks
-from train.stop import Stopped, stop_reasons
+from train.stop import Stopped
 from train.tracking import Tracker
-from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
-from train.trainer.guard import StepGuard, report_skipped, spoiled_unless_finite
 from train.trainer.host_copy import HostCopy, sent
-from train.trainer.learning_rate import learning_rate
+from train.trainer.learning_rate import LearningRate
 from train.trainer.model_engine import full_state
-from train.trainer.optimizer import GuardedAdamW, divisor_correction
-from train.trainer.validation import ByLength, DriftDiagnosis, ReplayValidation
+from train.trainer.optimizer import ClippedAdamW, divisor_correction
+from train.trainer.skipped import SkippedSteps, spoiled_unless_finite
+from train.trainer.validation import DriftDiagnosis, ReplayValidation
 from train.trainer.window import Speed, WindowSums, source_metrics
 
 
@@ -31,185 +30,195 @@ class LoopSettings:
     """How long training runs, and how often it logs, validates and saves."""
 
     max_steps: int
-    warmup_steps: int
-    peak_lr: float
-    min_lr_fraction: float
-    schedule: str
-    num_depths: int
+    learning_rate: LearningRate
+    num_depths: int  # speculation steps
     log_every: int
     validate_every: int
     save_every: int
-    keep_weights_every: int | None
     draft_tokens: int  # k of the acceptance length that chooses the checkpoint
-    decay_start: int = 0  # the first step whose rate falls, and the shape of the fall, with schedule "wsd"
-    decay_shape: str = "linear"
-    head_start: int = 0  # the first step that changes the draft head
-    diagnose_every: int = 1  # if the loop is given a diagnosis
-    # Training ends after this many validations in a row that are not better than the best one; None: never.
-    early_stop_validations: int | None = None
+    diagnose_every: int = 0  # 0: never
+    keep_weights_every: int = 0  # 0: never
+    saves_after: int | None = None  # a step after which there is a checkpoint, whatever `save_every` says
     speed: Speed = field(default_factory=Speed)
-    stop_at: float | None = None  # the time limit, in seconds since the epoch
 
 
-def train(
-    model_engine: deepspeed.DeepSpeedEngine,
-    loader: RowLoader,
-    rows: DeviceRows,
-    validation: ReplayValidation,
-    checkpoints: CheckpointDirectory,
-    tracker: Tracker,
-    settings: LoopSettings,
-    state: TrainState,
-    world: World,
-    dtype: torch.dtype,
-    average: WeightAverage | None = None,
-    diagnosis: DriftDiagnosis | None = None,
-) -> TrainState:
-    """Trains from `state.step` to `settings.max_steps` or to an early stop.
+class Action(NamedTuple):
+    """What the loop does after every so many steps, and after the last one."""
 
-    The best weights are left in `checkpoints`.
+    every: int  # 0: never
+    run: Callable[[], None]
+    also_after: int | None = None
+
+
+class TrainingLoop:
+    """Trains from the state's step to `settings.max_steps`; the best weights are left in `checkpoints`.
 
     Args:
-        average: the average of the weights, from which the best ones are then chosen.
-        diagnosis: measures the drift of the weights that are trained. None: nothing does.
-
-    Raises:
-        Stopped: a rank was asked to stop, and a checkpoint is saved.
-        UserError: too many steps in a row were skipped.
+        diagnosis: measures the drift of the weights that are trained; None where nothing does.
+        dtype: of the batches.
     """
-    device = world.device
-    guard: StepGuard = model_engine.basic_optimizer.guard
-    guard.reference = state.grad_norm_reference
-    bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
-    window = WindowSums(settings.num_depths, device)
-    with stop_reasons(settings.stop_at) as stop_reason, bar:
-        loader.read_ahead(state.step)
-        if state.best_step is None:
-            with window.timed("validation"):
-                validate(
-                    model_engine, validation, checkpoints, tracker, settings, state, world, dtype, average
+
+    def __init__(
+        self,
+        model_engine: deepspeed.DeepSpeedEngine,
+        rows: DeviceRows,
+        validation: ReplayValidation,
+        diagnosis: DriftDiagnosis | None,
+        checkpoints: CheckpointDirectory,
+        tracker: Tracker,
+        skipped: SkippedSteps,
+        settings: LoopSettings,
+        state: TrainState,
+        world: World,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model_engine, self.rows, self.world, self.dtype = model_engine, rows, world, dtype
+        self.validation, self.diagnosis = validation, diagnosis
+        self.checkpoints, self.tracker, self.skipped = checkpoints, tracker, skipped
+        self.settings, self.state = settings, state
+        self.window = WindowSums(settings.num_depths, world.device)
+        self.bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
+        self.learning_rate = 0.0  # of the newest step
+        self.grad_norm = torch.tensor(0.0)  # of the newest step, before clipping
+
+    def run(self, stop_reason: Callable[[], str | None]) -> TrainState:
+        """Train. Every rank calls.
+
+        Args:
+            stop_reason: returns why this rank is to stop, or None.
+
+        Raises:
+            Stopped: a rank was asked to stop, and a checkpoint is saved.
+            UserError: too many steps in a row were skipped.
+        """
+        settings, state = self.settings, self.state
+        log = Action(settings.log_every, self._log)
+        keep = Action(settings.keep_weights_every, self._keep_weights)
+        save = Action(settings.save_every, self._save, also_after=settings.saves_after)
+        validate = Action(settings.validate_every, self._validate)
+        diagnose = Action(settings.diagnose_every, self._diagnose)
+        with self.bar:
+            self.rows.loader.read_ahead(state.step)
+            if state.best_step is None:
+                self._validate()
+            if state.step == 0 and settings.diagnose_every:
+                self._diagnose()
+            while state.step < settings.max_steps:
+                due = [one for one in (log, validate, diagnose, keep, save) if self._is_due(one)]
+                if keep in due and log not in due:  # its file says what the steps so far took
+                    due.insert(0, log)
+                stop = self._step(with_metrics=log in due, stop=stop_reason() is not None)
+                if stop and save not in due:
+                    due.append(save)
+                self._report_skipped(wait=bool(due))
+                if self.skipped.num_in_a_row and not stop:
+                    # The weights may be useless; they must not replace good ones.
+                    due = [one for one in due if one is not save]
+                for action in due:
+                    action.run()
+                if stop and state.step < settings.max_steps:
+                    if self.world.is_main:
+                        print(f"train: saved after step {state.step} and stopped; the same command resumes")
+                    raise Stopped(state.step, stop_reason())
+        return state
+
+    def _is_due(self, action: Action) -> bool:
+        """Return whether an action follows the next step."""
+        step = self.state.step + 1
+        if not action.every:
+            return False
+        return step % action.every == 0 or step in (self.settings.max_steps, action.also_after)
+
+    def _step(self, *, with_metrics: bool, stop: bool) -> bool:
+        """Train one step; return whether some rank was asked to stop."""
+        state, window = self.state, self.window
+        window.steps.begin()
+        waited_before = self.rows.waited_seconds
+        step_rows = self.rows.of_step(state.step)
+        self.learning_rate = self.settings.learning_rate.at(state.step)
+        counts, self.grad_norm = optimizer_step(
+            self.model_engine,
+            step_rows,
+            self.learning_rate,
+            window,
+            self.world,
+            with_metrics=with_metrics,
+            stop=stop,
+        )
+        window.steps.end()
+        state.step += 1
+        state.epoch, state.row = self.rows.loader.position(state.step)
+        self.skipped.record(state.step, self.model_engine.basic_optimizer.refused)
+        num_supervised, num_stopping = counts.read()
+        state.supervised_positions += num_supervised
+        window.waited_seconds += self.rows.waited_seconds - waited_before
+        self.bar.update()
+        return num_stopping > 0
+
+    def _log(self) -> None:
+        metrics = self.window.metrics(self.world, self.settings.speed)
+        norm = float(self.grad_norm)
+        metrics["learning_rate"] = self.learning_rate
+        metrics["grad_norm"] = norm if math.isfinite(norm) else None
+        if (stats := self.rows.loader.collect_stats()) is not None:
+            metrics |= source_metrics(stats, self.world)
+        self.tracker.log({"kind": "train", "step": self.state.step} | metrics)
+        agreement = metrics["depth"][0]["agreement"]
+        self.bar.note(f"loss {metrics['loss']:.3f}, first draft right {agreement:.3f}")
+        self.state.step_seconds += sum(self.window.steps.seconds())
+        self.window = WindowSums(self.settings.num_depths, self.world.device)
+
+    def _validate(self) -> None:
+        """Validate by replay, and save the weights if they are the best so far."""
+        state, started = self.state, time.perf_counter()
+        with self.window.timed("validation"):
+            stats = self.validation.run(self.model_engine.module, self.world.device, self.dtype)
+            chosen = stats[self.settings.draft_tokens]
+            record = {
+                "acceptance_length": {str(k): one.acceptance_length for k, one in stats.items()},
+                "num_drafts": chosen.num_drafts,
+                "conditional_acceptance": list(chosen.conditional_acceptance),
+                "seconds": time.perf_counter() - started,
+            }
+            self.tracker.log({"kind": "validation", "step": state.step} | record)
+            # On a tie the later one, which has been trained for longer, is better.
+            best = state.best_step is None or chosen.acceptance_length >= state.best_acceptance_length
+            if best and not self.skipped.num_in_a_row:
+                state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
+                weights = full_state(self.model_engine, keep=self.world.is_main)
+                self.checkpoints.save_best(weights, state)
+
+    def _diagnose(self) -> None:
+        """Log the drift of the weights as they are."""
+        assert self.diagnosis is not None
+        started = time.perf_counter()
+        with self.window.timed("diagnosis"):
+            found = self.diagnosis.run(self.model_engine.module, self.world.device, self.dtype)
+        if found is not None:
+            seconds = {"seconds": time.perf_counter() - started}
+            self.tracker.log({"kind": "drift", "step": self.state.step} | found | seconds)
+
+    def _keep_weights(self) -> None:
+        with self.window.timed("checkpoint"):
+            weights = full_state(self.model_engine, keep=self.world.is_main)
+            self.checkpoints.keep_weights(weights, self.state)
+
+    def _save(self) -> None:
+        with self.window.timed("checkpoint"):
+            self.checkpoints.save(self.model_engine, self.state)
+
+    def _report_skipped(self, *, wait: bool) -> None:
+        """Log the skipped steps that the host knows of, with their samples."""
+        for step in self.skipped.collect(wait=wait):
+            self.state.skipped_steps += 1
+            if self.world.is_main:
+                names = self.skipped.samples_of(step)
+                self.tracker.log({"kind": "skipped", "step": step, "samples": names})
+                problem = "its loss or gradient is not finite"
+                print(
+                    f"train: step {step} is skipped: {problem}. Its samples: {', '.join(names)}", flush=True
                 )
-        if state.step == 0 and diagnosis is not None:
-            with window.timed("diagnosis"):
-                diagnose(model_engine, diagnosis, tracker, state, world, dtype)
-        while state.step < settings.max_steps and not stops_early(state, settings):
-            window.steps.begin()
-            waited_before = rows.waited_seconds
-            step_rows = rows.of_step(state.step)
-            lr = learning_rate(
-                state.step,
-                peak=settings.peak_lr,
-                schedule=settings.schedule,
-                warmup_steps=settings.warmup_steps,
-                max_steps=settings.max_steps,
-                min_fraction=settings.min_lr_fraction,
-                decay_start=settings.decay_start,
-                decay_shape=settings.decay_shape,
-            )
-            trains_head = state.step >= settings.head_start
-            state.step += 1
-            state.epoch, state.row = loader.position(state.step)
-            keeps = keeps_weights(state.step, settings)
-            logs = keeps or state.step % settings.log_every == 0 or state.step == settings.max_steps
-            counts, grad_norm = optimizer_step(
-                model_engine,
-                step_rows,
-                lr,
-                window,
-                world,
-                with_metrics=logs,
-                stop=stop_reason() is not None,
-                trains_head=trains_head,
-            )
-            if average is not None:
-                average.update(guard.newest_refused)
-            window.steps.end()
-            guard.record(state.step)
-            num_supervised, num_stopping = counts.read()
-            window.waited_seconds += rows.waited_seconds - waited_before
-            state.supervised_positions += num_supervised
-            bar.update()
-            validates = state.step % settings.validate_every == 0 or state.step == settings.max_steps
-            diagnoses = diagnosis is not None and (
-                state.step % settings.diagnose_every == 0 or state.step == settings.max_steps
-            )
-            saves = state.step % settings.save_every == 0 or state.step == settings.max_steps
-            # From here on the rate falls; a longer training continues from this checkpoint.
-            saves = saves or (settings.schedule == "wsd" and state.step == settings.decay_start)
-            stop = num_stopping > 0
-            wait = logs or validates or diagnoses or saves or stop
-            report_skipped(guard, loader, tracker, checkpoints, state, world, wait=wait)
-            if logs:
-                metrics = window.metrics(world, settings.speed)
-                norm = float(grad_norm)
-                metrics |= {"learning_rate": lr, "grad_norm": norm if math.isfinite(norm) else None}
-                if loader.schedule.grows:
-                    metrics["rows_per_step"] = loader.schedule.of_step(state.step - 1)
-                if (stats := loader.collect_stats()) is not None:
-                    metrics |= source_metrics(stats, world)
-                tracker.log({"kind": "train", "step": state.step} | metrics)
-                bar.note(
-                    f"loss {metrics['loss']:.3f}, first draft right {metrics['depth'][0]['agreement']:.3f}"
-                )
-                state.step_seconds += sum(window.steps.seconds())
-                window = WindowSums(settings.num_depths, device)
-            if validates:
-                with window.timed("validation"):
-                    choose = not guard.num_in_a_row
-                    validate(
-                        model_engine,
-                        validation,
-                        checkpoints,
-                        tracker,
-                        settings,
-                        state,
-                        world,
-                        dtype,
-                        average,
-                        choose=choose,
-                    )
-                if stops_early(state, settings):
-                    saves = True
-                    if world.is_main:
-                        print(_early_stop(state, settings), flush=True)
-            if diagnosis is not None and diagnoses:
-                with window.timed("diagnosis"):
-                    diagnose(model_engine, diagnosis, tracker, state, world, dtype)
-            if keeps:
-                with window.timed("checkpoint"):
-                    with averaged_weights(average):
-                        weights = full_state(model_engine, keep=world.is_main)
-                    checkpoints.keep_weights(weights, state)
-            # While steps are skipped the weights may be useless; they must not replace good ones.
-            if stop or (saves and not guard.num_in_a_row):
-                state.grad_norm_reference = guard.reference
-                with window.timed("checkpoint"):
-                    checkpoints.save(model_engine, state, average)
-            if stop and state.step < settings.max_steps and not stops_early(state, settings):
-                if world.is_main:
-                    print(f"train: saved after step {state.step} and stopped; the same command resumes")
-                raise Stopped(state.step, stop_reason())
-    return state
-
-
-def stops_early(state: TrainState, settings: LoopSettings) -> bool:
-    """Whether so many validations in a row were not better that training ends."""
-    patience = settings.early_stop_validations
-    return patience is not None and state.validations_since_best >= patience
-
-
-def _early_stop(state: TrainState, settings: LoopSettings) -> str:
-    return (
-        f"train: stopped after step {state.step} of {settings.max_steps}: the last "
-        f"{state.validations_since_best} validations were not better than the best one, after step "
-        f"{state.best_step} (acceptance length {state.best_acceptance_length:.2f})"
-    )
-
-
-def keeps_weights(step: int, settings: LoopSettings) -> bool:
-    """Whether the weights after this step stay."""
-    every = settings.keep_weights_every
-    return every is not None and (step % every == 0 or step == settings.max_steps)
+        self.skipped.check(self.checkpoints.newest())
 
 
 def optimizer_step(
@@ -221,20 +230,18 @@ def optimizer_step(
     *,
     with_metrics: bool,
     stop: bool = False,
-    trains_head: bool = True,
 ) -> tuple[HostCopy, Tensor]:
-    """Runs forward, backward and update over this rank's micro-batches.
+    """Run forward, backward and update over this rank's micro-batches.
 
     The host does not wait for the device. One collective operation has all that the ranks need to know of
     each other.
 
     Args:
-        with_metrics: also computes `LOGGED_METRICS`, which need the target's full vocabulary.
-        stop: whether this rank was told to stop.
-        trains_head: whether the step changes the draft head.
+        with_metrics: also compute `LOGGED_METRICS`, which need the target's full vocabulary.
+        stop: whether this rank was asked to stop.
 
     Returns:
-        Over all ranks the number of supervised positions and the number of ranks that were told to stop; and
+        Over all ranks the number of supervised positions and the number of ranks that were asked to stop; and
         the gradient's norm before clipping.
     """
     counts = sum_over_ranks(sent([step_rows.counts.num_supervised, stop], world.device))
@@ -243,8 +250,8 @@ def optimizer_step(
     micro_batches = model_engine.gradient_accumulation_steps()
     scale = micro_batches * world.size / counts[0].clamp(min=1).double()
     on_host = HostCopy(counts)
-    optimizer: GuardedAdamW = model_engine.basic_optimizer
-    optimizer.set_learning_rate(lr, trains_head=trains_head)
+    optimizer: ClippedAdamW = model_engine.basic_optimizer
+    optimizer.set_learning_rate(lr)
     objective = model_engine.module.objective
     counted: Tensor | None = None
     window.count(step_rows.counts)
@@ -261,79 +268,3 @@ def optimizer_step(
         window.add(sums, with_metrics or objective.needs_full_vocabulary)
     optimizer.end_step()
     return on_host, optimizer.grad_norm
-
-
-def validate(
-    model_engine: deepspeed.DeepSpeedEngine,
-    validation: ReplayValidation,
-    checkpoints: CheckpointDirectory,
-    tracker: Tracker,
-    settings: LoopSettings,
-    state: TrainState,
-    world: World,
-    dtype: torch.dtype,
-    average: WeightAverage | None = None,
-    *,
-    choose: bool = True,
-) -> None:
-    """Validates by replay and saves the weights if they are the best so far. Every rank calls.
-
-    Args:
-        average: validated too, once it has begun; the averaged weights are then the ones to choose from.
-        choose: whether the weights may be saved.
-    """
-    started = time.perf_counter()
-    plain = validation.run(model_engine.module, world.device, dtype)
-    averages = average is not None and average.begun
-    weights: dict[str, dict[str, Tensor]] = {}
-    with averaged_weights(average):
-        stats = validation.run(model_engine.module, world.device, dtype) if averages else plain
-        length = stats[settings.draft_tokens].acceptance_length
-        # On a tie the later one, which has been trained for longer, is better.
-        best = state.best_step is None or length >= state.best_acceptance_length
-        if choose and best:
-            weights["drafter"] = full_state(model_engine, keep=world.is_main)
-    if averages and weights:
-        weights["plain"] = full_state(model_engine, keep=world.is_main)
-    record = {
-        "kind": "validation",
-        "step": state.step,
-        "acceptance_length": _lengths(stats),
-        "num_drafts": stats[settings.draft_tokens].num_drafts,
-        "conditional_acceptance": list(stats[settings.draft_tokens].conditional_acceptance),
-    }
-    if averages:
-        record["plain_acceptance_length"] = _lengths(plain)
-    tracker.log(record | {"seconds": time.perf_counter() - started})
-    if state.best_step is None or length > state.best_acceptance_length:
-        state.validations_since_best = 0
-    elif choose:
-        state.validations_since_best += 1
-    if weights:
-        state.best_step, state.best_acceptance_length = state.step, length
-        checkpoints.save_best(weights, state)
-
-
-def diagnose(
-    model_engine: deepspeed.DeepSpeedEngine,
-    diagnosis: DriftDiagnosis,
-    tracker: Tracker,
-    state: TrainState,
-    world: World,
-    dtype: torch.dtype,
-) -> None:
-    """Log the drift of the weights as they are. Every rank calls."""
-    started = time.perf_counter()
-    found = diagnosis.run(model_engine.module, world.device, dtype)
-    if found is not None:
-        seconds = time.perf_counter() - started
-        tracker.log({"kind": "drift", "step": state.step} | found | {"seconds": seconds})
-
-
-def averaged_weights(average: WeightAverage | None) -> AbstractContextManager[None]:
-    """Have the model engine hold the averaged weights, if there are any. Every rank enters."""
-    return average.in_place_of_weights() if average is not None and average.begun else nullcontext()
-
-
-def _lengths(stats: ByLength) -> dict[str, float]:
-    return {str(k): one.acceptance_length for k, one in stats.items()}

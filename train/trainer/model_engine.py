@@ -22,10 +22,9 @@ from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from train.distributed import World
-from train.optim.matrices import HEAD, is_matrix
-from train.trainer.guard import StepGuard
-from train.trainer.muon import GuardedMuon, MuonSettings
-from train.trainer.optimizer import GuardedAdamW
+from train.optim.matrices import is_matrix
+from train.trainer.muon import Muon, MuonSettings
+from train.trainer.optimizer import ClippedAdamW
 from train.trainer.rounded import RoundedDrafter
 
 
@@ -118,12 +117,12 @@ def deepspeed_config(
         "train_batch_size": micro_batches * world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 0.0,  # GuardedAdamW clips
+        "gradient_clipping": 0.0,  # ClippedAdamW clips
         # At ZeRO 0 DeepSpeed would accumulate in bf16; there `TrainedModule` rounds float32 weights.
         "bf16": {
             "enabled": bf16 and zero_stage > 0,
             "immediate_grad_update": True,  # frees the bf16 gradient of a weight once it is accumulated
-            "check_grad_overflow": False,  # GuardedAdamW does, and this would wait for the device
+            "check_grad_overflow": False,  # ClippedAdamW does, and this would wait for the device
         },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
@@ -142,17 +141,13 @@ def initialize_model_engine(
     eps: float,
     weight_decay: float,
     max_grad_norm: float,
-    guard: StepGuard | None = None,
     muon: MuonSettings | None = None,
-    head_apart: bool = False,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap the module in a DeepSpeed engine; the process group must exist.
 
     Args:
-        head_apart: whether the draft head, which must be trained, can have another rate than other weights.
         muon: settings of Muon, which then updates the matrices. None: AdamW updates all weights.
     """
-    guard = guard or StepGuard()
     settings: dict[str, Any] = {
         "max_grad_norm": max_grad_norm,
         "on_device": torch.cuda.is_available() and "offload_optimizer" not in config["zero_optimization"],
@@ -161,27 +156,20 @@ def initialize_model_engine(
         "eps": eps,
         "weight_decay": weight_decay,
     }
-    optimizer: GuardedAdamW
+    optimizer: ClippedAdamW
     matrices, others = split_weights(module.drafter)
-    named = module.drafter.named_parameters()
-    head = [weight for name, weight in named if name == HEAD] if head_apart else []
-    assert bool(head) == head_apart
     if muon is None:
-        groups: list[dict[str, Any]] = [{"params": _without(head, list(module.parameters()))}]
-        groups += [{"params": head, "head": True}] if head else []
-        optimizer = GuardedAdamW(groups, guard, **settings)
+        optimizer = ClippedAdamW(module.parameters(), **settings)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        optimizer = GuardedMuon(
-            matrices, _without(head, others), guard, muon, device=torch.device(device), head=head, **settings
-        )
+        optimizer = Muon(matrices, others, muon, device=torch.device(device), **settings)
     if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # as AdamW is; DeepSpeed compares types
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
         model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if model_engine.zero_optimization():
         optimizer.reduced_norm = lambda: model_engine.optimizer._global_grad_norm
-    if isinstance(optimizer, GuardedMuon):
+    if isinstance(optimizer, Muon):
         optimizer.attach(model_engine, matrices)
     return model_engine
 
@@ -193,10 +181,6 @@ def split_weights(drafter: Drafter) -> tuple[list[nn.Parameter], list[nn.Paramet
     for name, parameter in drafter.named_parameters():
         (matrices if is_matrix(name, parameter.shape) else others).append(parameter)
     return matrices, others
-
-
-def _without(excluded: list[nn.Parameter], weights: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [weight for weight in weights if all(weight is not one for one in excluded)]
 
 
 def full_state(model_engine: deepspeed.DeepSpeedEngine, *, keep: bool) -> dict[str, Tensor]:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from eagle31.kernels.newton_schulz import orthogonalization_dtype
 from train.optim.fragments import flat_matrices
 from train.optim.whole_matrices import WholeMatrices
-from train.trainer.guard import StepGuard
-from train.trainer.optimizer import GuardedAdamW
+from train.trainer.optimizer import ClippedAdamW
 
 _MOMENTUM = "momentum_buffer"
 
@@ -30,8 +29,8 @@ class MuonSettings:
     momentum: float
 
 
-class GuardedMuon(GuardedAdamW):
-    """Muon for matrices and AdamW for the other weights, with the clipping and skipping of `GuardedAdamW`.
+class Muon(ClippedAdamW):
+    """Muon for matrices and AdamW for the other weights, with the clipping and skipping of `ClippedAdamW`.
 
     The update of a matrix [R, C] is the orthogonalized Nesterov momentum of its gradient, times
     sqrt(max(1, R / C)), so that its spectral norm fits the widths and the rate holds for every width.
@@ -46,7 +45,6 @@ class GuardedMuon(GuardedAdamW):
     Args:
         matrices: two-dimensional weights.
         others: the weights that AdamW updates.
-        head: the draft head, if it is in a group of its own; AdamW updates it too.
         device: where matrices are orthogonalized, even if the optimizer is on the CPU.
         settings: of AdamW; `lr` is its peak, and `weight_decay` holds for the matrices too.
     """
@@ -55,18 +53,15 @@ class GuardedMuon(GuardedAdamW):
         self,
         matrices: Sequence[nn.Parameter],
         others: Sequence[nn.Parameter],
-        guard: StepGuard,
         muon: MuonSettings,
         *,
         lr: float,
         device: torch.device,
-        head: Sequence[nn.Parameter] = (),
         **settings: Any,
     ) -> None:
         assert all(len(getattr(matrix, "ds_shape", matrix.shape)) == 2 for matrix in matrices)
         groups = [{"params": list(matrices), "matrices": True}, {"params": list(others), "matrices": False}]
-        groups += [{"params": list(head), "matrices": False, "head": True}] if head else []
-        super().__init__(groups, guard, lr=lr, **settings)
+        super().__init__(groups, lr=lr, **settings)
         self.device = device
         self.momentum = muon.momentum
         self.matrix_lr_ratio = muon.matrix_lr / lr

@@ -7,22 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from train.distributed import sum_over_ranks
-from train.trainer.guard import StepGuard
 
 _EPSILON = 1e-6  # added to the norm, as PyTorch and DeepSpeed do
 
 
-class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that clips the gradient, and leaves weights and states alone in a step that its guard refuses.
+class ClippedAdamW(torch.optim.AdamW):
+    """AdamW that clips the gradient, and changes nothing in a step whose gradient is not finite.
 
-    DeepSpeed checks gradients differently at every ZeRO stage: some stages check nothing, none has a bound
-    for the norm, and some wait for the device in order to clip. But every stage reduces the gradient,
+    DeepSpeed checks gradients differently at every ZeRO stage: some stages check nothing,
+    and some wait for the device in order to clip. But every stage reduces the gradient,
     computes its norm, and then calls `step` of the optimizer that it wraps, once for each group of weights.
     So clipping and skipping are done here. On a GPU neither waits for the device: the fused kernel reads the
     decision there.
 
     Args:
-        parameters: the weights, or groups of them; that of the draft head has `"head": True`.
+        parameters: the weights, or groups of them.
         max_grad_norm: norm to which the gradient of all groups is clipped.
         on_device: whether the weights that are updated are on a GPU.
         settings: of AdamW.
@@ -31,20 +30,24 @@ class GuardedAdamW(torch.optim.AdamW):
     def __init__(
         self,
         parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        guard: StepGuard,
         *,
         max_grad_norm: float,
         on_device: bool,
         **settings: Any,
     ) -> None:
         super().__init__(parameters, fused=True if on_device else None, **settings)
-        self.guard = guard
         self.max_grad_norm = max_grad_norm
         self.reduced_norm: Callable[[], Tensor | float] | None = None  # DeepSpeed's, with ZeRO
         self.grad_norm = torch.tensor(0.0)  # of the newest step, before clipping
         self._gradient_scale: Tensor | None = None
         self._factor: Tensor | None = None
         self._refused: Tensor | None = None
+
+    @property
+    def refused(self) -> Tensor:
+        """Whether the newest step was skipped. bool [], on the device."""
+        assert self._refused is not None
+        return self._refused
 
     def begin_step(self, gradient_scale: Tensor | None = None) -> None:
         """Call before the model engine's step.
@@ -58,7 +61,7 @@ class GuardedAdamW(torch.optim.AdamW):
         """Call after the model engine's step, which some ZeRO stages skip if the gradient is not finite."""
         if self._refused is None:
             self.grad_norm = torch.tensor(torch.inf)
-            self._refused = self.guard.refuses(self.grad_norm)
+            self._refused = torch.tensor(True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -77,17 +80,10 @@ class GuardedAdamW(torch.optim.AdamW):
         elif not self._refused:
             self._update()
 
-    def set_learning_rate(self, lr: float, *, trains_head: bool = True) -> None:
-        """Set the rate of the next step.
-
-        Args:
-            trains_head: False leaves the draft head's weights as they are, which needs a group of their own;
-                only its moments are updated.
-        """
-        assert trains_head or any(group.get("head") for group in self.param_groups)
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the rate of the next step."""
         for group in self.param_groups:
-            # Weight decay is multiplied by the rate, so that it is 0 too.
-            group["lr"] = self._rate(group, lr) if trains_head or not group.get("head") else 0.0
+            group["lr"] = self._rate(group, lr)
 
     def release(self) -> None:
         """Free the optimizer's states."""
@@ -115,7 +111,8 @@ class GuardedAdamW(torch.optim.AdamW):
             factor = 1 / ((norm + _EPSILON) / self.max_grad_norm).clamp(min=1)
         if self._gradient_scale is not None:
             factor = factor * self._gradient_scale.to(norm.device)
-        self.grad_norm, self._factor, self._refused = norm, factor, self.guard.refuses(norm)
+        # DeepSpeed replaces the norm of a gradient that is not finite by -1 at some ZeRO stages.
+        self.grad_norm, self._factor, self._refused = norm, factor, ~norm.isfinite() | (norm < 0)
 
 
 def divisor_correction(num_supervised: Tensor, counted: Tensor) -> Tensor:

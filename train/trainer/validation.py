@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from data.batches.packing import pack_epoch
+from data.batches.row_order import pack_epoch
 from data.batches.rows import pack_row
 from data.progress import tracked
 from data.samples import CapturedSample
@@ -16,8 +16,6 @@ from eagle31.training.drift import choose_rows
 from train.distributed import World, sum_over_ranks
 from train.trainer.model_engine import TrainedModule
 
-ByLength = dict[int, AcceptanceStats]  # by draft length
-
 
 class ReplayValidation:
     """Replays held-out samples whose completions the target wrote greedily; packs them once for all ranks."""
@@ -27,22 +25,21 @@ class ReplayValidation:
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
         self.shows_progress = world.is_main
-        rows = [
-            [samples[index] for index in row]
-            for row in pack_epoch([len(one.input_ids) for one in samples], row_tokens, seed=0, epoch=0)
-        ]
+        rows = pack_epoch([len(one.input_ids) for one in samples], row_tokens, seed=0, epoch=0)
         # Every rank runs the same number of forward passes, because each is collective under ZeRO 3.
         num_steps = -(-len(rows) // world.size)
         indices = range(world.rank, num_steps * world.size, world.size)
         self.is_first_copy = [index < len(rows) for index in indices]
+        local_rows = [[samples[one] for one in rows[index % len(rows)]] for index in indices]
         pin_memory = world.device.type == "cuda"
         self.batches: list[PackedBatch] = [
-            pack_row(row, sum(len(one.input_ids) for one in row), pin_memory=pin_memory)
-            for row in (rows[index % len(rows)] for index in indices)
+            pack_row(row, sum(len(one.input_ids) for one in row), pin_memory=pin_memory) for row in local_rows
         ]
 
     @torch.no_grad()
-    def run(self, module: TrainedModule, device: torch.device, dtype: torch.dtype) -> ByLength:
+    def run(
+        self, module: TrainedModule, device: torch.device, dtype: torch.dtype
+    ) -> dict[int, AcceptanceStats]:
         """Return the statistics by draft length 1..max_draft_tokens over all ranks, which all call."""
         num = self.max_draft_tokens
         totals = torch.zeros(num, 1 + num, dtype=torch.float64, device=device)

@@ -107,10 +107,6 @@ MACHINES = [
         forbidden,
     ),
     Machine(
-        Case("find_lr_output", (KEPT,), ("output_dir=kept/run", "denied"), script="scripts/find_lr"),
-        forbidden,
-    ),
-    Machine(
         Case("submit_output", (KEPT, *SLURM), ("file=", "kept/run: Permission denied."), script=SUBMIT),
         forbidden,
     ),

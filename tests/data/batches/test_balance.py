@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from data.batches.balance import balanced
+from data.batches.row_order import balanced
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])

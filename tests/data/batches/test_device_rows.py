@@ -12,7 +12,6 @@ import torch
 
 from data.batches.device_rows import DeviceRows, tensors_in
 from data.batches.loader import RowLoader
-from data.batches.row_schedule import RowSchedule
 from data.samples import CapturedSample
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
@@ -52,7 +51,7 @@ class ReadRows:
         return self.rows[step]
 
 
-def loader_of(rows_per_step: int | RowSchedule = NUM_ROWS) -> RowLoader:
+def loader_of(rows_per_step: int = NUM_ROWS) -> RowLoader:
     return RowLoader(
         random_samples(), row_tokens=ROW_TOKENS, rows_per_step=rows_per_step, seed=0, pad_multiple=8
     )
@@ -78,24 +77,6 @@ def test_rows_and_counts_are_those_of_the_loader() -> None:
                 scheduled = tensors_in(schedule_batch(batch, NUM_STEPS))
                 for ours, theirs in zip(tensors_in(row.schedule), scheduled, strict=True):
                     assert torch.equal(ours, theirs)
-
-
-def test_the_speculation_steps_follow_the_optimizer_step() -> None:
-    with closing(loader_of()) as loader:
-        settings: dict[str, Any] = {"flops_of": lambda batch, num_steps: num_steps}
-        device = torch.device("cpu")
-        rows = DeviceRows(
-            loader,
-            num_steps=lambda step: 1 + step,
-            device=device,
-            dtype=torch.float32,
-            stop_step=3,
-            **settings,
-        )
-        for step in range(3):
-            step_rows = rows.of_step(step)
-            assert [len(row.schedule.steps) for row in step_rows.rows] == [1 + step] * NUM_ROWS
-            assert step_rows.counts.flops == NUM_ROWS * (1 + step)
 
 
 def test_a_gpu_gets_rows_from_pinned_memory_without_waiting() -> None:
@@ -145,22 +126,6 @@ def test_a_background_thread_gives_the_same_rows_one_ahead(in_background: Thread
     rows.close()
     # The end of the work on a row is awaited before the next but one is copied.
     assert torch.cuda.Event.return_value.query.call_count == 4 * NUM_ROWS - 1  # type: ignore[attr-defined]
-
-
-def test_a_step_has_the_rows_of_its_phase(in_background: ThreadPoolExecutor) -> None:
-    schedule = RowSchedule(3, 1, 2)
-    for executor in (None, in_background):
-        with closing(loader_of(schedule)) as loader, closing(loader_of(1)) as one_by_one:
-            rows = rows_of(loader, torch.device("cpu"), executor=executor)
-            number = 0
-            for step in range(4):
-                step_rows = rows.of_step(step)
-                assert step_rows.num_rows == schedule.of_step(step)
-                for row in step_rows.rows:
-                    [expected] = one_by_one.batches(number)
-                    assert torch.equal(row.batch.input_ids, expected.input_ids)
-                    number += 1
-            assert number == schedule.before(4)
 
 
 def test_an_error_in_the_background_reaches_the_loop(in_background: ThreadPoolExecutor) -> None:

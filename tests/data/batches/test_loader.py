@@ -6,10 +6,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from data.batches.loader import RowLoader, RowPosition, SourceStats
-from data.batches.packing import pack_epoch
-from data.batches.position_gaps import PositionGaps
-from data.batches.row_schedule import RowSchedule
+from data.batches.loader import RowLoader, RowPosition, SourceStats, check_divisible
+from data.batches.row_order import pack_epoch
 from data.batches.rows import pack_row
 from data.samples import CapturedSample, StateShape
 from eagle31.errors import UserError
@@ -110,28 +108,6 @@ def test_a_loader_continues_in_the_order_of_another(rows_per_step: int) -> None:
         first = number + (step - 7) * rows_per_step
         assert rest.rows(step) == [whole.rows(first + index)[0] for index in range(rows_per_step)]
         assert rest.step_samples(step) == sorted(i for row in rest.rows(step) for i in row)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_order_stays_where_the_rows_of_a_step_grow(world_size: int) -> None:
-    whole, schedule = _loader(rows_per_step=1), RowSchedule(8, 2, 5)
-    costs = [float(index % 7) for index in range(NUM_SAMPLES)]
-    options = {"rows_per_step": schedule, "costs": costs}
-    ranks = [_loader(rank, world_size, **options) for rank in range(world_size)]
-    first = 0
-    for step in range(9):
-        rows = [row for loader in ranks for row in loader.rows(step)]
-        assert {len(loader.rows(step)) for loader in ranks} == {schedule.of_step(step) // world_size}
-        assert sorted(rows) == sorted(whole.rows(first + n)[0] for n in range(schedule.of_step(step)))
-        assert ranks[0].position(step) == divmod(first, whole.rows_per_epoch)
-        # A loader that begins here, in the middle of a phase, has the same rows.
-        begin = RowPosition(step, *ranks[0].position(step))
-        resumed = _loader(0, world_size, **options, begin=begin)
-        for later in range(step, step + 4):
-            assert resumed.rows(later) == ranks[0].rows(later)
-        assert resumed.step_samples(step) == sorted(sample for row in rows for sample in row)
-        first += schedule.of_step(step)
-    assert first > whole.rows_per_epoch  # several epochs
 
 
 def test_two_ranks_load_the_same_rows_as_one() -> None:
@@ -295,21 +271,15 @@ def test_ranks_that_cannot_share_the_rows_equally_have_empty_ones(
         assert trained == sorted(row.input_ids.tolist() for row in whole.batches(step))
 
 
+def test_rows_are_divided_equally() -> None:
+    check_divisible(16, 8)
+    with pytest.raises(UserError, match=r"train\.rows_per_step=12: .* 8, such as 16"):
+        check_divisible(12, 8)
+
+
 def test_too_few_rows_for_a_step_are_a_user_error() -> None:
     with pytest.raises(UserError, match=r"train\.rows_per_step=100: The data fills"):
         _loader(rows_per_step=100)
-
-
-def test_gaps_change_positions_alone_and_are_the_same_on_any_number_of_ranks() -> None:
-    gaps = PositionGaps(probability=1.0, max_tokens=9, seed=0)
-    plain, changed = _loader().batches(2), _loader(position_gaps=gaps).batches(2)
-    for row, other in zip(plain, changed, strict=True):
-        assert torch.equal(row.input_ids, other.input_ids)
-        assert torch.equal(row.document_ids, other.document_ids)
-        assert not torch.equal(row.position_ids, other.position_ids)
-    of_ranks = [_loader(rank, 2, position_gaps=gaps).batches(2) for rank in range(2)]
-    for index, row in enumerate(changed):
-        assert torch.equal(row.position_ids, of_ranks[index % 2][index // 2].position_ids)
 
 
 class StoredListSource(ListSource):
@@ -328,10 +298,9 @@ class StoredListSource(ListSource):
                 getattr(place, name).copy_(tensor)
 
 
-@pytest.mark.parametrize("gaps", [None, PositionGaps(0.5, 7, 0)])
-def test_samples_that_are_decoded_into_rows_make_the_same_rows(gaps: PositionGaps | None) -> None:
+def test_samples_that_are_decoded_into_rows_make_the_same_rows() -> None:
     loaders = [
-        RowLoader(source(), row_tokens=ROW_TOKENS, rows_per_step=4, seed=0, position_gaps=gaps)
+        RowLoader(source(), row_tokens=ROW_TOKENS, rows_per_step=4, seed=0)
         for source in (ListSource, StoredListSource)
     ]
     for step in range(5):

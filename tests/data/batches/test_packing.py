@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from data.batches.packing import pack_epoch
+from data.batches.row_order import pack_epoch
 from eagle31.errors import UserError
 
 ROW_TOKENS = 2048

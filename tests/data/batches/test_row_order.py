@@ -4,8 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from data.batches.packing import pack_epoch
-from data.batches.row_order import RowOrder, windows_of
+from data.batches.row_order import RowOrder, pack_epoch, windows_of
 
 ROW_TOKENS, NUM_SAMPLES, NUM_FILES = 64, 400, 40
 LENGTHS = np.random.default_rng(0).integers(3, 30, NUM_SAMPLES)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31.errors import UserError
 from eagle31.training.objectives import Loss, Objective, Teacher, loss_with_gradient, plain_loss
 
 ROWS, VOCAB, DRAFT_VOCAB = 7, 40, 13
@@ -29,7 +28,6 @@ def test_losses_equal_their_definitions_over_the_target_vocabulary() -> None:
     logits, target, ids, teacher = drawn(0)
     draft = padded_draft(logits, ids)
     distance = 0.5 * (target - draft).abs().sum(-1)
-    torch.testing.assert_close(plain_loss(Objective(Loss.tv), logits, teacher), distance)
     torch.testing.assert_close(
         plain_loss(Objective(Loss.lk_alpha), logits, teacher), -torch.log(1 - distance)
     )
@@ -40,7 +38,6 @@ def test_losses_equal_their_definitions_over_the_target_vocabulary() -> None:
         plain_loss(Objective(Loss.lk_lambda, lk_eta=2.0), logits, teacher),
         weight * divergence + (1 - weight) * distance,
     )
-    torch.testing.assert_close(plain_loss(Objective(Loss.full_kl), logits, teacher), divergence)
     entropy = -(kept * kept.log()).sum(-1)
     torch.testing.assert_close(plain_loss(Objective(Loss.kl), logits, teacher), divergence + entropy)
 
@@ -74,10 +71,3 @@ def test_losses_are_finite_where_the_drafter_gives_almost_no_mass(loss: Loss) ->
     )
     assert value.isfinite().all()
     assert gradient.isfinite().all()
-
-
-def test_full_kl_is_refused_for_a_pruned_drafter() -> None:
-    Objective(Loss.full_kl).check(pruned=False)
-    Objective(Loss.tv).check(pruned=True)
-    with pytest.raises(UserError, match=r"train\.loss=full_kl"):
-        Objective(Loss.full_kl).check(pruned=True)

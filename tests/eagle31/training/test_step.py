@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
-from eagle31.training.objectives import Loss, Objective, StepWeights
+from eagle31.training.objectives import Loss, Objective
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.supervision import supervised_drafts
@@ -68,11 +68,8 @@ def results(function: Any, drafter: Drafter, *args: Any, **settings: Any) -> tup
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("loss", list(Loss))
 def test_float64_equals_the_reference(seed: int, loss: Loss) -> None:
-    whole = {"draft_vocab_size": VOCAB} if loss is Loss.full_kl else {}
-    drafter, frozen, batch, num_steps = random_case(seed, **whole)
-    counts_all = seed % 3 != 0 or loss is Loss.acceptance_length
-    by_reach = {"step_weights": StepWeights.reach, "reach_smoothing": seed % 4 / 4} if seed % 2 else {}
-    objective = Objective(loss, lk_eta=2.0, count_outside_vocab=counts_all, **by_reach)
+    drafter, frozen, batch, num_steps = random_case(seed)
+    objective = Objective(loss, lk_eta=2.0, count_outside_vocab=seed % 3 != 0)
     settings = {"num_steps": num_steps, "objective": objective}
     expected, expected_sums, expected_grads = results(reference_loss, drafter, frozen, batch, **settings)
     settings |= {
@@ -95,7 +92,7 @@ def test_the_random_cases_are_not_empty() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
-@pytest.mark.parametrize("loss", [Loss.kl, Loss.lk_lambda, Loss.acceptance_length])
+@pytest.mark.parametrize("loss", [Loss.kl, Loss.lk_lambda])
 def test_narrow_dtypes_stay_within_bounds(dtype: torch.dtype, bound: float, loss: Loss) -> None:
     """Compare each gradient's distance from the exact one with its norm."""
     drafter, frozen, batch, _ = random_case(3, num_hidden_layers=1)
@@ -106,8 +103,7 @@ def test_narrow_dtypes_stay_within_bounds(dtype: torch.dtype, bound: float, loss
     head.weight.data = head.weight.data.to(dtype).double()
     frozen = replace(frozen, embed_tokens=frozen.embed_tokens.to(dtype).double())
     batch = batch.to(torch.device("cpu"), dtype).to(torch.device("cpu"), torch.float64)
-    weights = StepWeights.reach if loss is Loss.acceptance_length else StepWeights.decay
-    settings: dict[str, Any] = {"num_steps": 4, "objective": Objective(loss, step_weights=weights)}
+    settings: dict[str, Any] = {"num_steps": 4, "objective": Objective(loss)}
     expected, _, expected_grads = results(reference_loss, drafter, frozen, batch, **settings)
     frozen = replace(frozen, embed_tokens=frozen.embed_tokens.to(dtype), target_head=head.to(dtype))
     batch = batch.to(torch.device("cpu"), dtype)

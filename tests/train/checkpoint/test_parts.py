@@ -53,7 +53,7 @@ def write_checkpoint(checkpoint: Path, num_parts: int) -> None:
         file = f"part-{part:05d}.safetensors"
         files[file] = write_part(checkpoint / file, fragments)
         assert files[file]["bytes"] == part_bytes(fragments) == (checkpoint / file).stat().st_size
-    manifest = {"files": files, "weights": SHAPES, "optimizer_steps": {}, "average_updates": 0}
+    manifest = {"files": files, "weights": SHAPES, "optimizer_steps": {"w": 1.0}}
     write_checked(checkpoint / MANIFEST, manifest)
     step = int(checkpoint.name.removeprefix("step-"))
     write_checked(checkpoint / STATE, asdict(TrainState(step)) | {"world_size": num_parts})
@@ -108,7 +108,10 @@ def cut(path: Path) -> None:
 
 def change_number(path: Path) -> None:
     content = json.loads(path.read_text())
-    content["supervised_positions" if path.name == STATE else "average_updates"] += 1
+    if path.name == STATE:
+        content["supervised_positions"] += 1
+    else:
+        content["optimizer_steps"]["w"] += 1
     path.write_text(json.dumps(content))
 
 

@@ -110,7 +110,6 @@ def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
     [
         ("capture.codec", "fp4"),
         ("capture.final_states", "some"),
-        ("train.rows_per_step_start", 9),
         ("data.max_tokens", 2049),
         ("deepspeed.offload_optimizer", True),
         ("deepspeed.offload_parameters", True),
@@ -181,14 +180,6 @@ def test_capture_groups_set_source_and_mode_and_the_mode_alone_keeps_the_source(
         assert (capture.source.value, capture.mode) == (source, CaptureMode.online)
     capture = composed("any_target", *NEEDED, f"capture={source}").capture
     assert (capture.source.value, capture.mode) == (source, CaptureMode.offline)
-
-
-def test_a_frozen_head_is_not_trained_late() -> None:
-    config = changed("optim.head_start_fraction", 0.5)
-    check(config)
-    config.drafter.train_lm_head = False
-    with pytest.raises(UserError, match=r"optim\.head_start_fraction=0\.5: .* drafter\.train_lm_head=true"):
-        check(config)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ ZERO = {
     *("data.regenerate.top_k", "data.augment.template_probability", "data.augment.system_probability"),
     *("data.augment.documents_probability", "capture.max_refused_fraction", "optim.momentum"),
     *("optim.weight_decay", "optim.warmup_fraction", "optim.warmup_steps", "optim.min_lr_fraction"),
-    *("optim.head_start_fraction", "deepspeed.zero_stage", "train.ttt_curriculum_fraction", "optim.betas"),
-    *("train.reach_smoothing", "train.lk_eta", "train.position_gap_probability", "train.diagnose_every"),
+    *("deepspeed.zero_stage", "optim.betas"),
+    *("train.lk_eta", "train.diagnose_every"),
     *("drafter.aux_layer_ids"),
 }
 

@@ -41,5 +41,3 @@ def test_a_rate_that_is_given_is_kept() -> None:
     assert (complete.lr, complete.matrix_lr) == (3e-3, rule_matrix_lr(drafter))
     assert described(given, drafter) == "muon, lr 0.003, matrix_lr 0.03 (rule)"
     assert described(complete, drafter) == "muon, lr 0.003, matrix_lr 0.03"
-    late = replace(complete, head_start_fraction=0.125)
-    assert described(late, drafter) == "muon, lr 0.003, matrix_lr 0.03, the head after 12.5 % of the steps"

@@ -4,14 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from eagle31.model.config import DrafterConfig
 from tests.train.torchrun import ROOT
-from train.plan.memory import TrainerSettings, trainer_memory, worst_counts
 
 TOLERANCE = 0.15
 GQA: dict[str, Any] = {
@@ -100,15 +97,3 @@ def test_planned_memory_equals_measured_memory(case: str, measured: dict[str, An
         pytest.skip("runs with --full")
     found = measured[case]
     assert found["planned"] == pytest.approx(found["peak"], rel=TOLERANCE), found["memory"]
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_an_average_of_the_weights_adds_a_float32_for_each_of_them(zero_stage: int) -> None:
-    settings = TrainerSettings(**SETTINGS | {"zero_stage": zero_stage, "world_size": 2})
-    config = DrafterConfig(**GQA | {"aux_layer_ids": (2, 8, 13)})
-    tensors = {"fc.weight": [384, 1152], "norm.weight": [384]}
-    plain, averaged = (
-        trainer_memory(config, tensors, replace(settings, averages=on), worst_counts(640, 3), "cuda")
-        for on in (False, True)
-    )
-    assert averaged.total - plain.total == 4 * (384 * 1152 + 384) // (2 if zero_stage else 1)

@@ -199,30 +199,3 @@ def test_sampling_that_is_off_leaves_no_trace_in_the_data(
     on = inputs("data.regenerate.top_p=0.9", "data.regenerate.top_k=20", "data.regenerate.completions=2")
     assert on == off | {"top_p": 0.9, "top_k": 20, "completions": 2}
     assert len(on) == len(off) + 3
-
-
-def test_options_that_are_off_leave_no_trace_in_what_a_training_depends_on(
-    small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    settings = arguments(small_target, tmp_path)
-
-    def of_training(*changes: str) -> dict[str, Any]:
-        context = RunContext(composed(RECIPE, *settings, *changes), World(rank=0, local_rank=0, size=1))
-        for stage, definition in STAGES.items():
-            context.artifacts[stage] = Artifact.locate(tmp_path, stage.value, definition.inputs(context))
-            if stage is Stage.train:
-                break
-        return context.artifacts[Stage.train].inputs
-
-    before = of_training()
-    assert "sliding_window" not in before["fixed"]["drafter"]
-    assert not {"position_gap_probability", "position_gap_tokens", "early_stop_validations"} & set(
-        before["train"]
-    )
-    assert of_training("drafter.sliding_window=16")["fixed"]["drafter"]["sliding_window"] == 16
-    on = of_training("train.position_gap_probability=0.5", "train.early_stop_validations=3")["train"]
-    assert on.items() - before["train"].items() == {
-        ("position_gap_probability", 0.5),
-        ("position_gap_tokens", 2048),
-        ("early_stop_validations", 3),
-    }

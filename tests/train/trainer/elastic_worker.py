@@ -20,14 +20,13 @@ from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP
 from train.checkpoint.agreement import gathered
 from train.checkpoint.parts import load_weights
 from train.distributed import World, leave_process_group
-from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.loop import optimizer_step
 from train.trainer.model_engine import ensure_process_group
 from train.trainer.window import WindowSums
 
 SAVED, STEPS = 2, 4
-KINDS = ("weights", "average", "exp_avg", "exp_avg_sq", "momentum_buffer")
+KINDS = ("weights", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Training:
@@ -42,9 +41,7 @@ class Training:
             world,
             muon=MUON if settings["muon"] else None,
             offload=settings["offload"],
-            head_apart=settings["head_apart"],
         )
-        self.average = WeightAverage(self.engine, 0.5) if settings["average"] else None
 
     def steps(self, begin: int, end: int, row: int) -> tuple[list[list[float]], int]:
         """Train; return losses and norms of the gradients, and the next row."""
@@ -64,15 +61,9 @@ class Training:
             rows = DeviceRows(loader, num_steps=3, device=world.device, dtype=self.dtype, stop_step=end)
             for step in range(begin, end):
                 window = WindowSums(3, world.device)
-                trains_head = step >= 1
-                settings: dict[str, Any] = {} if trains_head else {"trains_head": False}
-                if not any(group.get("head") for group in self.engine.basic_optimizer.param_groups):
-                    settings = {}
                 _, norm = optimizer_step(
-                    self.engine, rows.of_step(step), LR, window, world, with_metrics=False, **settings
+                    self.engine, rows.of_step(step), LR, window, world, with_metrics=False
                 )
-                if self.average is not None:
-                    self.average.update(torch.tensor(False))
                 found.append([window.metrics(world)["loss"], float(norm)])
             return found, loader.position(end)[1]
 
@@ -83,17 +74,17 @@ def save(directory: Path, settings: dict[str, Any], world: World) -> dict[str, A
     row = 0
     for step in range(1, SAVED + 1):
         _, row = training.steps(step - 1, step, row)
-        saved.save(training.engine, TrainState(step, row=row), training.average)
+        saved.save(training.engine, TrainState(step, row=row))
     return {"losses": training.steps(SAVED, STEPS, row)[0]}
 
 
 def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
     """Load a checkpoint, save it again, and train to the end."""
     training = Training(settings, world)
-    state = CheckpointDirectory(directory, 2, world).resume(training.engine, training.average)
+    state = CheckpointDirectory(directory, 2, world).resume(training.engine)
     copy = directory.parent / f"{directory.name}.copy"
     again = CheckpointDirectory(copy, 1, world)
-    again.save(training.engine, state, training.average)
+    again.save(training.engine, state)
     name = f"step-{state.step:08d}"
     found: dict[str, Any] = {"step": state.step, "kinds": [], "different": []}
     for kind in KINDS if world.is_main else ():
@@ -102,7 +93,7 @@ def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str,
         same = ours.keys() == theirs.keys() and all(torch.equal(ours[one], theirs[one]) for one in theirs)
         found["different"] += [] if same else [kind]
     if world.is_main:
-        for entry in ("optimizer_steps", "average_updates", "weights"):
+        for entry in ("optimizer_steps", "weights"):
             ours, theirs = (read_json(root / name / "manifest.json")[entry] for root in (copy, directory))
             found["different"] += [] if ours == theirs else [entry]
     gathered(None, world)
@@ -115,7 +106,7 @@ def fill(directory: Path, settings: dict[str, Any], world: World) -> dict[str, A
     """Save on a disk that fills up; return the error of each rank."""
     training, saved = Training(settings, world), CheckpointDirectory(directory, 2, world)
     training.steps(0, 1, 0)
-    saved.save(training.engine, TrainState(1), training.average)
+    saved.save(training.engine, TrainState(1))
     if world.is_main:
         size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         (directory / "other").write_bytes(bytes(shutil.disk_usage(directory).free - size // 2))
@@ -129,14 +120,14 @@ def fill(directory: Path, settings: dict[str, Any], world: World) -> dict[str, A
     return {
         "told": told,
         "left": left,
-        "step": saved.resume(resumed.engine, resumed.average).step,
+        "step": saved.resume(resumed.engine).step,
     }
 
 
 def refusal(saved: CheckpointDirectory, training: Training, world: World) -> list[str]:
     message = ""
     try:
-        saved.save(training.engine, TrainState(2), training.average)
+        saved.save(training.engine, TrainState(2))
     except UserError as error:
         message = str(error)
     return gathered(message, world)

@@ -19,17 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
-from eagle31.training.objectives import Objective, StepWeights
+from eagle31.training.objectives import Objective
 from eagle31.training.step import rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
-from tests.train.trainer.engine_checks import EMA_DECAY, CheckedAverage, refused_steps, snapshot
-from tests.train.trainer.late_heads import late_heads
+from tests.train.trainer.engine_checks import refused_steps, snapshot
 from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
 from train.trainer import model_engine as engine_module
-from train.trainer.average import WeightAverage
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.loop import optimizer_step
 from train.trainer.model_engine import (
@@ -100,7 +98,6 @@ def losses_at(
         stop_step=NUM_STEPS + 1,
     )
     losses, norms, stops = [], [], []
-    average = CheckedAverage(model_engine)
     for step in range(NUM_STEPS):
         window = WindowSums(3, world.device)
         # The last rank is told to stop at step 2.
@@ -113,7 +110,6 @@ def losses_at(
             with_metrics=step % 2 == 0,
             stop=step == 2 and world.rank == world.size - 1,
         )
-        average.update()
         num_supervised, num_stopping = counts.read()
         stops.append(num_stopping)
         metrics = window.metrics(world)
@@ -132,12 +128,11 @@ def losses_at(
     diagnosis = DriftDiagnosis(validation_samples(), 99, 8, world, on_every_rank=partitioned)
     drift = diagnosis.run(model_engine.module, world.device, dtype)
     assert (drift is not None) == (world.is_main or partitioned)
-    averages = average.check()
     further_rows = list(further.rows)
     saved = CheckpointDirectory(Path(f"{sys.argv[1]}.checkpoints"), 1, world)
     resumes = muon is not None and not offload
     if resumes:
-        saved.save(model_engine, TrainState(step=NUM_STEPS), average.average)
+        saved.save(model_engine, TrainState(step=NUM_STEPS))
     refused = refused_steps(model_engine, replace(further, rows=iter(further_rows)), world)
     loader.close()
     found: dict[str, Any] = {}
@@ -147,11 +142,7 @@ def losses_at(
         )
     if resumes:
         resumed = new_engine(zero_stage, bf16, world, objective, muon)
-        resumed_average = WeightAverage(resumed, EMA_DECAY)
-        assert saved.resume(resumed, resumed_average).step == NUM_STEPS
-        ours, theirs = average.average, resumed_average
-        assert theirs.num_updates == ours.num_updates == NUM_STEPS
-        assert all(map(torch.equal, ours.averages, theirs.averages))
+        assert saved.resume(resumed).step == NUM_STEPS
         one = replace(further, rows=iter(further_rows))
         optimizer_step(resumed, one, LR, WindowSums(3, world.device), world, with_metrics=False)
         found["resumed"] = all(map(torch.equal, snapshot(model_engine), snapshot(resumed)))
@@ -159,7 +150,6 @@ def losses_at(
     return found | {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
         "drift": drift and flatten_metrics({"kind": "drift", "step": NUM_STEPS} | drift),
-        "averages": averages,
         "losses": losses,
         "grad_norms": norms,
         "weights": {name: value.double().sum().item() for name, value in weights.items()},
@@ -190,9 +180,7 @@ def main() -> None:
     ensure_process_group(timeout_minutes=2.0)
     group = dist.group.WORLD
     assert group is not None
-    assert group._get_backend(world.device).options._timeout > timedelta(
-        minutes=2.0
-    )  # the watch names the rank first
+    assert group._get_backend(world.device).options._timeout == timedelta(minutes=2.0)
     # The rows of validation have 1 and 12 chunks.
     engine_module.greedy_hits = partial(greedy_hits, chunk_rows=3)
     # One process with the stages that differ most, two with all of them.
@@ -200,10 +188,8 @@ def main() -> None:
     results = {f"zero{stage}": losses_at(stage, False, world) for stage in stages}
     results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in sorted({*stages, 1})}
     results |= muon_runs(stages, world, full="--full" in sys.argv)
-    results |= late_heads(world, Path(f"{sys.argv[1]}.late"), full="--full" in sys.argv)
     if world.size > 1:
-        by_reach: dict[str, Any] = {"step_weights": StepWeights.reach, "reach_smoothing": 0.9}
-        objective = Objective(count_outside_vocab=False, **by_reach)
+        objective = Objective(count_outside_vocab=False)
         results["inside"] = losses_at(2, False, world, objective) | {"reference": reference_step(objective)}
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))

@@ -13,10 +13,10 @@ from tests.train.torchrun import RUN_SECONDS, torchrun
 
 WORKER = "tests/train/trainer/elastic_worker.py"
 DISK_BYTES = 4 << 20
-PLAIN = {"bf16": False, "muon": False, "average": False, "head_apart": False, "offload": False}
+PLAIN = {"bf16": False, "muon": False, "offload": False}
 TRAININGS: dict[str, dict[str, Any]] = {
-    "adamw": {"zero_stage": 2, "average": True},
-    "muon": {"zero_stage": 3, "muon": True, "average": True, "head_apart": True},
+    "adamw": {"zero_stage": 2},
+    "muon": {"zero_stage": 3, "muon": True},
     "bf16": {"zero_stage": 1, "bf16": True, "muon": True},
 }
 # Each ZeRO stage is resumed on another one, on fewer and on more ranks than the two that saved.
@@ -29,8 +29,8 @@ RESUMED = {
     },
 }
 KINDS = {
-    "adamw": ["weights", "average", "exp_avg", "exp_avg_sq"],
-    "muon": ["weights", "average", "exp_avg", "exp_avg_sq", "momentum_buffer"],
+    "adamw": ["weights", "exp_avg", "exp_avg_sq"],
+    "muon": ["weights", "exp_avg", "exp_avg_sq", "momentum_buffer"],
     "bf16": ["weights", "exp_avg", "exp_avg_sq", "momentum_buffer"],
 }
 
@@ -78,7 +78,7 @@ def check(results: dict[str, Any], resumed: dict[str, Any]) -> None:
     for task, found in resumed.items():
         name = task.partition(" ")[0]
         assert found["step"] == 2, task
-        # Bit for bit, written by these ranks at this stage: weights, moments, average.
+        # Bit for bit, written by these ranks at this stage: weights and moments.
         assert found["different"] == [], task
         assert found["kinds"] == KINDS[name], task
         for ours, theirs in zip(found["losses"], results[name]["losses"], strict=True):
@@ -120,10 +120,10 @@ def test_every_rank_is_told_that_the_disk_is_full(saved: tuple[Path, dict[str, A
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (2, 2), (2, 4), (4, 2)])
 def test_every_pair_of_stages(tmp_path: Path, before: int, after: int) -> None:
     kinds = {
-        "adamw": {"average": True},
-        "muon": {"muon": True, "average": True},
-        "bf16": {"bf16": True, "average": True},
-        "muon-bf16": {"bf16": True, "muon": True, "head_apart": True},
+        "adamw": {},
+        "muon": {"muon": True},
+        "bf16": {"bf16": True},
+        "muon-bf16": {"bf16": True, "muon": True},
     }
     begun = {
         (kind, stage): PLAIN | settings | {"directory": str(tmp_path / f"{kind}-{stage}")}

@@ -41,9 +41,6 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         assert run["drift"]["drift/num_positions"] == 29
         assert run["drift"] == pytest.approx(reference["drift"], rel=1e-3, abs=1e-3)
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
-        # The worker compares the averages with the formula.
-        assert run["averages"] == pytest.approx(reference["averages"], rel=1e-4, abs=1e-4)
-        assert run["averages"] != run["weights"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -108,35 +105,6 @@ def test_muon_in_bf16_follows_float32(results: dict[int, dict]) -> None:
         assert not run["rounded"]
 
 
-def late_runs(results: dict[int, dict]) -> list[tuple[str, dict]]:
-    found = [(name, run) for one in results.values() for name, run in one.items() if name.startswith("late-")]
-    assert len(found) >= 8
-    return found
-
-
-def test_the_head_is_trained_late_at_every_stage(results: dict[int, dict]) -> None:
-    for name, run in late_runs(results):
-        without_head = [one for one in run["names"] if one != "lm_head.weight"]
-        # Bit for bit: the rate and the weight decay are 0. All other weights are trained.
-        assert run["changed"] == [without_head, without_head, run["names"], run["names"]], name
-        assert run["warm"], name
-
-
-def test_growing_rows_and_a_late_head_are_those_of_plain_training(results: dict[int, dict]) -> None:
-    for name, run in late_runs(results):
-        reference = results[1]["plain" if "adamw" in name else "late-zero0"]
-        exactly = "bf16" not in name
-        assert run["losses"] == pytest.approx(reference["losses"], rel=1e-5 if exactly else 2**-8), name
-        if exactly:
-            assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-4), name
-            assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-3), name
-
-
-def test_growing_rows_and_a_late_head_resume_exactly(results: dict[int, dict]) -> None:
-    for name, run in late_runs(results):
-        assert run["resumed"], name
-
-
 STAGES = [f"{kind}zero{stage}" for kind in ("", "bf16-", "muon-") for stage in range(4)]
 
 
@@ -144,11 +112,8 @@ STAGES = [f"{kind}zero{stage}" for kind in ("", "bf16-", "muon-") for stage in r
 def test_refused_steps_change_nothing(results: dict[int, dict], name: str) -> None:
     for run in runs(results, name):
         refused = run["refused"]
-        assert [refused[f"unchanged {number}"] for number in range(3)] == [True, True, False]
-        damaged, jump = refused["skipped"]
-        assert (damaged["step"], damaged["grad_norm"]) == (0, None)
-        assert jump["step"] == 1
-        assert jump["grad_norm"] > jump["reference"] * 1e-3 > 0
+        assert refused["damaged"] == {"refused": True, "unchanged": True}
+        assert refused["sound"] == {"refused": False, "unchanged": False}
 
 
 def test_the_divisor_counts_what_the_loss_counts(results: dict[int, dict]) -> None:

@@ -12,7 +12,7 @@ from train.trainer.model_engine import TrainedModule, deepspeed_config, initiali
 from train.trainer.muon import MuonSettings
 
 ROWS_PER_STEP, ROW_TOKENS = 4, 48
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+BETAS = (0.9, 0.95)
 LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
 
 
@@ -34,7 +34,6 @@ def new_engine(
     muon: MuonSettings | None = None,
     *,
     offload: bool = False,
-    head_apart: bool = False,
 ) -> Any:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
     module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8, objective=objective)
@@ -54,8 +53,7 @@ def new_engine(
         lr=LR,
         betas=BETAS,
         eps=1e-8,
-        weight_decay=WEIGHT_DECAY if head_apart else 0.0,
+        weight_decay=0.0,
         max_grad_norm=0.5,
         muon=muon,
-        head_apart=head_apart,
     )

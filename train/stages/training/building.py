@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import deepspeed
 import torch
 
 from data.batches.loader import RowLoader, RowPosition, files_of
 from data.batches.row_order import RowOrder
-from data.batches.row_schedule import RowSchedule
 from data.capture.tokens import dataset_supervision
 from data.samples import CapturedSample, HiddenStateSource, StateShape
 from data.store import HiddenStateStore
@@ -21,13 +19,12 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import MIN_STEPS
-from train.config.training import OptimConfig, Optimizer, objective_of, position_gaps_of
+from train.config.training import OptimConfig, Optimizer, objective_of
 from train.context import RunContext
 from train.drafter.build import build_drafter
 from train.plan.memory import trainer_memory, worst_counts
 from train.plan.sizes import trainer_settings
 from train.stages.training.states import training_samples
-from train.trainer.guard import StepGuard
 from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.muon import MuonSettings
 from train.trainer.validation import DriftDiagnosis
@@ -48,9 +45,7 @@ def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, Frozen
     )
 
 
-def new_engine(
-    context: RunContext, drafter: Drafter, frozen: FrozenParts, source: HiddenStateSource
-) -> deepspeed.DeepSpeedEngine:
+def new_engine(context: RunContext, drafter: Drafter, frozen: FrozenParts) -> deepspeed.DeepSpeedEngine:
     """Return the model engine around a drafter before its first step. Every rank calls."""
     config, optim, world = context.config, context.optim, context.world
     assert optim.lr is not None  # from `with_rates`
@@ -77,9 +72,7 @@ def new_engine(
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         max_grad_norm=optim.max_grad_norm,
-        guard=StepGuard(optim.max_norm_jump, optim.max_skipped_steps, partial(sample_names, source, context)),
         muon=muon_settings(optim),
-        head_apart=optim.head_start_fraction > 0,
     )
 
 
@@ -91,10 +84,11 @@ def muon_settings(optim: OptimConfig) -> MuonSettings | None:
     return MuonSettings(optim.matrix_lr, optim.momentum)
 
 
-def sample_names(source: HiddenStateSource, context: RunContext, indices: Sequence[int]) -> list[str]:
-    """Return the ids in the tokenized data of samples that training reads."""
-    if isinstance(source, HiddenStateStore):
-        indices = source.sample_ids[list(indices)].tolist()
+def sample_names(loader: RowLoader, step: int, context: RunContext) -> list[str]:
+    """Return the ids in the tokenized data of the samples of a step, counted from 1, on all ranks."""
+    indices = loader.step_samples(step - 1)
+    if isinstance(loader.source, HiddenStateStore):
+        indices = loader.source.sample_ids[indices].tolist()
     return [str(name) for name in training_samples(context).select(indices)["id"]]
 
 
@@ -120,7 +114,6 @@ def row_loader(
     context: RunContext,
     source: HiddenStateSource,
     drafter: DrafterConfig,
-    schedule: RowSchedule,
     begin: RowPosition,
 ) -> RowLoader:
     """Return the loader of this rank's rows, from a position in their order on."""
@@ -128,14 +121,13 @@ def row_loader(
     return RowLoader(
         source,
         row_tokens=config.train.row_tokens,
-        rows_per_step=schedule,
+        rows_per_step=config.train.rows_per_step,
         rank=world.rank,
         world_size=world.size,
         seed=context.train_seed,
         costs=sample_costs(context, source, drafter),
         pin_memory=world.device.type == "cuda",
         begin=begin,
-        position_gaps=position_gaps_of(config.train, context.train_seed),
         shuffle_window_tokens=config.train.shuffle_window_tokens,
         state_shape=StateShape(len(context.drafter.aux_layer_ids), drafter.target_hidden_size, context.dtype),
     )
@@ -154,12 +146,12 @@ def sample_costs(
     return sample_flops(drafter, train.ttt_steps, supervision, context.config.drafter.train_lm_head).tolist()
 
 
-def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch, int], int]:
-    """Return a function from a packed row and its speculation steps to the FLOPs of forward and backward."""
+def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch], int]:
+    """Return a function from a packed row to the FLOPs of its forward and backward."""
     train, head_trained = context.config.train, context.config.drafter.train_lm_head
     full = objective_of(train).needs_full_vocabulary
-    return lambda batch, num_steps: (
-        step_flops(drafter, count_step(batch, num_steps, drafter), head_trained, full).total
+    return lambda batch: (
+        step_flops(drafter, count_step(batch, train.ttt_steps, drafter), head_trained, full).total
     )
 
 

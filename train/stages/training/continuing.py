@@ -204,14 +204,6 @@ def prepared(state: TrainState, context: RunContext) -> TrainState:
     if state.order != order:
         begun = state.epoch + (1 if state.row else 0)
         state = replace(state, order=order, epoch=begun, row=0, first_epoch=begun)
-    if state.step == state.continued_at:  # the earlier training may have stopped early
-        state = replace(state, validations_since_best=0)
     if state.validated_on != validated_on:
-        state = replace(
-            state,
-            validated_on=validated_on,
-            best_step=None,
-            best_acceptance_length=0.0,
-            validations_since_best=0,
-        )
+        state = replace(state, validated_on=validated_on, best_step=None, best_acceptance_length=0.0)
     return state

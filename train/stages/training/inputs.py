@@ -20,10 +20,7 @@ CHANGEABLE_OPTIM = frozenset(
         "warmup_steps",
         "min_lr_fraction",
         "decay_fraction",
-        "decay_shape",
         "max_grad_norm",
-        "max_norm_jump",
-        "max_skipped_steps",
     }
 )
 
@@ -31,7 +28,7 @@ CHANGEABLE_OPTIM = frozenset(
 def fixed_inputs(context: RunContext) -> dict[str, Any]:
     """Return the settings that cannot change when a training is continued, and those of `SPLIT`."""
     config = context.config
-    drafter = without_unused(plain(asdict(config.drafter)))
+    drafter = plain(asdict(config.drafter))
     drafter.pop("init_revision")
     if drafter.pop("init_from") is not None:
         drafter["init_from"] = context.drafter.initial_fingerprint
@@ -50,18 +47,6 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
         "seed": context.train_seed,
     }
     return json.loads(json.dumps(fixed))  # as it is read from a file
-
-
-def without_unused(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without those of options that are off and that earlier versions did not have.
-
-    So the fingerprint of a training is what it was, and its result is reused and continued.
-    """
-    optional = ("sliding_window", "early_stop_validations", "shuffle_window_tokens")
-    off = {name for name in optional if settings.get(name, 0) is None}
-    if not settings.get("position_gap_probability", True):
-        off |= {"position_gap_probability", "position_gap_tokens"}
-    return {name: value for name, value in settings.items() if name not in off}
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

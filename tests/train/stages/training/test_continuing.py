@@ -24,7 +24,6 @@ from train.stages.training.continuing import share_earlier
 
 WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"
-EXPORTED = "stages=[data,vocab,answers,capture,train,export]"
 EVALUATED = "stages=[data,vocab,answers,capture,train,export,evaluate]"
 CONSTANT = ["optim.schedule=constant", "optim.warmup_steps=2"]
 WARM_DOWN = ["optim.schedule=wsd", "optim.warmup_steps=2", "optim.decay_fraction=0.25"]
@@ -62,19 +61,16 @@ def _matches(inputs: dict, settings: dict[str, object]) -> bool:
 @pytest.fixture(scope="module")
 def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("continuing")
-    for name in ("extended", "whole", "averaged", "growing"):
+    for name in ("extended", "whole", "origins"):
         shutil.copytree(captured, root / name)
 
     def run(name: str, *settings: str) -> list[str]:
         every = ["train.validate_every=4", "train.save_every=4", "evaluate.untrained=false", "optim=adamw"]
         return [f"recipe={RECIPE}", *arguments(small_target, root / name), *every, *settings]
 
-    branch = [f"train.continue_from={root / 'whole'}@8", "train.ema_decay=0.5", "train.max_steps=12"]
-    averaged = ["train.ema_decay=0.5", "train.max_steps=4"]
+    branch = [f"train.continue_from={root / 'whole'}@8", "train.max_steps=12"]
     few = ["train.ttt_steps=1", "evaluate.draft_tokens=1"]
     longer = [TRAIN, *CONSTANT, *few, "train.rows_per_step=1", "train.max_steps=5"]
-    growing = [*few, "train.max_steps=8", "train.rows_per_step_start=1", "train.rows_growth_fraction=0.75"]
-    growing += ["optim.head_start_fraction=0.75", "train.keep_weights_every=1", "train.keep_checkpoints=9"]
     steps: dict[str, Any] = {
         "first": run("extended", TRAIN, *CONSTANT, "train.max_steps=8"),
         "second": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=16"),
@@ -82,10 +78,7 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         # The branch needs a directory alone: it finds the results of all earlier stages.
         "branch": run("branch", EVALUATED, *branch, *WARM_DOWN),
         "branch again": run("branch", EVALUATED, *branch, *WARM_DOWN),
-        # After four steps a drafter is better than before the first, so the best weights have an average.
-        "averaged": run("averaged", EXPORTED, *CONSTANT, *averaged),
-        "plain weights": run("averaged", EXPORTED, *CONSTANT, *averaged, "export.averaged=false"),
-        "origins": {"copy": "averaged", "to": "origins", "without": []},
+        "shorter": run("origins", TRAIN, *CONSTANT, "train.max_steps=4"),
         "longer": run("origins", *longer),
         "longer, from none": run("origins", *longer, "train.continue_from=none"),
         "longer again": run("origins", *longer),
@@ -101,14 +94,6 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
             "third", TRAIN, "drafter.num_hidden_layers=2", f"train.continue_from={root / 'whole'}"
         ),
         "no such step": run("third", TRAIN, f"train.continue_from={root / 'whole'}@7", *WARM_DOWN),
-        "growing": run("growing", TRAIN, *growing),
-        # As if the run had been killed after step 4.
-        "killed": {
-            "copy": "growing",
-            "to": "resumed",
-            "without": ["artifacts/train-*/stage.json", "artifacts/train-*/checkpoints/step-00000008"],
-        },
-        "growing, resumed": run("resumed", TRAIN, *growing),
         "no training": run("third", TRAIN, f"train.continue_from={root / 'nothing'}"),
     }
     (root / "runs.json").write_text(json.dumps(steps))
@@ -165,47 +150,6 @@ def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     assert "evaluate: reused" in runs.printed["branch again"]
 
 
-def test_averaged_weights_are_validated_and_exported(runs: Runs) -> None:
-    best = runs.training("averaged") / "checkpoints" / "best"
-    files = read_json(best / "best.json")["files"]
-    weights = {name: load_file(best / file)["fc.weight"] for name, file in files.items()}
-    assert weights.keys() == {"drafter", "plain"}
-    assert not torch.equal(weights["drafter"], weights["plain"])
-    validated = [record for record in runs.metrics("branch") if record["kind"] == "validation"]
-    # The training that was continued has no average, nor has the checkpoint that it left, which is validated
-    # again where a later step was better.
-    averaged = {(one["step"], "plain_acceptance_length" in one) for one in validated}
-    assert averaged == {(0, False), (4, False), (8, False), (12, True)}
-    assert "train: reused" in runs.printed["plain weights"]
-    exports = [path.parent for path in (runs.root / "averaged").glob("artifacts/export-*/stage.json")]
-    exported = {
-        read_json(path / "stage.json")["inputs"]["averaged"]: load_file(
-            path / "checkpoint" / "model.safetensors"
-        )["fc.weight"]
-        for path in exports
-    }
-    for averaged, name in ((True, "drafter"), (False, "plain")):
-        assert torch.equal(exported[averaged], weights[name].to(exported[averaged].dtype)), name
-
-
-def test_rows_that_grow_and_a_late_head_resume_exactly(runs: Runs, small_target: EmbeddedTarget) -> None:
-    assert "train: resuming after step 4 of 8" in runs.printed["growing, resumed"]
-    ours, theirs = runs.metrics("resumed"), runs.metrics("growing")
-    assert ours == theirs
-    rows = [one["rows_per_step"] for one in theirs if one["kind"] == "train"]
-    assert rows == [1, 1, 1, 2, 2, 2, 4, 4]
-    trained = runs.training("growing")
-    state = read_json(trained / "checkpoints/step-00000008/state.json")
-    assert (state["epoch"], state["row"]) == (0, sum(rows))
-    # The head has the target's rows, bit for bit, in the first three quarters of the steps.
-    vocab = load_file(trained / "vocab.safetensors")
-    ids = torch.arange(len(vocab["d2t"])) + vocab["d2t"]
-    target = load_file(small_target.model / "model.safetensors")["lm_head.weight"][ids].float()
-    for step in range(1, 9):
-        weights = load_file(trained / f"checkpoints/weights/drafter-{step:08d}.safetensors")
-        assert torch.equal(weights["lm_head.weight"], target) == (step <= 6), step
-
-
 def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
     trained = runs.training("extended", max_steps=20)
     before = runs.training("extended", max_steps=16)
@@ -247,7 +191,7 @@ def test_what_is_continued_is_a_part_of_the_result(runs: Runs) -> None:
 
 def test_all_ranks_know_that_nothing_is_continued(runs: Runs, small_target: EmbeddedTarget) -> None:
     settings = [*CONSTANT, "optim=adamw", "train.max_steps=2"]
-    config = composed(RECIPE, *arguments(small_target, runs.root / "averaged"), *settings)
+    config = composed(RECIPE, *arguments(small_target, runs.root / "origins"), *settings)
     stages = [Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.train]
     contexts = [RunContext(config, World(rank, rank, size=2)) for rank in range(2)]
     for context in contexts:
