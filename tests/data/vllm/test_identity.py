@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from data.processes.identity import Identity
+from data.vllm.server_info import Identity
 
 
 def test_a_process_has_ended_once_it_was_killed() -> None:

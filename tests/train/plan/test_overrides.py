@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.torchrun import composed
 from train.config.run import RunConfig
-from train.overrides import assigned, overrides_of
+from train.plan.commands import assigned, overrides_of
 
 
 @pytest.mark.parametrize(
