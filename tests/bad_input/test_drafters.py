@@ -135,28 +135,19 @@ DRAFTERS = [
     ),
     evaluate("no_config", at("drafter/config.json", Path.unlink), "config.json=drafter: It cannot be read"),
     evaluate("config_cut", at("drafter/config.json", cut), "config.json=drafter", "This is not JSON"),
-    evaluate("config_pointer", at("drafter/config.json", write(LFS)), "config.json", "git lfs pull"),
-    evaluate("no_weights", at(WEIGHTS, Path.unlink), "model.safetensors=drafter: It cannot be read"),
     evaluate("weights_cut", at(WEIGHTS, cut), "model.safetensors=drafter: It is damaged"),
     evaluate("weights_junk", at(WEIGHTS, junk), "model.safetensors", "It is damaged"),
     evaluate("weights_flipped", at(WEIGHTS, flip), "checkpoint=drafter", "drafts: found"),
     evaluate("config_edited", config(rms_norm_eps=0.5), "checkpoint=drafter", "drafts: found"),
     evaluate("weights_nan", with_value("norm.weight", float("nan")), "norm.weight are not finite"),
-    evaluate("embedding_nan", with_value("embed_tokens.weight", float("nan")), "embed_tokens.weight are not"),
     evaluate("tensor_missing", tensors(lambda content: content.pop("norm.weight")), "Missing key", "norm"),
     evaluate("tensor_unknown", added("extra.weight", 3), "Unexpected key", "extra.weight"),
     evaluate("tensor_shape", tensors(lambda c: c.update({"norm.weight": torch.ones(3)})), "size mismatch"),
     evaluate("q_norm", added("midlayer.self_attn.q_norm.weight", 8), "q_norm.weight=[8]", "Qwen3", "vLLM"),
-    evaluate("q_bias", added("midlayer.self_attn.q_proj.bias", 8), "q_proj.bias=[8]: It is a bias", "vLLM"),
     evaluate("attention_bias", published(config(attention_bias=True)), "attention_bias=True"),
     evaluate("d2t_missing", tensors(lambda content: content.pop("d2t")), "d2t=None: It is missing"),
-    evaluate("d2t_outside", tensors(lambda c: c["d2t"].add_(10**6)), "d2t=", "outside the target's"),
-    evaluate("quantized", published(config(quantization_config={"bits": 4})), "quantization_config="),
-    evaluate("other_vocabulary", published(config(vocab_size=999)), "another target"),
-    evaluate("no_width", published(config(hidden_size=None)), "config.json=['hidden_size']", "missing"),
     evaluate("index_cut", published(at(f"drafter/{INDEX}", write(b'{"weight'))), f"{INDEX}=drafter"),
     evaluate("index_shard_missing", index(INDEX, a="b.safetensors"), "b.safetensors=drafter: It cannot be"),
-    evaluate("index_leaves", index(INDEX, a="../target/model.safetensors"), "is not a file next to it"),
     evaluate("bin_poisoned", pickled(save_poisoned), "pytorch_model.bin", "holds code, which is not run"),
     evaluate("bin_poisoned_pickle", pickled(save_poisoned_pickle), "pytorch_model.bin", "which is not run"),
     evaluate(
@@ -165,7 +156,6 @@ DRAFTERS = [
     evaluate(
         "bin_pointer", pickled(lambda _, path: path.write_bytes(LFS)), "pytorch_model.bin", "git lfs pull"
     ),
-    evaluate("bin_nested", pickled(lambda c, path: torch.save({"model": c}, path)), "other things than the"),
 ]
 
 
@@ -197,7 +187,6 @@ TARGETS = [
     target("no_such_target", lambda path: shutil.rmtree(path / "target"), "target"),
     target("target_weights_missing", at(TARGET_WEIGHTS, Path.unlink), "target.model=target", "safetensors"),
     target("target_weights_cut", at(TARGET_WEIGHTS, cut), "file=target/model.safetensors", "It is damaged"),
-    target("target_weights_pointer", at(TARGET_WEIGHTS, write(LFS)), "model.safetensors", "git lfs pull"),
     target("target_weights_junk", at(TARGET_WEIGHTS, junk), "model.safetensors", "It is damaged"),
     target(
         "target_nan",
@@ -220,8 +209,6 @@ TARGETS = [
         "shape [100, 32]",
         "different models",
     ),
-    target("target_config_cut", at("target/config.json", cut), "target/config.json", "JSON"),
-    target("target_config_pointer", at("target/config.json", write(LFS)), "config.json", "git lfs pull"),
     target("target_type", target_config(model_type="no_such"), "target.model=target", "cannot be loaded"),
     target("target_index_cut", at(f"target/{INDEX}", write(b'{"weight')), f"target/{INDEX}", "truncated"),
     target(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from data.target.spec import TargetSpec
 from eagle31.export.layouts import Layout
@@ -106,19 +105,13 @@ def without_ids(raw: dict[str, Any]) -> None:
         (off_by_one, "drafts"),
         (without_ids, IDS),
         (lambda raw: raw[IDS].reverse(), IDS),
-        (lambda raw: raw["eagle_config"].pop(IDS), f"eagle_config.{IDS}"),
         (lambda raw: raw.update({IDS: [0, 2, 6], "eagle_config": {IDS: [0, 2, 6]}}), IDS),
         (lambda raw: raw.pop("norm_output"), "norm_output"),
-        (lambda raw: raw.update(norm_before_residual=True), "drafts"),
         (lambda raw: raw.update(fc_norm=False), "fc_norm.0.weight"),
         (lambda raw: raw.update(rope_scaling=None), "drafts"),
-        (lambda raw: raw["rope_scaling"].update(factor=4.0), "drafts"),
         (lambda raw: raw.update(max_position_embeddings=64), "drafts"),
         (lambda raw: raw.update(tie_word_embeddings=True), "tie_word_embeddings"),
-        (lambda raw: raw.update(model_type="mistral"), "model_type"),
-        (lambda raw: raw.update(num_aux_hidden_states=2), "num_aux_hidden_states"),
         (lambda raw: raw.update(vocab_size=99), "vocab_size"),
-        (lambda raw: raw.update(target_hidden_size=64), "target_hidden_size"),
         (lambda raw: raw.update(rms_norm_eps=1e-2), "drafts"),
         (lambda raw: raw.update(num_hidden_layers=3), "layers.2.self_attn.q_proj.weight"),
         (lambda raw: raw.update(architectures=["LlamaForCausalLM"]), "architectures"),
@@ -133,8 +126,6 @@ def test_a_mistake_in_config_json_is_named(export: Path, spec: TargetSpec, edit:
     ("edit", "expected"),
     [
         (lambda raw: raw.update(model_type="deepseek_v3"), "model_type"),
-        (lambda raw: raw.update(kv_lora_rank=8), "midlayer.self_attn.kv_b_proj.weight"),
-        (lambda raw: raw.update(rope_scaling=None), "drafts"),
         # RoPE's table stays the same, because it depends on the ratio of the two.
         (lambda raw: raw["rope_scaling"].update(mscale=2.0, mscale_all_dim=2.0), "drafts"),
         (lambda raw: raw.update(v_head_dim=5), "midlayer.self_attn.kv_b_proj.weight"),
@@ -161,15 +152,11 @@ def random_embedding(tensors: dict[str, Any]) -> None:
     ("edit", "expected"),
     [
         (absolute_ids, "d2t"),
-        (lambda tensors: tensors.update(d2t=tensors["d2t"].int()), "d2t"),
         (lambda tensors: tensors["t2d"].logical_not_(), "d2t"),
         (random_embedding, "embed_tokens.weight"),
         (lambda tensors: tensors.pop("fc_norm.1.weight"), "fc_norm.1.weight"),
-        (lambda tensors: tensors.pop("t2d"), "t2d"),
-        (lambda tensors: tensors.pop("embed_tokens.weight"), "embed_tokens.weight"),
         (lambda tensors: tensors["norm.weight"].fill_(float("nan")), "norm.weight"),
         (lambda tensors: tensors.update(mask_hidden=torch.ones(3)), "mask_hidden"),
-        (lambda tensors: tensors.update({"fc.weight": torch.ones(2, 2)}), "fc.weight"),
         (lambda tensors: tensors["lm_head.weight"][3].add_(0.1), "drafts"),
         (
             lambda tensors: tensors.update({"model.norm.weight": tensors.pop("norm.weight")}),
@@ -180,20 +167,6 @@ def random_embedding(tensors: dict[str, Any]) -> None:
 def test_a_mistake_in_the_weights_is_named(export: Path, spec: TargetSpec, edit: Edit, expected: str) -> None:
     edit_tensors(export, edit)
     assert expected in fields(export, spec)
-
-
-def test_absolute_ids_in_d2t_are_recognized(export: Path, spec: TargetSpec) -> None:
-    edit_tensors(export, absolute_ids)
-    assert "absolute ids" in [f.found for f in validate_export(export, spec) if f.field == "d2t"]
-
-
-def test_a_truncated_file_is_a_finding(export: Path, spec: TargetSpec) -> None:
-    weights = export / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    [finding] = validate_export(export, spec)
-    assert finding.field == "model.safetensors"
-    assert "damaged" in finding.remedy
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -209,16 +182,6 @@ def test_another_target_is_named(export: Path, spec: TargetSpec, tmp_path: Path)
     findings = {finding.field: finding for finding in validate_export(export, other)}
     assert "another target" in findings["target_fingerprint"].remedy
     assert "tokenizer_fingerprint" not in findings
-
-
-def test_a_target_with_other_weights_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(spec.model, tmp_path / "other"))
-    assert validate_export(export, TargetSpec(str(other))) == []
-    weights = load_file(other / "model.safetensors")
-    weights["model.layers.3.mlp.down_proj.weight"] *= 1.5
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    [finding] = validate_export(export, TargetSpec(str(other)))
-    assert finding.field == "target_fingerprint"
 
 
 def test_a_wrong_tokenizer_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:

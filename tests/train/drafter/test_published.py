@@ -31,7 +31,6 @@ from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.build import frozen_rows
-from train.drafter.published import fetch_checkpoint
 from train.stages.train import train_inputs
 from train.stages.training.building import new_drafter
 from train.stages.vocab import load_vocab, run_vocab, vocab_inputs
@@ -175,8 +174,6 @@ def test_a_window_may_change(
     ("shape", "found"),
     [
         ({"intermediate_size": 48}, "24"),
-        ({"num_hidden_layers": 2}, "1"),
-        ({"draft_vocab_size": 30}, "40"),
         ({"aux_layer_ids": [1, 2, 3]}, "[0, 2, 5]"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "llama3"),
     ],
@@ -190,11 +187,6 @@ def test_a_conflict_names_both(
     assert raised.value.field == f"drafter.{name}"
     assert str(given) in str(raised.value)
     assert found in str(raised.value)
-
-
-def test_equal_values_in_the_recipe_are_accepted(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
-    same: dict[str, Any] = {"draft_vocab_size": 40, "aux_layer_ids": [0, 2, 5], "intermediate_size": 24}
-    context(spec, checkpoint, tmp_path, **same).check_drafter()
 
 
 def test_ids_that_count_layer_outputs_can_be_corrected(
@@ -253,12 +245,6 @@ def test_stages_depend_on_the_weights_and_not_on_their_path(
     for index in range(2):
         assert changed[index] != first[index]
         assert '"init_from":' not in json.dumps(fresh[index])
-
-
-def test_a_checkpoint_is_found_in_its_directory(tmp_path: Path) -> None:
-    assert fetch_checkpoint(str(tmp_path), None, "x") == tmp_path
-    with pytest.raises(UserError, match="No such directory"):
-        fetch_checkpoint(str(tmp_path / "none"), None, "drafter.init_from")
 
 
 def test_a_revision_without_a_checkpoint_is_refused(spec: TargetSpec, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from train.serving.engine import (
     DecodeJob,
     EngineFailure,
     EngineSpec,
-    JobResult,
     require,
     run_jobs,
 )
@@ -103,11 +102,6 @@ def test_engines_are_described_as_a_user_would() -> None:
     recorded = job("a", record_drafts=True).to_json()
     assert recorded["engine"]["async_scheduling"] is False
     json.dumps(recorded)
-
-
-def test_a_result_with_an_error_has_nothing_else() -> None:
-    result = JobResult.from_json("a", {"error": "ValueError: x", "traceback": ""})
-    assert (result.error, result.passes) == ("ValueError: x", ())
 
 
 def test_a_missing_environment_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
