@@ -234,6 +234,7 @@ def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: 
         "export.dtype=float32",
         "evaluate.max_new_tokens=64",
         "stages=[data,vocab,answers,capture,train,export]",
+        *(() if set(PRUNED) & set(case.overrides) else ("drafter.draft_vocab_size=null",)),
         *case.overrides,
     ]
 
