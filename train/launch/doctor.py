@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,7 +25,6 @@ from data.conversations.rows import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
-from data.target.checkpoint import is_hub_id
 from data.transport.mooncake_store import check_joinable, check_master
 from data.vllm.endpoint import Refused, Unavailable, describe
 from data.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
@@ -36,7 +36,7 @@ from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
 from train.plan.disk import cached_repositories, disks, download_bytes, existing
-from train.plan.plan import Plan, make_plan
+from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
 from train.plan.work import newest_data_summary
 from train.reporting.hub import check_push
@@ -70,17 +70,17 @@ class Check:
 
 def examine(config: RunConfig) -> list[Check]:
     """Return the checks of this machine for a run; nothing is started, downloaded or changed."""
-    found = [_packages(), *_gpus(config), *_limits(config), *_directories(config)]
+    found = [_packages(), _gpus(config), *_limits(config)]
+    found.append(
+        _asked("directories", lambda: check_start(config), "the run's directories can be written to")
+    )
     try:
-        sizes = RunSizes(config)
-        num_gpus = max(1, torch.cuda.device_count())
-        world = World(0, 0, num_gpus)  # the user has not said how many processes there will be
-        plan = make_plan(config, world, newest_data_summary(Path(config.output_dir)))
-        found += _plan(sizes, plan)
+        found += _plan(config)
     except UserError as error:  # the target's configuration is not here, or contradicts the recipe
         found.append(Check("plan", LACKING, f"{error.field}={error.value}", error.remedy))
-    found += [*_inputs(config), *_programs(config), *_servers(config), *_credentials(config)]
-    return found
+    for field, source in _sources(config).items():
+        found.append(_asked(field, partial(_check_source, field, source), source))
+    return [*found, *_programs(config), *asyncio.run(_servers(config)), *_credentials(config)]
 
 
 def table(checks: Sequence[Check]) -> str:
@@ -221,23 +221,22 @@ def _packages() -> Check:
     return Check("packages", OK, found)
 
 
-def _gpus(config: RunConfig) -> Iterator[Check]:
+def _gpus(config: RunConfig) -> Check:
     described = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     kinds = sorted({f"{one.name} of {gigabytes(one.total_memory)}" for one in described})
-    driver = _driver_version()
+    driver, planned = _driver_version(), config.plan.gpu_memory_gb
     if described:
-        yield Check("GPUs", OK, f"{len(described)} x {', '.join(kinds)}, driver {driver}")
-    elif driver is not None:
+        return Check("GPUs", OK, f"{len(described)} x {', '.join(kinds)}, driver {driver}")
+    if driver is not None:
         remedy = (
             f"nvidia-smi finds a GPU and torch {torch.__version__} none: install one for this driver, and "
             "unset CUDA_VISIBLE_DEVICES; `python -c 'import torch; torch.cuda.init()'` names the reason."
         )
-        yield Check("GPUs", LACKING, f"driver {driver}, no GPU in torch", remedy)
-    elif config.plan.gpu_memory_gb is not None:
+        return Check("GPUs", LACKING, f"driver {driver}, no GPU in torch", remedy)
+    if planned is not None:
         remedy = "Run it on a machine with GPUs, or try the pipeline with recipe=quickstart here."
-        yield Check("GPUs", LACKING, f"none; planned for GPUs of {config.plan.gpu_memory_gb:.0f} GB", remedy)
-    else:
-        yield Check("GPUs", OK, "none; none are planned for")
+        return Check("GPUs", LACKING, f"none; planned for GPUs of {planned:.0f} GB", remedy)
+    return Check("GPUs", OK, "none; none are planned for")
 
 
 def _driver_version() -> str | None:
@@ -267,11 +266,11 @@ def _limits(config: RunConfig) -> Iterator[Check]:
         yield Check("/dev/shm", OK if good else LACKING, found, remedy)
 
 
-def _directories(config: RunConfig) -> Iterator[Check]:
-    yield _asked("directories", lambda: check_start(config), "the run's directories can be written to")
-
-
-def _plan(sizes: RunSizes, plan: Plan) -> Iterator[Check]:
+def _plan(config: RunConfig) -> Iterator[Check]:
+    """Yield whether the run fits this machine's GPUs and disks, and whether its target is or can be here."""
+    sizes = RunSizes(config)
+    world = World(0, 0, max(1, torch.cuda.device_count()))  # the user has not said how many processes
+    plan = make_plan(config, world, newest_data_summary(Path(config.output_dir)))
     way = plan.first
     reasons = [way.refusal] if way.refusal else [str(one) for one in way.shortages]
     found = f"{gigabytes(way.memory.total)} for training"
@@ -280,51 +279,36 @@ def _plan(sizes: RunSizes, plan: Plan) -> Iterator[Check]:
     yield Check("plan", OK if way.works else LACKING, found, " ".join(map(str, reasons)))
     for disk in disks(sizes, plan.work):
         yield Check("disk", LACKING if disk.shortage else OK, str(disk), disk.shortage or "")
-
-
-def _inputs(config: RunConfig) -> Iterator[Check]:
-    """Yield whether target, data and a given store are here or can be downloaded."""
-    cached, model = cached_repositories(), config.target.model
-    if model == EMBEDDED or (Path(model).expanduser() / "config.json").is_file():
-        yield Check("target", OK, "trained here" if model == EMBEDDED else f"directory {model}")
-    elif is_hub_id(model) and not Path(model).expanduser().is_dir():
-        missing = _asked("target", lambda: download_bytes(RunSizes(config)), "")
-        there = missing.status == OK and not download_bytes(RunSizes(config))
-        yield _download("target", model, there)
+    model, missing = config.target.model, download_bytes(sizes)
+    if missing and constants.HF_HUB_OFFLINE:
+        remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {model}), or give a directory."
+        yield Check("target", LACKING, f"{model}, {gigabytes(missing)} not cached", remedy)
     else:
-        remedy = "Give the directory of a model as transformers saves it, or a Hub id such as org/name."
-        yield Check("target", LACKING, f"no model in {model}", remedy)
+        yield Check("target", OK, f"{model}, {gigabytes(missing)} to download" if missing else model)
+
+
+def _sources(config: RunConfig) -> dict[str, str]:
+    """Return where data and a given store come from, by field."""
     data = config.data
-    sources = {"data.train": data.train, "data.eval": data.eval}
-    sources |= {f"data.sources.{name}": one.source for name, one in data.sources.items()}
-    for field, source in sources.items():
-        if source is None or source == EMBEDDED:
-            continue
-        try:
-            local = is_file(source, field) or Path(source).expanduser().is_dir()
-        except UserError as error:
-            yield Check(field, LACKING, source, error.remedy)
-            continue
-        if local:
-            readable = os.access(Path(source).expanduser(), os.R_OK)
-            remedy = "" if readable else "This account may not read it: change its mode or its owner."
-            yield Check(field, OK if readable else LACKING, source, remedy)
-        else:
-            yield _download(field, source, ("dataset", source) in cached)
-    store = config.capture.store
-    if store is not None and is_url(store):
-        yield _asked("capture.store", lambda: check_protocol(store), f"{store} has its package")
-    elif store is not None:
-        there = Path(store).expanduser().is_dir()
-        remedy = "" if there else "Give a finished store, or null to capture."
-        yield Check("capture.store", OK if there else LACKING, store, remedy)
+    given = {"data.train": data.train, "data.eval": data.eval, "capture.store": config.capture.store}
+    given |= {f"data.sources.{name}": one.source for name, one in data.sources.items()}
+    return {field: source for field, source in given.items() if source is not None}
 
 
-def _download(name: str, repository: str, cached: bool) -> Check:
-    if cached or not constants.HF_HUB_OFFLINE:
-        return Check(name, OK, f"{repository}, {'cached' if cached else 'downloaded by the run'}")
-    remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {repository}), or give a directory."
-    return Check(name, LACKING, f"{repository}, not cached", remedy)
+def _check_source(field: str, source: str) -> None:
+    """Raise UserError if a source is not here and cannot be downloaded."""
+    if source == EMBEDDED:
+        return
+    if is_url(source):
+        check_protocol(source)
+    elif field == "capture.store" and not Path(source).expanduser().is_dir():
+        raise UserError(field, source, "Give a finished store, or null to capture.")
+    elif is_file(source, field) or Path(source).expanduser().is_dir():
+        if not os.access(Path(source).expanduser(), os.R_OK):
+            raise UserError(field, source, "This account may not read it: change its mode or its owner.")
+    elif constants.HF_HUB_OFFLINE and ("dataset", source) not in cached_repositories():
+        remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {source} --repo-type dataset)."
+        raise UserError(field, source, remedy)
 
 
 def _lacks_embedded(config: RunConfig) -> bool:
@@ -339,45 +323,37 @@ def _programs(config: RunConfig) -> Iterator[Check]:
     """Yield vLLM's environment and Mooncake, where the run uses them."""
     if starts_vllm(config):
         check = _asked("vLLM", lambda: check_environment(config), "")
-        version = installed_version(find_python()) if check.status == OK else None
-        if check.status != OK:
-            yield check
-        elif version is None:
-            yield Check("vLLM", LACKING, f"no vLLM in {find_python()}", "Run scripts/setup/vllm.")
-        else:
-            tested = version.split("+")[0].startswith(f"{VLLM}.")
+        if check.status == OK:
+            version = installed_version(find_python())
+            tested = version is not None and version.startswith(f"{VLLM}.")
             remedy = "" if tested else f"The tests have run with {VLLM}, which scripts/setup/vllm installs."
-            yield Check("vLLM", OK if tested else WARNING, version, remedy)
+            status = OK if tested else WARNING if version else LACKING
+            check = Check("vLLM", status, version or f"no vLLM in {find_python()}", remedy)
+        yield check
     if joins_mooncake(config, set(config.stages)):
         master = config.capture.mooncake.master
         yield _asked("Mooncake", lambda: check_joinable(master), f"{master} answers")
 
 
-def _servers(config: RunConfig) -> Iterator[Check]:
-    """Yield whether the servers of the recipe answer, accept this process's key and run the target."""
+async def _servers(config: RunConfig) -> list[Check]:
+    """Return whether the servers of the recipe answer, accept this process's key and run the target."""
 
     async def ask(url: str) -> Check:
         name, server = f"server {urlsplit(url).netloc}", VllmServer(url, 1)
-        remedy = "Start it with scripts/serve_target and the recipe and settings of this run, or correct "
-        remedy += "vllm.servers; firewalls and proxies may be between."
+        remedy = "Start it with scripts/serve_target and the settings of this run, or correct vllm.servers."
         try:
             info = await asyncio.wait_for(describe(server), _ANSWER_SECONDS)
         except (TimeoutError, Unavailable) as error:
-            return Check(name, LACKING, f"no answer: {error}" if str(error) else "no answer", remedy)
-        except Refused as error:
+            return Check(name, LACKING, f"no answer {error}".rstrip(), remedy)
+        except (Refused, UserError) as error:
             return Check(name, LACKING, "refuses", str(error))
-        except UserError as error:
-            return Check(name, LACKING, f"{error.field}={error.value}", error.remedy)
         finally:
             await server.close()
-        same = info.model == config.target.model
         # The run compares the weights, which may be elsewhere under another name.
+        same = info.model == config.target.model
         return Check(name, OK if same else WARNING, f"runs {info.model}", "" if same else remedy)
 
-    async def ask_all() -> list[Check]:
-        return list(await asyncio.gather(*map(ask, config.vllm.servers)))
-
-    yield from asyncio.run(ask_all())
+    return list(await asyncio.gather(*map(ask, config.vllm.servers)))
 
 
 def _credentials(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:

@@ -84,7 +84,7 @@ def test_a_target_that_cannot_be_reached_is_lacking(
     outcome = examined(small_target, tmp_path, "target.model=nowhere/at-all", "target.revision=x", "--json")
     assert outcome.status == 1
     found = rows(outcome)
-    assert (found["plan"], found["target"], found["data.train"]) == ("lacking", "lacking", "ok")
+    assert (found["plan"], found["data.train"]) == ("lacking", "ok")
 
 
 def test_a_recipe_that_is_none_is_a_mistake(tmp_path: Path) -> None:
@@ -95,15 +95,15 @@ def test_a_recipe_that_is_none_is_a_mistake(tmp_path: Path) -> None:
 
 def test_gpus_that_the_recipe_is_planned_for_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_driver_version", lambda: None)
-    [check] = doctor._gpus(composed("qwen3_8b"))
+    check = doctor._gpus(composed("qwen3_8b"))
     assert (check.status, "80 GB" in check.found) == ("lacking", True)
     monkeypatch.setattr(doctor, "_driver_version", lambda: "550.54")
-    [check] = doctor._gpus(composed("quickstart"))
+    check = doctor._gpus(composed("quickstart"))
     assert (check.status, "no GPU in torch" in check.found) == ("lacking", True)
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    [check] = doctor._gpus(composed("qwen3_8b"))
+    check = doctor._gpus(composed("qwen3_8b"))
     assert (check.status, check.found) == ("ok", "2 x NVIDIA H100 of 80 GB, driver 550.54")
 
 
