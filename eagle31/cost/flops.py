@@ -53,11 +53,6 @@ class StepFlops:
     def total(self) -> int:
         return sum(getattr(self, f.name) for f in fields(self))
 
-    @property
-    def linear(self) -> int:
-        """Return the FLOPs of all parts but attention."""
-        return self.total - self.attention
-
 
 def count_step(batch: PackedBatch, num_steps: int, config: DrafterConfig | None = None) -> StepCounts:
     """Count what a step on this packed row computes.

@@ -61,7 +61,8 @@ def _ways(ways: list[Way]) -> list[str]:
 def _memory_of(way: Way) -> str:
     gpu = way.cluster.gpu_bytes
     room = "" if gpu is None else f" of {gigabytes(gpu)}"
-    training = f"training {gigabytes(way.memory.total)}{room} per GPU"
+    each = "GPU" if way.cluster.gpus_per_node else "process"
+    training = f"training {gigabytes(way.memory.total)}{room} per {each}"
     if way.server is None:
         return training
     given = None if way.placement is None else way.placement.memory_fraction
@@ -135,7 +136,8 @@ def _target_lines(plan: Plan) -> list[_Line]:
     shape = f"{rounded(counts.total, 4)} parameters, {rounded(counts.active, 3)} active per token"
     if target is None:
         return [("target", shape), ("  weights", weights)]
-    per_gpu = f"{weights}, {gigabytes(target.bytes_per_gpu)} per GPU"
+    each = "GPU" if plan.first.cluster.gpus_per_node else "process"
+    per_gpu = f"{weights}, {gigabytes(target.bytes_per_gpu)} per {each}"
     return [("target", shape), ("  weights", per_gpu), ("  capture", target.where)]
 
 
