@@ -17,7 +17,6 @@ import errno
 import gc
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -31,7 +30,6 @@ from eagle31.errors import UserError
 FAILURE = 1
 MISTAKE = 2  # the user's; argparse's status, too
 INTERRUPTED = 130
-CLOSED_PIPE = 141  # what a shell reports of a program that a closed pipe ended
 
 # For what the machine refuses. Other errors of the operating system keep their traceback.
 _REMEDIES = {
@@ -96,17 +94,12 @@ def run_command(main: Callable[[], int | None], failures: tuple[type[Exception],
     resume_collection()
     try:
         status = main() or 0
-        sys.stdout.flush()
     except UserError as error:
         status = _report(f"error: {error}", MISTAKE)
     except failures as error:
         status = _report(f"error: {error}", FAILURE)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    except BrokenPipeError:
-        if not _stdout_is_closed():
-            raise
-        status = CLOSED_PIPE
     except OSError as error:
         if error.errno not in _REMEDIES or error.filename is None:
             raise
@@ -117,30 +110,15 @@ def run_command(main: Callable[[], int | None], failures: tuple[type[Exception],
 
 def _report(message: str, status: int) -> int:
     """Print the message once, and hand it to torchrun for the table that it prints of a failed process."""
-    # Several processes find the same mistake; torchrun's table has the message of the one that ended first.
-    if not hand_to_torchrun(message) or os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-    return status
-
-
-def hand_to_torchrun(message: str) -> bool:
-    """Have torchrun show the message in its table of failed processes; return whether there is a torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": details}}, file)
-    return bool(error_file)
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout has gone; stdout then leads to nowhere, so that the exit is silent."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), select.POLLOUT)
-    closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
-    if closed:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return closed
+    # Several processes find the same mistake; torchrun's table has the message of the one that ended first.
+    if not error_file or os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    return status
 
 
 def _report_failed_import(

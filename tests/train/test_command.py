@@ -67,19 +67,10 @@ def test_what_the_machine_refuses_is_a_message_with_the_file() -> None:
 
 
 def test_an_unexpected_exception_keeps_its_traceback() -> None:
-    done = run("raise BrokenPipeError('of a socket')")
+    done = run("raise ValueError('unexpected')")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert "BrokenPipeError: of a socket" in done.stderr
-
-
-def test_a_closed_pipe_is_silent() -> None:
-    code = f"{START}\ndef main():\n    for _ in range(200_000): print('line')\nrun_command(main)\n"
-    command = f'"{sys.executable}" -c "$CODE" | head -1; exit "${{PIPESTATUS[0]}}"'
-    done = subprocess.run(
-        ["bash", "-c", command], env=os.environ | {"CODE": code}, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (141, "line\n", "")
+    assert "ValueError: unexpected" in done.stderr
 
 
 def test_a_missing_package_names_the_command_that_installs_it() -> None:
