@@ -1,7 +1,7 @@
 """What a recipe chooses about its text. The schema imports this module, so it imports no library."""
 
-from collections.abc import Mapping
-from pathlib import Path
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle31.choice import Choice
@@ -47,14 +47,20 @@ def check_template_kwargs(template_kwargs: Mapping[Any, Any], field: str) -> Non
             raise UserError(f"{field}{name}", value, remedy)
 
 
-def check_split(setting: str, value: str, field: str, source: str) -> None:
-    """Raise UserError for a split, or a subset, of a file or of a saved data set without splits."""
-    path = Path(source)
-    is_directory = path.is_dir()
-    if not is_directory and not path.is_file():
-        return
-    if not is_directory or not (path / "dataset_dict.json").exists():
-        what = "data set without any" if is_directory else "file"
-        raise UserError(
-            setting, value, f"It has no effect, because {field}={source} is a {what}; leave it out."
-        )
+def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse `key=value` pairs; a value is parsed as JSON (true, 3, "x") if possible, and is text otherwise.
+
+    Raises:
+        UserError: a pair has no `=`, or its key is no argument that a template can be given.
+    """
+    kwargs: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError("--template-kwargs", pair, "Write key=value, such as enable_thinking=false.")
+        try:
+            kwargs[key] = json.loads(value)
+        except (ValueError, RecursionError):  # more digits, or more brackets, than Python parses
+            kwargs[key] = value
+    check_template_kwargs(kwargs, "--template-kwargs=")
+    return kwargs

@@ -69,11 +69,10 @@ def render(
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert assistant, f"{conversation.id} has no assistant turn"
     target = Template(tokenizer, tools, template_kwargs, conversation.template)
-    with target.limited():
-        if turns is Turns.each:
-            return [_sample(target, messages[: i + 1], [i], turns, eos_token_ids) for i in assistant]
-        supervised = assistant if turns is Turns.all else assistant[-1:]
-        return [_sample(target, messages[: assistant[-1] + 1], supervised, turns, eos_token_ids)]
+    if turns is Turns.each:
+        return [_sample(target, messages[: i + 1], [i], turns, eos_token_ids) for i in assistant]
+    supervised = assistant if turns is Turns.all else assistant[-1:]
+    return [_sample(target, messages[: assistant[-1] + 1], supervised, turns, eos_token_ids)]
 
 
 def _sample(

@@ -1,14 +1,33 @@
-"""Which conversations are held out, and which of the others training uses."""
+"""Which conversations of a run's sources are trained on, and which are held out."""
 
+import json
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.conversations.held_out import (
+    RANK_BYTES,
+    EvaluationPrompts,
+    chosen_prompts,
+    first_prompt,
+    held_out_split,
+    prompt_rank,
+)
+from data.conversations.near_duplicates import near_duplicates
+from data.conversations.reading import Source, first_reasons
+from data.conversations.schemas import Conversation
+from data.conversations.table import ConversationTable, ConversationWriter, Selection
 from eagle31.errors import UserError
 
+LEFT_OUT = "left_out.jsonl"
+_TABLE, _EVAL_TABLE = "conversations.arrow", "held_out.arrow"
 _Indices = NDArray[np.int64]
 
 
@@ -20,32 +39,165 @@ class Share:
     max_conversations: int | None = None
 
 
-def chosen_prompts(ranks: NDArray[np.void], num_prompts: int) -> _Indices:
-    """Return the first conversation with each of the prompts of lowest rank, at most so many."""
-    _, first = np.unique(ranks, return_index=True)  # sorted by rank
-    return first[:num_prompts].astype(np.int64)
+@dataclass(frozen=True)
+class Mixture:
+    """The sources of a run, and how conversations are chosen among theirs."""
+
+    sources: Mapping[str, Source]
+    num_held_out: int
+    max_malformed_fraction: float
+    seed: int
+    shares: Mapping[str, Share] = field(default_factory=dict)  # of the sources; none: all of each
+    evaluation: Source | None = None  # None: prompts are held out of the sources
+    evaluation_sets: Mapping[str, Source] | None = None  # whose prompts are left out of training
+    similarity: float | None = None  # the least of near-duplicates, which are left out
+    with_answers: bool = True  # whether near-duplicates have similar answers, too
 
 
-def held_out_split(
-    ranks: NDArray[np.void], num_held_out: int, *, field: str = "data.train"
-) -> tuple[_Indices, _Indices]:
-    """Hold out `num_held_out` prompts; return the indices of (train, held_out).
+@dataclass(frozen=True)
+class MixedConversations:
+    """The conversations of a run; no prompt is in both."""
 
-    All conversations with a held-out prompt are left out of training; held_out has the first of each prompt,
-    by rank. The choice depends only on the texts of the prompts and the seed, not on their order.
+    training: Selection
+    held_out: list[Conversation]
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The conversations of all sources, one source after the other, C in all."""
+
+    names: list[str]
+    table: ConversationTable
+    starts: list[int]  # of each source in the table, and the end
+    ranks: NDArray[np.void]  # bytes [C], by which prompts are chosen; equal for equal prompts
+    sets: NDArray[np.int32]  # [C], the evaluation set that has a conversation's prompt, or -1
+    num_malformed: int
+
+    @property
+    def sources(self) -> NDArray[np.int32]:
+        """The index of each conversation's source. [C]"""
+        counts = [end - start for start, end in pairwise(self.starts)]
+        return np.repeat(np.arange(len(self.names), dtype=np.int32), counts)
+
+
+def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversations:
+    """Read all sources into files in `directory`, and choose the conversations for training and evaluation.
 
     Raises:
-        UserError: no training data would be left.
+        UserError: a source cannot be read, or too few conversations are left.
     """
-    num_different = len(np.unique(ranks))
-    if num_different <= num_held_out:
-        remedy = (
-            f"There are {num_different} different prompts and {num_held_out} to hold out; give more data, or "
-            "lower data.num_validation and data.num_test."
+    evaluated = EvaluationPrompts()
+    for name, source in (mixture.evaluation_sets or {}).items():
+        evaluated.add(name, source.reader(mixture.max_malformed_fraction))
+    read = _read(mixture.sources, directory / _TABLE, mixture, evaluated)
+    summary: dict[str, Any] = {
+        "num_conversations_read": len(read.table),
+        "num_malformed": read.num_malformed,
+    }
+    duplicate_of = np.full(len(read.table), -1, dtype=np.int64)
+    if mixture.similarity is not None:
+        duplicate_of = near_duplicates(
+            read.table,
+            mixture.similarity,
+            with_answers=mixture.with_answers,
+            num_workers=num_workers,
+            progress=True,
         )
-        raise UserError(field, f"{len(ranks)} conversations", remedy)
-    held_out = chosen_prompts(ranks, num_held_out)
-    return np.flatnonzero(~np.isin(ranks, ranks[held_out])), held_out
+        summary["num_near_duplicates"] = int(((read.sets < 0) & (duplicate_of >= 0)).sum())
+        print(f"data: {summary['num_near_duplicates']:,} near-duplicates of earlier conversations left out")
+    if mixture.evaluation_sets is not None:
+        counts = Counter(read.sets[read.sets >= 0].tolist())
+        found = {name: counts[index] for index, name in enumerate(evaluated.names)}
+        summary["num_with_evaluation_prompts"] = found
+        shown = ", ".join(f"{name} {count:,}" for name, count in found.items())
+        print(f"data: conversations with a prompt of an evaluation set, left out: {shown or 'none'}")
+    _write_left_out(directory / LEFT_OUT, read, duplicate_of, evaluated.names)
+    kept = np.flatnonzero((read.sets < 0) & (duplicate_of < 0))
+    training, held_out, dropped = _held_out(mixture, directory, read, kept)
+    if mixture.shares:
+        training = training[chosen_mixture(read.sources[training], mixture.shares, mixture.seed)]
+        used = np.bincount(read.sources[training], minlength=len(read.names)).tolist()
+        summary["num_conversations_used"] = dict(zip(read.names, used, strict=True))
+        print(f"data: conversations of each source: {summary['num_conversations_used']}", flush=True)
+    if not len(training) or len(held_out) < 2:
+        raise UserError(
+            "data.train",
+            ", ".join(source.location for source in mixture.sources.values()),
+            f"Only {len(training)} training conversations and {len(held_out)} held-out prompts are left; "
+            "give more data, or lower data.num_validation and data.num_test.",
+        )
+    return MixedConversations(Selection(read.table, training), held_out, summary | dropped)
+
+
+def remove_tables(directory: Path) -> None:
+    """Remove the files of `mix`, whose conversations are then used."""
+    for name in (_TABLE, _EVAL_TABLE):
+        (directory / name).unlink(missing_ok=True)
+
+
+def print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
+    """Print the number of things that are left out and the first reasons."""
+    print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)
+
+
+def _read(sources: Mapping[str, Source], path: Path, mixture: Mixture, evaluated: EvaluationPrompts) -> _Read:
+    """Read all sources into a file of conversations, which are in memory one at a time."""
+    ranks, sets, starts, num_malformed = bytearray(), [], [0], 0
+    with ConversationWriter(path) as writer:
+        for source in sources.values():
+            reader = source.reader(mixture.max_malformed_fraction)
+            for conversation in reader:
+                writer.add(conversation)
+                ranks += prompt_rank(first_prompt(conversation), mixture.seed)[:RANK_BYTES]
+                sets.append(evaluated.find(conversation))
+            starts.append(len(sets))
+            num_malformed += len(reader.malformed)
+            if reader.malformed:
+                what = f"of {reader.num_rows:,} rows of {source.location} are malformed"
+                print_left_out(what, reader.malformed)
+    return _Read(
+        list(sources),
+        ConversationTable(path),
+        starts,
+        np.frombuffer(bytes(ranks), dtype=f"V{RANK_BYTES}"),
+        np.array(sets, dtype=np.int32),
+        num_malformed,
+    )
+
+
+def _held_out(
+    mixture: Mixture, directory: Path, read: _Read, kept: _Indices
+) -> tuple[_Indices, list[Conversation], dict[str, int]]:
+    """Return the indices of the training conversations, the held-out ones, and a count."""
+    prompts = EvaluationPrompts()
+    if mixture.evaluation is not None:
+        evaluation = _read({"data.eval": mixture.evaluation}, directory / _EVAL_TABLE, mixture, prompts)
+        training = kept[~np.isin(read.ranks[kept], evaluation.ranks)]
+        held_out = [evaluation.table[int(i)] for i in chosen_prompts(evaluation.ranks, mixture.num_held_out)]
+        return training, held_out, {"num_dropped_as_held_out": len(kept) - len(training)}
+    first, second = held_out_split(read.ranks[kept], mixture.num_held_out)
+    training, held_out = kept[first], [read.table[int(i)] for i in kept[second]]
+    if mixture.evaluation_sets is None:
+        return training, held_out, {}
+    prompts.add("held out", held_out)
+    differs = np.array([prompts.find(one) < 0 for one in Selection(read.table, training)], dtype=bool)
+    return training[differs], held_out, {"num_dropped_as_held_out": int((~differs).sum())}
+
+
+def _write_left_out(path: Path, read: _Read, duplicate_of: _Indices, set_names: Sequence[str]) -> None:
+    """Write a line of JSON for each conversation that is left out: its id, its source and the reason."""
+    left_out = np.flatnonzero((read.sets >= 0) | (duplicate_of >= 0)).tolist()
+    if not left_out:
+        return
+    with path.open("w", encoding="utf-8") as stream:
+        for index in left_out:
+            line = {"id": read.table[index].id, "source": read.names[read.sources[index]]}
+            if read.sets[index] >= 0:
+                line["evaluation_set"] = set_names[read.sets[index]]
+            else:
+                line["near_duplicate_of"] = read.table[int(duplicate_of[index])].id
+            stream.write(json.dumps(line) + "\n")
 
 
 def chosen_mixture(
@@ -63,35 +215,26 @@ def chosen_mixture(
     Raises:
         UserError: a source has no conversations left, or so few that another source has none.
     """
-    chosen = [
-        _limited(sources, index, share, name, seed) for index, (name, share) in enumerate(shares.items())
-    ]
-    weights = [share.weight for share in shares.values()]
-    if None not in weights:
-        chosen = _in_proportion(chosen, shares, field)
-    return np.sort(np.concatenate(chosen))
-
-
-def _limited(sources: NDArray[np.int32], index: int, share: Share, name: str, seed: int) -> _Indices:
-    members = np.flatnonzero(sources == index)
-    if share.weight is None and share.max_conversations is None:
-        return members
-    order = np.random.default_rng([seed, zlib.crc32(name.encode())]).permutation(len(members))
-    return members[order[: share.max_conversations]]
-
-
-def _in_proportion(chosen: Sequence[_Indices], shares: Mapping[str, Share], field: str) -> list[_Indices]:
+    chosen = []
+    for index, (name, share) in enumerate(shares.items()):
+        members = np.flatnonzero(sources == index)
+        if share != Share():
+            order = np.random.default_rng([seed, zlib.crc32(name.encode())]).permutation(len(members))
+            members = members[order[: share.max_conversations]]
+        chosen.append(members)
+    if any(share.weight is None for share in shares.values()):
+        return np.sort(np.concatenate(chosen))
     weights = np.array([share.weight for share in shares.values()])
     numbers = np.array([len(one) for one in chosen])
-    scale = (numbers / weights).min()
     # A product such as 0.3 * 10 / 0.3 may be just below the whole number.
-    used = np.minimum(numbers, np.floor(scale * weights + 1e-6).astype(np.int64))
-    scarce = list(shares)[int((numbers / weights).argmin())]
+    used = np.floor((numbers / weights).min() * weights + 1e-6).astype(np.int64)
+    used = np.minimum(numbers, used)
+    scarce = int((numbers / weights).argmin())
     for name, count in zip(shares, used, strict=True):
         if not count:
             remedy = (
-                f"No conversation of {name} would be used, because {scarce} has only "
-                f"{len(chosen[list(shares).index(scarce)]):,}; give {name} a larger weight."
+                f"No conversation of {name} would be used, because {list(shares)[scarce]} has only "
+                f"{numbers[scarce]:,}; give {name} a larger weight."
             )
             raise UserError(f"{field}.{name}.weight", shares[name].weight, remedy)
-    return [one[:count] for one, count in zip(chosen, used, strict=True)]
+    return np.sort(np.concatenate([one[:count] for one, count in zip(chosen, used, strict=True)]))

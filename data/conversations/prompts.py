@@ -23,8 +23,7 @@ def render_prompt(
         template: the target's, or a change of it; see `data.conversations.perturbation.TEMPLATES`.
     """
     target = Template(tokenizer, tools, template_kwargs, template)
-    with target.limited():
-        return target.encode(target.text(messages, add_generation_prompt=True))
+    return target.encode(target.text(messages, add_generation_prompt=True))
 
 
 def render_text(
@@ -38,8 +37,7 @@ def render_text(
 ) -> str:
     """Return the text of the messages, and of the generation prompt if it is asked for."""
     target = Template(tokenizer, tools, template_kwargs, template)
-    with target.limited():
-        return target.text(messages, add_generation_prompt=add_generation_prompt)
+    return target.text(messages, add_generation_prompt=add_generation_prompt)
 
 
 def prompt_ids(
@@ -84,9 +82,8 @@ def unprompted_header(
     last = max(i for i, message in enumerate(conversation.messages) if message["role"] == "assistant")
     messages, answer = conversation.messages[: last + 1], conversation.messages[last]["content"].strip()
     target = Template(tokenizer, conversation.tools, template_kwargs, conversation.template)
-    with target.limited():
-        prompt = target.text(messages[:last], add_generation_prompt=True)
-        if prompt != target.text(messages[:last], add_generation_prompt=False):
-            return None
-        header, found, _ = target.text(messages, add_generation_prompt=False)[len(prompt) :].partition(answer)
+    prompt = target.text(messages[:last], add_generation_prompt=True)
+    if prompt != target.text(messages[:last], add_generation_prompt=False):
+        return None
+    header, found, _ = target.text(messages, add_generation_prompt=False)[len(prompt) :].partition(answer)
     return header if answer and found and header.strip() else None

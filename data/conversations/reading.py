@@ -1,113 +1,133 @@
-"""Reading conversations from files and data sets in the known schemas, one after another or all at once."""
+"""Reading conversations from files, saved data sets and the Hub."""
 
+import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from data.conversations.rows import is_file, load, rows
+import fsspec
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
 from data.conversations.schemas import (
     Columns,
     Conversation,
     MalformedRow,
     Schema,
     find_schema,
-    listed,
     to_conversation,
 )
 from data.file_hashes import hash_files
 from eagle31.errors import UserError
 
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, ".parquet")
+_COMPRESSIONS = (".gz", ".bz2", ".xz")
+_MAX_FIELD_CHARACTERS = 1 << 27  # of a CSV file; the default is 128 KiB, which a long answer exceeds
 _NUM_SHOWN, _SHOWN_CHARACTERS = 5, 300
 
 
 @dataclass(frozen=True)
-class ReadResult:
-    """The content of a source; malformed rows are not in `conversations`."""
-
-    conversations: list[Conversation]
-    num_rows: int
-    malformed: list[tuple[str, str]]  # (location, reason), located as `file.jsonl:12` or `file.parquet[11]`
-    categories: list[str] = field(default_factory=list)  # of the conversations, if a column has them
-
-    @property
-    def num_malformed(self) -> int:
-        return len(self.malformed)
-
-
-class ConversationReader:
-    """Iterates over the conversations of a source in order, of which only a few are in memory.
+class Source:
+    """Where conversations come from, and which columns they have.
 
     The schema is determined from the first row: `messages` (OpenAI), `conversations` (ShareGPT), or a prompt
     and a response column (prompt/response, instruction/output, question/answer, or the two given names).
 
     Args:
-        source: a .jsonl, .json, .csv, .tsv or .parquet file, a directory written by `datasets.save_to_disk`,
-            or a hub id.
+        location: a .jsonl, .json, .csv, .tsv or .parquet file, the text ones also compressed (.gz, .bz2,
+            .xz), a directory written by `datasets.save_to_disk`, or a hub id.
+        field: the recipe's name for `location`, for error messages.
         split: the split of a hub data set or a saved DatasetDict; files have none.
         subset: the subset of a hub data set that has several.
         prompt_column: the column of the user's text; None: it is found by name.
         input_column: the column of a text that follows the user's, such as Alpaca's `input`.
         response_column: the column of the assistant's text; None: it is found by name.
         require_answer: if false, prompts without an answer are read too, such as MT-Bench's `turns`.
-        max_malformed_fraction: the fraction of the rows that may be malformed.
-        category_column: the column of a row's category, which every row must have.
-        field: the recipe's name for `source`, for error messages.
     """
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        split: str = "train",
-        subset: str | None = None,
-        prompt_column: str | None = None,
-        input_column: str | None = None,
-        response_column: str | None = None,
-        require_answer: bool = True,
-        max_malformed_fraction: float = 0.01,
-        category_column: str | None = None,
-        field: str = "data.train",
-    ) -> None:
+    location: str
+    field: str = "data.train"
+    split: str = "train"
+    subset: str | None = None
+    prompt_column: str | None = None
+    input_column: str | None = None
+    response_column: str | None = None
+    require_answer: bool = True
+
+    def reader(self, max_malformed_fraction: float) -> "ConversationReader":
+        """Return an iterator over the conversations; see `ConversationReader`."""
+        return ConversationReader(self, max_malformed_fraction)
+
+    def fingerprint(self, cache_dir: Path | None = None) -> str:
+        """Return what identifies the content: a hash of the files.
+
+        For a hub id it is the fingerprint that `datasets` derives from the commit.
+
+        Args:
+            cache_dir: the directory in which hashes are remembered; see `hash_files`.
+        """
+        path = Path(self.location).expanduser()
+        if is_file(self.location, self.field):
+            return hash_files([path], cache_dir=cache_dir)[0]
+        dataset = _load(self)
+        if not path.is_dir():
+            return dataset._fingerprint
+        # The fingerprint of a saved data set stays when its files are changed.
+        files = [Path(file["filename"]) for file in dataset.cache_files]
+        hashes = hash_files(files, cache_dir=cache_dir)
+        return hashlib.sha256(json.dumps([dataset.column_names, hashes]).encode()).hexdigest()
+
+    @property
+    def columns(self) -> list[str | None]:
+        """What identifies the chosen columns; the input column is in it only where it is chosen."""
+        chosen = [self.prompt_column, self.response_column]
+        return chosen if self.input_column is None else [*chosen, self.input_column]
+
+
+class ConversationReader:
+    """Iterates over the conversations of a source in order, of which only a few are in memory.
+
+    Malformed rows are left out; `malformed` has them as (location, reason), located as `file.jsonl:12` or
+    `file.parquet[11]`.
+
+    Args:
+        max_malformed_fraction: the fraction of the rows that may be malformed.
+    """
+
+    def __init__(self, source: Source, max_malformed_fraction: float) -> None:
         self.source = source
         self.num_conversations = 0
-        self.malformed: list[tuple[str, str]] = []  # (location, reason)
-        self.category = ""  # of the latest conversation, if a column has it
-        self._split = split
-        self._subset = subset
-        self._columns = Columns(prompt_column, input_column, response_column)
-        self._require_answer = require_answer
+        self.malformed: list[tuple[str, str]] = []
         self._max_malformed_fraction = max_malformed_fraction
-        self._category_column = category_column
-        self._field = field
 
     @property
     def num_rows(self) -> int:
         return self.num_conversations + len(self.malformed)
 
     def __iter__(self) -> Iterator[Conversation]:
-        """Yield the conversations; malformed rows are counted and left out.
+        """Yield the conversations.
 
         Raises:
             UserError: the source does not exist, has no known schema, or, at its end, no conversation or too
                 many malformed rows.
         """
         self.num_conversations, self.malformed = 0, []
+        source = self.source
+        columns = Columns(source.prompt_column, source.input_column, source.response_column)
         schema: Schema | None = None
-        for where, row in rows(self.source, self._split, self._subset, self._field):
+        for where, row in _rows(source):
             try:
                 if isinstance(row, MalformedRow):
                     raise row
                 if not isinstance(row, dict):
                     raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
                 if schema is None:
-                    schema = find_schema(row, self.source, self._columns, self._require_answer, self._field)
-                    _require_column(row, self._category_column, self.source, self._field)
-                conversation = to_conversation(row, schema, self._require_answer)
-                if self._category_column is not None:
-                    self.category = _category(row, self._category_column)
+                    schema = find_schema(row, source.location, columns, source.require_answer, source.field)
+                conversation = to_conversation(row, schema, source.require_answer)
             except MalformedRow as reason:
                 self.malformed.append((where, str(reason)))
                 continue
@@ -118,46 +138,32 @@ class ConversationReader:
     def _check(self) -> None:
         num_rows, num_malformed = self.num_rows, len(self.malformed)
         if num_rows == 0:
-            raise UserError(self._field, self.source, "It has no rows; give a source with conversations.")
-        if not self.num_conversations:
-            which = "The only row is" if num_rows == 1 else f"All {num_rows} rows are"
-            remedy = f"{which} malformed; give a source with conversations. The first reasons:"
-            raise UserError(self._field, self.source, remedy + first_reasons(self.malformed))
-        if num_malformed > self._max_malformed_fraction * num_rows:
-            remedy = (
-                f"{num_malformed} of {num_rows} rows are malformed, more than data.max_malformed_fraction="
-                f"{self._max_malformed_fraction} allows. Correct them or raise the limit. The first reasons:"
-            )
-            raise UserError(self._field, self.source, remedy + first_reasons(self.malformed))
+            remedy = "It has no rows; give a source with conversations."
+            raise UserError(self.source.field, self.source.location, remedy)
+        if not self.num_conversations or num_malformed > self._max_malformed_fraction * num_rows:
+            remedy = f"{num_malformed} of {num_rows} rows are malformed"
+            if self.num_conversations:
+                remedy += f", and data.max_malformed_fraction={self._max_malformed_fraction} are allowed"
+            remedy += ". Correct them. The first reasons:"
+            raise UserError(self.source.field, self.source.location, remedy + first_reasons(self.malformed))
 
 
-def read_conversations(source: str, **settings: Any) -> ReadResult:
-    """Read every conversation of `source` in order, with the settings of `ConversationReader`.
+@dataclass(frozen=True)
+class ReadResult:
+    """The content of a source; malformed rows are not in `conversations`."""
+
+    conversations: list[Conversation]
+    malformed: list[tuple[str, str]]  # (location, reason)
+
+
+def read_conversations(location: str, *, max_malformed_fraction: float = 0.01, **settings: Any) -> ReadResult:
+    """Read every conversation of a `Source` with these settings, in order.
 
     Raises:
         UserError: the source does not exist, has no known schema, no conversation or too many malformed rows.
     """
-    reader = ConversationReader(source, **settings)
-    conversations: list[Conversation] = []
-    categories: list[str] = []
-    for conversation in reader:
-        conversations.append(conversation)
-        if settings.get("category_column") is not None:
-            categories.append(reader.category)
-    return ReadResult(conversations, reader.num_rows, reader.malformed, categories)
-
-
-def _require_column(row: dict[str, Any], column: str | None, source: str, field: str) -> None:
-    if column is not None and column not in row:
-        columns = listed(row)
-        raise UserError(field, source, f"There is no column {column}. The columns are {columns}.")
-
-
-def _category(row: dict[str, Any], column: str) -> str:
-    value = row.get(column)
-    if not isinstance(value, str | int) or not str(value).strip():
-        raise MalformedRow(f"it has no {column}")
-    return str(value).strip()
+    reader = Source(location, **settings).reader(max_malformed_fraction)
+    return ReadResult(list(reader), reader.malformed)
 
 
 def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
@@ -166,66 +172,117 @@ def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
     return shown + ("\n  ..." if len(left_out) > _NUM_SHOWN else "")
 
 
-def source_fingerprint(
-    source: str,
-    *,
-    split: str = "train",
-    subset: str | None = None,
-    field: str = "data.train",
-    cache_dir: Path | None = None,
-) -> str:
-    """Return what identifies the content: a hash of the files.
+def is_file(location: str, field: str) -> bool:
+    """Return whether the location is a file, and otherwise a directory or a hub id.
 
-    For a hub id it is the fingerprint that `datasets` derives from the commit.
+    Raises:
+        UserError: it is none of them, or a file of another kind.
+    """
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return False
+    named_as_file = _suffix(path) in _SUFFIXES
+    if path.exists() and not (named_as_file and path.is_file()):
+        kinds = ", ".join(_SUFFIXES)
+        raise UserError(field, location, f"Only files that end in {kinds} can be read.")
+    if not path.exists() and (named_as_file or not re.fullmatch(r"[\w.-]+/[\w.-]+", location)):
+        remedy = "There is no such file or directory; give a path, or a hub id such as org/name."
+        raise UserError(field, location, remedy)
+    return path.exists()
+
+
+def _suffix(path: Path) -> str:
+    """Return what the file's name ends in, without that of a compression."""
+    return path.with_suffix("").suffix if path.suffix in _COMPRESSIONS else path.suffix
+
+
+def _load(source: Source) -> Dataset:
+    """Return a data set that `datasets` has saved, or one of the Hub.
+
+    Raises:
+        UserError: it cannot be loaded, or has no such split.
+    """
+    path, split = Path(source.location).expanduser(), source.split
+    try:
+        if not path.is_dir():
+            return load_dataset(source.location, source.subset, split=split)
+        loaded = load_from_disk(str(path))
+        found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
+        found.data.table.validate(full=True)  # lists with wrong offsets would be read beyond their ends
+        return found
+    except Exception as error:  # `datasets` believes what the files say, and raises whatever comes of it
+        reason = f"`datasets` cannot load it (split {split}): {_one_line(error)}"
+        raise UserError(source.field, source.location, reason) from error
+
+
+def _rows(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) in order; a row that cannot be parsed is a `MalformedRow`.
+
+    Raises:
+        UserError: the source does not exist or cannot be read.
+    """
+    path = Path(source.location).expanduser()
+    try:
+        if is_file(source.location, source.field) and _suffix(path) != ".parquet":
+            # A byte that is not UTF-8 becomes a character that no text may have, in its row alone.
+            options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+            with fsspec.open(str(path), "rt", compression="infer", **options) as stream:
+                delimiter = _DELIMITERS.get(_suffix(path))
+                yield from (
+                    _json_rows(path, stream) if delimiter is None else _csv_rows(path, stream, delimiter)
+                )
+            return
+        if path.is_file():
+            found: Any = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        else:
+            found = _load(source)
+        for index, row in enumerate(found):
+            yield f"{source.location}[{index}]", _without_nulls(row, column=True)
+    except UserError:
+        raise
+    except Exception as error:  # a decompressor, a parser and Arrow each have their own
+        raise UserError(source.field, source.location, f"It cannot be read: {_one_line(error)}") from error
+
+
+def _json_rows(path: Path, stream: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of JSON lines, or those of one array."""
+    started = False
+    for number, line in enumerate(stream, start=1):
+        if not line.strip():
+            continue
+        if not started and line.lstrip().startswith("["):
+            for index, row in enumerate(json.loads(line + stream.read())):
+                yield f"{path}[{index}]", row
+            return
+        started = True
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except (ValueError, RecursionError) as error:  # of numbers and nested brackets too
+            yield f"{path}:{number}", MalformedRow(f"the line is not JSON ({error})")
+
+
+def _csv_rows(path: Path, stream: TextIO, delimiter: str) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file whose first line names the columns; an empty field is None."""
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
+    reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        if None in row or None in row.values():
+            yield where, MalformedRow("it has not as many fields as the first line")
+        else:
+            yield where, {name: value or None for name, value in row.items()}
+
+
+def _without_nulls(value: Any, *, column: bool = False) -> Any:
+    """Remove null values: Arrow gives every struct all keys, and templates test whether a key exists.
 
     Args:
-        cache_dir: the directory in which hashes are remembered; see `hash_files`.
+        column: keys are columns, which stay.
     """
-    if is_file(source, field):
-        return hash_files([Path(source).expanduser()], cache_dir=cache_dir)[0]
-    dataset = load(source, split, subset, field)
-    if not Path(source).expanduser().is_dir():
-        return dataset._fingerprint
-    # The fingerprint of a saved data set stays when its files are changed.
-    files = [Path(file["filename"]) for file in dataset.cache_files]
-    hashes = hash_files(files, cache_dir=cache_dir)
-    return hashlib.sha256(json.dumps([dataset.column_names, hashes]).encode()).hexdigest()
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if column or item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where conversations come from, and which columns they have; see `ConversationReader`."""
-
-    location: str
-    field: str  # the recipe's name for `location`
-    split: str = "train"
-    subset: str | None = None
-    prompt_column: str | None = None
-    input_column: str | None = None
-    response_column: str | None = None
-    require_answer: bool = True
-
-    def reader(self, max_malformed_fraction: float) -> ConversationReader:
-        return ConversationReader(
-            self.location,
-            split=self.split,
-            subset=self.subset,
-            prompt_column=self.prompt_column,
-            input_column=self.input_column,
-            response_column=self.response_column,
-            require_answer=self.require_answer,
-            max_malformed_fraction=max_malformed_fraction,
-            field=self.field,
-        )
-
-    def fingerprint(self, cache_dir: Path) -> str:
-        """Return what identifies the content; see `source_fingerprint`."""
-        return source_fingerprint(
-            self.location, split=self.split, subset=self.subset, field=self.field, cache_dir=cache_dir
-        )
-
-    @property
-    def columns(self) -> list[str | None]:
-        """What identifies the chosen columns; the input column is in it only where it is chosen."""
-        chosen = [self.prompt_column, self.response_column]
-        return chosen if self.input_column is None else [*chosen, self.input_column]
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split())

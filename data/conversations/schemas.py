@@ -12,7 +12,6 @@ from data.conversations.perturbation import UNCHANGED
 from eagle31.errors import UserError
 
 _SHOWN_CHARACTERS, _SHOWN_NAMES = 80, 40
-_MAX_DEPTH = 100  # of a row's values; Python writes and templates render about 1,000
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -181,31 +180,16 @@ def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -
 def _check_text(values: Any) -> None:
     """Raise MalformedRow for what no template and no tokenizer can read.
 
-    These are halves of UTF-16 pairs, which JSON can write, and values that are nested too deeply.
+    These are halves of UTF-16 pairs, which JSON can write, bytes that are not UTF-8, and values that are
+    nested too deeply.
     """
-    level = [values]
-    for _ in range(_MAX_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, str):
-                if not value.isascii():
-                    _encode(value)
-            elif isinstance(value, dict):
-                below += [*value, *value.values()]
-            elif isinstance(value, list | tuple):
-                below += value
-        if not below:
-            return
-        level = below
-    raise MalformedRow(f"its values are nested more than {_MAX_DEPTH} deep")
-
-
-def _encode(text: str) -> None:
     try:
-        text.encode()
+        json.dumps(values, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise MalformedRow(f"a text has {half}, half of a UTF-16 pair, which is no character") from error
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise MalformedRow(f"a text has {half}, which is no character") from error
+    except RecursionError as error:
+        raise MalformedRow("its values are nested too deeply") from error
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The chat template of a target: the text that it writes, and the limits under which it runs."""
+"""The chat template of a target, and the text that it writes."""
 
 import hashlib
 import json
@@ -11,18 +11,12 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.conversations.limits import TooLong, confined, time_limit
 from data.conversations.perturbation import UNCHANGED, rewritten, template_source
 from data.conversations.workers import ProcessKilled
 from eagle31.errors import UserError
 
 FIELD = "target.chat_template"
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-RENDER_SECONDS = 30.0  # of the processor, for one conversation; one of a thousand turns takes about a second
-OPERATION_SECONDS = 60  # more than the time limit, which ends all but a single operation
-# In addition to what the process has, and for each character of the conversation.
-_RENDER_BYTES, _BYTES_PER_CHARACTER = 1 << 30, 32
-
 # Of one conversation. Tokenizers take about 100 bytes for each, and this is more than 2,000,000 tokens of
 # English.
 MAX_CHARACTERS = 1 << 23
@@ -57,7 +51,7 @@ class Template:
 
     def text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """Return the text of the messages, and of the generation prompt if it is asked for."""
-        with self._refusal(messages):
+        with self._refusal():
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
             )
@@ -67,7 +61,7 @@ class Template:
 
     def marked_text(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the character spans of the generation markers; adjacent spans are merged."""
-        with self._refusal(messages):
+        with self._refusal():
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=self.tokenizer.get_chat_template(tools=self.arguments["tools"]),
@@ -95,33 +89,9 @@ class Template:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Limit the time in which one conversation is rendered."""
+    def _refusal(self) -> Iterator[None]:
         try:
-            with time_limit(RENDER_SECONDS):
-                yield
-        except TooLong as error:
-            remedy = (
-                f"The template takes more than {RENDER_SECONDS:g} s for one conversation: it does not end, "
-                "or the conversation has very many turns. Correct the template or the data."
-            )
-            raise TemplateRefused(FIELD, self.name, remedy) from error
-
-    @contextmanager
-    def _refusal(self, messages: Messages) -> Iterator[None]:
-        num_characters = sum(len(str(message.get("content") or "")) for message in messages)
-        num_bytes = _RENDER_BYTES + _BYTES_PER_CHARACTER * num_characters
-        try:
-            with confined(OPERATION_SECONDS, num_bytes):
-                yield
-        except TooLong:
-            raise
-        except MemoryError as error:
-            remedy = (
-                f"The template takes more than {num_bytes / 1e9:.1f} GB of memory for one conversation of "
-                f"{num_characters:,} characters. Correct the template."
-            )
-            raise TemplateRefused(FIELD, self.name, remedy) from error
+            yield
         except TemplateSyntaxError as error:
             remedy = f"It is no Jinja template: {error.message}, in line {error.lineno}. Correct it."
             raise TemplateRefused(FIELD, self.name, remedy) from error
@@ -143,9 +113,8 @@ def surviving(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         yield
     except ProcessKilled as error:
         remedy = (
-            f"A process that renders conversations has ended ({error}): the template has an operation that "
-            f"takes more than {OPERATION_SECONDS} s, or the machine has no memory for data.num_workers "
-            "processes. Correct the template, or lower data.num_workers."
+            f"A process that renders conversations has ended: {error}. Correct the template, or lower "
+            "data.num_workers where the machine has no memory for so many."
         )
         raise UserError(FIELD, _name_of(tokenizer), remedy) from error
 

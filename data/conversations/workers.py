@@ -2,15 +2,21 @@
 
 import multiprocessing
 import os
-import signal
+import resource
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 _CHUNKS_PER_WORKER = 4
+# A chat template comes with somebody else's model. Jinja's sandbox stops what it reads and calls, and not
+# what it computes: `{{ 'x' * 10 ** 10 }}` takes 10 GB, and `{{ 10 ** (10 ** 10) }}` never ends.
+ISOLATED_SECONDS, _CHUNK_SECONDS = 60.0, 1800.0
+_MEMORY_BYTES = 1 << 32  # that a worker may take in addition to what it has inherited
 _Result = TypeVar("_Result")
 _Chunk = TypeVar("_Chunk")
 
@@ -23,11 +29,11 @@ class ProcessKilled(Exception):
     """The error of a process that ended without a result."""
 
 
-def isolated(function: Callable[[], _Result]) -> _Result:
-    """Return what a function returns in a forked process.
+def isolated(function: Callable[[], _Result], seconds: float = ISOLATED_SECONDS) -> _Result:
+    """Return what a function returns in a forked process, whose memory is limited.
 
     Raises:
-        ProcessKilled: the kernel has killed the process, for example for its limits.
+        ProcessKilled: it has used up its time, or the kernel has killed the process.
         Exception: what the function raises.
     """
     receiver, sender = _FORK.Pipe(duplex=False)
@@ -35,12 +41,11 @@ def isolated(function: Callable[[], _Result]) -> _Result:
     process.start()
     sender.close()
     try:
+        if not receiver.poll(seconds):
+            raise ProcessKilled(f"it takes more than {seconds:g} s")
         result, error = receiver.recv()
     except EOFError:
-        process.join()
-        code = process.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        raise ProcessKilled(f"its process was ended by {how}") from None
+        raise ProcessKilled("it was killed") from None
     finally:
         receiver.close()
         process.kill()  # one that has a result does nothing else
@@ -51,6 +56,7 @@ def isolated(function: Callable[[], _Result]) -> _Result:
 
 
 def _send_result(function: Callable[[], Any], sender: "Connection[Any, Any]") -> None:
+    _limit_memory()
     try:
         sender.send((function(), None))
     except Exception as error:
@@ -79,18 +85,31 @@ def map_in_order(
         for chunk in chunks:
             pending.append(pool.submit(_in_worker, chunk))
             if len(pending) > _CHUNKS_PER_WORKER * num_workers:
-                yield pending.popleft().result()
+                yield pending.popleft().result(_CHUNK_SECONDS)
         while pending:
-            yield pending.popleft().result()
+            yield pending.popleft().result(_CHUNK_SECONDS)
+    except FutureTimeout as error:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise ProcessKilled(f"it takes more than {_CHUNK_SECONDS:g} s for one chunk") from error
     except BrokenProcessPool as error:
-        raise ProcessKilled("a worker process was killed") from error
+        raise ProcessKilled("it was killed") from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _limit_memory() -> None:
+    """Have Python raise MemoryError where this process takes too much."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
     global _worker_function
     _worker_function = function
+    _limit_memory()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

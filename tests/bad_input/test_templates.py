@@ -6,9 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from data.conversations import template
 from data.embedded.target import EmbeddedTarget
 from tests.bad_input.commands import Case, CheckCase, each, link
 from tests.train.small_run import RECIPE, arguments
@@ -43,45 +40,13 @@ def inspected(name: str, source: str | bytes, *says: str) -> Case:
 
 
 TEMPLATES = [
-    inspected("empty", "", "The file is empty"),
-    inspected("white_space", " \n\n", "The file is empty"),
-    inspected("binary", b"\xff\xfe\0\1", "The file cannot be read", "codec can't decode"),
-    inspected("open_tag", "{% for m in messages %}{{ m.content }", "It is no Jinja template", "in line 1"),
-    inspected("no_end_of_loop", "\n{% for m in messages %}", "It is no Jinja template", "in line 2"),
-    inspected("unknown_tag", "{% banana %}", "It is no Jinja template", "unknown tag 'banana'"),
-    inspected("unknown_filter", "{{ messages | banana }}", "No filter named 'banana'"),
-    inspected(
-        "raises", "{{ raise_exception('no system prompt') }}", "refuses a conversation: no system prompt"
-    ),
-    inspected("divides_by_zero", "{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-    inspected("adds_text_and_number", "{{ 'a' + 1 }}", "TypeError"),
-    inspected("indexes_beyond_the_end", "{{ messages[100].role }}", "has no element 100"),
-    inspected("calls_what_is_undefined", "{{ banana() }}", "'banana' is undefined"),
-    inspected("includes_a_file", "{% include 'other' %}", "no loader for this environment"),
+    inspected("empty", ""),
+    inspected("binary", b"\xff\xfe\0\1"),
+    inspected("open_tag", "{% for m in messages %}{{ m.content }", "in line 1"),
+    inspected("raises", "{{ raise_exception('no system prompt') }}", "no system prompt"),
+    inspected("divides_by_zero", "{{ 1 / 0 }}", "ZeroDivisionError"),
     inspected("reads_internals", "{{ ''.__class__.__mro__ }}", "is unsafe"),
-    inspected("changes_the_messages", "{{ messages.append(1) }}", "is unsafe"),
-    inspected("recursion", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
-    inspected("huge_range", "{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
-    inspected("huge_text", "{{ 'x' * 10 ** 10 }}", "takes more than 1.1 GB of memory for one conversation"),
-    inspected("huge_list", "{{ (messages * 10 ** 9) | join }}", "1.1 GB of memory"),
-    inspected(
-        "doubles",
-        "{% set n = namespace(t='x') %}{% for i in range(99) %}{% set n.t = n.t * 2 %}{% endfor %}{{ n.t }}",
-        "1.1 GB of memory",
-    ),
-    inspected("writes_the_time", ALL + "{{ strftime_now(1) }}", "TypeError"),
-    inspected(
-        "starts_with_the_number_of_messages",
-        "{{ messages | length }}" + ALL + PROMPT,
-        "writes the start of a turn in two ways",
-        "use --turns=each",
-        "with a stable prefix",
-    ),
-    inspected(
-        "writes_only_the_last_turn",
-        "{% for m in messages[-1:] %}" + TURN + "{% endfor %}" + PROMPT,
-        "writes the start of a turn in two ways",
-    ),
+    inspected("starts_with_a_number", "{{ messages | length }}" + ALL + PROMPT, "--turns=each"),
 ]
 
 
@@ -92,28 +57,6 @@ def test_a_template_that_cannot_be_used_is_named(
     link(tmp_path / "target", small_target.model)
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
     check_case(case)
-
-
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-def test_an_endless_template_ends(
-    check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(template, "RENDER_SECONDS", 0.1)
-    link(tmp_path / "target", small_target.model)
-    (tmp_path / "train.jsonl").write_text(json.dumps(FORTY[0]))
-    check_case(inspected("", ENDLESS, "takes more than 0.1 s for one conversation: it does not end"))
-
-
-def test_an_operation_that_cannot_be_interrupted_ends(
-    check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(template, "OPERATION_SECONDS", 0)
-    link(tmp_path / "target", small_target.model)
-    (tmp_path / "train.jsonl").write_text(json.dumps(FORTY[0]))
-    source = "{{ 5 | round(10 ** 9, 'ceil') }}"
-    check_case(inspected("", source, "its process was ended by SIGXCPU", "Correct the template"))
 
 
 def edited(**changes: Any) -> Callable[[Path], None]:
@@ -169,7 +112,7 @@ RUNS = [
     template_run(
         "raising_template", "{{ raise_exception('no') }}", "error: target.chat_template=", "refuses", "no"
     ),
-    template_run("huge_template", "{{ 'x' * 10 ** 10 }}", "error: target.chat_template=", "1.1 GB of memory"),
+    template_run("huge_template", "{{ 'x' * 10 ** 10 }}", "error: target.chat_template="),
     template_run(
         "template_without_answers", "hello", "error: target.chat_template=", "does the template write"
     ),
@@ -275,25 +218,6 @@ RUNS = [
         ("error: train.row_tokens=40: Only ", "of 14 held-out"),
         "train.row_tokens=40",
         "data.max_tokens=40",
-    ),
-    run(
-        "split_of_a_file",
-        ("error: data.split=banana: It has no effect", "train.jsonl is a file"),
-        "data.split=banana",
-    ),
-    run("subset_of_a_file", ("error: data.subset=banana: It has no effect",), "data.subset=banana"),
-    run(
-        "split_of_the_evaluation",
-        ("error: data.eval_split=b: It has",),
-        "data.eval=train.jsonl",
-        "data.eval_split=b",
-    ),
-    run(
-        "split_of_an_evaluation_set",
-        ("sets.a.split=b: It has",),
-        "data.drop_evaluation_prompts=true",
-        "data.evaluation_sets.a.source=train.jsonl",
-        "data.evaluation_sets.a.split=b",
     ),
     run(
         "argument_of_ours",

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from data.conversations.choices import Overlong, Turns, check_template_kwargs
-from data.conversations.perturbation import check_system, check_template
+from data.conversations.perturbation import check_template
 from eagle31.errors import UserError
 from train.config.setting import setting
 
@@ -57,19 +57,6 @@ class AugmentConfig:
         ["renamed_roles", "extra_whitespace", "plain"],
         "The templates: renamed_roles, extra_whitespace, chatml, plain, or paths of templates.",
     )
-    system_probability: float = setting(
-        0.0, "Fraction of the conversations whose system prompt is replaced.", ge=0, le=1
-    )
-    systems: list[str] = setting(
-        ["none", "short", "long", "other_language"], "The system prompts: none, short, long, other_language."
-    )
-    documents_probability: float = setting(
-        0.0,
-        "Fraction of the conversations with texts of other conversations before the first question.",
-        ge=0,
-        le=1,
-    )
-    documents_tokens: int = setting(512, "The most tokens of such texts; fewer are as likely.", ge=1)
 
 
 @dataclass
@@ -200,14 +187,7 @@ def check_sources(data: DataConfig) -> None:
 def check_augment(data: DataConfig) -> None:
     """Raise UserError for changes of training prompts that cannot be made."""
     augment = data.augment
-    for name, names in (("template", "templates"), ("system", "systems"), ("documents", "documents_tokens")):
-        probability = getattr(augment, f"{name}_probability")
-        if probability > 0 and not getattr(augment, names):
-            raise UserError(f"data.augment.{names}", getattr(augment, names), "Give at least one.")
+    if augment.template_probability > 0 and not augment.templates:
+        raise UserError("data.augment.templates", augment.templates, "Give at least one.")
     for template in augment.templates:
         check_template(template, "data.augment.templates")
-    for system in augment.systems:
-        check_system(system, "data.augment.systems")
-    if augment.documents_probability > 0 and augment.documents_tokens >= data.max_tokens:
-        remedy = f"No room for an answer would be left in data.max_tokens ({data.max_tokens}); lower it."
-        raise UserError("data.augment.documents_tokens", augment.documents_tokens, remedy)

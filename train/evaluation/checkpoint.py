@@ -13,12 +13,11 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from data.capture.hf import HiddenStateCapture, check_head
-from data.conversations.choices import check_split
-from data.conversations.inspection import parse_template_kwargs
+from data.conversations.choices import parse_template_kwargs
+from data.conversations.held_out import choose_prompts
 from data.conversations.perturbation import PromptSetting
 from data.conversations.prompts import render_prompt
 from data.conversations.schemas import Conversation
-from data.conversations.split import choose_prompts
 from data.progress import tracked
 from data.sampling import Sampling
 from data.target.aux_layers import check_aux_layer_ids
@@ -322,11 +321,6 @@ def check(settings: CheckpointEvaluation) -> None:
     for name in ("num_prompts", "draft_tokens", "max_new_tokens", "decoded_prompts", "batch_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}", getattr(settings, name), "Give at least 1.")
-    for option, default in (("split", "test"), ("subset", None)):
-        value = getattr(settings, option)
-        if value != default:
-            for source in settings.data:
-                check_split(f"--{option}", value, "--data", source)
     if settings.draft_tokens > MAX_DRAFT_TOKENS:
         remedy = f"Give at most {MAX_DRAFT_TOKENS}: a longer draft is never accepted to its end."
         raise UserError("--draft-tokens", settings.draft_tokens, remedy)

@@ -9,11 +9,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from data.conversations.held_out import choose_prompts, prompt_hashes
 from data.conversations.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
 from data.conversations.prompts import prompt_ids
 from data.conversations.reading import read_conversations
 from data.conversations.schemas import Conversation
-from data.conversations.split import choose_prompts, prompt_hashes
 from data.samples import CapturedSample
 from data.sampling import Sampling
 from eagle31.errors import UserError
@@ -36,12 +36,12 @@ class PromptSource:
     response_column: str | None = None
 
     def read(self) -> Sequence[Conversation]:
-        columns = {"prompt_column": self.prompt_column, "response_column": self.response_column}
         return read_conversations(
             self.source,
             split=self.split,
             subset=self.subset,
-            **columns,
+            prompt_column=self.prompt_column,
+            response_column=self.response_column,
             require_answer=False,
             field="--data",
         ).conversations

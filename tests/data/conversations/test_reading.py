@@ -1,33 +1,157 @@
+"""Files, saved data sets and damaged ones, and which of their rows are conversations."""
+
+import bz2
+import gzip
+import json
+import lzma
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from data.conversations.overlap import EvaluationPrompts
-from data.conversations.read_sources import read_sources
-from data.conversations.reading import ConversationReader
-from data.conversations.schemas import Conversation
-from data.conversations.split import prompt_hashes
-from tests.data.conversations.jsonl_files import pair, write_jsonl
+from data.conversations.reading import Source, read_conversations
+from data.conversations.table import write_table
+from eagle31.errors import UserError
+from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl
 
 
-def test_sources_follow_each_other_with_what_identifies_their_prompts(tmp_path: Path) -> None:
-    files = {
-        "one": write_jsonl(tmp_path / "a.jsonl", [pair("a"), "{", pair("b c"), pair("a")]),
-        "two": write_jsonl(tmp_path / "b.jsonl", [pair("b  c"), pair("d")]),
-    }
-    readers = {name: ConversationReader(file, max_malformed_fraction=0.5) for name, file in files.items()}
-    evaluated = EvaluationPrompts()
-    evaluated.add("set", [Conversation("x", ({"role": "user", "content": "B C"},))])
-    read = read_sources(readers, tmp_path / "table.arrow", 0, evaluated)
-    assert [one.messages[0]["content"] for one in read.table] == ["a", "b c", "a", "b  c", "d"]
-    assert read.sources.tolist() == [0, 0, 0, 1, 1]
-    assert read.overlaps.tolist() == [-1, 0, -1, 0, -1]
-    # Ranks are those of the exact texts; hashes do not depend on white space.
-    assert (read.ranks == read.ranks[0]).tolist() == [True, False, True, False, False]
-    assert np.array_equal(read.prompts, prompt_hashes(list(read.table)))
-    assert read.prompts[1] == read.prompts[3]
-    assert len(readers["one"].malformed) == 1
+def contents(path: Path, **settings: Any) -> list[tuple[str, ...]]:
+    found = read_conversations(str(path), **settings).conversations
+    return [tuple(message["content"] for message in one.messages) for one in found]
+
+
+def test_csv_has_quoted_fields_lines_and_text_in_every_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffquestion,answer,tools\n"two\nlines, ""quoted""",4,\n17,yes,\n', encoding="utf-8")
+    assert contents(path) == [('two\nlines, "quoted"', "4"), ("17", "yes")]
+
+
+def test_csv_has_messages_as_json_and_tsv_has_tabs(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * 200_000}]
+    text = json.dumps(messages).replace('"', '""')
+    (tmp_path / "a.tsv").write_text(f'messages\tid\n"{text}"\tone\n[{{\ttwo\nonly\n')
+    result = read_conversations(str(tmp_path / "a.tsv"), max_malformed_fraction=0.7)
+    assert [(one.id, one.messages) for one in result.conversations] == [("one", tuple(messages))]
+    assert [where.rpartition(":")[2] for where, _ in result.malformed] == ["3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_compressed_files_are_read(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(json.dumps(pair("q")).encode()))
+    assert contents(path) == [("q", "2")]
+    path.write_bytes(b"not compressed")
+    with pytest.raises(UserError, match="cannot be read"):
+        contents(path)
+
+
+def test_a_json_array_parquet_and_a_saved_dataset_are_read_alike(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]}
+        for i in (1, 2)
+    ]
+    # Arrow gives this key to every message.
+    rows[0]["messages"][1]["tool_calls"] = [CALL]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(str(tmp_path / "a.parquet"))
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=dataset).save_to_disk(str(tmp_path / "splits"))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    expected = read_conversations(str(tmp_path / "a.json")).conversations
+    assert "tool_calls" not in expected[1].messages[1]
+    for name in ("a.parquet", "one", "splits"):
+        assert read_conversations(str(tmp_path / name)).conversations == expected
+    with pytest.raises(UserError, match="split test"):
+        read_conversations(str(tmp_path / "splits"), split="test")
+
+
+def test_too_many_malformed_rows_are_a_user_error_with_the_first_five(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [pair()] * 100 + ["{"] * 7)
+    with pytest.raises(UserError, match="7 of 107 rows") as caught:
+        read_conversations(source, max_malformed_fraction=0.05, field="data.eval")
+    assert caught.value.field == "data.eval"
+    assert "a.jsonl:105: " in str(caught.value)
+    assert "a.jsonl:106: " not in str(caught.value)
+    assert len(read_conversations(source, max_malformed_fraction=0.07).malformed) == 7
+
+
+USER, ANSWER = {"role": "user", "content": "what"}, {"role": "assistant", "content": "four"}
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "7",
+        "null",
+        '{"messages": ' + NESTED + "}",
+        '{"messages": ' + "9" * 5000 + "}",
+        json.dumps({"messages": [USER, ANSWER | {"content": "\ud800"}]}),
+        json.dumps({"messages": [USER, ANSWER], "tools": [{"a": "\udfff"}]}),
+        json.dumps({"messages": [USER, ANSWER | {"content": "é"}]}, ensure_ascii=False).encode("latin-1"),
+    ],
+    ids=range(8),
+)
+def test_a_row_that_cannot_be_used_is_left_out_and_named(tmp_path: Path, line: str | bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(json.dumps(pair()).encode() + b"\n" + bad + b"\n")
+    result = read_conversations(str(path), max_malformed_fraction=0.5)
+    assert len(result.conversations) == 1
+    assert [where.rpartition(":")[2] for where, _ in result.malformed] == ["2"]
+    path.write_bytes(bad)
+    with pytest.raises(UserError):
+        read_conversations(str(path), max_malformed_fraction=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", b"a,b\n"),
+        ("a.parquet", b"not Parquet"),
+        ("a.json", b'[{"messages": '),
+        ("a.jsonl", b"\n"),
+        ("a.jsonl", json.dumps(pair()).encode("utf-16")),
+        ("a.csv", b""),
+        ("a.csv", b'question,answer\n"a,b\n'),
+        ("missing.jsonl", None),
+        ("folder/missing.jsonl", None),
+        ("missing", None),
+        (".", None),
+    ],
+)
+def test_what_is_no_source_is_a_user_error_with_its_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_conversations(name, max_malformed_fraction=1.0)
+    assert (caught.value.field, caught.value.value) == ("data.train", name)
+
+
+def test_the_fingerprint_covers_the_content(tmp_path: Path) -> None:
+    first, same, other = (
+        Source(write_jsonl(tmp_path / f"{i}.jsonl", [pair(text)])).fingerprint()
+        for i, text in enumerate("aab")
+    )
+    assert first == same != other
+    datasets.Dataset.from_list([pair("zebra")]).save_to_disk(str(tmp_path / "saved"))
+    source = Source(str(tmp_path / "saved"))
+    saved = source.fingerprint()
+    assert saved == source.fingerprint()
+    [arrow] = (tmp_path / "saved").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes().replace(b"zebra", b"cobra"))
+    assert source.fingerprint() != saved
 
 
 def test_the_memory_does_not_depend_on_the_number_of_conversations(tmp_path: Path) -> None:
@@ -35,8 +159,45 @@ def test_the_memory_does_not_depend_on_the_number_of_conversations(tmp_path: Pat
     for number in (300, 3000):
         file = write_jsonl(tmp_path / f"{number}.jsonl", [pair(f"{i} " + "x" * 2000) for i in range(number)])
         tracemalloc.start()
-        read = read_sources({"a": ConversationReader(file)}, tmp_path / f"{number}.arrow", 0)
-        assert sum(1 for _ in read.table) == number
+        table = write_table(Source(file).reader(0.0), tmp_path / f"{number}.arrow")
+        assert sum(1 for _ in table) == number
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 2700 * 200  # a conversation's text alone takes 2,000 bytes
+
+
+texts = st.text(alphabet=st.characters(codec=None, exclude_categories=()), max_size=20)  # surrogates too
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+roles = st.sampled_from(["system", "user", "assistant", "tool", "human", "gpt", "robot"])
+turns = st.fixed_dictionaries(
+    {}, optional={"role": roles, "from": roles, "content": values, "value": texts, "tool_calls": values}
+)
+rows = st.one_of(
+    st.fixed_dictionaries(
+        {"messages": st.lists(turns, max_size=4)}, optional={"id": values, "tools": values}
+    ),
+    st.fixed_dictionaries({"prompt": texts, "response": texts}),
+)
+
+
+json_files = st.lists(rows, max_size=4).map(lambda found: json.dumps(found).encode())
+
+
+@given(content=st.binary(max_size=200) | json_files)
+def test_whatever_a_file_has_is_read_and_can_be_stored_or_is_refused(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("any")
+    for suffix in (".json", ".csv", ".parquet"):
+        path = directory / f"a{suffix}"
+        path.write_bytes(content)
+        try:
+            found = read_conversations(str(path), max_malformed_fraction=1.0).conversations
+        except UserError:
+            continue
+        table = write_table(found, directory / "table")
+        assert [one.id for one in table] == [one.id for one in found]

@@ -119,7 +119,7 @@ def test_malformed_rows_are_left_out_with_lines_and_reasons(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     result = read_conversations(source, max_malformed_fraction=0.9)
     assert len(result.conversations) == 2
-    assert result.num_rows == 12
+    assert len(result.malformed) == 10
     assert [where.rpartition(":")[2] for where, _ in result.malformed] == [
         str(line) for line in (2, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     ]

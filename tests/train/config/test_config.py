@@ -115,7 +115,6 @@ def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
         ("deepspeed.offload_parameters", True),
         ("optim.betas", [0.9]),
         ("data.augment.templates", ["nope"]),
-        ("data.augment.systems", ["nope"]),
         # Greedy completions are all the same.
         ("data.regenerate.top_p", 0.9),
         ("data.regenerate.completions", 4),

@@ -20,8 +20,8 @@ WORDS: dict[object, tuple[float, ...]] = {
 # Where 0 has a meaning (off, none, all, or the first); see docs/configuration.md.
 ZERO = {
     *("seed", "train.seed", "data.max_malformed_fraction", "data.regenerate.temperature"),
-    *("data.regenerate.top_k", "data.augment.template_probability", "data.augment.system_probability"),
-    *("data.augment.documents_probability", "capture.max_refused_fraction", "optim.momentum"),
+    *("data.regenerate.top_k", "data.augment.template_probability"),
+    *("capture.max_refused_fraction", "optim.momentum"),
     *("optim.weight_decay", "optim.warmup_fraction", "optim.warmup_steps", "optim.min_lr_fraction"),
     *("deepspeed.zero_stage", "optim.betas"),
     *("train.lk_eta", "train.diagnose_every"),

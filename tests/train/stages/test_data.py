@@ -53,15 +53,11 @@ def test_training_prompts_are_changed_by_chance_and_held_out_ones_are_not(
     small_target: EmbeddedTarget, tmp_path: Path
 ) -> None:
     chances = ("data.augment.template_probability=0.5", "data.augment.templates=[plain]")
-    chances += ("data.augment.documents_probability=0.5", "data.augment.documents_tokens=40")
-    _, plain = _chosen(small_target, tmp_path / "plain")
+    _chosen(small_target, tmp_path / "plain")
     _, found = _chosen(small_target, tmp_path / "found", *chances)
     tokenizer = AutoTokenizer.from_pretrained(small_target.model)
     texts = [tokenizer.decode(row["input_ids"]) for row in found]
     assert 5 < sum(text.startswith("Human:\n") for text in texts) < 45
-    lengths = [{row["id"]: row["num_prompt_tokens"] for row in rows} for rows in (plain, found)]
-    common = lengths[0].keys() & lengths[1].keys()
-    assert sum(lengths[1][one] > lengths[0][one] + 10 for one in common) > 1
     held_out = [next((tmp_path / name).glob("artifacts/data-*/held_out.json")) for name in ("plain", "found")]
     assert held_out[0].read_text() == held_out[1].read_text()
 

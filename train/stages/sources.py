@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data.conversations.mixing import Mixture, Share
 from data.conversations.reading import Source
 from train.config.data import DataConfig
 from train.config.run import RunConfig
@@ -50,6 +51,23 @@ def evaluation_sets(config: RunConfig, located: Located) -> dict[str, Source]:
             source, field, one.split, one.subset, one.prompt_column, require_answer=False
         )
     return found
+
+
+def mixture_of(config: RunConfig, located: Located) -> Mixture:
+    """Return the sources of a run and how conversations are chosen among theirs."""
+    data = config.data
+    shares = {name: Share(one.weight, one.max_conversations) for name, one in data.sources.items()}
+    return Mixture(
+        training_sources(data, located),
+        data.num_validation + data.num_test,
+        data.max_malformed_fraction,
+        config.seed,
+        shares,
+        evaluation_source(data, located),
+        evaluation_sets(config, located) if data.drop_evaluation_prompts else None,
+        data.near_duplicates,
+        not data.regenerate.enabled,
+    )
 
 
 def source_inputs(config: RunConfig, located: Located, cache_dir: Path) -> Any:
