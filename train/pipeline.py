@@ -28,7 +28,7 @@ from train.optim.learning_rates import with_rates
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import check_gpu_memory
 from train.plan.sizes import RunSizes
-from train.reporting.hub import check_push, push_run
+from train.report.hub import check_push, push_run
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.data import data_inputs, run_data

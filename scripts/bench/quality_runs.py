@@ -43,8 +43,8 @@ from train.config.run import RunConfig
 from train.drafter.build import build_drafter
 from train.drafter.published import open_published
 from train.drafter.shape import complete_shape
+from train.evaluation.intervals import Floats, Resamples
 from train.evaluation.replay import packed, replay_greedily
-from train.resampling.bootstrap import Floats, Resamples
 from train.versions import git_revision
 
 STAGES = ("data", "answers", "vocab", "capture")

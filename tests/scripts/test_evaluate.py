@@ -23,7 +23,7 @@ from tests.train.torchrun import preloaded_python
 from train.evaluation import checkpoint as evaluation
 from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint, evaluate_matrix
 from train.evaluation.matrix import PromptSource, format_matrix, parse_sources, settings_of
-from train.reporting.results import format_evaluation
+from train.report.results import format_evaluation
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate"
 VOCAB_SIZE = 512  # room for the tokenizer

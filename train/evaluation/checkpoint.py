@@ -52,7 +52,6 @@ from train.evaluation.matrix import (
     render_cells,
 )
 from train.evaluation.replay import CompletingTarget, longest_draft, packed, replay_greedily, sampling_report
-from train.reporting.results import FORMAT
 
 
 @dataclass(frozen=True)
@@ -300,7 +299,6 @@ def measured(
         rows = packed(completing.samples(prompts, completions))
         sampling = sampling_report(*candidate, rows, longest, settings.temperature)
     return {
-        "format": FORMAT,
         "checkpoint": settings.checkpoint,
         "target": settings.target,
         "k": settings.draft_tokens,

@@ -20,7 +20,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json, write_sealed_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from train.resampling.bootstrap import Resamples, median_interval
+from train.evaluation.intervals import Resamples, median_interval
 
 MIN_PROMPTS = 5  # the median of fewer says little
 # The upper bound of the interval may be this many times the lower one. A wider interval does not tell a

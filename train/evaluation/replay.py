@@ -21,7 +21,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
-from train.resampling.bootstrap import Resamples, acceptance_interval
+from train.evaluation.intervals import Resamples, acceptance_interval
 
 MAX_DRAFT_TOKENS = 8
 _ROW_TOKENS = 2048

@@ -39,7 +39,7 @@ from train.plan.disk import cached_repositories, disks, download_bytes, existing
 from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
 from train.plan.work import newest_data_summary
-from train.reporting.hub import check_push
+from train.report.hub import check_push
 from train.tables import aligned, gigabytes
 from train.tracking import has_wandb_key, wandb_mode
 from train.versions import missing_packages, package_versions

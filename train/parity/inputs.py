@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, several_draft_lengths: bool =
             nargs="+",
             default=[4],
             metavar="K",
-            help="tokens per draft; with at least two of them the report names the draft length to serve\n"
-            "(default: 4)",
+            help="tokens per draft, as many as are to be compared (default: 4)",
         )
     else:
         parser.add_argument("-k", type=int, default=4, help="tokens per draft (default: %(default)s)")

@@ -1,57 +1,22 @@
-"""Output tokens per second per user, with the drafter and without, and the times of decoding steps."""
+"""Output tokens per second per user in vLLM, with the drafter and without, by draft length."""
 
 import os
 import platform
 import statistics
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle31.errors import UserError
-from train.draft_length.step_times import StepTimes
 from train.parity.inputs import Inputs
-from train.reporting.results import SERVING_FORMAT
 from train.serving.engine import failure, run_worker
 from train.tables import aligned
 
-WALL_TIME, CPU_TIME = "wall", "cpu"
 PLAIN = 0  # the draft length of the engine without the drafter
 # All engines are loaded at once, so that they can take turns.
 _SHARED_GPU_MEMORY = 0.9
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and range over the rounds."""
-
-    median: float
-    lowest: float
-    highest: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> "Spread":
-        return Spread(statistics.median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        return f"{self.median:.1f} ({self.lowest:.1f}-{self.highest:.1f})"
-
-
-@dataclass(frozen=True)
-class SpeedRow:
-    """The rates at one concurrency and draft length, in output tokens per second."""
-
-    concurrency: int
-    k: int
-    plain: Spread  # per user
-    drafter: Spread  # per user
-    plain_total: Spread  # all users together
-    drafter_total: Spread
-    speedup: Spread  # ratio of the rates per user, taken in each round
 
 
 def time_serving(
@@ -65,9 +30,8 @@ def time_serving(
     num_requests: int,
     one_at_a_time: bool,
     ignore_eos: bool,
-    clock: str,
 ) -> dict[str, Any]:
-    """Run an engine for each draft length and one without the drafter; return the worker's measurements.
+    """Run an engine for each draft length and one without the drafter; return what serving.json holds.
 
     Raises:
         EngineFailure: an engine does not start or fails.
@@ -86,7 +50,6 @@ def time_serving(
         "memory": {"gpu_memory_utilization": share} if shares_gpu and not memory_given else {},
         "one_at_a_time": one_at_a_time,
         "concurrency": list(concurrency),
-        "clock": clock,
         "rounds": rounds,
         "num_requests": num_requests,
         "max_tokens": inputs.max_new_tokens,
@@ -96,72 +59,10 @@ def time_serving(
     (result,) = run_worker([job], python, log)
     if "error" in result:
         raise failure("speed", result["error"], result["traceback"], log)
-    return result
-
-
-def summarize(measurements: Sequence[dict[str, Any]]) -> list[SpeedRow]:
-    """Return one row for each concurrency and draft length, in ascending order."""
-    rows = []
-    for concurrency, here in _by_concurrency(measurements):
-        plain = here.pop(PLAIN)
-        for k, drafted in here.items():
-            user, user_plain = ([_user_rate(one) for one in side] for side in (drafted, plain))
-            total, total_plain = (
-                [one["num_tokens"] / one["seconds"] for one in side] for side in (drafted, plain)
-            )
-            ratios = [fast / slow for fast, slow in zip(user, user_plain, strict=True)]
-            rows.append(
-                SpeedRow(
-                    concurrency=concurrency,
-                    k=k,
-                    plain=Spread.of(user_plain),
-                    drafter=Spread.of(user),
-                    plain_total=Spread.of(total_plain),
-                    drafter_total=Spread.of(total),
-                    speedup=Spread.of(ratios),
-                )
-            )
-    return rows
-
-
-def step_times(measurements: Sequence[dict[str, Any]]) -> list[StepTimes]:
-    """Return the times of decoding steps, for each concurrency at which all engines could be timed."""
-    found = []
-    for concurrency, here in _by_concurrency(measurements):
-        if any(one["step_seconds"] is None for side in here.values() for one in side):
-            continue  # the completions are too short for all users to decode at the same time
-        steps = {k: tuple(1000 * one["step_seconds"] for one in side) for k, side in here.items()}
-        drafting = {
-            k: tuple(1000 * one["draft_seconds"] for one in side)
-            for k, side in here.items()
-            if all(one["draft_seconds"] is not None for one in side)
-        }
-        found.append(StepTimes(concurrency, steps.pop(PLAIN), steps, drafting))
-    return found
-
-
-def acceptance_lengths(measurements: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Return the tokens per forward pass of the target by draft length."""
-    forwards: Counter[int] = Counter()
-    decoded: Counter[int] = Counter()
-    for one in measurements:
-        forwards[one["k"]] += one["num_forwards"]
-        decoded[one["k"]] += one["num_decoded"]
-    return {k: decoded[k] / max(forwards[k], 1) for k in sorted(forwards) if k != PLAIN}
-
-
-def report(
-    inputs: Inputs, result: dict[str, Any], rounds: int, ignore_eos: bool, clock: str
-) -> dict[str, Any]:
-    """Return the content of serving.json: the rows and the conditions of the measurement."""
-    measurements = result["measurements"]
-    rows, accepted = summarize(measurements), acceptance_lengths(measurements)
     return {
-        "format": SERVING_FORMAT,
         "engine": f"vLLM {result['vllm_version']}",
         "device": device_name(inputs.device),
         "dtype": inputs.dtype,
-        "clock": clock,
         "target": inputs.spec.model,
         "export": str(inputs.export.resolve()),
         "temperature": 0,
@@ -170,59 +71,58 @@ def report(
         "num_prompts": len(inputs.prompts),
         "prompts": inputs.prompts_source,
         "rounds": rounds,
-        "rows": [asdict(row) | {"acceptance_length": accepted[row.k]} for row in rows],
-        "measurements": measurements,
+        "rows": speed_rows(result["measurements"]),
+        "measurements": result["measurements"],
     }
+
+
+def speed_rows(measurements: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each concurrency and draft length, in ascending order.
+
+    `plain`, `drafter` and their ratio `speedup` have the median and the range over the rounds; the ratio is
+    taken in each round.
+    """
+    sides: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for one in sorted(measurements, key=lambda one: (one["concurrency"], one["k"], one["round"])):
+        sides.setdefault((one["concurrency"], one["k"]), []).append(one)
+    rows = []
+    for (concurrency, k), side in sides.items():
+        if k == PLAIN:
+            continue
+        drafter, plain = (_user_rates(one) for one in (side, sides[concurrency, PLAIN]))
+        num_decoded = sum(one["num_decoded"] for one in side)
+        num_forwards = sum(one["num_forwards"] for one in side)
+        rows.append(
+            {
+                "concurrency": concurrency,
+                "k": k,
+                "plain": _spread(plain),
+                "drafter": _spread(drafter),
+                "speedup": _spread([fast / slow for fast, slow in zip(drafter, plain, strict=True)]),
+                "acceptance_length": num_decoded / max(num_forwards, 1),
+            }
+        )
+    return rows
 
 
 def speed_lines(numbers: dict[str, Any]) -> list[str]:
     """Return the table and the conditions of the measurement."""
-    head = ["users", "k", "plain", "with the drafter", "speed-up", "all users: plain", "with the drafter"]
-    rows = [[*head, "acceptance length"]]
+    rows = [["users", "k", "plain", "with the drafter", "speed-up", "acceptance length"]]
     for row in numbers["rows"]:
-        names = ("plain", "drafter", "plain_total", "drafter_total", "speedup")
-        spreads = {name: Spread(**row[name]) for name in names}
-        ratio = spreads["speedup"]
-        rows.append(
-            [
-                str(row["concurrency"]),
-                str(row["k"]),
-                str(spreads["plain"]),
-                str(spreads["drafter"]),
-                f"{ratio.median:.2f}x ({ratio.lowest:.2f}-{ratio.highest:.2f})",
-                f"{spreads['plain_total'].median:.1f}",
-                f"{spreads['drafter_total'].median:.1f}",
-                f"{row['acceptance_length']:.2f}",
-            ]
-        )
+        spread = "{median:.1f} ({lowest:.1f}-{highest:.1f})"
+        rates = [spread.format(**row[side]) for side in ("plain", "drafter")]
+        speedup = "{median:.2f}x ({lowest:.2f}-{highest:.2f})".format(**row["speedup"])
+        accepted = f"{row['acceptance_length']:.2f}"
+        rows.append([str(row["concurrency"]), str(row["k"]), *rates, speedup, accepted])
     length = f"{numbers['max_new_tokens']} tokens per completion"
-    conditions = (
-        f"{measured_with(numbers)}; temperature 0, {'' if numbers['ignore_eos'] else 'at most '}{length}"
-    )
     return [
         f"Output tokens per second per user, median of {numbers['rounds']} rounds (lowest-highest)",
         "",
         *aligned(rows),
         "",
-        conditions,
+        f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; temperature 0, "
+        f"{'' if numbers['ignore_eos'] else 'at most '}{length}",
     ]
-
-
-def measured_with(numbers: dict[str, Any]) -> str:
-    """Return the engine, the device and the clock."""
-    clock = ", CPU time" if numbers["clock"] == CPU_TIME else ""
-    return f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}{clock}"
-
-
-def check_clock(clock: str, on_cpu: bool) -> None:
-    """Raise UserError where CPU time would not be the time of a step."""
-    if clock != CPU_TIME:
-        return
-    if not on_cpu:
-        raise UserError("--clock", clock, "Leave it out: on a GPU only the time that passes says anything.")
-    if not os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "").isdigit():
-        remedy = "The times of threads add up: give vLLM one core with VLLM_CPU_OMP_THREADS_BIND=0."
-        raise UserError("--clock", clock, remedy)
 
 
 def device_name(device: torch.device) -> str:
@@ -231,15 +131,10 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
-def _user_rate(measurement: dict[str, Any]) -> float:
-    """Return the mean over requests of tokens per second, from sending to the last token."""
-    return statistics.fmean(measurement["request_rates"])
+def _user_rates(side: Sequence[dict[str, Any]]) -> list[float]:
+    """Return for each round the mean over requests of tokens per second, from sending to the last token."""
+    return [statistics.fmean(one["request_rates"]) for one in side]
 
 
-def _by_concurrency(
-    measurements: Sequence[dict[str, Any]],
-) -> Iterator[tuple[int, dict[int, list[dict[str, Any]]]]]:
-    """Yield each concurrency with its measurements by draft length, in the order of the rounds."""
-    ordered = sorted(measurements, key=lambda one: (one["concurrency"], one["k"], one["round"]))
-    for concurrency, here in groupby(ordered, key=lambda one: one["concurrency"]):
-        yield concurrency, {k: list(side) for k, side in groupby(here, key=lambda one: one["k"])}
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}

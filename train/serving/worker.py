@@ -8,7 +8,6 @@ import contextlib
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -21,7 +20,6 @@ Json = dict[str, Any]
 # The request, the tokens written before the draft, the drafted tokens, and how many were accepted.
 Event = tuple[str, int, list[int], int]
 WARM_UP_TOKENS = 8  # several drafts
-TURN_STEPS = 4  # decoding steps of one engine, when several take turns
 
 
 def main() -> None:
@@ -227,13 +225,12 @@ def record_drafts(llm: Any) -> list[Event]:
 
 
 def bench(job: Json) -> Json:
-    """Run closed loops and time decoding steps, at several concurrencies. The sides take turns."""
+    """Run closed loops at several concurrencies. The engines take turns."""
     import vllm
 
     result: Json = {"measurements": [], "vllm_version": vllm.__version__}
     for group in [[side] for side in job["sides"]] if job["one_at_a_time"] else [job["sides"]]:
         engines = {side["k"]: build(side["engine"], **job["memory"]) for side in group}
-        drafting = {k: DraftTimes(llm, clock_of(job)) for k, llm in engines.items()}
         for llm in engines.values():
             for concurrency in job["concurrency"]:
                 closed_loop(llm, job, concurrency, num_requests=concurrency)
@@ -243,18 +240,11 @@ def bench(job: Json) -> Json:
                 order = list(engines)[:: 1 if round_index % 2 == 0 else -1]
                 num_requests = max(job["num_requests"], 2 * concurrency)
                 loops = {k: closed_loop(engines[k], job, concurrency, num_requests) for k in order}
-                steps = step_times({k: engines[k] for k in order}, drafting, job, concurrency)
                 where = {"round": round_index, "concurrency": concurrency}
-                result["measurements"] += [{"k": k, **where, **loops[k], **steps[k]} for k in order]
-        del llm, drafting  # their memory is needed for the next engine
+                result["measurements"] += [{"k": k, **where, **loops[k]} for k in order]
         while engines:
             shut_down(engines.popitem()[1])
     return result
-
-
-def clock_of(job: Json) -> Callable[[], float]:
-    """Return what measures seconds: the time that passes, or this process's time on the CPU."""
-    return time.process_time if job["clock"] == "cpu" else time.perf_counter
 
 
 def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Json:
@@ -264,17 +254,16 @@ def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Jso
     `num_decoded` the tokens that they emitted.
     """
     sampling = sampling_params(job, temperature=0.0)
-    engine, prompts, clock = llm.llm_engine, job["prompts"], clock_of(job)
+    engine, prompts = llm.llm_engine, job["prompts"]
     waiting = [prompts[index % len(prompts)] for index in reversed(range(num_requests))]
     submitted: dict[str, float] = {}
     lengths: dict[str, int] = {}
     rates: list[float] = []
-    num_tokens = num_forwards = num_decoded = 0
-    started = clock()
+    num_forwards = num_decoded = 0
     while waiting or engine.has_unfinished_requests():
         while waiting and len(submitted) - len(rates) < concurrency:
             name = str(len(submitted))
-            submitted[name] = clock()
+            submitted[name] = time.perf_counter()
             engine.add_request(name, {"prompt_token_ids": waiting.pop()}, sampling)
         for output in engine.step():
             name, length = output.request_id, len(output.outputs[0].token_ids)
@@ -283,103 +272,8 @@ def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Jso
                 num_decoded += length - lengths[name]
             lengths[name] = length
             if output.finished:
-                rates.append(length / (clock() - submitted[name]))
-                num_tokens += length
-    return {
-        "seconds": clock() - started,
-        "num_tokens": num_tokens,
-        "request_rates": rates,
-        "num_forwards": num_forwards,
-        "num_decoded": num_decoded,
-    }
-
-
-def step_times(
-    engines: dict[int, Any], drafting: dict[int, "DraftTimes"], job: Json, concurrency: int
-) -> dict[int, Json]:
-    """Time the steps in which `concurrency` sequences decode and none begins or ends.
-
-    The engines take turns after a few steps, so that all of them meet the same conditions on a busy machine.
-
-    Returns for each engine the median seconds of a step, and of drafting in it; None where not known.
-    """
-    sampling = sampling_params(job | {"stop_token_ids": []}, temperature=0.0)
-    prompts, clock = job["prompts"], clock_of(job)
-    for llm in engines.values():
-        for index in range(concurrency):
-            prompt = {"prompt_token_ids": prompts[index % len(prompts)]}
-            llm.llm_engine.add_request(f"timed-{index}", prompt, sampling)
-    begun: dict[int, set[str]] = {k: set() for k in engines}
-    steps: dict[int, list[float]] = {k: [] for k in engines}
-    drafts: dict[int, list[Any]] = {k: [] for k in engines}
-    while any(llm.llm_engine.has_unfinished_requests() for llm in engines.values()):
-        for k, llm in engines.items():
-            for turn in range(TURN_STEPS):
-                if not llm.llm_engine.has_unfinished_requests():
-                    break
-                drafting[k].calls.clear()
-                started = clock()
-                outputs = llm.llm_engine.step()
-                seconds = clock() - started
-                names = {output.request_id for output in outputs}
-                full = len(names & begun[k]) == concurrency and not any(one.finished for one in outputs)
-                begun[k] |= names
-                # The first step of a turn finds the caches full of the other engines.
-                if full and (turn or len(engines) == 1):
-                    steps[k].append(seconds)
-                    drafts[k] += drafting[k].calls
-    return {
-        k: {
-            "step_seconds": statistics.median(steps[k]) if steps[k] else None,
-            "draft_seconds": statistics.median(map(drafting[k].seconds, drafts[k])) if drafts[k] else None,
-            "num_steps": len(steps[k]),
-        }
-        for k in engines
-    }
-
-
-class DraftTimes:
-    """The times of the calls of an engine's drafter; none where another process runs it.
-
-    A call is a pair of times on the CPU, and on a GPU a pair of events, which nothing waits for.
-    """
-
-    def __init__(self, llm: Any, clock: Callable[[], float]) -> None:
-        import torch
-
-        self.clock = clock
-        self.on_gpu = torch.cuda.is_available()
-        self.calls: list[tuple[Any, Any]] = []
-        executor = llm.llm_engine.engine_core.engine_core.model_executor
-        worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
-        drafter = getattr(getattr(worker, "model_runner", None), "drafter", None)
-        if drafter is not None:
-            drafter.propose = self.timed(drafter.propose)
-
-    def timed(self, propose: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_propose(*args: Any, **kwargs: Any) -> Any:
-            before = self.now()
-            drafted = propose(*args, **kwargs)
-            self.calls.append((before, self.now()))
-            return drafted
-
-        return timed_propose
-
-    def now(self) -> Any:
-        import torch
-
-        if not self.on_gpu:
-            return self.clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, call: tuple[Any, Any]) -> float:
-        before, after = call
-        if not self.on_gpu:
-            return after - before
-        after.synchronize()
-        return before.elapsed_time(after) / 1000
+                rates.append(length / (time.perf_counter() - submitted[name]))
+    return {"request_rates": rates, "num_forwards": num_forwards, "num_decoded": num_decoded}
 
 
 def build(engine: Json, **options: Any) -> Any:

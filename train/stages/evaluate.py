@@ -33,7 +33,7 @@ from train.evaluation.decoding import (
 )
 from train.evaluation.replay import CompletingTarget, longest_draft, packed, replay_greedily, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
-from train.reporting.results import FORMAT, at_draft_length, warnings_of
+from train.report.results import at_draft_length, warnings_of
 from train.stages.training.building import new_drafter
 from train.stages.vocab import load_vocab
 
@@ -43,7 +43,6 @@ Candidate = tuple[Drafter, FrozenParts]
 def evaluate_inputs(context: RunContext) -> dict[str, Any]:
     config = context.config
     inputs: dict[str, Any] = {
-        "format": FORMAT,
         "export": context.artifacts[Stage.export].key,
         "answers": context.artifacts[Stage.answers].key,
         "capture": context.artifacts[Stage.capture].key,
@@ -88,7 +87,6 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         untrained = replay_store(context, store, *untrained_drafter(context), passes, "untrained")
     verdicts = replay_verdicts(trained, store, decoded, evaluate.draft_tokens)
     evaluation = {
-        "format": FORMAT,
         "k": evaluate.draft_tokens,
         "max_new_tokens": evaluate.max_new_tokens,
         "num_prompts": len(store),

@@ -10,7 +10,7 @@ from eagle31.json_files import read_json
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
-from train.reporting.model_card import untrained_warning, write_model_card
+from train.report.card import untrained_warning, write_model_card
 from train.stages.report import describe_run
 from train.stages.vocab import load_vocab
 from train.trainer.checkpoints import CheckpointDirectory

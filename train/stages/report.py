@@ -8,18 +8,16 @@ from train.config.capture import CaptureMode
 from train.config.run import Stage
 from train.config.target import EMBEDDED
 from train.context import RunContext
-from train.reporting.model_card import write_model_card
-from train.reporting.results import check_format
+from train.report.card import write_model_card
 from train.versions import git_revision, package_versions
 
 
 def run_report(context: RunContext) -> str:
     """Write `report/` and the export's model card with the measured numbers; return the table to print."""
     # Imported here: matplotlib takes a second, which the other stages need not wait for.
-    from train.reporting.report import format_table, write_report
+    from train.report.report import format_table, write_report
 
-    path = context.artifacts[Stage.evaluate].directory / "evaluation.json"
-    evaluation = check_format(read_json(path), path)
+    evaluation = read_json(context.artifacts[Stage.evaluate].directory / "evaluation.json")
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
     run_info["report"] = write_report(context.output_dir, metrics, evaluation, run_info)

@@ -14,7 +14,7 @@ from scripts.bench import step_inputs
 from scripts.bench.quality_runs import acceptance_lengths, minutes_until, parse_side
 from tests.scripts.bench.commands import BENCH, command
 from tests.train.conftest import small_target
-from train.resampling.bootstrap import Resamples
+from train.evaluation.intervals import Resamples
 
 __all__ = ["small_target"]  # the fixture
 TINY = step_inputs.Shape("tiny", "chat", 256, 64, 4, 2, 16, 96, 512, 128, num_steps=2)

@@ -4,7 +4,8 @@ import math
 import random
 from typing import Any
 
-from train.reporting.results import FORMAT
+from eagle31.decoding.acceptance import AcceptanceStats
+from train.evaluation.replay import PromptAcceptance
 
 
 def train_metrics(
@@ -134,7 +135,6 @@ def evaluation() -> dict[str, Any]:
     same = {"num_identical": 7, "num_near_tie": 1, "num_different": 0}
     greedy = [1102, 724, 469, 305, 198, 129, 84, 55]
     return {
-        "format": FORMAT,
         "k": 4,
         "engine": "eagle31 (transformers, float32, cpu)",
         "num_prompts": 32,
@@ -165,6 +165,7 @@ def evaluation() -> dict[str, Any]:
 def run_info() -> dict[str, Any]:
     return {
         "recipe": "quickstart",
+        "target_fingerprint": "files:f00d",
         "target": "/home/someone/.cache/eagle31/embedded-3f2a91",
         "train_data": "embedded",
         "drafter_parameters": 1_842_944,
@@ -187,3 +188,20 @@ def run_info() -> dict[str, Any]:
         ],
         "export": "/home/someone/runs/quickstart/export",
     }
+
+
+def acceptance(rate: float, *, seed: int = 0, prompts: str = "same") -> dict[str, Any]:
+    """Return `trained` of an evaluation whose draft tokens are accepted with a probability.
+
+    Drafts of one seed meet the same luck at every rate, as drafts of the same text do.
+    """
+    by_prompt = []
+    for prompt in range(24):
+        luck = random.Random(f"{seed} {prompt}")
+        hardness = luck.uniform(0.85, 1.0)
+        draws = [[luck.random() for _ in range(8)] for _ in range(40)]
+        hits = [next((i for i, one in enumerate(row) if one > rate * hardness), 8) for row in draws]
+        by_prompt.append(
+            tuple(AcceptanceStats.from_lengths(k, [min(hit, k) for hit in hits]) for k in range(1, 9))
+        )
+    return PromptAcceptance(tuple(by_prompt), prompts_hash=prompts).to_json()

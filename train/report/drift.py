@@ -1,18 +1,24 @@
-"""The report's part on drift: its plots, and the numbers of its tables."""
+"""The report's plots of drift: where the drafter attends, and the state that it feeds back."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from train.reporting.colors import COLORS
-from train.reporting.plots import ACCENT, LIGHT_RAMP, PALE, Panel, label_ends, percent_axis, ramp, step_axis
+from train.report.plots import (
+    ACCENT,
+    PALE,
+    WARNING,
+    Panel,
+    draw_curves,
+    legend_above,
+    percent_axis,
+    step_axis,
+)
 
-WARNING = COLORS["warning"][0]
-# The names of the kinds of keys in a record and on the page, and their colors.
-KEY_KINDS = (
+# The kinds of keys in a record, their names on the page, and their colors.
+_KEYS = (
     ("sink", "sink", ACCENT),
     ("context", "rest of the context", PALE),
     ("own", "drafter's own tokens", WARNING),
@@ -21,19 +27,36 @@ KEY_KINDS = (
 
 def shown_drift(metrics: Sequence[dict[str, Any]], best_step: int | None) -> dict[str, Any] | None:
     """Return the record of drift nearest to the exported step, or the last one; None without records."""
-    records = _records(metrics)
-    if not records:
-        return None
-    if best_step is None:
-        return records[-1]
+    records = [record for record in metrics if record["kind"] == "drift"]
+    if best_step is None or not records:
+        return records[-1] if records else None
     return min(records, key=lambda record: abs(record["step"] - best_step))
 
 
-def drift_panels(metrics: Sequence[dict[str, Any]], best_step: int | None = None) -> dict[str, Panel]:
+def drift_tables(record: dict[str, Any] | None) -> list[list[list[str]]]:
+    """Return tables by token of the draft and by captured layer, each with a header."""
+    if record is None:
+        return []
+    tokens = [["token", *(name for _, name, _ in _KEYS), "RMS of the state fed back", "accepted"]]
+    for number, depth in enumerate(record["depth"], start=1):
+        shares = [f"{100 * depth['layers'][-1][key]:.1f} %" for key, _, _ in _KEYS]
+        reached = depth["num_reached"]
+        accepted = f"{100 * depth['conditional_acceptance']:.0f} % of {reached}" if reached else ""
+        tokens.append([str(number), *shares, f"{depth['state_rms']:.2f}", accepted])
+    normed = "normed_rms" in record["captured"][0]
+    layers = [["aux layer id", "RMS", *(["RMS after fc_norm"] if normed else []), "share of the fused input"]]
+    for one in record["captured"]:
+        sizes = [f"{one[name]:.2f}" for name in ("rms", "normed_rms") if name in one]
+        layers.append([str(one["aux_layer_id"]), *sizes, f"{100 * one['share']:.1f} %"])
+    return [tokens, layers]
+
+
+def drift_panels(metrics: Sequence[dict[str, Any]], best_step: int | None) -> dict[str, Panel]:
     """Return the panels on drift by name; none for metrics without records of drift."""
-    records, shown = _records(metrics), shown_drift(metrics, best_step)
+    shown = shown_drift(metrics, best_step)
     if shown is None:
         return {}
+    records = [record for record in metrics if record["kind"] == "drift"]
     where = f"last layer, step {shown['step']:,}"
     panels = (
         Panel(
@@ -64,77 +87,47 @@ def drift_panels(metrics: Sequence[dict[str, Any]], best_step: int | None = None
     return {panel.name: panel for panel in panels}
 
 
-def _records(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [record for record in metrics if record["kind"] == "drift"]
-
-
-def _last_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the attention of the last layer at each step."""
-    return [depth["layers"][-1] for depth in record["depth"]]
-
-
 def _draw_attention(axes: Axes, record: dict[str, Any]) -> None:
-    layers = _last_layers(record)
-    tokens = np.arange(1, len(layers) + 1)
-    bottom = np.zeros(len(layers))
-    for key, name, color in KEY_KINDS:
+    layers = [depth["layers"][-1] for depth in record["depth"]]
+    tokens, bottom = np.arange(1, len(layers) + 1), np.zeros(len(layers))
+    for key, name, color in _KEYS:
         heights = np.array([layer[key] for layer in layers])
         axes.bar(tokens, heights, 0.72, bottom=bottom, color=color, label=name)
         bottom += heights
     axes.set(xticks=tokens, xlabel="token of the draft")
     percent_axis(axes, "of the attention", top=1.18)
-    axes.set_yticks(np.linspace(0, 1, 6))
-    _legend(axes, 3)
+    legend_above(axes)
 
 
 def _draw_heads(axes: Axes, record: dict[str, Any]) -> None:
-    layers = _last_layers(record)
+    layers = [depth["layers"][-1] for depth in record["depth"]]
     tokens = np.arange(1, len(layers) + 1)
-    for key, name, color in (KEY_KINDS[0], KEY_KINDS[2]):
+    for key, name, color in (_KEYS[0], _KEYS[2]):
         heads = np.array([layer["heads"][key] for layer in layers])  # shape: [steps, heads]
         axes.plot(tokens, heads, color=color, linewidth=0.7, alpha=0.45)
         axes.plot(tokens, heads.mean(1), color=color, linewidth=2.2, marker="o", markersize=4, label=name)
     axes.set(xticks=tokens, xlabel="token of the draft")
     percent_axis(axes, "of a head's attention", top=1.18)
-    axes.set_yticks(np.linspace(0, 1, 6))
-    _legend(axes, 2)
+    legend_above(axes)
 
 
 def _draw_states(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
-    num_depths = max(len(record["depth"]) for record in records)
-    labels = []
-    for depth, color in enumerate(ramp(num_depths, LIGHT_RAMP)):
-        found = [record for record in records if depth < len(record["depth"])]
-        x, y = [r["step"] for r in found], [r["depth"][depth]["state_rms"] for r in found]
-        axes.plot(x, y, color=color, marker="o", markersize=3)
-        labels.append((f"token {depth + 1}", x[-1], y[-1], color))
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    steps = [record["step"] for record in records]
+    curves = [
+        (f"token {depth + 1}", steps, [record["depth"][depth]["state_rms"] for record in records])
+        for depth in range(len(records[0]["depth"]))
+    ]
     axes.set_ylabel("RMS")
     step_axis(axes)
-    label_ends(axes, labels)
+    draw_curves(axes, curves, markersize=3, bottom=0)
 
 
 def _draw_shares(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     steps = [record["step"] for record in records]
-    ids = [one["aux_layer_id"] for one in records[-1]["captured"]]
-    labels = []
-    for index, (layer, color) in enumerate(zip(ids, ramp(len(ids), LIGHT_RAMP), strict=True)):
-        shares = [record["captured"][index]["share"] for record in records]
-        axes.plot(steps, shares, color=color, marker="o", markersize=3)
-        labels.append((f"layer {layer}", steps[-1], shares[-1], color))
+    curves = [
+        (f"layer {one['aux_layer_id']}", steps, [record["captured"][index]["share"] for record in records])
+        for index, one in enumerate(records[-1]["captured"])
+    ]
     percent_axis(axes, "of the fused input", top=1.0)
     step_axis(axes)
-    label_ends(axes, labels)
-
-
-def _legend(axes: Axes, num_columns: int) -> None:
-    axes.legend(
-        loc="upper left",
-        ncols=num_columns,
-        frameon=False,
-        borderpad=0,
-        handlelength=0.9,
-        columnspacing=1.2,
-        borderaxespad=0,
-    )
+    draw_curves(axes, curves, markersize=3)

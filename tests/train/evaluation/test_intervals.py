@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from train.resampling.bootstrap import Resamples, acceptance_interval, interval, median_interval
+from train.evaluation.intervals import Resamples, acceptance_interval, interval, median_interval
 
 
 def test_an_interval_with_infinity_and_without_numbers() -> None:

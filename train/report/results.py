@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_sealed_json
+from eagle31.json_files import read_json, read_sealed_json
 from train.tables import aligned
 
-FORMAT = 2  # of evaluation.json
-SERVING_FORMAT = 2  # of serving.json
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
 # rule of speculative sampling.
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -24,6 +22,9 @@ class Acceptance:
     temperature: float
     measured: dict[str, Any]
 
+    def __str__(self) -> str:
+        return f"{self.drafter}, {self.drafts}, temperature {self.temperature:g}"
+
     def at(self, draft_tokens: int) -> dict[str, Any]:
         return at_draft_length(self.measured, draft_tokens)
 
@@ -33,36 +34,27 @@ class Acceptance:
         return self.measured["by_draft_length"][-1]
 
 
-def check_format(evaluation: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the results; those of an unfinished run may be empty.
-
-    Raises:
-        UserError: they were written by another version of eagle31.
-    """
-    if evaluation and (not isinstance(evaluation, dict) or evaluation.get("format") != FORMAT):
-        remedy = "It was written by an earlier version; run the recipe again with stages=[evaluate,report]."
-        raise UserError("evaluation", path, remedy)
-    return evaluation
-
-
 def read_report(output_dir: Path) -> dict[str, Any]:
     """Return the report's metrics.json: the evaluation, the run and its metrics.
 
     Raises:
-        UserError: the run has no report yet, one of another version, or a damaged one.
+        UserError: the run has no report yet, or a damaged one.
     """
     path = Path(output_dir) / "report" / "metrics.json"
     if not path.exists():
-        raise UserError("report", path.parent, "There is no report; run the recipe's report stage.")
+        raise UserError("RUN", output_dir, "It has no report; run its recipe with stages=[report].")
     try:
-        known = read_sealed_json(path)
+        return read_sealed_json(path)
     except UserError as error:
         remedy = f"The file is damaged; run the recipe again with stages=[report]. ({error.remedy})"
         raise UserError("report", path, remedy) from None
-    if not {"evaluation", "run", "metrics"} <= known.keys():
-        raise UserError("report", path, "It is no report; run the recipe again with stages=[report].")
-    check_format(known["evaluation"], path)
-    return known
+
+
+def read_serving(output_dir: Path) -> dict[str, Any] | None:
+    """Return the speed in vLLM from serving.json; None if there is none, or one of another export."""
+    path = output_dir / "report" / "serving.json"
+    numbers = read_json(path) if path.exists() else {}
+    return numbers if numbers.get("export") == str((output_dir / "export").resolve()) else None
 
 
 def at_draft_length(measured: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
@@ -77,18 +69,12 @@ def acceptances(evaluation: dict[str, Any]) -> list[Acceptance]:
         return []
     found = [Acceptance("trained", GREEDY, 0.0, evaluation["trained"])]
     sampling: dict[str, Any] = evaluation.get("sampling") or {}
-    for drafts in (GREEDY, SAMPLED) if sampling else ():
-        if sampling[f"{drafts}_drafts"]:
-            measured = sampling[f"{drafts}_drafts"]
+    for drafts in (GREEDY, SAMPLED):
+        if measured := sampling.get(f"{drafts}_drafts"):
             found.append(Acceptance("trained", drafts, sampling["temperature"], measured))
     if evaluation.get("untrained"):
         found.append(Acceptance("untrained", GREEDY, 0.0, evaluation["untrained"]))
     return found
-
-
-def in_vllm(evaluation: dict[str, Any]) -> bool:
-    """Return whether the results are from vLLM."""
-    return evaluation["engine"].startswith("vLLM")
 
 
 def with_interval(stats: dict[str, Any]) -> str:
@@ -102,8 +88,7 @@ def interval_of(stats: dict[str, Any]) -> str:
 
 def describe_counts(counts: dict[str, int]) -> str:
     """Return, in words, how many prompts are identical, near-ties and different."""
-    num_prompts = sum(counts.values())
-    parts = [f"{counts['num_identical']} of {num_prompts} identical"]
+    parts = [f"{counts['num_identical']} of {sum(counts.values())} identical"]
     if counts["num_near_tie"]:
         parts.append(f"{counts['num_near_tie']} near-tie")
     if counts["num_different"]:
@@ -121,41 +106,23 @@ def describe_speed(timing: dict[str, Any]) -> str:
 
 def describe_conditions(evaluation: dict[str, Any]) -> str:
     """Return what was replayed and what was decoded."""
-    decoding = evaluation["decoding"]
     return (
         f"{evaluation['num_prompts']} held-out prompts by replay, up to {evaluation['max_new_tokens']} new "
-        f"tokens each; {decoding['num_prompts']} of them decoded by {evaluation['engine']}"
+        f"tokens each; {evaluation['decoding']['num_prompts']} of them decoded by {evaluation['engine']}"
     )
 
 
 def warnings_of(evaluation: dict[str, Any]) -> list[str]:
     """Return what makes the results doubtful: decoding that wrote or accepted something else."""
-    decoding, found = evaluation["decoding"], []
-    if decoding["completions"]["num_different"]:
-        found.append(
-            "Speculative decoding wrote another text than the target alone: "
-            f"{describe_counts(decoding['completions'])}. The numbers cannot be trusted."
-        )
-    if decoding["replay"]["num_different"]:
-        found.append(
-            "Decoding accepted other drafts than replay: "
-            f"{describe_counts(decoding['replay'])}. Acceptance by replay cannot be trusted."
-        )
+    found = []
+    for name, what, cannot in (
+        ("completions", "Speculative decoding wrote another text than the target alone", "The numbers"),
+        ("replay", "Decoding accepted other drafts than replay", "Acceptance by replay"),
+    ):
+        counts = evaluation["decoding"][name]
+        if counts["num_different"]:
+            found.append(f"{what}: {describe_counts(counts)}. {cannot} cannot be trusted.")
     return found
-
-
-def read_serving(output_dir: Path) -> dict[str, Any] | None:
-    """Return the speed in vLLM from serving.json.
-
-    None if there is none, or one of another export than the run's, or of an earlier version.
-    """
-    path = output_dir / "report" / "serving.json"
-    if not path.exists():
-        return None
-    numbers = read_sealed_json(path)
-    if numbers.get("format") != SERVING_FORMAT or not isinstance(numbers.get("export"), str):
-        return None
-    return numbers if Path(numbers["export"]) == (output_dir / "export").resolve() else None
 
 
 def acceptance_table(evaluation: dict[str, Any]) -> list[list[str]]:
@@ -169,25 +136,16 @@ def acceptance_table(evaluation: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def summary_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the conditions and what decoding showed, as names and values."""
     decoding = evaluation["decoding"]
-    limit = f"up to {evaluation['max_new_tokens']} new tokens each"
+    timing = decoding["timing"]
     return [
-        ("replayed", f"{evaluation['num_prompts']} held-out prompts, {limit}"),
-        ("decoded", f"{decoding['num_prompts']} of them by {evaluation['engine']}"),
+        ("measured on", describe_conditions(evaluation)),
         ("completions, compared with target", describe_counts(decoding["completions"])),
         ("decoding, compared with replay", describe_counts(decoding["replay"])),
-        ("speed-up", describe_speed(decoding["timing"])),
-    ]
-
-
-def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the summary and how the numbers of decoding came about."""
-    decoding = evaluation["decoding"]
-    return [
-        *summary_rows(evaluation),
-        ("speed-up measured on", f"{decoding['timing']['num_prompts']} prompts: {decoding['timing']['how']}"),
+        ("speed-up", describe_speed(timing)),
+        ("speed-up measured on", f"{timing['num_prompts']} prompts: {timing['how']}"),
         ("tokens per target forward", f"{decoding['tokens_per_target_forward']:.2f}, when decoded"),
     ]
 
@@ -195,12 +153,10 @@ def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 def format_evaluation(result: dict[str, Any]) -> str:
     """Return a table of all that was measured, and its conditions."""
     measured = acceptances(result)
-    head = ["positions", *(str(n) for n in range(1, measured[0].longest["k"] + 1))]
-    rows = [head]
+    rows = [["positions", *(str(n) for n in range(1, measured[0].longest["k"] + 1))]]
     for one in measured:
         rates = [f"{100 * rate:.0f} %" for rate in one.longest["absolute_acceptance"]]
-        name = f"{one.drafter}, {one.drafts}, temperature {one.temperature:g}"
-        rows.append([name, *rates, *[""] * (len(head) - 1 - len(rates))])
+        rows.append([str(one), *rates, *[""] * (len(rows[0]) - 1 - len(rates))])
     lines = [*aligned(acceptance_table(result), text_columns=2), "", *aligned(rows), ""]
     rest = [
         *details(result),

@@ -1,8 +1,8 @@
-"""Bootstrap intervals over prompts."""
+"""Intervals from resamples of the prompts: of acceptance lengths, their ratios, and medians."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -43,8 +43,8 @@ def interval(values: Floats) -> Interval:
     return Interval(float(values[0]), float(low), float(high))
 
 
-def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, resamples: Resamples) -> Interval:
-    """Return the acceptance length of all drafts, with its interval over prompts.
+def acceptance_lengths(drafts: ArrayLike, accepted: ArrayLike, resamples: Resamples) -> Floats:
+    """Return the acceptance length of all drafts in each resample. [1 + B]
 
     Args:
         drafts: [P], the number of each prompt's drafts.
@@ -52,7 +52,30 @@ def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, resamples: Resam
     """
     num_drafts: Floats = resamples.prompts @ np.asarray(drafts, float)
     num_accepted: Floats = resamples.prompts @ np.asarray(accepted, float)
-    return interval(1 + num_accepted / num_drafts.clip(min=1))
+    found: Floats = 1 + num_accepted / num_drafts.clip(min=1)
+    return found
+
+
+def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, resamples: Resamples) -> Interval:
+    """Return the acceptance length of all drafts, with its interval over prompts."""
+    return interval(acceptance_lengths(drafts, accepted, resamples))
+
+
+def paired_ratio(measured: dict[str, Any], reference: dict[str, Any], index: int) -> Interval:
+    """Return one acceptance length divided by the reference's, of the same prompts, with its interval.
+
+    The interval does not include how much prompts differ from each other.
+
+    Args:
+        measured, reference: have `by_prompt` as evaluation.json has it.
+        index: of the draft length.
+    """
+    resamples = Resamples(len(reference["by_prompt"]["drafts"][index]))
+    sides = []
+    for one in (measured, reference):
+        drafts, accepted = (one["by_prompt"][name][index] for name in ("drafts", "accepted"))
+        sides.append(acceptance_lengths(drafts, accepted, resamples))
+    return interval(sides[0] / sides[1])
 
 
 def median_interval(values: Sequence[float], resamples: Resamples) -> Interval:

@@ -1,0 +1,86 @@
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.train.report.finished_run import evaluation, run_info
+from train.report.card import model_card, serve_command
+
+CONFIG: dict[str, Any] = {"model_type": "llama", "fc_norm": True, "norm_output": True}
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    _, header, _ = card.split("---\n", 2)
+    return yaml.safe_load(header)
+
+
+def test_front_matter_parses_back() -> None:
+    hub = {"target": "Qwen/Qwen3-8B", "train_data": "openai/gsm8k", "license": "other: ask # first"}
+    assert front_matter(model_card(run_info() | hub, evaluation(), CONFIG)) == {
+        "base_model": "Qwen/Qwen3-8B",
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "license": "other: ask # first",
+        "datasets": ["openai/gsm8k"],
+        "tags": ["eagle3", "speculative-decoding", "vllm"],
+    }
+
+
+def test_paths_are_not_hub_ids_and_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for target in ("models/mine", str(tmp_path / "models" / "mine")):
+        known = run_info() | {"target": target, "train_data": "/data/private/chat.jsonl"}
+        card = model_card(known, evaluation(), CONFIG)
+        assert not {"base_model", "datasets", "license"} & front_matter(card).keys()
+        assert not [path for path in (str(tmp_path), "/data/private", "/home/someone") if path in card]
+
+
+def test_every_number_has_k_temperature_and_engine() -> None:
+    card = model_card(run_info(), evaluation(), CONFIG)
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines() if "trained |" in line
+    ]
+    assert [row[:4] for row in rows] == [
+        ["trained", "greedy", "0", "2.53 (2.42 to 2.65)"],
+        ["trained", "greedy", "1", "1.85 (1.74 to 1.97)"],
+        ["trained", "sampled", "1", "2.15 (2.04 to 2.27)"],
+        ["untrained", "greedy", "0", "1.00 (0.89 to 1.12)"],
+    ]
+    assert all(row[5].count("%") == 8 for row in rows)
+    for shown in ("acceptance length at k = 4", "1.80x (1.62 to 1.97)", "7 of 8 identical", "not from vLLM"):
+        assert shown in card
+    engine = "vLLM 0.32.0, bfloat16, cuda, 8 at a time"
+    card = model_card(run_info(), evaluation() | {"engine": engine}, CONFIG)
+    assert f"decoded by {engine}" in card
+    assert "not from vLLM" not in card
+
+
+def test_serve_command_survives_the_shell() -> None:
+    words = shlex.split(serve_command("/models/my target", "/runs/it's/export", 3))
+    assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]
+    expected = {"model": "/runs/it's/export", "method": "eagle3", "num_speculative_tokens": 3}
+    assert json.loads(words[4]) == expected
+
+
+def test_speculators_layout_needs_no_target_of_the_hub_in_the_serve_command() -> None:
+    short = serve_command("owner/target", "/my export", 3, "speculators")
+    assert shlex.split(short) == ["vllm", "serve", "/my export"]
+    # vLLM 0.33 refuses a local target that only the export names.
+    assert shlex.split(serve_command("/t", "/my export", 3, "speculators"))[:3] == ["vllm", "serve", "/t"]
+
+
+def test_card_of_a_run_without_evaluation() -> None:
+    known = run_info() | dict.fromkeys(("best_step", "draft_vocab_size", "num_tokens"))
+    card = model_card(known, {}, CONFIG | {"fc_norm": False, "norm_output": False})
+    assert '"num_speculative_tokens": 3' in card
+    assert "# EAGLE 3 drafter" in card
+    assert "None" not in card
+
+
+def test_an_untrained_drafter_is_marked() -> None:
+    assert "is untrained" in model_card(run_info() | {"best_step": 0}, evaluation(), CONFIG)
+    assert "is untrained" not in model_card(run_info(), evaluation(), CONFIG)

@@ -1,0 +1,77 @@
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from eagle31.errors import UserError
+from eagle31.json_files import write_sealed_json
+from tests.train.report.finished_run import acceptance, evaluation, finished_metrics, run_info
+from tests.train.torchrun import ROOT
+from train.report.comparison import comparison_lines, read_runs
+
+
+def finished(directory: Path, rate: float, *, prompts: str = "same", target: str = "files:f00d") -> Path:
+    """Write the report and the configuration of a run whose drafts are accepted with a probability."""
+    measured = evaluation() | {"trained": acceptance(rate, prompts=prompts), "sampling": None}
+    info = run_info() | {"target_fingerprint": target}
+    directory.mkdir(parents=True)
+    config = f"drafter:\n  fc_norm: {rate > 0.6}\noutput_dir: {directory}\nseed: 0\n"
+    (directory / "config.yaml").write_text(config)
+    known = {"evaluation": measured, "run": info, "metrics": finished_metrics()}
+    write_sealed_json(directory / "report" / "metrics.json", known)
+    return directory
+
+
+def rows(lines: list[str]) -> dict[str, list[str]]:
+    """Return the cells of the table by the name of their row."""
+    split = (re.split(r"\s{2,}", line) for line in lines)
+    return {name: cells for name, *cells in split}
+
+
+def test_runs_are_compared_on_the_same_prompts(tmp_path: Path) -> None:
+    runs = read_runs([finished(tmp_path / "short", 0.55), finished(tmp_path / "long", 0.7)])
+    table = rows(comparison_lines(runs))
+    assert table["drafter.fc_norm"] == ["False", "True"]
+    assert not {"output_dir", "seed"} & table.keys()
+    short, long = table["temperature 0, k = 4"]
+    numbers = [float(one) for one in re.findall(r"\d+\.\d+", f"{short} {long}")]
+    length, _, _, longer, low, high, ratio, ratio_low, ratio_high = numbers
+    assert longer / length == pytest.approx(ratio, abs=0.01)
+    # Prompts differ from each other more than the drafters do on the same one.
+    assert 1 < ratio_low < ratio < ratio_high
+    assert (ratio_high - ratio_low) / ratio < (high - low) / longer
+
+
+@pytest.mark.parametrize("other", [{"prompts": "others"}, {"target": "files:beef"}])
+def test_what_cannot_be_compared_has_no_ratio(tmp_path: Path, other: dict[str, str]) -> None:
+    lines = comparison_lines(
+        read_runs([finished(tmp_path / "a", 0.5), finished(tmp_path / "b", 0.6, **other)])
+    )
+    assert any(line.startswith("WARNING: run 2 is not compared") for line in lines)
+    assert "[" not in "".join(rows(lines)["temperature 0, k = 4"])
+
+
+def test_a_run_without_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="RUN="):
+        read_runs([tmp_path])
+    run = finished(tmp_path / "a", 0.5)
+    write_sealed_json(run / "report" / "metrics.json", {"evaluation": {}, "run": run_info(), "metrics": []})
+    with pytest.raises(UserError, match=r"RUN=.*not evaluated"):
+        read_runs([run])
+
+
+def test_the_command_draws_a_picture_of_several_runs_and_the_page_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(finished(tmp_path / name, rate)) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
+    for arguments in ([*runs, "--out", str(tmp_path / "c.png")], runs[:1]):
+        monkeypatch.setattr(sys, "argv", ["report", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "scripts" / "report"), run_name="__main__")
+        assert not ended.value.code
+    height, width, _ = imread(tmp_path / "c.png").shape
+    assert 2 < width / height < 4
+    assert str(tmp_path / "a" / "report" / "index.html") in capsys.readouterr().out

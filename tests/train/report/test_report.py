@@ -1,0 +1,217 @@
+import itertools
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from eagle31.json_files import read_sealed_json, write_jsonl
+from tests.train.report.finished_run import (
+    drift_metrics,
+    evaluation,
+    finished_metrics,
+    run_info,
+    timing,
+    train_metrics,
+    validation_metrics,
+)
+from train.report.plots import run_panels, svg_uri
+from train.report.report import format_table, write_page, write_report
+
+
+class Page(HTMLParser):
+    """The visible text of a page, its tags, and the URLs that it would load."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.feed(html)
+        self.text = " ".join(self.text.replace("\xa0", " ").split())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += f"{data} "
+
+
+def report(directory: Path, metrics: list[dict[str, Any]], measured: dict[str, Any], **known: Any) -> Page:
+    write_jsonl(directory / "metrics.jsonl", metrics)
+    path = write_report(directory, directory / "metrics.jsonl", measured, run_info() | known)
+    assert path == directory / "report" / "index.html"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_full_report(tmp_path: Path) -> None:
+    style = dict(matplotlib.rcParams)
+    page = report(tmp_path, finished_metrics(), evaluation())
+    saved = read_sealed_json(tmp_path / "report" / "metrics.json")
+    assert saved == {"evaluation": evaluation(), "run": run_info(), "metrics": finished_metrics()}
+    for shown in (
+        "2.53",
+        "2.42 to 2.65",
+        "2.80",
+        "1.80×",
+        "7/8",
+        "temperature 1",
+        "eagle31 (transformers, float32, cpu)",
+        "3.2 % (65.5 %)",  # at position 8
+        "vllm serve /home/someone/.cache/eagle31/embedded-3f2a91",
+    ):
+        assert shown in page.text
+    assert page.tags.count("figure") == 6
+    assert dict(matplotlib.rcParams) == style
+    assert all(link.startswith("data:image/svg+xml") for link in page.links)  # a single file
+    assert not {"script", "link", "iframe", "base", "object"} & set(page.tags)
+    html = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert not re.findall(r"@import|url\(|https?://", html)
+    height, width, _ = imread(tmp_path / "report" / "summary.png").shape
+    assert 2 < width / height < 4
+
+
+def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    assert "Drift" not in report(tmp_path, finished_metrics(), evaluation()).text
+    records = finished_metrics() + [drift_metrics(step) for step in range(0, 401, 40)]
+    page = report(tmp_path, records, evaluation())
+    assert page.tags.count("figure") == 10
+    assert "Measured at step 360" in page.text  # the exported one
+    assert "8 34.0 % 22.7 % 43.3 % 32.46" in page.text  # the eighth token, which no draft reached
+    assert "1 60.0 % 40.0 % 0.0 % 1.90 50 % of 40" in page.text
+    assert "5 6.25 50.0 %" in page.text
+    for layer in records[-2]["captured"]:
+        layer["normed_rms"] = 1.25
+    assert "5 6.25 1.25 50.0 %" in report(tmp_path, records, evaluation()).text
+
+
+def test_report_without_the_optional_parts(tmp_path: Path) -> None:
+    page = report(tmp_path, [], evaluation() | {"sampling": None, "untrained": None})
+    assert "2.53" in page.text
+    assert "temperature 1" not in page.text
+    assert "untrained" not in page.text
+    unknown = {"best_step": None, "draft_vocab_size": None, "git_revision": None}
+    early = report(tmp_path, train_metrics(num_steps=2, num_depths=1), {}, **unknown)
+    assert "Not evaluated yet" in early.text
+    assert "export" in format_table({}, run_info())
+
+
+def test_drafts_of_vllm_have_one_length(tmp_path: Path) -> None:
+    """vLLM samples with drafts of k tokens alone, and never draws them from the drafter's distribution."""
+    measured = evaluation()
+    rows = measured["sampling"]["greedy_drafts"]["by_draft_length"]
+    measured["sampling"] |= {"greedy_drafts": {"by_draft_length": rows[3:4]}, "sampled_drafts": None}
+    text = report(tmp_path, [], measured).text
+    assert f"{rows[3]['acceptance_length']:.2f}" in text
+    assert f"{rows[7]['acceptance_length']:.2f}" not in text
+
+
+def test_a_speed_that_is_not_known_is_not_shown(tmp_path: Path) -> None:
+    measured = evaluation()
+    unknown = "3 prompts were timed, and at least 5 are needed"
+    measured["decoding"]["timing"] = timing(speedup=None, unknown=unknown)
+    page = report(tmp_path, [], measured)
+    assert unknown in page.text
+    assert "1.62" not in page.text
+    assert f"not known: {unknown}" in format_table(measured, run_info())
+
+
+def test_page_shows_names_as_text(tmp_path: Path) -> None:
+    assert "script" not in report(tmp_path, [], {}, target="<script>alert(1)</script>").tags
+
+
+@pytest.mark.parametrize("part", ["completions", "replay"])
+def test_what_decoding_contradicts_is_a_warning(tmp_path: Path, part: str) -> None:
+    measured = evaluation()
+    measured["decoding"][part] = {"num_identical": 5, "num_near_tie": 1, "num_different": 2}
+    assert "cannot be trusted" in report(tmp_path, [], measured).text
+    table = format_table(measured, run_info())
+    assert table.startswith("WARNING: ")
+    assert "5 of 8 identical, 1 near-tie, 2 different" in table
+    assert "drafter is untrained" in format_table({}, run_info() | {"best_step": 0})
+
+
+def test_curves_show_what_was_logged_as_means_of_neighbours() -> None:
+    records = train_metrics(num_steps=1001, every=1, num_depths=3)
+    axes = Figure().subplots()
+    run_panels(records, {})["loss"].draw(axes)
+    assert len(axes.lines) == 3
+    y = np.asarray(axes.lines[2].get_ydata())
+    assert len(y) <= 80
+    assert y[0] == pytest.approx(np.mean([r["depth"][2]["loss"] for r in records[:13]]))
+    assert y[-1] == pytest.approx(np.mean([r["depth"][2]["loss"] for r in records[13 * (len(y) - 1) :]]))
+
+
+@pytest.mark.parametrize("key", ["loss", "agreement"])
+def test_diverged_run_is_drawn(key: str) -> None:
+    records = train_metrics(num_steps=6, every=1, num_depths=2)
+    for depth in records[-1]["depth"]:
+        depth[key] = float("nan")
+    assert svg_uri(run_panels(records, {})[key]).startswith("data:image/svg+xml")
+
+
+def test_names_of_close_curves_do_not_overlap() -> None:
+    record = validation_metrics(400)
+    record["acceptance_length"] = {str(k): 1.5 + 0.001 * k for k in range(1, 6)}
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    run_panels([record], {})["replay"].draw(axes)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text().startswith("k = ")]
+    boxes.sort(key=lambda box: box.y0)
+    assert len(boxes) == 5
+    assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(boxes))
+
+
+def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
+    report(tmp_path, finished_metrics(), evaluation())
+    spread = {"median": 41.5, "lowest": 40.0, "highest": 43.0}
+    row = {"concurrency": 16, "k": 4, "acceptance_length": 2.5}
+    numbers = {
+        "engine": "vLLM 0.32.0",
+        "device": "a CPU",
+        "dtype": "float32",
+        "temperature": 0,
+        "max_new_tokens": 64,
+        "ignore_eos": False,
+        "rounds": 3,
+        "rows": [row | dict.fromkeys(("plain", "drafter", "speedup"), spread)],
+    }
+    for export in ("export", "another"):
+        write_json(
+            tmp_path / "report" / "serving.json", numbers | {"export": str((tmp_path / export).resolve())}
+        )
+        page = Page(write_page(tmp_path).read_text(encoding="utf-8"))
+        assert ("41.5" in page.text) == (export == "export")
+
+
+def test_speed_and_memory_of_a_gpu_are_on_the_page(tmp_path: Path) -> None:
+    known = {
+        "supervised_positions_per_second": 1020.0,
+        "step_seconds_p50": 1.25,
+        "step_seconds_p95": 2.5,
+        "model_flops_utilization": 0.41,
+        "peak_memory_gb": 61.2,
+        "planned_memory_gb": 64.0,
+        "checkpoint_seconds": 2.0,
+    }
+    metrics = [
+        record | (known if record["kind"] == "train" else {"seconds": 3.0}) for record in finished_metrics()
+    ]
+    text = report(tmp_path, metrics, evaluation()).text
+    for shown in (
+        "5,210 tokens",
+        "1,020 supervised",
+        "1.25 s",
+        "41%",
+        "61.2 GB",
+        "64.0 GB",
+        "checkpoints 400.0 s",
+    ):
+        assert shown in text

@@ -1,0 +1,188 @@
+"""The README.md of an export: what the drafter is, its results, and how to serve it."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from data.target.checkpoint import is_hub_id
+from eagle31.export.layouts import Layout, layout_of
+from eagle31.json_files import write_text
+from train.report.results import (
+    acceptances,
+    describe_conditions,
+    describe_counts,
+    describe_speed,
+    with_interval,
+)
+
+DRAFT_TOKENS = 3  # tokens per draft in the serve command when nothing was evaluated
+
+
+def write_model_card(
+    export_dir: Path, run_info: dict[str, Any], evaluation: dict[str, Any], config: dict[str, Any]
+) -> Path:
+    """Write the card into the export atomically."""
+    path = Path(export_dir) / "README.md"
+    write_text(path, model_card(run_info, evaluation, config))
+    return path
+
+
+def model_card(
+    run_info: dict[str, Any],
+    evaluation: dict[str, Any],
+    config: dict[str, Any],
+    serving: dict[str, Any] | None = None,
+) -> str:
+    """Return the card as Markdown with the Hub's YAML front matter.
+
+    Args:
+        run_info: describes the run; `target_embedded`, `license` and `hub_id` may be missing.
+        evaluation: the evaluation's results; empty if there are none.
+        config: the export's config.json.
+        serving: speed in vLLM, from serving.json.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
+    k, layout = evaluation.get("k", DRAFT_TOKENS), layout_of(config).value
+    data = public_name(run_info["train_data"])
+    return environment.get_template("card.md").render(
+        front_matter=_front_matter(run_info),
+        variant="EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3",
+        target=target_name(run_info),
+        warning=untrained_warning(run_info),
+        evaluation=evaluation,
+        results=_table(*_results(evaluation)) if evaluation else "",
+        conditions=describe_conditions(evaluation) if evaluation else "",
+        speed=describe_speed(evaluation["decoding"]["timing"]) if evaluation else "",
+        completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
+        serving=serving,
+        served=_table(*_served(serving)) if serving else "",
+        serve=serve_command(public_name(run_info["target"]), drafter, k, layout),
+        data=data,
+        training=_table(
+            ("", ""),
+            ("data", f"`{data}`"),
+            ("trained on", describe_samples(run_info)),
+            ("optimizer steps", describe_steps(run_info)),
+            ("speculation steps per position", str(run_info["ttt_steps"])),
+            ("aux layer ids (decoder layers applied)", ", ".join(map(str, run_info["aux_layer_ids"]))),
+            ("draft vocabulary", describe_vocabulary(run_info)),
+            ("drafter parameters", f"{run_info['drafter_parameters']:,}"),
+            (
+                "recipe",
+                f"`{run_info['recipe']}`, eagle31 at revision {run_info['git_revision']}",
+            ),
+        ),
+        versions=_table(("package", "version"), *sorted(run_info["versions"].items())),
+    )
+
+
+def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = Layout.vllm.value) -> str:
+    """Return the serve command. An export in speculators' layout names its target itself.
+
+    vLLM 0.33 takes the target's name from there only where it is a repository of the Hub.
+    """
+    if layout == Layout.speculators.value and is_hub_id(target):
+        return f"vllm serve {shlex.quote(drafter)}"
+    speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
+
+
+def _front_matter(run_info: dict[str, Any]) -> str:
+    # The Hub accepts models and datasets by id only and would refuse a card with a path.
+    fields: dict[str, Any] = {}
+    if is_hub_id(run_info["target"]):
+        fields["base_model"] = run_info["target"]
+    fields |= {"library_name": "vllm", "pipeline_tag": "text-generation"}
+    if run_info.get("license"):
+        fields["license"] = run_info["license"]
+    if is_hub_id(run_info["train_data"]):
+        fields["datasets"] = [run_info["train_data"]]
+    fields["tags"] = ["eagle3", "speculative-decoding", "vllm"]
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+
+
+def _results(evaluation: dict[str, Any]) -> list[Sequence[str]]:
+    k, measured = evaluation["k"], acceptances(evaluation)
+    longest = measured[0].longest["k"]
+    rows: list[Sequence[str]] = [
+        (
+            "drafter",
+            "drafts",
+            "temperature",
+            f"acceptance length at k = {k} (95 % interval)",
+            f"at k = {longest}",
+            f"accepted at positions 1 to {longest}",
+        )
+    ]
+    for one in measured:
+        length = with_interval(one.longest) if one.longest["k"] == longest else ""
+        rates = ", ".join(f"{100 * rate:.0f} %" for rate in one.longest["absolute_acceptance"])
+        name = (one.drafter, one.drafts, f"{one.temperature:g}")
+        rows.append((*name, with_interval(one.at(k)), length, rates))
+    return rows
+
+
+def _served(serving: dict[str, Any]) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [
+        ("concurrent users", "k", "tokens per second per user", "with the drafter", "speed-up")
+    ]
+    for row in serving["rows"]:
+        rates = [f"{row[side]['median']:.1f}" for side in ("plain", "drafter")]
+        rows.append((str(row["concurrency"]), str(row["k"]), *rates, f"{row['speedup']['median']:.2f}x"))
+    return rows
+
+
+def describe_samples(run_info: dict[str, Any]) -> str:
+    num_tokens = run_info["num_tokens"]
+    tokens = f", {num_tokens:,} tokens" if num_tokens is not None else ""
+    return f"{run_info['num_samples']:,} samples{tokens}"
+
+
+def describe_steps(run_info: dict[str, Any]) -> str:
+    best_step = run_info["best_step"]
+    return f"{run_info['steps']:,}" + (f"; step {best_step:,} is exported" if best_step is not None else "")
+
+
+def describe_vocabulary(run_info: dict[str, Any]) -> str:
+    if run_info["draft_vocab_size"] is None:
+        return "the target's full vocabulary"
+    coverage = f"{100 * run_info['vocab_coverage']:.2f} % of the training tokens"
+    return f"{run_info['draft_vocab_size']:,} tokens, {coverage}"
+
+
+def untrained_warning(run_info: dict[str, Any]) -> str | None:
+    """Return a warning if the export has the weights from before the first step."""
+    if run_info["best_step"] != 0:
+        return None
+    return (
+        f"This drafter is untrained: none of the checkpoints up to step {run_info['steps']:,} has as long an "
+        "acceptance length on the held-out prompts as the weights before the first step, which are exported. "
+        "Train for longer, on more data, or with another optim.lr."
+    )
+
+
+def public_name(name: str) -> str:
+    """Return a hub id unchanged, and the last part of a path, so that the card shows no local directories."""
+    return name if is_hub_id(name) else Path(name).name
+
+
+def target_name(run_info: dict[str, Any]) -> str:
+    """Return the target's name for a title; the embedded target's directory name would say little."""
+    return "eagle31's embedded target" if run_info.get("target_embedded") else public_name(run_info["target"])
+
+
+def _table(head: Sequence[str], *rows: Sequence[str]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

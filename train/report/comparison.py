@@ -1,0 +1,171 @@
+"""Runs side by side: one table and one picture of which drafter is better."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.axes import Axes
+
+from eagle31.errors import UserError
+from train.evaluation.intervals import paired_ratio
+from train.report.plots import Panel, draw_curves, ramp, save_png
+from train.report.report import training_speed
+from train.report.results import Acceptance, acceptances, describe_speed, read_report, with_interval
+from train.tables import aligned
+
+# They say where a run was, not what it did.
+_LEFT_OUT = ("output_dir", "cache_dir", "stages", "plan.", "hub.", "tracking.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's report."""
+
+    name: str
+    evaluation: dict[str, Any]
+    info: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    settings: dict[str, str]  # of config.yaml by dotted name
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """Read the reports of the runs.
+
+    Raises:
+        UserError: one has no report, or was not evaluated.
+    """
+    runs = []
+    for directory in directories:
+        known = read_report(directory)
+        if not known["evaluation"]:
+            remedy = "It was not evaluated; run its recipe with stages=[evaluate,report]."
+            raise UserError("RUN", directory, remedy)
+        settings = dict(_leaves(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))))
+        runs.append(Run(str(directory), known["evaluation"], known["run"], known["metrics"], settings))
+    return runs
+
+
+def why_not_comparable(run: Run, reference: Run) -> str | None:
+    """Return why a run's acceptance lengths cannot be compared with the reference's; None if they can."""
+    if run.info["target_fingerprint"] != reference.info["target_fingerprint"]:
+        return "another target"
+    if run.evaluation["trained"]["prompts_hash"] != reference.evaluation["trained"]["prompts_hash"]:
+        return "other prompts or completions"
+    return None
+
+
+def comparison_lines(runs: Sequence[Run]) -> list[str]:
+    """Return the table for the terminal: a column for each run, the first of which is the reference."""
+    columns = [
+        _acceptance_rows(run, runs[0])
+        | _training_rows(run)
+        | {name: value for name, value in run.settings.items() if value != _common(runs, name)}
+        for run in runs
+    ]
+    rows = [["", *(f"run {number}" for number in range(1, len(runs) + 1))]]
+    for name in dict.fromkeys(name for one in columns for name in one):
+        rows.append([name, *(one.get(name, "") for one in columns)])
+    lines = [f"run {number}: {run.name}" for number, run in enumerate(runs, start=1)]
+    refused = [
+        f"WARNING: run {number} is not compared with run 1: {reason}"
+        for number, run in enumerate(runs, start=1)
+        if (reason := why_not_comparable(run, runs[0])) is not None
+    ]
+    note = (
+        "Acceptance lengths of greedy drafts with 95 % intervals over prompts. In square brackets: times "
+        "that of run 1, with the interval of the ratio over the same prompts."
+    )
+    return [*lines, *refused, "", *aligned(rows), "", note]
+
+
+def save_comparison(runs: Sequence[Run], path: Path) -> None:
+    """Draw acceptance length by draft length, and over training."""
+    panels = [
+        Panel(
+            "lengths",
+            "Acceptance length by draft length",
+            "temperature 0; shaded: 95 % interval over prompts",
+            lambda axes: _draw_lengths(axes, runs),
+        ),
+        Panel(
+            "minutes",
+            "Acceptance length over training time",
+            "temperature 0, the validation's longest drafts",
+            lambda axes: _draw_minutes(axes, runs),
+        ),
+    ]
+    save_png(panels, path, panel_inches=5.4)
+
+
+def _acceptance_rows(run: Run, reference: Run) -> dict[str, str]:
+    """Return acceptance lengths by temperature and draft length, with ratios to the reference."""
+    found = {}
+    compared = run is not reference and why_not_comparable(run, reference) is None
+    others = {one.temperature: one.measured for one in _greedy(reference)}
+    for one in _greedy(run):
+        other = others.get(one.temperature, {"by_draft_length": []})["by_draft_length"]
+        for index, row in enumerate(one.measured["by_draft_length"]):
+            text = with_interval(row)
+            if compared and index < len(other) and other[index]["k"] == row["k"]:
+                ratio = paired_ratio(one.measured, others[one.temperature], index)
+                text += f" [{ratio.value:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}]"
+            found[f"temperature {one.temperature:g}, k = {row['k']}"] = text
+    return found
+
+
+def _greedy(run: Run) -> list[Acceptance]:
+    return [one for one in acceptances(run.evaluation) if (one.drafter, one.drafts) == ("trained", "greedy")]
+
+
+def _training_rows(run: Run) -> dict[str, str]:
+    info = run.info
+    return {
+        "speed-up": describe_speed(run.evaluation["decoding"]["timing"]).partition(",")[0],
+        "steps, exported": f"{info['steps']:,}, {info['best_step']:,}",
+        "minutes of training": f"{_minutes(run, info['steps']):.1f}",
+        "samples": f"{info['num_samples']:,}",
+        "drafter parameters": f"{info['drafter_parameters']:,}",
+    } | dict(training_speed(run.metrics))
+
+
+def _common(runs: Sequence[Run], name: str) -> str | None:
+    """Return the value of a setting that all runs have; None where they differ."""
+    values = {run.settings.get(name) for run in runs}
+    return values.pop() if len(values) == 1 else None
+
+
+def _minutes(run: Run, step: int) -> float:
+    """Return the minutes of training up to a step."""
+    return sum(one["seconds"] for one in run.metrics if one["kind"] == "train" and one["step"] <= step) / 60
+
+
+def _draw_lengths(axes: Axes, runs: Sequence[Run]) -> None:
+    curves = []
+    for number, (run, color) in enumerate(zip(runs, ramp(len(runs)), strict=True), start=1):
+        rows = run.evaluation["trained"]["by_draft_length"]
+        k = [row["k"] for row in rows]
+        low, high = ([row[bound] for row in rows] for bound in ("low", "high"))
+        axes.fill_between(k, low, high, color=color, alpha=0.12, linewidth=0)
+        curves.append((f"run {number}", k, [row["acceptance_length"] for row in rows]))
+    axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
+    draw_curves(axes, curves, bottom=0.95)
+
+
+def _draw_minutes(axes: Axes, runs: Sequence[Run]) -> None:
+    curves = []
+    for number, run in enumerate(runs, start=1):
+        records = [one for one in run.metrics if one["kind"] == "validation"]
+        y = [max(record["acceptance_length"].values()) for record in records]
+        curves.append((f"run {number}", [_minutes(run, record["step"]) for record in records], y))
+    axes.set(xlabel="minutes of training", ylabel="tokens per target forward")
+    draw_curves(axes, curves, bottom=0.95)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from _leaves(one, f"{name}.{key}" if name else str(key))
+    elif not name.startswith(_LEFT_OUT):
+        yield name, "none" if value is None else str(value)

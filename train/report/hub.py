@@ -1,0 +1,137 @@
+"""Pushes an export to the Hugging Face Hub in one commit: the weights, config.json and the model card."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+
+from data.target.checkpoint import is_hub_id
+from eagle31.errors import UserError
+from eagle31.json_files import read_json
+from train.artifact import Artifact
+from train.config.export import HubConfig
+from train.report.card import model_card, public_name
+from train.report.results import at_draft_length, read_report, read_serving
+
+TOKEN = "HF_TOKEN"
+CARD = "README.md"
+
+
+def check_push(hub: HubConfig, needs_token: bool = True) -> None:
+    """Refuse a push that could not succeed.
+
+    Raises:
+        UserError: the repository has no name or an invalid one, or there is no token.
+    """
+    if hub.repo_id is None:
+        raise UserError("hub.repo_id", None, "Give the repository to push to: OWNER/NAME.")
+    for field, name in (("hub.repo_id", hub.repo_id), ("hub.base_model", hub.base_model)):
+        if name is None:
+            continue
+        if "/" not in name:
+            raise UserError(field, name, "Give it with its owner: OWNER/NAME.")
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise UserError(field, name, str(error)) from None
+    if needs_token:
+        hub_token()
+
+
+def hub_token() -> str:
+    """Return the token from the environment, the only place that no log or configuration shows.
+
+    Raises:
+        UserError: it is not set.
+    """
+    token = os.environ.get(TOKEN, "").strip()
+    if not token:
+        remedy = "Set it in the environment to a token with write access; it is not read from anywhere else."
+        raise UserError(TOKEN, None, remedy)
+    return token
+
+
+def files_to_push(output_dir: Path, hub: HubConfig) -> dict[str, Path | bytes]:
+    """Return what a push uploads, by path in the repository: files of the run's export, or their bytes.
+
+    Nothing has a local path: config.json and the card name a target by its last part or `hub.base_model`.
+
+    Raises:
+        UserError: the run has no export or no report yet, or its export was changed since it was written.
+    """
+    export = Path(output_dir) / "export"
+    if not (export / "config.json").exists():
+        raise UserError("OUTPUT_DIR", output_dir, "It has no export; run its recipe with stages=[export].")
+    known = read_report(output_dir)
+    try:
+        damage = Artifact("export", {}, export.resolve().parent).damage()
+    except FileNotFoundError:  # a copy of an export, without the record of its stage
+        damage = None
+    if damage is not None:
+        raise UserError("export", export, f"{damage}; run the recipe again, which exports again.")
+    run_info: dict[str, Any] = known["run"] | {"hub_id": hub.repo_id, "license": hub.license}
+    if hub.base_model is not None:
+        run_info |= {"target": hub.base_model, "target_embedded": False}
+    config = read_json(export / "config.json")
+    card = model_card(run_info, known["evaluation"], config, read_serving(output_dir))
+    config = _without_paths(config, hub.base_model)
+    weights: dict[str, Path | bytes] = {path.name: path for path in sorted(export.glob("*.safetensors*"))}
+    return weights | {"config.json": json.dumps(config, indent=2).encode(), CARD: card.encode()}
+
+
+def _without_paths(config: dict[str, Any], base_model: str | None) -> dict[str, Any]:
+    """Return config.json with the target's name instead of its local directory."""
+    for part, key in (
+        (config.get("eagle31", {}), "target"),
+        (config.get("speculators_config", {}).get("verifier", {}), "name_or_path"),
+    ):
+        if part.get(key) and not is_hub_id(part[key]):
+            part[key] = base_model or public_name(part[key])
+    return config
+
+
+def commit_message(output_dir: Path) -> str:
+    """Return the commit message, which has the acceptance length."""
+    evaluation = read_report(output_dir)["evaluation"]
+    if not evaluation:
+        return "A drafter that was not evaluated"
+    stats = at_draft_length(evaluation["trained"], evaluation["k"])
+    return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0"
+
+
+def push_run(output_dir: Path, hub: HubConfig) -> str:
+    """Push a run's export; return the commit's URL."""
+    return push(files_to_push(output_dir, hub), hub, commit_message(output_dir))
+
+
+def push(files: dict[str, Path | bytes], hub: HubConfig, message: str) -> str:
+    """Upload all files and make one commit of them; the repository never has only some of them.
+
+    A missing repository is created; an existing one keeps its visibility.
+
+    Returns:
+        The commit's URL.
+
+    Raises:
+        UserError: there is no token or no write access, or the Hub cannot be reached.
+    """
+    assert hub.repo_id is not None
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi(token=hub_token())
+    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    try:
+        api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
+        commit = api.create_commit(hub.repo_id, operations, commit_message=message)
+    except (HTTPError, OfflineModeIsEnabled, RuntimeError) as error:  # RuntimeError: a file's upload
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        remedy = f"Nothing was committed: {str(error.__cause__ or error).strip().partition(chr(10))[0]}"
+        if status in (401, 403):
+            remedy = f"The Hub refuses it ({status}): the token in {TOKEN} has no write access."
+        raise UserError("hub.repo_id", hub.repo_id, remedy) from None
+    return str(commit.commit_url)

@@ -1,0 +1,230 @@
+"""The report of a run: an HTML page, a picture, and a table for the terminal."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from eagle31.export.layouts import Layout
+from eagle31.json_files import read_jsonl, write_sealed_json, write_text
+from train.report.card import (
+    DRAFT_TOKENS,
+    describe_samples,
+    describe_steps,
+    describe_vocabulary,
+    serve_command,
+    target_name,
+    untrained_warning,
+)
+from train.report.drift import drift_panels, drift_tables, shown_drift
+from train.report.plots import run_panels, save_png, svg_uri
+from train.report.results import (
+    acceptance_table,
+    acceptances,
+    at_draft_length,
+    describe_conditions,
+    details,
+    interval_of,
+    read_report,
+    read_serving,
+    warnings_of,
+    with_interval,
+)
+from train.tables import aligned
+
+TEMPLATES = Path(__file__).parent / "templates"
+_SUMMARY = ("loss", "replay", "draft_length")
+
+
+def write_report(
+    output_dir: Path, metrics_path: Path, evaluation: dict[str, Any], run_info: dict[str, Any]
+) -> Path:
+    """Write `output_dir/report`: index.html, summary.png, and metrics.json with all their numbers.
+
+    Args:
+        metrics_path: the run's metrics.jsonl.
+        evaluation: the evaluation's results; parts of it may be missing.
+        run_info: describes the run.
+
+    Returns: the path of index.html.
+    """
+    directory = Path(output_dir) / "report"
+    metrics = read_jsonl(metrics_path)
+    known = {"evaluation": evaluation, "run": run_info, "metrics": metrics}
+    write_sealed_json(directory / "metrics.json", known)
+    panels = run_panels(metrics, evaluation, run_info["best_step"])
+    if summary := [panels[name] for name in _SUMMARY if name in panels]:
+        save_png(summary, directory / "summary.png", _headline(evaluation), panel_inches=3.5)
+    return write_page(output_dir)
+
+
+def write_page(output_dir: Path) -> Path:
+    """Write index.html from the report's metrics.json and serving.json.
+
+    Raises:
+        UserError: the run has no report yet.
+    """
+    known = read_report(output_dir)
+    metrics, evaluation, run_info = known["metrics"], known["evaluation"], known["run"]
+    best_step = run_info["best_step"]
+    panels = run_panels(metrics, evaluation, best_step) | drift_panels(metrics, best_step)
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["duration"] = _duration
+    page = environment.get_template("report.html").render(
+        figures={name: (panel, svg_uri(panel)) for name, panel in panels.items()},
+        evaluation=evaluation,
+        headlines=_headlines(evaluation),
+        warnings=_warnings(evaluation, run_info),
+        acceptance_table=acceptance_table(evaluation),
+        position_table=_position_table(evaluation),
+        length_table=_length_table(evaluation),
+        details=details(evaluation) if evaluation else [],
+        conditions=describe_conditions(evaluation) if evaluation else "",
+        run_info=run_info,
+        drift=(drift := shown_drift(metrics, best_step)),
+        drift_tables=drift_tables(drift),
+        serving=read_serving(Path(output_dir)),
+        title=target_name(run_info),
+        configuration=_configuration(run_info) + training_speed(metrics),
+        total_seconds=sum(stage["seconds"] for stage in run_info["stages"] if not stage["reused"]),
+        serve=serve_command(
+            str(run_info["target"]),
+            str(run_info["export"]),
+            evaluation.get("k", DRAFT_TOKENS),
+            run_info.get("layout", Layout.vllm.value),
+        ),
+    )
+    path = Path(output_dir) / "report" / "index.html"
+    write_text(path, page)
+    return path
+
+
+def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
+    """Return the results as a table for the terminal, and the paths of export and report."""
+    lines = [*aligned(acceptance_table(evaluation), text_columns=2), ""] if evaluation else []
+    rows = details(evaluation) if evaluation else []
+    rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
+    for warning in _warnings(evaluation, run_info):
+        lines = [f"WARNING: {warning}", "", *lines]
+    return "\n".join(lines + aligned(rows, text_columns=2))
+
+
+def _headline(evaluation: dict[str, Any]) -> str:
+    if not evaluation:
+        return ""
+    stats = at_draft_length(evaluation["trained"], evaluation["k"])
+    prompts = f"{evaluation['num_prompts']} held-out prompts"
+    return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0, {prompts}"
+
+
+def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (number, name, comparison) of the figures at the top of the page."""
+    if not evaluation:
+        return []
+    found: list[tuple[str, str, str]] = []
+    trained, decoding = evaluation["trained"], evaluation["decoding"]
+    for k in dict.fromkeys([evaluation["k"], trained["by_draft_length"][-1]["k"]]):
+        stats = at_draft_length(trained, k)
+        scale = f"95 % interval {interval_of(stats)}, perfect {k + 1}"
+        if not found and evaluation.get("untrained"):
+            untrained = at_draft_length(evaluation["untrained"], k)
+            scale += f", untrained {untrained['acceptance_length']:.2f}"
+        found.append((f"{stats['acceptance_length']:.2f}", f"acceptance length at k = {k}", scale))
+    timing = decoding["timing"]
+    if timing["speedup"] is None:
+        found.append(("not known", "speed-up", timing["unknown"]))
+    else:
+        note = f"median of {timing['num_prompts']} prompts, 95 % interval {interval_of(timing)}"
+        found.append((f"{timing['speedup']:.2f}×", "speed-up", note))
+    completions = decoding["completions"]
+    rest = f"{completions['num_near_tie']} near-tie, {completions['num_different']} different"
+    identical = f"{completions['num_identical']}/{decoding['num_prompts']}"
+    return [*found, (identical, "completions identical to the target's", rest)]
+
+
+def _position_table(evaluation: dict[str, Any]) -> list[list[str]]:
+    """Return a header, and a row for each position in the longest drafts."""
+    measured = acceptances(evaluation)
+    rows = [["position", *map(str, measured)]]
+    for position in range(max((one.longest["k"] for one in measured), default=0)):
+        cells = []
+        for one in measured:
+            rates = [one.longest[f"{kind}_acceptance"] for kind in ("absolute", "conditional")]
+            known = position < one.longest["k"]
+            cells.append("{:.1f} % ({:.1f} %)".format(*(100 * r[position] for r in rates)) if known else "")
+        rows.append([str(position + 1), *cells])
+    return rows
+
+
+def _length_table(evaluation: dict[str, Any]) -> list[list[str]]:
+    """Return a header, and a row for each draft length."""
+    measured = acceptances(evaluation)
+    found = [{row["k"]: with_interval(row) for row in one.measured["by_draft_length"]} for one in measured]
+    lengths = sorted({k for cells in found for k in cells})
+    rows = [[str(k), *(cells.get(k, "") for cells in found)] for k in lengths]
+    return [["k", *map(str, measured)], *rows]
+
+
+def _warnings(evaluation: dict[str, Any], run_info: dict[str, Any]) -> list[str]:
+    untrained = untrained_warning(run_info)
+    return ([untrained] if untrained else []) + (warnings_of(evaluation) if evaluation else [])
+
+
+def _configuration(run_info: dict[str, Any]) -> list[tuple[str, str]]:
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(run_info["versions"].items()))
+    rows = [
+        ("recipe", run_info["recipe"]),
+        ("target", run_info["target"]),
+        ("training data", run_info["train_data"]),
+        ("trained on", describe_samples(run_info)),
+        ("optimizer steps", describe_steps(run_info)),
+        ("drafter", f"{run_info['drafter_parameters']:,} parameters"),
+        ("aux layer ids", ", ".join(map(str, run_info["aux_layer_ids"])) + " (decoder layers applied)"),
+        ("draft vocabulary", describe_vocabulary(run_info)),
+        ("export", run_info["export"]),
+        ("git revision", run_info["git_revision"]),
+        ("versions", versions),
+    ]
+    return [(name, str(value)) for name, value in rows if value is not None]
+
+
+def training_speed(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return names and values of training's speed and memory; what a run did not log is left out."""
+    train = [record for record in metrics if record["kind"] == "train"]
+
+    def values(name: str) -> list[float]:
+        return [record[name] for record in train if name in record]
+
+    found = []
+    if rates := values("supervised_positions_per_second"):
+        tokens, supervised = statistics.median(values("tokens_per_second")), statistics.median(rates)
+        counts = f"{tokens:,.0f} tokens and {supervised:,.0f} supervised positions per second"
+        found.append(("training speed", f"{counts}, without padding"))
+    if medians := values("step_seconds_p50"):
+        slow = f"95th percentile at most {max(values('step_seconds_p95')):.3g} s"
+        found.append(("step time", f"{statistics.median(medians):.3g} s, {slow}"))
+    if used := values("model_flops_utilization"):
+        found.append(("model FLOPs utilization", f"{statistics.median(used):.0%} of the peak bf16 rate"))
+    if peaks := values("peak_memory_gb"):
+        planned = values("planned_memory_gb")[-1]
+        found.append(("peak GPU memory", f"{max(peaks):.1f} GB; the plan's figure is {planned:.1f} GB"))
+    if checkpoints := values("checkpoint_seconds"):
+        validations = sum(r["seconds"] for r in metrics if r["kind"] == "validation" and "seconds" in r)
+        rest = f"validation {validations:.1f} s, checkpoints {sum(checkpoints):.1f} s"
+        found.append(("time outside steps", rest))
+    return found
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,1 +1,0 @@
-"""Runs side by side: which drafter is better, and where."""

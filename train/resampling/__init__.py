@@ -1,1 +1,0 @@
-"""Intervals from resamples of the prompts."""
