@@ -94,7 +94,7 @@ def push(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 def test_weights_config_and_card_are_one_private_commit_without_a_local_path(
     hub: Hub, push: Push, finished: Path
 ) -> None:
-    assert (finished / "export" / "verification").is_dir()  # has the user's prompts
+    (finished / "export" / "prompts.json").write_text("a prompt of the user")
     status, printed, said = push(finished, "--repo", REPO, "--license", "apache-2.0")
     assert status == 0, said
     assert URL in printed
