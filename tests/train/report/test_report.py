@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from eagle31.json_files import read_sealed_json, write_jsonl
+from eagle31.json_files import read_sealed_json, write_json, write_jsonl
 from tests.train.report.finished_run import (
     drift_metrics,
     evaluation,
