@@ -278,7 +278,7 @@ def _plan(config: RunConfig) -> Iterator[Check]:
         found += f"; target: {way.target.where}"
     yield Check("plan", OK if way.works else LACKING, found, " ".join(map(str, reasons)))
     for disk in disks(sizes, plan.work):
-        yield Check("disk", LACKING if disk.shortage else OK, str(disk), disk.shortage or "")
+        yield Check("disk", LACKING if disk.remedy else OK, str(disk), disk.remedy)
     model, missing = config.target.model, download_bytes(sizes)
     if missing and constants.HF_HUB_OFFLINE:
         remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {model}), or give a directory."

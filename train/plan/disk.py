@@ -45,12 +45,11 @@ class Disk:
         return sum(use.num_bytes for use in self.uses)
 
     @property
-    def shortage(self) -> str | None:
-        """What is lacking, with the remedy of the largest use; None where all has room."""
+    def remedy(self) -> str:
+        """What to do about the largest use; empty where all has room."""
         if self.needed_bytes <= self.free_bytes:
-            return None
-        largest = max(self.uses, key=lambda use: use.num_bytes)
-        return f"{self}. {largest.remedy}"
+            return ""
+        return max(self.uses, key=lambda use: use.num_bytes).remedy
 
     def __str__(self) -> str:
         parts = ", ".join(f"{use.what} {gigabytes(use.num_bytes)}" for use in self.uses)
@@ -86,9 +85,8 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     capture, output_dir = config.capture, Path(config.output_dir)
     if capture.mode is CaptureMode.offline and work.store_bytes:
         left = work.store_bytes - _bytes_below(output_dir, "artifacts/capture-*")
-        remedy = (
-            "Set capture.mode=online, capture.codec=fp8 or a lower capture.max_samples, or free some space."
-        )
+        smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
+        remedy = f"Set {smaller}capture.mode=online or a lower capture.max_samples, or free some space."
         yield DiskUse("the store", output_dir, left, remedy)
     # One checkpoint more than are kept, and three copies of the weights.
     kept = 4 * sizes.num_parameters * (_STATES * (config.train.keep_checkpoints + 1) + 3)

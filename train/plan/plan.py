@@ -136,7 +136,7 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
         work=work,
         optimizer=described(config.optim, sizes.drafter),
         ways=ways,
-        disk=[disk.shortage for disk in disks(sizes, work) if disk.shortage] if here else [],
+        disk=[f"{disk}. {disk.remedy}" for disk in disks(sizes, work) if disk.remedy] if here else [],
         notes=list(_notes(sizes, here)),
     )
 
