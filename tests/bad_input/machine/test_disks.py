@@ -96,9 +96,6 @@ MACHINES = [
         open_to_all,
     ),
     Machine(
-        forbidden,
-    ),
-    Machine(
         Case(
             "cache_of_another_and_a_target_to_train",
             ("target.model=embedded", "cache_dir=kept/cache", KEPT.replace("kept", "own")),
