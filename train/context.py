@@ -21,11 +21,11 @@ from train.drafter.chosen import ChosenDrafter
 from train.inference.servers import RunServers, ServerSettings, start_limit
 from train.inference.target import CapturedTarget
 from train.inference.vllm import capture_engine
-from train.optim.learning_rates import with_rates
 from train.plan.placement import ServerPlacement, run_placement
 from train.plan.target import target_size
 from train.target import Target
 from train.trainer.continuation import EarlierTraining
+from train.trainer.learning_rate import with_rates
 
 
 @dataclass

@@ -24,7 +24,6 @@ from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_s
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.launch.doctor import check_environment, check_start, check_store
-from train.optim.learning_rates import with_rates
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import check_gpu_memory
 from train.plan.sizes import RunSizes
@@ -41,6 +40,7 @@ from train.stages.train import check_ranks, check_rows, run_train, train_inputs
 from train.stages.training.continuing import begin_training, link_results, share_continued, share_earlier
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
+from train.trainer.learning_rate import with_rates
 from train.versions import git_revision, package_versions
 
 LOCK_FILE = ".lock"  # in the output directory

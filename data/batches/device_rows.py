@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from data.batches.loader import RowLoader
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import schedule_batch
-from eagle31.training.supervision import supervised_drafts
 
 
 @dataclass(frozen=True)

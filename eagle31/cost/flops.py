@@ -12,9 +12,8 @@ from torch import Tensor
 
 from eagle31.kernels.query_run import context_window
 from eagle31.model.config import DrafterConfig
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.schedule import needed_key_rows
-from eagle31.training.supervision import supervised_drafts
 
 
 @dataclass(frozen=True)

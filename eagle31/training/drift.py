@@ -24,9 +24,8 @@ from eagle31.model.attention import Attend, LayerKeys, attend_by_run, attention_
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.reference import reference_rollout
-from eagle31.training.supervision import supervised_drafts
 
 MAX_SCORES = 2**23  # attention scores that are held at once
 NUM_POSITIONS = 64

@@ -14,10 +14,9 @@ from eagle31.kernels.query_run import document_starts, query_runs
 from eagle31.model.attention import Attend, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts, supervised_positions
 from eagle31.training.objectives import Objective, plain_alpha, plain_loss
 from eagle31.training.step import DepthSums, full_teacher
-from eagle31.training.supervision import supervised_drafts, supervised_positions
 
 
 def reference_rollout(

@@ -9,12 +9,11 @@ from torch import Tensor
 from eagle31.kernels.elementwise import widened
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.fused_loss import one_pass_loss
 from eagle31.training.objectives import Objective, Teacher
 from eagle31.training.rollout import scheduled_rollout
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
-from eagle31.training.supervision import supervised_drafts
 
 # Logits held at once, the teacher's and the drafter's together. On the CPU they are few enough that the
 # allocator reuses their pages; on a GPU they are enough to keep it busy.

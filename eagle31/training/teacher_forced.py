@@ -9,10 +9,9 @@ from torch.nn import functional as F
 from eagle31.kernels.elementwise import widened
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.rollout import scheduled_rollout
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
-from eagle31.training.supervision import supervised_drafts
 
 
 @torch.no_grad()

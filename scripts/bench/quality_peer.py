@@ -21,8 +21,7 @@ from torch import Tensor
 from data.batches.loader import RowLoader
 from data.store import HiddenStateStore
 from eagle31.json_files import write_json
-from eagle31.training.batch import PackedBatch
-from eagle31.training.supervision import supervised_drafts
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from scripts.bench.peers.recipes import TRAINERS, PeerTrainer, row_weights
 
 Json = dict[str, Any]

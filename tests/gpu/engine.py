@@ -11,8 +11,8 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import schedule_batch
 from train.plan.memory import TrainerSettings
-from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
-from train.trainer.muon import MuonSettings
+from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.optimizer import MuonSettings
 
 
 def build_engine(

@@ -16,12 +16,11 @@ from tests.pretended_gpu.backward import backward
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch
 from train.distributed import World
+from train.trainer.engine import TrainedModule, split_weights
 from train.trainer.loop import optimizer_step
-from train.trainer.model_engine import TrainedModule, split_weights
-from train.trainer.muon import Muon, MuonSettings
-from train.trainer.optimizer import ClippedAdamW
+from train.trainer.metrics import WindowSums
+from train.trainer.optimizer import ClippedAdamW, Muon, MuonSettings
 from train.trainer.skipped import SkippedSteps
-from train.trainer.window import WindowSums
 
 NUM_ROWS, MAX_STEPS = 2, 2
 

@@ -7,7 +7,7 @@ from math import prod
 from eagle31.cost.flops import StepCounts
 from eagle31.cost.memory import StepMemory, step_memory
 from eagle31.model.config import DrafterConfig
-from train.optim.cost import matrix_shapes, orthogonalization_bytes
+from train.trainer.matrices import matrix_shapes, orthogonalization_bytes
 
 # DeepSpeed's defaults: elements of the buffer in which gradients are reduced, and of the parameters that
 # ZeRO 3 keeps gathered.

@@ -13,7 +13,6 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage, uses_vllm
 from train.config.vllm import Placement
 from train.distributed import World
-from train.optim.learning_rates import described
 from train.plan.commands import Command, commands
 from train.plan.disk import disks
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
@@ -22,6 +21,7 @@ from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import Parallelism, ServerMemory, TargetSize
 from train.plan.work import Hours, Work, run_hours, run_work
 from train.tables import gigabytes
+from train.trainer.learning_rate import described
 
 _GPUS_PER_NODE = 8
 # In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.

@@ -43,12 +43,12 @@ from train.stop import stop_reasons, time_limit
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.continuation import CONTINUED
+from train.trainer.engine import ensure_process_group, release_memory
 from train.trainer.learning_rate import LearningRate
 from train.trainer.loop import LoopSettings, TrainingLoop
-from train.trainer.model_engine import ensure_process_group, release_memory
+from train.trainer.metrics import Speed
 from train.trainer.skipped import SkippedSteps
 from train.trainer.validation import ReplayValidation
-from train.trainer.window import Speed
 
 _OPENED = "stages/train/opened"
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, file_within, read_json, write_json
 from eagle31.tensor_files import load_tensors
-from train.checkpoint.agreement import agreed, agreed_on_main, gathered
-from train.checkpoint.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
-from train.checkpoint.parts import (
+from train.distributed import World
+from train.trainer.agreement import agreed, agreed_on_main, gathered
+from train.trainer.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
+from train.trainer.parts import (
     MANIFEST,
     STATE,
     DamagedCheckpoint,
@@ -29,7 +30,6 @@ from train.checkpoint.parts import (
     write_part,
     write_weights,
 )
-from train.distributed import World
 
 WEIGHTS = "weights"
 BEST = "best.json"
@@ -59,7 +59,7 @@ class TrainState:
 class CheckpointDirectory:
     """A directory with `step-00000100/` for each kept checkpoint, and `best/` for the best weights.
 
-    A checkpoint has a file of each rank that wrote it, in the form of `train.checkpoint.parts`, and any
+    A checkpoint has a file of each rank that wrote it, in the form of `train.trainer.parts`, and any
     number of ranks reads it. What is damaged is found by its checksum.
     """
 

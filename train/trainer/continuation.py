@@ -11,8 +11,8 @@ from typing import Any
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, file_within, read_json, read_jsonl, write_json, write_jsonl
 from train.artifact import MANIFEST as FINISHED
-from train.checkpoint.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 from train.trainer.checkpoints import BEST, saved_steps
+from train.trainer.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 
 BEGUN = "begun.json"
 METRICS = "metrics.jsonl"

@@ -1,7 +1,62 @@
-"""The learning rate of each step."""
+"""The learning rate: the rule for its peak, and that of each step."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from eagle31.model.config import DrafterConfig
+from train.config.training import OptimConfig
+
+# 1e-4 at a hidden size of 4096, which EAGLE 3 and SpecForge publish for 8B targets.
+ADAMW_RATE_TIMES_WIDTH = 0.4
+# Within the published rates of 0.02 to 0.05. An update's spectral norm does not depend on the width.
+MATRIX_RATE = 0.03
+
+
+def rule_lr(drafter: DrafterConfig) -> float:
+    """Return AdamW's peak learning rate: `0.4 / hidden_size / sqrt(num_hidden_layers)`.
+
+    AdamW changes every element by about the rate, and a product with H elements that change together by H
+    times the rate. So a rate of c / H changes hidden states equally at every width. c is the published rate
+    times the published width. The residual branches of L layers add up; the root lets their sum change less
+    than in proportion to L.
+
+    Sources: Yang and Hu, Feature learning in infinite-width neural networks (2021), and Yang et al., Tensor
+    programs V (2022), for the width; Yang et al., Tensor programs VI (2023), for the depth. No ablation here
+    supports the depth: drafters have one layer.
+    """
+    return ADAMW_RATE_TIMES_WIDTH / drafter.hidden_size / drafter.num_hidden_layers**0.5
+
+
+def rule_matrix_lr(drafter: DrafterConfig) -> float:
+    """Return the peak learning rate of Muon's matrices: `0.03 / sqrt(num_hidden_layers)`.
+
+    It does not depend on the width, because an update is scaled to a spectral norm that fits the widths.
+
+    Sources: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024), and the
+    ablation in docs/training.md, for the value; Yang, Simon and Bernstein, A spectral condition for feature
+    learning (2023), for the width; see `rule_lr` for the depth.
+    """
+    return MATRIX_RATE / drafter.num_hidden_layers**0.5
+
+
+def with_rates(optim: OptimConfig, drafter: DrafterConfig) -> OptimConfig:
+    """Return the settings with the rule's rate for each rate that is null."""
+    return replace(
+        optim,
+        lr=rule_lr(drafter) if optim.lr is None else optim.lr,
+        matrix_lr=rule_matrix_lr(drafter) if optim.matrix_lr is None else optim.matrix_lr,
+    )
+
+
+def described(optim: OptimConfig, drafter: DrafterConfig) -> str:
+    """Return the rates in words, and which of them are the rule's."""
+    complete = with_rates(optim, drafter)
+    names = ["lr", "matrix_lr"] if optim.name.value == "muon" else ["lr"]
+    parts = [
+        f"{name} {getattr(complete, name):.3g}{' (rule)' if getattr(optim, name) is None else ''}"
+        for name in names
+    ]
+    return f"{optim.name.value}, {', '.join(parts)}"
 
 
 @dataclass(frozen=True)

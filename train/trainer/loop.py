@@ -16,13 +16,13 @@ from train.distributed import World, sum_over_ranks
 from train.stop import Stopped
 from train.tracking import Tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.engine import full_state
 from train.trainer.host_copy import HostCopy, sent
 from train.trainer.learning_rate import LearningRate
-from train.trainer.model_engine import full_state
+from train.trainer.metrics import Speed, WindowSums, source_metrics
 from train.trainer.optimizer import ClippedAdamW, divisor_correction
 from train.trainer.skipped import SkippedSteps, spoiled_unless_finite
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
-from train.trainer.window import Speed, WindowSums, source_metrics
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""AdamW under DeepSpeed: it clips gradients, and skips the steps that must not be taken."""
+"""AdamW and Muon under DeepSpeed: they clip gradients, and skip the steps that must not be taken."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 
+from eagle31.kernels.newton_schulz import orthogonalization_dtype
 from train.distributed import sum_over_ranks
+from train.trainer.fragments import flat_matrices
+from train.trainer.matrices import WholeMatrices
 
 _EPSILON = 1e-6  # added to the norm, as PyTorch and DeepSpeed do
 
@@ -126,3 +131,140 @@ def divisor_correction(num_supervised: Tensor, counted: Tensor) -> Tensor:
         counted: float64 [], the positions that this rank's loss counts.
     """
     return (num_supervised / sum_over_ranks(counted.clone()).clamp(min=1)).float()
+
+
+_MOMENTUM = "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """The settings of Muon, in addition to those of AdamW.
+
+    Args:
+        matrix_lr: peak learning rate of the matrices; their rate is always this multiple of AdamW's.
+        momentum: decay rate of the gradient's moving average, in [0, 1).
+    """
+
+    matrix_lr: float
+    momentum: float
+
+
+class Muon(ClippedAdamW):
+    """Muon for matrices and AdamW for the other weights, with the clipping and skipping of `ClippedAdamW`.
+
+    The update of a matrix [R, C] is the orthogonalized Nesterov momentum of its gradient, times
+    sqrt(max(1, R / C)), so that its spectral norm fits the widths and the rate holds for every width.
+
+    The momentum is elementwise. DeepSpeed saves and restores it as it does Adam's moments, in the flat tensor
+    of each rank. DeepSpeed's own Muon is not used: it changes the gradient itself, so the norm, clipping and
+    skipped steps would depend on the orthogonalized gradient.
+
+    Sources: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024); Yang, Simon
+    and Bernstein, A spectral condition for feature learning (2023), for the scale.
+
+    Args:
+        matrices: two-dimensional weights.
+        others: the weights that AdamW updates.
+        device: where matrices are orthogonalized, even if the optimizer is on the CPU.
+        settings: of AdamW; `lr` is its peak, and `weight_decay` holds for the matrices too.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+        muon: MuonSettings,
+        *,
+        lr: float,
+        device: torch.device,
+        **settings: Any,
+    ) -> None:
+        assert all(len(getattr(matrix, "ds_shape", matrix.shape)) == 2 for matrix in matrices)
+        groups = [{"params": list(matrices), "matrices": True}, {"params": list(others), "matrices": False}]
+        super().__init__(groups, lr=lr, **settings)
+        self.device = device
+        self.momentum = muon.momentum
+        self.matrix_lr_ratio = muon.matrix_lr / lr
+        shapes = [matrix.shape for matrix in matrices]
+        self._dtype = orthogonalization_dtype(device)
+        self._replicated = WholeMatrices(shapes, None, device, self._dtype)
+        self._partitioned: dict[Tensor, WholeMatrices] = {}  # by DeepSpeed's flat tensor, with ZeRO
+
+    @property
+    def num_orthogonalized(self) -> int:
+        """The number of matrices that this rank orthogonalized so far."""
+        return sum(one.num_orthogonalized for one in [self._replicated, *self._partitioned.values()])
+
+    def attach(self, model_engine: deepspeed.DeepSpeedEngine, matrices: Sequence[nn.Parameter]) -> None:
+        """Read where DeepSpeed has put the matrices. Call before the first step. Every rank calls.
+
+        Raises:
+            UnexpectedLayoutError: DeepSpeed's partitions are not as expected.
+        """
+        if model_engine.zero_optimization():
+            self._partitioned = {
+                one.flat: WholeMatrices(one.shapes, one.fragments, self.device, self._dtype)
+                for one in flat_matrices(model_engine, matrices, self.device)
+            }
+
+    def release(self) -> None:
+        super().release()
+        self._partitioned.clear()
+
+    def _rate(self, group: dict[str, Any], lr: float) -> float:
+        return lr * self.matrix_lr_ratio if group["matrices"] else lr
+
+    def _update(self) -> None:
+        groups = self.param_groups
+        for group in groups:
+            if group["matrices"] and group["params"]:
+                self._update_matrices(group["params"], group["lr"], group["weight_decay"])
+        self.param_groups = [group for group in groups if not group["matrices"]]
+        try:
+            super()._update()
+        finally:
+            self.param_groups = groups
+
+    def _update_matrices(self, tensors: list[Tensor], lr: float, weight_decay: float) -> None:
+        """Update matrices, or flat tensors that have fragments of them."""
+        assert self._refused is not None
+        taken = (~self._refused).to(tensors[0].device, torch.float32)  # 0 on a GPU if the step is refused
+        for tensor in tensors:
+            self._set_direction(tensor, taken)
+            if weight_decay:
+                tensor.mul_(1 - lr * weight_decay * taken)
+        if not self._partitioned:
+            parts = [(tensor.view(-1), _gradient(tensor).flatten()) for tensor in tensors]
+            self._apply(self._replicated, parts, lr * taken)
+            return
+        for tensor in tensors:
+            whole = self._partitioned[tensor]
+            slices = [slice(one.offset, one.offset + one.length) for one in whole.own_fragments]
+            parts = [(tensor[part], _gradient(tensor)[part]) for part in slices]
+            self._apply(whole, parts, lr * taken)
+
+    def _set_direction(self, tensor: Tensor, taken: Tensor) -> None:
+        """Replace a gradient by its Nesterov momentum, unless the step is refused."""
+        state, gradient = self.state[tensor], _gradient(tensor)
+        if _MOMENTUM not in state:
+            state[_MOMENTUM] = torch.zeros_like(tensor)
+            state["step"] = torch.zeros(())  # unused, but AdamW loads no state without it
+        if self.defaults["fused"]:
+            assert self._refused is not None
+            gradient.masked_fill_(self._refused, 0)  # it may not be finite
+        buffer = state[_MOMENTUM].lerp_(gradient, (1 - self.momentum) * taken)
+        gradient.lerp_(buffer, self.momentum)
+
+    @staticmethod
+    def _apply(whole: WholeMatrices, parts: list[tuple[Tensor, Tensor]], step_size: Tensor) -> None:
+        """Move each weight, or fragment of one, against its orthogonalized direction."""
+        for index, update in whole.orthogonalized([direction for _, direction in parts]):
+            weights = parts[index][0]
+            rows, columns = whole.shapes[index]
+            # In place: a copy would take more memory than orthogonalization does.
+            weights.sub_(update.to(weights).mul_(step_size * max(1.0, rows / columns) ** 0.5))
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad

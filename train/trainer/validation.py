@@ -14,7 +14,7 @@ from eagle31.decoding.replay import replay
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import choose_rows
 from train.distributed import World, sum_over_ranks
-from train.trainer.model_engine import TrainedModule
+from train.trainer.engine import TrainedModule
 
 
 class ReplayValidation:

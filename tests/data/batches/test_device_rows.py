@@ -14,9 +14,8 @@ from data.batches.device_rows import DeviceRows, tensors_in
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
 from eagle31.errors import UserError
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.step import schedule_batch
-from eagle31.training.supervision import supervised_drafts
 from tests.data.batches.memory_source import MemorySource, random_sample
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu, pinned
 

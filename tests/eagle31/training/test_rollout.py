@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from eagle31.training.batch import supervised_drafts, supervised_positions
 from eagle31.training.reference import reference_rollout
 from eagle31.training.rollout import rollout
-from eagle31.training.supervision import supervised_drafts, supervised_positions
 from tests.eagle31.naive import naive_states
 from tests.eagle31.tiny import EAGLE3, MLA, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.objectives import Loss, Objective
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import DepthSums, rollout_loss
-from eagle31.training.supervision import supervised_drafts
 from tests.eagle31.naive import is_supervised, naive_loss, naive_states
 from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch
+from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.objectives import Objective
 from eagle31.training.step import rollout_loss
-from eagle31.training.supervision import supervised_drafts
 from tests.eagle31.tiny import VOCAB, random_batch, tiny_config, tiny_drafter
 from tests.torchspec_python import run_there, torchspec_python
 

@@ -18,7 +18,7 @@ from eagle31.cost.flops import count_step
 from eagle31.model.config import DrafterConfig, MlaShape
 from tests.gpu.engine import build_engine, random_row, update
 from train.plan.memory import TrainerSettings, trainer_memory
-from train.trainer.model_engine import ensure_process_group
+from train.trainer.engine import ensure_process_group
 
 CPU = torch.device("cpu")
 

@@ -17,13 +17,13 @@ from data.samples import StateShape
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
-from train.checkpoint.agreement import gathered
-from train.checkpoint.parts import load_weights
 from train.distributed import World, leave_process_group
+from train.trainer.agreement import gathered
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
+from train.trainer.engine import ensure_process_group
 from train.trainer.loop import optimizer_step
-from train.trainer.model_engine import ensure_process_group
-from train.trainer.window import WindowSums
+from train.trainer.metrics import WindowSums
+from train.trainer.parts import load_weights
 
 SAVED, STEPS = 2, 4
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "momentum_buffer")

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from data.batches.device_rows import StepRows
 from tests.train.trainer.tiny_engines import LR, MUON
-from train.checkpoint.engine_state import master_weights
 from train.distributed import World
-from train.optim.matrices import is_matrix
+from train.trainer.engine import full_state
+from train.trainer.engine_state import master_weights
 from train.trainer.loop import optimizer_step
-from train.trainer.model_engine import full_state
-from train.trainer.window import WindowSums
+from train.trainer.matrices import is_matrix
+from train.trainer.metrics import WindowSums
 
 
 def snapshot(model_engine: Any) -> list[Tensor]:

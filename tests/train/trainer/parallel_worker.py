@@ -27,16 +27,16 @@ from tests.train.trainer.engine_checks import refused_steps, snapshot
 from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
-from train.trainer import model_engine as engine_module
+from train.trainer import engine as engine_module
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
-from train.trainer.loop import optimizer_step
-from train.trainer.model_engine import (
+from train.trainer.engine import (
     ensure_process_group,
     full_state,
 )
-from train.trainer.muon import MuonSettings
+from train.trainer.loop import optimizer_step
+from train.trainer.metrics import WindowSums
+from train.trainer.optimizer import MuonSettings
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
-from train.trainer.window import WindowSums
 
 NUM_STEPS = 4
 

@@ -8,12 +8,12 @@ import pytest
 
 from tests.train.launch.machines import SEPARATE, Machine, namespaces, require_namespaces
 from tests.train.torchrun import ROOT, preloaded_python
-from train.trainer.model_engine import ensure_process_group
+from train.trainer.engine import ensure_process_group
 
 PROGRAM = """
 import socket, struct, sys
 sys.path.insert(0, sys.argv[1])
-from train.trainer.model_engine import ensure_process_group
+from train.trainer.engine import ensure_process_group
 ensure_process_group()
 for line in open("/proc/self/net/tcp"):
     address, state = line.split()[1], line.split()[3]

@@ -8,8 +8,8 @@ from eagle31.training.objectives import Objective
 from tests.data.batches.memory_source import MemorySource, random_sample
 from tests.eagle31.tiny import tiny_config, tiny_drafter
 from train.distributed import World
-from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
-from train.trainer.muon import MuonSettings
+from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.optimizer import MuonSettings
 
 ROWS_PER_STEP, ROW_TOKENS = 4, 48
 BETAS = (0.9, 0.95)

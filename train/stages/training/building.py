@@ -25,10 +25,10 @@ from train.drafter.build import build_drafter
 from train.plan.memory import trainer_memory, worst_counts
 from train.plan.sizes import trainer_settings
 from train.stages.training.states import training_samples
-from train.trainer.model_engine import TrainedModule, deepspeed_config, initialize_model_engine
-from train.trainer.muon import MuonSettings
+from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.metrics import Speed
+from train.trainer.optimizer import MuonSettings
 from train.trainer.validation import DriftDiagnosis
-from train.trainer.window import Speed
 
 
 def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:

@@ -15,12 +15,12 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on_time
 from tests.train.torchrun import composed, torchrun
-from train.checkpoint.parts import load_weights
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.pipeline import unfinished_stages
 from train.stages.training.continuing import share_earlier
+from train.trainer.parts import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"

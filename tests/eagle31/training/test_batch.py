@@ -1,6 +1,6 @@
 import torch
 
-from eagle31.training.supervision import supervised_drafts, supervised_positions
+from eagle31.training.batch import supervised_drafts, supervised_positions
 from tests.eagle31.naive import is_supervised
 from tests.eagle31.tiny import random_batch, tiny_config
 

@@ -79,7 +79,7 @@ def check_cover(shapes: Sequence[torch.Size], fragments: Sequence[Sequence[Fragm
 def own_fragment(model_engine: deepspeed.DeepSpeedEngine, parameter: nn.Parameter) -> tuple[int, Fragment]:
     """Return which of this rank's flat tensors has a part of a weight at ZeRO 1, 2 or 3, and which part.
 
-    The flat tensors are those of `train.checkpoint.engine_state.master_weights`.
+    The flat tensors are those of `train.trainer.engine_state.master_weights`.
 
     Raises:
         UnexpectedLayoutError: DeepSpeed's partitions are not as expected.

@@ -1,5 +1,6 @@
 """The model engine: DeepSpeed around the drafter."""
 
+import copy
 import io
 import os
 from contextlib import AbstractContextManager, redirect_stdout
@@ -22,10 +23,8 @@ from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from train.distributed import World
-from train.optim.matrices import is_matrix
-from train.trainer.muon import Muon, MuonSettings
-from train.trainer.optimizer import ClippedAdamW
-from train.trainer.rounded import RoundedDrafter
+from train.trainer.matrices import is_matrix
+from train.trainer.optimizer import ClippedAdamW, Muon, MuonSettings
 
 
 class TrainedModule(nn.Module):
@@ -239,3 +238,34 @@ def ensure_process_group(timeout_minutes: float = 30.0) -> None:
         if alone:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
+
+
+class RoundedDrafter:
+    """Rounds a drafter's float32 weights for a forward pass; their gradients accumulate in float32.
+
+    DeepSpeed accumulates in bf16 at ZeRO 0 in bf16, and keeps the float32 weights to itself. So there the
+    model engine has the float32 weights, and this rounds them.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        shared = {id(weight): weight for weight in drafter.parameters()}
+        self._rounded = copy.deepcopy(drafter, shared)  # copies the modules, whose weights are replaced
+        self._weights: list[tuple[nn.Module, nn.Module, str]] = []
+        for source, module in zip(drafter.modules(), self._rounded.modules(), strict=True):
+            for name in [name for name, weight in source._parameters.items() if weight is not None]:
+                del module._parameters[name]
+                self._weights.append((source, module, name))
+
+    def __call__(self, dtype: torch.dtype) -> Drafter:
+        """Return the drafter with weights of this dtype, which it keeps until the next call.
+
+        They outlive the forward pass, because activation checkpointing reads them again in the backward pass.
+        """
+        for source, module, name in self._weights:
+            setattr(module, name, getattr(source, name).to(dtype))
+        return self._rounded
+
+    def release(self) -> None:
+        """Free the rounded weights."""
+        for _, module, name in self._weights:
+            setattr(module, name, None)

@@ -9,7 +9,7 @@ from data.batches.device_rows import RowCounts
 from eagle31.training.step import DepthSums
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from train.distributed import World
-from train.trainer.window import Speed, StepTimes, WindowSums, percentile
+from train.trainer.metrics import Speed, StepTimes, WindowSums, percentile
 
 WORLD = World(rank=0, local_rank=0, size=1)
 

@@ -1,13 +1,31 @@
-"""Orthogonalizing matrices that are split among ranks: each is made whole on one rank, its owner."""
+"""The matrices that Muon updates: which rank orthogonalizes which, and what that takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle31.kernels.newton_schulz import orthogonalization_flops, orthogonalize
-from train.optim.fragments import Fragment
+from eagle31.kernels.newton_schulz import orthogonalization_elements, orthogonalization_flops, orthogonalize
+from train.trainer.fragments import Fragment
+
+HEAD = "lm_head.weight"
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether Muon updates this weight of the drafter; AdamW updates the others.
+
+    Muon is for matrices between hidden states. A norm's weight is a vector. A row of the draft head belongs
+    to one token, and its gradient is as frequent as the token, which AdamW evens out.
+
+    No module of the drafter has several projections in one weight, apart from MLA's down-projection of keys
+    and values with its shared rotary key, as in DeepSeek's checkpoints; it counts as one matrix.
+
+    Source: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
+    """
+    return len(shape) == 2 and name != HEAD
+
 
 # Matrices of one shape are orthogonalized together up to this number of elements; larger ones one by one.
 BATCH_ELEMENTS = 2**24
@@ -159,3 +177,50 @@ def _split(values: Tensor, places: list[slice]) -> tuple[Tensor, ...]:
 
 def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+@dataclass(frozen=True)
+class OrthogonalizationWork:
+    """The work of one optimizer step on the rank that has the most of it."""
+
+    flops: int
+    fraction: float  # of the rank's FLOPs of the step, forward and backward included
+
+
+def matrix_shapes(tensors: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
+    """Return the shapes of the weights that Muon updates, from those of all trained weights by name."""
+    return [shape for name, shape in tensors.items() if is_matrix(name, shape)]
+
+
+def orthogonalization_work(
+    tensors: Mapping[str, Sequence[int]], *, num_ranks: int, rows_per_step: float, row_flops: int
+) -> OrthogonalizationWork:
+    """Return the work of orthogonalization.
+
+    Args:
+        tensors: shapes of the trained weights by name.
+        rows_per_step: over all ranks, on average over the steps.
+        row_flops: FLOPs of forward and backward of one row.
+    """
+    flops = busiest_owner_flops(matrix_shapes(tensors), num_ranks)
+    step = row_flops * rows_per_step / num_ranks
+    return OrthogonalizationWork(flops, flops / (flops + step))
+
+
+def orthogonalization_bytes(
+    shapes: Sequence[Sequence[int]], *, num_ranks: int, partitioned: bool, itemsize: int
+) -> int:
+    """Return the memory of exchanging and orthogonalizing matrices, at its peak.
+
+    It is that of the largest batch: the received fragments, the whole matrices, and the iteration's tensors.
+
+    Args:
+        partitioned: whether the matrices are split among the ranks.
+        itemsize: bytes of an element in which matrices are orthogonalized.
+    """
+    largest = 0
+    for batch in (batch for batches in rounds(shapes, num_ranks) for batch in batches if batch):
+        rows, columns = shapes[batch[0]]
+        held = (2 if partitioned else 1) * rows * columns + orthogonalization_elements(rows, columns)
+        largest = max(largest, len(batch) * held)
+    return largest * itemsize

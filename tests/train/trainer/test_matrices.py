@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from eagle31.kernels.newton_schulz import orthogonalization_flops
-from train.optim.whole_matrices import BATCH_ELEMENTS, busiest_owner_flops, rounds
+from train.trainer.matrices import BATCH_ELEMENTS, busiest_owner_flops, rounds
 
 # fc, q, k, v, o, gate, up, down of a drafter with hidden size 4096
 SHAPES = [

@@ -8,9 +8,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from eagle31.errors import UserError
-from train.checkpoint.parts import WEIGHTS, SavedFragment, SavedParts
 from train.distributed import World
-from train.optim.fragments import Fragment, own_fragment
+from train.trainer.fragments import Fragment, own_fragment
+from train.trainer.parts import WEIGHTS, SavedFragment, SavedParts
 
 _STEP = "step"  # of AdamW, a number and not a tensor of the weight's shape
 

@@ -1,1 +1,0 @@
-"""The matrices of a drafter in DeepSpeed's partitions, which the Muon optimizer makes whole."""
