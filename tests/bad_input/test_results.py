@@ -66,8 +66,7 @@ class FinishedRun:
     def unfinished(self) -> tuple[list[Stage], str]:
         """Return the stages that the same command would run, and what it says on stderr."""
         context = replace(self.context, artifacts={}, reused=set(), earlier=None, continued=None)
-        for name in ("parts", "tokenizer"):
-            context.__dict__[name] = getattr(self.context, name)
+        context.__dict__["target"] = self.context.target
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr):
             problem = share_earlier(context)

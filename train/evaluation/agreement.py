@@ -14,7 +14,7 @@ from eagle31.decoding.speculative import Decoded
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.teacher_forced import greedy_hits, logits_of_draft
-from train.serving.drafts import PlacedDraft, common_length, placed_drafts
+from train.engines.serving import PlacedDraft, common_length, placed_drafts
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from eagle31.decoding.speculative import Decoded, decode_speculatively
 from eagle31.export.read import load_export
 from eagle31.model.frozen import FrozenParts
 from train.drafter.published import target_defaults
-from train.serving.drafts import PlacedDraft, Served, common_length, placed_drafts
+from train.engines.serving import PlacedDraft, Served, common_length, placed_drafts
 from train.tables import aligned
 
 _NUM_SHOWN = 8  # differences in a list

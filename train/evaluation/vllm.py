@@ -12,11 +12,7 @@ from data.vllm.environment import find_python
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.chain import rounding_bound
 from eagle31.errors import UserError
-from train.evaluation.agreement import DecodedSubset, DraftedCompletion
-from train.evaluation.decoding import TimedPrompt, count_verdicts, decoding_numbers, paired_timing, verdict
-from train.evaluation.replay import PromptAcceptance
-from train.serving.drafts import Served
-from train.serving.engine import (
+from train.engines.serving import (
     GREEDY,
     DecodedPass,
     DecodeJob,
@@ -24,10 +20,14 @@ from train.serving.engine import (
     EngineSpec,
     JobResult,
     Sampling,
+    Served,
     draft_room,
     require,
     run_jobs,
 )
+from train.evaluation.agreement import DecodedSubset, DraftedCompletion
+from train.evaluation.decoding import TimedPrompt, count_verdicts, decoding_numbers, paired_timing, verdict
+from train.evaluation.replay import PromptAcceptance
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
 # Two engines do not fit a GPU whose memory the target fills.

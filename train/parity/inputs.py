@@ -20,8 +20,8 @@ from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
+from train.engines.serving import EngineSpec, draft_room
 from train.parity.prompts import Prompts, check_prompts, find_prompts
-from train.serving.engine import EngineSpec, draft_room
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

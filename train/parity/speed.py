@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from train.engines.serving import failure, run_worker
 from train.parity.inputs import Inputs
-from train.serving.engine import failure, run_worker
 from train.tables import aligned
 
 PLAIN = 0  # the draft length of the engine without the drafter

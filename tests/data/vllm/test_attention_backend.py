@@ -10,7 +10,7 @@ import pytest
 from data.vllm.arguments import CaptureEngine
 from data.vllm.environment import environment
 from tests.data.vllm.targets import capture_engine, save_gqa, save_mla
-from train.serving.engine import EngineSpec
+from train.engines.serving import EngineSpec
 
 # Prints, for each set of arguments, the backend that vLLM chooses for the target's layers.
 SELECT = """

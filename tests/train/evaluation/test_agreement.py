@@ -12,8 +12,8 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.teacher_forced import greedy_hits, logits_of_draft
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
+from train.engines.serving import PlacedDraft
 from train.evaluation.agreement import DraftedCompletion, replay_verdict
-from train.serving.drafts import PlacedDraft
 
 NUM_PROMPT_TOKENS, K = 6, 3
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from eagle31.decoding.speculative import Decoded
+from train.engines.serving import PlacedDraft, Served, cut_to_completion, placed_drafts
 from train.evaluation.parity import Comparison, check_case, compare_completions
-from train.serving.drafts import PlacedDraft, Served, cut_to_completion, placed_drafts
 
 K = 3
 WIDE = 1.0

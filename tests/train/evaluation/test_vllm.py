@@ -13,6 +13,15 @@ from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
+from train.engines.serving import (
+    Counters,
+    DecodedPass,
+    EngineFailure,
+    JobResult,
+    PlacedDraft,
+    Served,
+    draft_room,
+)
 from train.evaluation.vllm import (
     accepted_by_prompt,
     check_recorded,
@@ -22,8 +31,6 @@ from train.evaluation.vllm import (
     sampled_report,
     timed_prompts,
 )
-from train.serving.drafts import PlacedDraft, Served
-from train.serving.engine import Counters, DecodedPass, EngineFailure, JobResult, draft_room
 from train.stages.evaluate import evaluate_inputs, vllm_evaluation
 
 IN_VLLM = "target.engine=vllm"

@@ -17,9 +17,16 @@ from eagle31.json_files import write_text
 from tests.data.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, target_path
 from tests.train.torchrun import ROOT
+from train.engines.serving import (
+    DecodeJob,
+    EngineFailure,
+    EngineSpec,
+    JobResult,
+    Served,
+    draft_room,
+    run_jobs,
+)
 from train.evaluation.parity import Comparison, check_case, decode_reference
-from train.serving.drafts import Served
-from train.serving.engine import DecodeJob, EngineFailure, EngineSpec, JobResult, draft_room, run_jobs
 
 CPU = torch.device("cpu")
 K, MAX_NEW_TOKENS, NUM_PROMPTS = 4, 64, 12

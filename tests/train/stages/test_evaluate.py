@@ -24,11 +24,10 @@ from train.config.run import Stage, needed_stages
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
+from train.engines.serving import DecodeJob, EngineFailure, JobResult, Sampling, common_length, run_jobs
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import check_case, decode_reference
 from train.pipeline import run_stages, unfinished_stages
-from train.serving.drafts import common_length
-from train.serving.engine import DecodeJob, EngineFailure, JobResult, Sampling, run_jobs
 from train.stages import evaluate as evaluate_stage
 from train.stages.report import run_report
 

@@ -1,4 +1,4 @@
-"""Runs jobs in vLLM: `worker.py` reads them in vLLM's environment and writes their results."""
+"""vLLM with a drafter, driven from outside: jobs for `serving_worker.py`, and their results."""
 
 import tempfile
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from typing import Any
 from data.processes.supervised import run_supervised
 from data.vllm.attention_backend import attention_backend
 from data.vllm.environment import environment
+from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json, write_json
-from train.serving.drafts import PlacedDraft, Served
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("serving_worker.py")
 _TAIL_LINES = 20
 
 
@@ -112,6 +112,31 @@ class DecodeJob:
             "margins_against": self.margins_against,
             "keep": None if self.keep is None else str(self.keep),
         }
+
+
+@dataclass(frozen=True)
+class PlacedDraft:
+    """One draft, and how many of its tokens were accepted."""
+
+    position: int  # the number of tokens written before it
+    token_ids: list[int]
+    num_accepted: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """The completions of an engine, one per prompt."""
+
+    completions: list[list[int]]
+    drafts: list[list[PlacedDraft]] = field(default_factory=list)  # empty when they were not recorded
+
+    @property
+    def drafts_within_completions(self) -> list[list[PlacedDraft]]:
+        """The drafts, counted as the evaluator counts them."""
+        return [
+            cut_to_completion(drafts, len(completion))
+            for drafts, completion in zip(self.drafts, self.completions, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -233,3 +258,25 @@ def log_tail(log_path: Path) -> str:
 def _tail(text: str, log_path: Path) -> str:
     lines = text.splitlines()[-_TAIL_LINES:]
     return "\n".join([*(f"  | {line}" for line in lines), f"The full log: {log_path}"])
+
+
+def placed_drafts(decoded: Decoded) -> list[PlacedDraft]:
+    """Return the drafts of eagle31's decoder with their positions; the first token needs no draft."""
+    position, placed = 1, []
+    for token_ids, num_accepted in zip(decoded.drafts, decoded.accepted, strict=True):
+        placed.append(PlacedDraft(position, token_ids, num_accepted))
+        position += num_accepted + 1
+    return placed
+
+
+def cut_to_completion(drafts: Sequence[PlacedDraft], num_tokens: int) -> list[PlacedDraft]:
+    """Count accepted tokens up to the end of the completion; engines accept more after the stop token."""
+    return [
+        PlacedDraft(d.position, d.token_ids, min(d.num_accepted, num_tokens - d.position)) for d in drafts
+    ]
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

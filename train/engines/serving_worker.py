@@ -1,6 +1,6 @@
 """Run jobs in vLLM's environment: read a file of jobs and write one result file per job.
 
-`engine.py` starts this program. It imports the standard library, torch and vLLM, and nothing of eagle31.
+`serving.py` starts this program. It imports the standard library, torch and vLLM, and nothing of eagle31.
 Every job builds its engines in this process, so that Python is started and vLLM imported only once.
 """
 

@@ -8,7 +8,7 @@ import pytest
 
 from data.vllm.environment import SETUP, find_python
 from eagle31.errors import UserError
-from train.serving.engine import (
+from train.engines.serving import (
     WORKER,
     DecodeJob,
     EngineFailure,

@@ -1,0 +1,1 @@
+"""Where the target runs, and vLLM with a drafter."""

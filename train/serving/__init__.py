@@ -1,1 +1,0 @@
-"""Runs vLLM with a drafter in a separate process."""
