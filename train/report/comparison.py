@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from eagle31.errors import UserError
 from train.evaluation.intervals import paired_ratio
 from train.report.plots import Panel, draw_curves, ramp, save_png
-from train.report.report import training_speed
 from train.report.results import Acceptance, acceptances, describe_speed, read_report, with_interval
 from train.tables import aligned
 
@@ -127,7 +126,7 @@ def _training_rows(run: Run) -> dict[str, str]:
         "minutes of training": f"{_minutes(run, info['steps']):.1f}",
         "samples": f"{info['num_samples']:,}",
         "drafter parameters": f"{info['drafter_parameters']:,}",
-    } | dict(training_speed(run.metrics))
+    }
 
 
 def _common(runs: Sequence[Run], name: str) -> str | None:
