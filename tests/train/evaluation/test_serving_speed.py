@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from train.parity.speed import speed_lines, speed_rows
+from train.evaluation.serving_speed import speed_lines, speed_rows
 
 
 def measurement(k: int, round_index: int, concurrency: int, rates: list[float]) -> dict[str, Any]:

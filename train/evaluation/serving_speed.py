@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from train.engines.serving import failure, run_worker
-from train.parity.inputs import Inputs
+from train.evaluation.serving_inputs import Inputs
 from train.tables import aligned
 
 PLAIN = 0  # the draft length of the engine without the drafter

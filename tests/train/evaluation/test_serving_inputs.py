@@ -8,7 +8,13 @@ from datasets import Dataset
 from eagle31.errors import UserError
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
-from train.parity.prompts import check_prompts, find_prompts, read_prompts, run_directory
+from train.evaluation.serving_inputs import (
+    check_prompts,
+    find_prompts,
+    parse_engine_arguments,
+    read_prompts,
+    run_directory,
+)
 
 TOKENIZER = byte_level_tokenizer(templates.THINKING)
 
@@ -58,3 +64,10 @@ def test_prompts_that_are_too_long_are_refused(tmp_path: Path) -> None:
         check_prompts([[1], [1] * 21], room=30, max_new_tokens=10)
     with pytest.raises(UserError, match="No such file"):
         find_prompts(tmp_path / "b.jsonl", tmp_path, TOKENIZER, None)
+
+
+def test_engine_arguments_are_json_or_else_text() -> None:
+    parsed = parse_engine_arguments(["tensor_parallel_size=2", "quantization=fp8", "enforce_eager=false"])
+    assert parsed == {"tensor_parallel_size": 2, "quantization": "fp8", "enforce_eager": False}
+    with pytest.raises(UserError, match="--engine-args=fp8"):
+        parse_engine_arguments(["fp8"])

@@ -1,1 +1,0 @@
-"""Comparison of an export in vLLM with eagle31's evaluator."""
