@@ -30,21 +30,9 @@ def forbidden(directory: Path) -> AbstractContextManager[object]:
     return protected(directory / "kept")
 
 
-def open_to_all(directory: Path) -> AbstractContextManager[object]:
-    (directory / "kept").mkdir()
-    (directory / "kept").chmod(0o777)
-    return contextlib.nullcontext()
-
-
 def mounted_read_only(directory: Path) -> AbstractContextManager[object]:
     (directory / "kept").mkdir()
     return read_only(directory / "kept")
-
-
-@contextlib.contextmanager
-def a_file(directory: Path) -> Iterator[None]:
-    (directory / "kept").touch()
-    yield
 
 
 @contextlib.contextmanager
@@ -77,23 +65,12 @@ MACHINES = [
     Machine(
         Case("output_read_only", (KEPT,), ("output_dir=kept/run", "Read-only file system")), mounted_read_only
     ),
-    Machine(Case("output_is_a_file", ("output_dir=kept",), ("output_dir=kept", "kept is a file")), a_file),
-    Machine(Case("output_below_a_file", (KEPT,), ("output_dir=kept/run", "kept is a file")), a_file),
     Machine(Case("output_disk_full", (KEPT,), ("output_dir=kept/run", "No space left on device")), full),
     Machine(
         Case(
             "spool_of_another", ("capture.spool_dir=kept",), ("capture.spool_dir=kept: ", "Permission denied")
         ),
         forbidden,
-    ),
-    Machine(
-        Case(
-            "spool_of_all",
-            ("capture.spool_dir=kept",),
-            ("capture.spool_dir=kept: ", "every account"),
-            absent=WORK,
-        ),
-        open_to_all,
     ),
     Machine(
         Case(
