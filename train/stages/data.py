@@ -8,13 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
+import torch
 from datasets import Dataset
 
 from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, print_left_out, remove_tables
 from data.conversations.perturbation import template_source
 from data.conversations.prompts import render_prompt
+from data.conversations.saved import load_saved
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused
 from data.conversations.tokenize import Enough, check_refused, tokenize
@@ -26,6 +29,7 @@ from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
+from eagle31.tensor_files import save_tensors
 from train.config.data import RegenerateConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
@@ -40,6 +44,8 @@ from train.stages.sources import (
 )
 
 HELD_OUT = ("validation", "test")
+TOKEN_COUNTS = "token_counts.safetensors"  # of the assistant's tokens, by id
+_TOKENIZED = "tokenized"
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
 # Settings of data.regenerate that leave no trace in what the data depends on where they are off.
@@ -91,7 +97,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Read, hold prompts out, render and tokenize, into `train/` (Arrow) and `held_out.json`."""
+    """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
     data = context.config.data
     _try_rendering(context)
     num_workers = data.num_workers or os.cpu_count() or 1
@@ -108,13 +114,13 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         if limit is not None:
             conversations = conversations.shuffled(context.config.seed)
         dataset = _regenerated(context, _augmented(context, conversations), blocks)
-        save_dataset(dataset, directory / "train")
+        save_dataset(dataset, directory / _TOKENIZED)
         summary |= _sizes(dataset)
         for path in blocks.glob("*.arrow"):  # the answers stay, which cost more
             path.unlink()
     else:
         # A run that was killed before the stage finished may have left it.
-        shutil.rmtree(directory / "train", ignore_errors=True)
+        shutil.rmtree(directory / _TOKENIZED, ignore_errors=True)
         enough = None
         if limit is not None and len(conversations) > max(limit, COUNTED_CONVERSATIONS):
             # As many conversations as samples, where one has several: samples of all kinds are chosen later.
@@ -128,7 +134,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             max_tokens=data.max_tokens,
             overlong=data.overlong,
             num_workers=num_workers,
-            output_dir=directory / "train",
+            output_dir=directory / _TOKENIZED,
             eos_token_ids=context.target.eos_token_ids,
             vocab_size=context.target.parts.vocab_size,
             enough=enough,
@@ -137,9 +143,26 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         )
         summary |= asdict(report)
     remove_tables(directory)
+    _choose(directory, limit, context.config.seed, context.target.parts.vocab_size)
     if not summary["num_samples"]:
         raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
     return summary
+
+
+def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> None:
+    """Count the tokens of all samples, for the draft vocabulary, and keep the random ones to train on."""
+    dataset = load_saved(directory / _TOKENIZED)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            counts += np.bincount(ids[mask], minlength=vocab_size)
+    save_tensors({"counts": torch.from_numpy(counts)}, directory / TOKEN_COUNTS)
+    if limit is None or limit >= len(dataset):
+        shutil.rmtree(directory / "train", ignore_errors=True)
+        os.replace(directory / _TOKENIZED, directory / "train")
+        return
+    save_dataset(dataset.shuffle(seed=seed).select(range(limit)).flatten_indices(), directory / "train")
+    shutil.rmtree(directory / _TOKENIZED)
 
 
 def _try_rendering(context: RunContext) -> None:

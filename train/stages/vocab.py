@@ -3,10 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from data.conversations.saved import damaged, load_saved
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
 from eagle31.tensor_files import load_tensors, save_tensors
@@ -14,6 +10,7 @@ from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.published import starting_vocab
+from train.stages.data import TOKEN_COUNTS
 from train.stages.training.continuing import KEPT, kept_vocab
 from train.trainer.continuation import VOCAB
 
@@ -30,29 +27,21 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Count the assistant's tokens and write `vocab.safetensors` with d2t and t2d.
+    """Choose the assistant's most frequent tokens and write `vocab.safetensors` with d2t and t2d.
 
     A drafter that starts from a checkpoint keeps its vocabulary, for which the checkpoint's head was trained,
     and so does a training that continues on other data.
     """
-    samples = context.artifacts[Stage.data].directory / "train"
-    dataset = load_saved(samples)
-    counts = np.zeros(context.target.parts.vocab_size, dtype=np.int64)
-    for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
-        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
-            found = np.bincount(ids[mask].clip(min=0), minlength=len(counts))
-            if ids.min(initial=0) < 0 or len(found) > len(counts):
-                raise damaged(samples, f"it has tokens beyond the target's {len(counts)}")
-            counts += found
+    counts = load_tensors(context.artifacts[Stage.data].directory / TOKEN_COUNTS)["counts"]
     special = set(context.target.tokenizer.all_special_ids) | set(context.target.eos_token_ids)
     if context.earlier is not None and KEPT in context.artifacts[Stage.vocab].inputs:
         kept = load_tensors(context.earlier.directory / VOCAB)
-        vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(torch.from_numpy(counts), kept["t2d"]))
+        vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(counts, kept["t2d"]))
     elif context.drafter.initial is not None:
-        vocab = starting_vocab(context.drafter.initial, torch.from_numpy(counts))
+        vocab = starting_vocab(context.drafter.initial, counts)
     else:
         size = context.config.drafter.draft_vocab_size
-        vocab = build_draft_vocab(torch.from_numpy(counts), size, special)
+        vocab = build_draft_vocab(counts, size, special)
     save_tensors({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / VOCAB)
     summary = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
     write_json(directory / "vocab.json", summary)

@@ -32,12 +32,8 @@ _FINISH_SECONDS = 30.0  # for states that are on their way when training ends
 
 
 def training_samples(context: RunContext) -> Dataset:
-    """Return the tokenized data, or `capture.max_samples` random samples of it."""
-    dataset = load_saved(context.artifacts[Stage.data].directory / "train")
-    limit = context.config.capture.max_samples
-    if limit is None or limit >= len(dataset):
-        return dataset
-    return dataset.shuffle(seed=context.config.seed).select(range(limit)).flatten_indices()
+    """Return the samples that the data stage has chosen."""
+    return load_saved(context.artifacts[Stage.data].directory / "train")
 
 
 @contextmanager
