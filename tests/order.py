@@ -38,7 +38,6 @@ SLOW = (
     "tests/train/plan/test_plan.py",
     "tests/train/config/test_config.py",
     "tests/train/report/test_report.py",
-    "tests/pretended_gpu/test_decoding.py",
     "tests/train/stages/test_inputs.py",
     "tests/bad_input/test_templates.py",
     "tests/train/test_compose.py",

@@ -23,10 +23,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     unset_fake_temporarily,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torch.utils._pytree import tree_any, tree_map
 
 from eagle31.kernels.elementwise import _RMSNorm
 from eagle31.training.batch import PackedBatch
@@ -36,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
-_RealGenerator = torch.Generator
 
 # Operations that read whole tensors on the host, or whose result has a shape that depends on values.
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -57,61 +54,6 @@ class Wait:
         return f"{self.kind}: {self.operation} at {self.place}"
 
 
-class Memory:
-    """The memory that tensors on the GPU take, as PyTorch's allocator counts it but without rounding."""
-
-    def __init__(self) -> None:
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak_bytes = 0
-        self.largest_bytes = 0  # the largest tensor
-
-    def add(self, inputs: Any, result: Any) -> None:
-        """Count the storages that an operation has made; what it reads and was not counted is from before."""
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        for tree, counts in ((inputs, False), (result, True)):
-            for x in tree_leaves(tree):
-                if isinstance(x, FakeTensor) and (storage := x.untyped_storage())._cdata not in self.live:
-                    num_bytes = storage.nbytes() if counts else 0
-                    self.live[storage._cdata] = StorageWeakRef(storage), num_bytes
-                    self.largest_bytes = max(self.largest_bytes, num_bytes)
-        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self.live.values()))
-
-
-class PretendedGenerator(torch.Generator):
-    """A generator of random numbers on "cuda"."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return CUDA
-
-
-class _AnyGenerator(torch.Generator):
-    """Stands in for `torch.Generator`: makes a generator for either device."""
-
-    def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]
-        if torch.device(device).type == "cuda":
-            return PretendedGenerator()
-        return _RealGenerator(device)
-
-
-class _CheckedGenerators(TorchFunctionMode):
-    """Refuse a generator of another device than the operation's, as the real device does."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        if generator is not None:
-            expected = "cuda" if tree_any(_on_gpu, (args, kwargs)) else "cpu"
-            found = generator.device.type
-            if found != expected:
-                name = getattr(func, "__name__", func)
-                message = f"{name}: Expected a '{expected}' device type for generator but found '{found}'"
-                raise RuntimeError(message)
-        return func(*args, **kwargs)
-
-
 class PretendedGpu(TorchDispatchMode):
     """Run what is inside on a GPU that is not there.
 
@@ -128,9 +70,7 @@ class PretendedGpu(TorchDispatchMode):
         major, minor = capability
         self.properties = SimpleNamespace(major=major, minor=minor, name=name, total_memory=80 * 2**30)
         self.waits: list[Wait] = []
-        self.num_transfers = 0  # copies from the host
         self.operations: list[Any] = []  # of the device, in order
-        self.memory: Memory | None = None
         self.fake = FakeTensorMode()
         self.values = torch.Generator().manual_seed(seed)
         self._pinned: dict[int, torch.UntypedStorage] = {}
@@ -140,11 +80,6 @@ class PretendedGpu(TorchDispatchMode):
     def synchronisations(self) -> list[Wait]:
         """Return the calls for which the host waits for the device."""
         return [wait for wait in self.waits if wait.kind != "pageable"]
-
-    @property
-    def pageable(self) -> list[Wait]:
-        """Return the non-blocking copies from memory that is not pinned, which block."""
-        return [wait for wait in self.waits if wait.kind == "pageable"]
 
     @contextmanager
     def no_waiting(self, allowed: int = 0) -> Iterator[None]:
@@ -156,22 +91,12 @@ class PretendedGpu(TorchDispatchMode):
         assert len(synchronisations) <= allowed, "\n".join(map(str, found))
         assert len(synchronisations) == len(found), "\n".join(map(str, found))
 
-    @contextmanager
-    def counted_memory(self) -> Iterator[Memory]:
-        """Count the memory of tensors that are made inside."""
-        self.memory = Memory()
-        try:
-            yield self.memory
-        finally:
-            self.memory = None
-
     def __enter__(self) -> "PretendedGpu":
         with ExitStack() as stack:
             stack.enter_context(cuda_device_guard())
             for patch in self._patches():
                 stack.enter_context(patch)
             stack.enter_context(self.fake)
-            stack.enter_context(_CheckedGenerators())
             super().__enter__()
             self._exits = stack.pop_all()
         return self
@@ -207,7 +132,6 @@ class PretendedGpu(TorchDispatchMode):
             "Event": event,
         }
         return [
-            mock.patch.object(torch, "Generator", _AnyGenerator),
             mock.patch.object(torch, "rms_norm", _fused_rms_norm(torch.rms_norm)),
             mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor)),
             mock.patch.object(torch.Tensor, "record_stream", record_stream),
@@ -241,10 +165,7 @@ class PretendedGpu(TorchDispatchMode):
         if func in _INDEXED:
             self._check_indices(func, args)
         try:
-            result = func(*self._pretended(args), **self._pretended(kwargs))
-            if self.memory is not None:
-                self.memory.add((args, kwargs), result)
-            return result
+            return func(*self._pretended(args), **self._pretended(kwargs))
         except DynamicOutputShapeException:
             self._wait("shape", func)
             raise
@@ -287,10 +208,7 @@ class PretendedGpu(TorchDispatchMode):
         if to_gpu:
             if not isinstance(source, FakeTensor) and source.numel():
                 self._from_host(func, source, dtype, non_blocking)
-            result = func(*self._pretended(args), **self._pretended(kwargs))
-            if self.memory is not None:
-                self.memory.add((args, kwargs), result)
-            return result
+            return func(*self._pretended(args), **self._pretended(kwargs))
         # Without a target, a non-blocking copy is to new pinned memory.
         waits = not non_blocking or (target is not None and not self._is_pinned(target))
         if waits and source.numel():
@@ -300,7 +218,6 @@ class PretendedGpu(TorchDispatchMode):
             return answer if target is None else target.copy_(answer)
 
     def _from_host(self, func: Any, source: Tensor, dtype: torch.dtype, non_blocking: bool) -> None:
-        self.num_transfers += 1
         if source.ndim == 0 and func is aten.copy_.default:
             return  # the value travels with the kernel's arguments
         if not non_blocking:

@@ -1,19 +1,14 @@
 """The training step on a GPU: it runs, its gradients have their shapes, and the host waits for nothing."""
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from eagle31.kernels import flash_support, packed_attention
-from eagle31.kernels.packed_attention import PackedBlock
-from eagle31.training import fused_loss
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.objectives import Loss, Objective
-from eagle31.training.schedule import schedule_rollout
-from eagle31.training.step import schedule_batch
 from eagle31.training.teacher_forced import greedy_hits
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch, step
@@ -116,17 +111,6 @@ def test_no_loss_waits(objective: Objective) -> None:
             step(drafter, frozen, batch, objective=objective)
 
 
-def test_the_schedule_is_one_transfer() -> None:
-    config = configuration("gqa")
-    with PretendedGpu() as gpu:
-        drafter, frozen = drafter_on_gpu(config, BF16)
-        batch = host_batch(config, BF16)
-        before = gpu.num_transfers
-        step(drafter, frozen, batch)
-        # Six tensors of the batch, the schedule, and the kernel's lengths and rows.
-        assert gpu.num_transfers - before <= 6 + 1 + 3
-
-
 @pytest.mark.parametrize(
     ("name", "capability", "dtype", "head_dim", "reason"),
     [
@@ -199,48 +183,6 @@ def test_replay_waits_for_the_row_alone() -> None:
             hits, supervised = greedy_hits(drafter, frozen, on_gpu, NUM_STEPS)
     assert hits.shape == supervised.shape == (len(on_gpu.input_ids), NUM_STEPS)
     assert hits.device.type == supervised.device.type == "cpu"
-
-
-def test_no_temporary_of_the_loss_is_as_large_as_the_head() -> None:
-    """A vocabulary of 163,840 and a width of 7168: the head's gradient has 4.7 GB in float32."""
-    with PretendedGpu() as gpu:
-        total = torch.zeros(163_840, 7168, device=CUDA)
-        logits = torch.zeros(300, 163_840, dtype=BF16, device=CUDA)
-        rows = torch.zeros(300, 7168, dtype=BF16, device=CUDA)
-        with gpu.no_waiting(), gpu.counted_memory() as memory:
-            fused_loss._add_product(total, logits.t(), rows)
-    assert memory.peak_bytes <= 2 * fused_loss.PRODUCT_ELEMENTS * BF16.itemsize, f"{memory.peak_bytes} bytes"
-
-
-def test_the_loss_has_a_scratch_of_one_step() -> None:
-    """The largest temporary has the float32 logits of one step, not of all of them."""
-    config = replace(configuration("gqa"), draft_vocab_size=4096, vocab_size=8192)
-    with PretendedGpu() as gpu:
-        drafter, frozen = drafter_on_gpu(config, BF16)
-        batch = host_batch(config, BF16)
-        num_positions = len(schedule_batch(batch, NUM_STEPS).teacher_rows)
-        with gpu.counted_memory() as memory:
-            step(drafter, frozen, batch, with_metrics=False)
-    sizes = [num_positions * 4096 * 4, drafter.lm_head.weight.numel() * 4]
-    sizes.append(num_positions * NUM_STEPS * 4096 * BF16.itemsize)  # the logits themselves
-    assert memory.largest_bytes <= max(sizes), f"{memory.largest_bytes} bytes, not {sizes}"
-
-
-def test_turns_of_a_document_take_no_memory_for_keys() -> None:
-    """20 turns far from each other: attention's forward pass takes the outputs' memory."""
-    num_rows, heads, width = 4000, 8, 64
-    mask = torch.zeros(num_rows, 1, dtype=torch.bool)
-    for turn in range(20):
-        mask[200 * turn + 100 : 200 * turn + 120] = True
-    with PretendedGpu() as gpu:
-        schedule = schedule_rollout(mask, torch.zeros(num_rows, dtype=torch.long), CUDA)
-        block = PackedBlock(schedule.steps[0].runs, CUDA, 0.1)
-        query = torch.zeros(20 * 20, heads, width, dtype=BF16, device=CUDA)
-        keys = torch.zeros(len(schedule.key_rows), heads, width, dtype=BF16, device=CUDA)
-        with gpu.no_waiting(), gpu.counted_memory() as memory:
-            block.forward(query, keys, keys)
-    assert gpu.operations.count(aten._flash_attention_forward.default) == 20
-    assert memory.peak_bytes < 4 * query.nbytes < keys.nbytes, f"{memory.peak_bytes} bytes"
 
 
 @pytest.mark.parametrize(("attention", "num_layers", "window"), [("gqa", 1, 6), ("mla", 2, None)])

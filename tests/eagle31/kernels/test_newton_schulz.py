@@ -4,7 +4,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagle31.kernels.newton_schulz import (
     orthogonalization_dtype,
-    orthogonalization_elements,
     orthogonalization_flops,
     orthogonalize,
 )
@@ -44,15 +43,10 @@ def test_a_zero_matrix_stays_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 40), (16, 16)])
-def test_flops_and_memory_are_those_of_the_formulas(shape: tuple[int, int]) -> None:
+def test_flops_are_those_of_the_formula(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(1, *shape))
     assert counter.get_total_flops() == orthogonalization_flops(*shape)
-    with PretendedGpu() as gpu:
-        matrix = torch.zeros(1, *shape, device=CUDA)
-        with gpu.counted_memory() as memory:
-            orthogonalize(matrix)
-    assert memory.peak_bytes == pytest.approx(4 * orthogonalization_elements(*shape), rel=0.05)
 
 
 def test_the_dtype_follows_the_device() -> None:
