@@ -56,7 +56,7 @@ def write_report(
     write_sealed_json(directory / "metrics.json", known)
     panels = run_panels(metrics, evaluation, run_info["best_step"])
     if summary := [panels[name] for name in _SUMMARY if name in panels]:
-        save_png(summary, directory / "summary.png", _headline(evaluation), panel_inches=3.5)
+        save_png(summary, directory / "summary.png", _headline(evaluation), panel_inches=4.0)
     return write_page(output_dir)
 
 
