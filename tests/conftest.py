@@ -11,7 +11,7 @@ from hypothesis import settings
 os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
-from data.vllm.environment import ROOT, find_python
+from data.capture.vllm.environment import ROOT, find_python
 from tests.order import arrange, extend_time_limits
 
 MAKE_SECONDS = 1100

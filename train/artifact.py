@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from data.file_hashes import hash_files
-from data.vllm.server_info import remove_ended
 from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json, write_sealed_json
 
 MANIFEST = "stage.json"
 # How this project, and how safetensors, names what is being written.
 _LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
-# Servers that outlive a run write shards and refusals; whoever writes a store looks after their leftovers.
+# Whoever writes a store looks after its leftovers.
 _OF_WRITERS = re.compile(r"\.shard-.*")
 _REFUSED = "refused"
 
@@ -176,12 +175,11 @@ def has_trained(output_dir: Path) -> bool:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove unfinished files and directories, and the descriptions of killed vLLM servers of this machine.
+    """Remove unfinished files and directories.
 
     None of them counts as a result, but a checkpoint or an export takes as much space as a finished one.
     Only the process that has the directory's lock may call this, before the run writes anything.
     """
-    remove_ended(directory)
     for entry in os.scandir(directory):
         path = Path(entry.path)
         if _LEFTOVER.fullmatch(entry.name) and not _OF_WRITERS.fullmatch(entry.name):

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
+from data.capture.vllm.arguments import CaptureEngine
 from data.target.architecture import check_architecture
-from data.vllm.arguments import CaptureEngine
 from eagle31.export.layouts import check_layout
 from train.artifact import Artifact
+from train.config.capture import TransportKind
 from train.config.run import RunConfig, Stage
 from train.config.training import OptimConfig
 from train.distributed import World
 from train.drafter.chosen import ChosenDrafter
 from train.inference.servers import RunServers, ServerSettings, start_limit
 from train.inference.target import CapturedTarget
-from train.inference.vllm import capture_engine
+from train.inference.transport import server_roots
 from train.plan.placement import ServerPlacement, run_placement
 from train.plan.target import target_size
 from train.target import Target
@@ -70,7 +71,8 @@ class RunContext:
     def servers(self) -> RunServers:
         """The vLLM servers of this run; none is started yet."""
         log = self.output_dir / f"vllm-{self.world.node_rank}.log"
-        return RunServers(self.config.vllm, self._server_settings, self.world, log)
+        stall_seconds = 60 * self.config.capture.stall_minutes
+        return RunServers(self.config.vllm, self._server_settings, stall_seconds, self.world, log)
 
     @cached_property
     def placement(self) -> ServerPlacement | None:
@@ -88,7 +90,6 @@ class RunContext:
             engine=self.capture_engine(placement.engine_args),
             devices=placement.devices,
             limit_seconds=self.start_seconds,
-            stall_seconds=60 * self.config.capture.stall_minutes,
         )
 
     @property
@@ -108,14 +109,14 @@ class RunContext:
         config = self.config
         regenerate = config.data.regenerate
         written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
-        return capture_engine(
-            self.captured_target,
-            config.capture,
+        over_mooncake = config.capture.transport is TransportKind.mooncake
+        return self.captured_target.vllm_engine(
             config.vllm.engine_args | dict(further_args),
             # A sample fits a row, and so does a held-out prompt with its completion. A regenerated sample is
             # cut to `data.max_tokens` only after it is written.
             max_tokens=max(config.train.row_tokens, written),
-            output_dir=self.output_dir,
+            roots=server_roots(config.capture, self.output_dir),
+            mooncake_masters=[config.capture.mooncake.master] if over_mooncake else [],
         )
 
     @property

@@ -195,8 +195,7 @@ def _parse(output: Path, number: int, line: bytes) -> dict[str, Any]:
         raise UserError(f"{output}:{number}", line[:40], remedy) from error
     if not isinstance(content, dict) or (number > 1 and not _is_answer(content)):
         raise UserError(f"{output}:{number}", line[:40], "It is no answer; delete the file and run again.")
-    # Lines of earlier versions have no hash of the answer.
-    if number > 1 and content.get("answer") not in (None, _hash(content["ids"])):
+    if number > 1 and content.get("answer") != _hash(content["ids"]):
         remedy = "The answer is damaged; delete this line and those below it, and run the same command again."
         raise UserError(f"{output}:{number}", line[:40], remedy)
     return content

@@ -9,7 +9,6 @@ from data.generation.dialogue import AnsweredTurn, Dialogue
 from data.generation.regenerate import AnswerTurns, Check
 from data.progress import Progress
 from data.sampling import Sampling
-from eagle31.errors import UserError
 
 
 @runtime_checkable
@@ -73,17 +72,11 @@ def answer_continuously(
         The turns in an order that does not depend on when they were answered.
 
     Raises:
-        UserError: an earlier version answered a part of the block turn by turn; the file of answers was made
-            with other settings or for other conversations; or that of `check`.
+        UserError: the file of answers was made with other settings or for other conversations; or that of
+            `check`.
     """
     block = int(path.stem.rpartition("-")[2])
-    output, earlier = (path.with_name(f"{path.stem}-{name}.jsonl") for name in ("turns", "turn-000"))
-    if earlier.exists():
-        remedy = (
-            "An earlier version was interrupted while it answered these conversations, in another order; "
-            f"delete {earlier.parent} to have them answered again."
-        )
-        raise UserError("output_dir", earlier, remedy)
+    output = path.with_name(f"{path.stem}-turns.jsonl")
     turns: list[AnsweredTurn] = []
     file = AnswerFile(output, generator.engine, model_fingerprint, sampling)
     kept = {(line["index"], line["turn"]): (number, line) for number, line in file.read()}

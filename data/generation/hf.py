@@ -1,7 +1,13 @@
-"""Generating answers with transformers, in batches."""
+"""Generating answers with transformers, in batches, in this process or in one for each device."""
 
+import ctypes
+import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -9,7 +15,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from data.sampling import Prompts, Sampling
+from data.target.loading import load_target
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
+
+_PR_SET_PDEATHSIG = 1
+_model: PreTrainedModel | None = None  # of a process of `ProcessGenerator`
 
 
 class TransformersGenerator:
@@ -32,31 +43,123 @@ class TransformersGenerator:
         on_answers: Callable[[Mapping[int, list[int]]], None],
     ) -> dict[int, str]:
         """Answer the prompts with the given indices; see `AnswerGenerator.generate`."""
-        config, unfinished = generation_config(sampling), set(indices)
-        for batch in batches_by_length(prompts, self._batch_size):
-            if unfinished.isdisjoint(batch):
-                continue
-            # Finished prompts of the batch are generated again, because the others' answers depend on them.
-            seed = (sampling.seed, batch[0])
-            answers = generate_batch(self._model, [prompts[i] for i in batch], config, seed)
+        unfinished = set(indices)
+        for batch in unfinished_batches(prompts, indices, self._batch_size):
+            answers = generate_batch(self._model, [prompts[i] for i in batch], sampling, batch[0])
             on_answers({i: ids for i, ids in zip(batch, answers, strict=True) if i in unfinished})
         return {}
 
 
+class ProcessGenerator:
+    """An `AnswerGenerator` that runs the model in one process for each device.
+
+    The batches and their seeds are those of `TransformersGenerator`, so the answers do not depend on the
+    number of processes. Where a process dies, so does the run; answers that were handed over are kept.
+
+    Args:
+        devices: one for each process; may name a device several times.
+    """
+
+    engine = "hf"
+
+    def __init__(self, spec: TargetSpec, devices: Sequence[torch.device], batch_size: int) -> None:
+        self._batch_size = batch_size
+        context = multiprocessing.get_context("spawn")
+        queue = context.SimpleQueue()
+        for device in devices:
+            queue.put(str(device))
+        self._pool = ProcessPoolExecutor(
+            len(devices), mp_context=context, initializer=_load, initargs=(spec, queue)
+        )
+
+    def generate(
+        self,
+        prompts: Prompts,
+        indices: Sequence[int],
+        sampling: Sampling,
+        on_answers: Callable[[Mapping[int, list[int]]], None],
+    ) -> dict[int, str]:
+        """Answer the prompts with the given indices; see `AnswerGenerator.generate`.
+
+        Raises:
+            UserError: a process has died.
+        """
+        unfinished = set(indices)
+        running = {
+            self._pool.submit(_generate, [list(prompts[i]) for i in batch], sampling, batch[0]): batch
+            for batch in unfinished_batches(prompts, indices, self._batch_size)
+        }
+        try:
+            for answered in as_completed(running):
+                answers = zip(running[answered], answered.result(), strict=True)
+                on_answers({i: ids for i, ids in answers if i in unfinished})
+        except BrokenProcessPool as error:
+            remedy = (
+                "A process that runs the target has died; its last output may say why. Run the same command "
+                "again, which keeps finished answers, or lower data.regenerate.batch_size."
+            )
+            raise UserError("target.engine", "hf", remedy) from error
+        return {}
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _load(spec: TargetSpec, devices: "SimpleQueue[str]") -> None:
+    """Load the target on the next device, in a process of `ProcessGenerator`."""
+    global _model
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the run ends
+    device = torch.device(devices.get())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels that name no device use the current one
+    _model = load_target(spec, device)
+
+
+def _generate(prompts: Prompts, sampling: Sampling, number: int) -> list[list[int]]:
+    assert _model is not None
+    return generate_batch(_model, prompts, sampling, number)
+
+
+@contextmanager
+def transformers_generator(
+    spec: TargetSpec, device: torch.device, batch_size: int, num_processes: int | None
+) -> Iterator[TransformersGenerator | ProcessGenerator]:
+    """Load the target with transformers; its memory is free at the end.
+
+    Args:
+        device: where one process runs it.
+        num_processes: None for one on each GPU of this node. A target that `spec.device_map` spreads is
+            always run by one.
+    """
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    count = 1 if spec.device_map is not None else num_processes or num_gpus or 1
+    if count == 1:
+        yield TransformersGenerator(load_target(spec, device), batch_size)
+        return
+    devices = [torch.device("cuda", i % num_gpus) if num_gpus else device for i in range(count)]
+    with closing(ProcessGenerator(spec, devices, batch_size)) as generator:
+        yield generator
+
+
 def generate_batch(
-    model: PreTrainedModel, prompts: Prompts, config: GenerationConfig, seed: Sequence[int]
+    model: PreTrainedModel, prompts: Prompts, sampling: Sampling, number: int
 ) -> list[list[int]]:
     """Return the answers to one batch.
+
+    Args:
+        number: of the batch, for its seed.
 
     Raises:
         UserError: the batch exceeds the device's memory.
     """
+    config = generation_config(sampling)
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generate: Any = model.generate  # its declared type is that of any module attribute, a tensor
     try:
-        with _generation_defaults(model, config), _seeded(seed, model.device):
+        with _generation_defaults(model, config), _seeded((sampling.seed, number), model.device):
             output = generate(
                 input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
@@ -107,6 +210,17 @@ def _seeded(seed: Sequence[int], device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         yield
+
+
+def unfinished_batches(prompts: Prompts, indices: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Yield the batches that have some of these prompts.
+
+    Other prompts of such a batch are generated again, because the answers depend on all of them.
+    """
+    unfinished = set(indices)
+    for batch in batches_by_length(prompts, batch_size):
+        if not unfinished.isdisjoint(batch):
+            yield batch
 
 
 def batches_by_length(prompts: Prompts, batch_size: int) -> Iterator[list[int]]:

@@ -150,7 +150,7 @@ def _finished(path: Path) -> _Ended | None:
         content = read_json_object(record)
         refused = [(str(id), str(reason)) for id, reason in content["refused"]]
         ended = _Ended(refused, int(content.get("num_ended_at_tools", 0)))
-    if content.get("samples") in (None, hash_files([path])[0]):  # earlier versions wrote no hash
+    if content.get("samples") == hash_files([path])[0]:
         return ended
     what = "is damaged; its samples are written again from the answers"
     print(f"regenerate: {path} {what}", file=sys.stderr, flush=True)

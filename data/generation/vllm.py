@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from data.capture.vllm.client import ExpectedTarget, VllmClient, check_target
+from data.capture.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
+from data.capture.vllm.server_info import ServerInfo
 from data.sampling import Prompts, Sampling
-from data.vllm.dispatch import PATIENCE_SECONDS, Dispatcher
-from data.vllm.endpoint import Endpoint, ExpectedTarget, check_target
-from data.vllm.link import Origin, Prompt
-from data.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 
 _HAND_OVER_SECONDS = 0.5  # a killed run loses the answers of at most this time
@@ -20,25 +19,25 @@ _HAND_OVER_SECONDS = 0.5  # a killed run loses the answers of at most this time
 class VllmGenerator:
     """An `AnswerGenerator` that sends prompts to vLLM; each has its own seed and depends on no other.
 
-    Prompts that are lost with an endpoint are sent again; finished answers are kept.
+    Prompts that are lost with a server are sent again; finished answers are kept.
 
     Args:
-        endpoints: owned by this object, which closes them.
-        patience_seconds: how long all endpoints may be unavailable at the same time.
+        clients: owned by this object, which closes them.
+        patience_seconds: how long all servers may be unavailable at the same time.
     """
 
     engine = "vllm"
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
+        clients: Sequence[VllmClient],
         expected: ExpectedTarget,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        self._endpoints = endpoints
+        self._clients = clients
         self._expected = expected
         self._patience_seconds = patience_seconds
-        self._loop = asyncio.new_event_loop()  # the endpoints outlive a call
+        self._loop = asyncio.new_event_loop()  # the clients outlive a call
 
     def generate(
         self,
@@ -92,9 +91,9 @@ class VllmGenerator:
             task.cancel()  # after an interrupt, the task must not restart an engine that `close` stops
 
     def close(self) -> None:
-        """Close the endpoints."""
-        for endpoint in self._endpoints:
-            self._loop.run_until_complete(endpoint.close())
+        """Close the clients."""
+        for client in self._clients:
+            self._loop.run_until_complete(client.close())
         self._loop.close()
 
     async def _converse(
@@ -114,16 +113,16 @@ class VllmGenerator:
         unfinished = set(first)
         failures: list[BaseException] = []
 
-        def check(endpoint: Endpoint, info: ServerInfo) -> None:
-            check_target(endpoint, info, self._expected, longest)
-            check_unchanged(endpoint, info, sampling.temperature)
+        def check(client: VllmClient, info: ServerInfo) -> None:
+            check_target(client, info, self._expected, longest)
+            check_unchanged(client, info, sampling.temperature)
 
         def send(priority: int, prompt: Sequence[int]) -> None:
             index = by_length[priority]
             seeded = replace(sampling, seed=_seed(sampling.seed, *seed(index)))
             dispatcher.add(Prompt(priority, secrets.token_hex(8), list(prompt), seeded))
 
-        def answered(prompt: Prompt, _: Origin, ids: list[int]) -> None:
+        def answered(prompt: Prompt, ids: list[int]) -> None:
             index = by_length[prompt.index]
             finished.append((index, ids))
             try:
@@ -141,7 +140,7 @@ class VllmGenerator:
             unfinished.discard(by_length[prompt.index])
 
         dispatcher = Dispatcher(
-            self._endpoints,
+            self._clients,
             check=check,
             answered=answered,
             refused=refuse,
@@ -175,7 +174,7 @@ def _hand_over(
         on_answers(answers)
 
 
-def check_unchanged(endpoint: Endpoint, info: ServerInfo, temperature: float) -> None:
+def check_unchanged(client: VllmClient, info: ServerInfo, temperature: float) -> None:
     """Raise UserError for a server that captures, where that can change its completions.
 
     Capture is a kind of speculative decoding to vLLM. With asynchronous scheduling, vLLM continues a
@@ -188,13 +187,13 @@ def check_unchanged(endpoint: Endpoint, info: ServerInfo, temperature: float) ->
             "It captures hidden states with asynchronous scheduling, where vLLM may repeat tokens of a "
             "completion (vllm#56417); start it with scripts/serve_target, or with --no-async-scheduling."
         )
-        raise UserError("vllm.servers", endpoint.name, remedy)
+        raise UserError("vllm.servers", client.name, remedy)
     if info.device == "cpu" and temperature:
         remedy = (
             "It captures hidden states on a CPU, where vLLM then ignores the temperature; set "
             "data.regenerate.temperature=0, or name no servers."
         )
-        raise UserError("vllm.servers", endpoint.name, remedy)
+        raise UserError("vllm.servers", client.name, remedy)
 
 
 def _seed(seed: int, *index: int) -> int:

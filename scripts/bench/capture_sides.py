@@ -5,41 +5,40 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
-from itertools import count
 from pathlib import Path
 
+import psutil
 import torch
 from datasets import Dataset
 from torch import nn
 
+from data.capture.arriving import ArrivingStates
+from data.capture.filling import StoreSpec, fill_store
 from data.capture.hf import HiddenStateCapture
-from data.capture.offline import batches_by_length, capture_to_store
-from data.capture.opening import StoreSpec
+from data.capture.hf_source import batches_by_length, capture_samples
 from data.capture.tokens import TokenRows, dataset_lengths
-from data.processes.supervisor import descendants
+from data.capture.transport.spool import MEMORY, file_bytes, open_spool
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import ExpectedStates, VllmClient
+from data.capture.vllm.producer import VllmProducer
+from data.capture.vllm.server_process import ServerProcess
+from data.samples import CapturedSample, StateShape
 from data.store.codec import Encoding
-from data.store.shards import FinishedShards, ShardRecord
 from data.target.loading import load_target
 from data.target.modules import locate
-from data.target.parts import load_target_parts
+from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
-from data.vllm.arguments import CaptureEngine
-from data.vllm.capture_request import CaptureRequest, with_client
-from data.vllm.destinations import store_destination
-from data.vllm.endpoint import describe
-from data.vllm.server import VllmServer
-from data.vllm.server_process import ServerProcess
 
 PREFILL = "prefill"
-_POLL_SECONDS = 0.05
 _START_SECONDS = 1800.0  # time to load a target
-_CLIENT = "bench"
+_PATIENCE_SECONDS = 60.0
 _CONCURRENCY = 256  # vLLM's scheduler chooses among so many prompts
+_SPOOL_BYTES = 2 * 10**9
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,11 @@ def _capture(task: Task, capture: HiddenStateCapture, encoding: Encoding) -> Tim
     directory = task.scratch / "store"
     started, cpu = time.perf_counter(), time.process_time()
     with redirect_stderr(StringIO()):
-        capture_to_store(
+        fill_store(
             StoreSpec(directory, task.dataset, encoding),
+            partial(capture_samples, task.dataset, capture, task.batch_tokens),
             capture,
             shard_tokens=task.shard_tokens,
-            batch_tokens=task.batch_tokens,
             manifest_fields={},
         )
     timing = Timing(time.perf_counter() - started, time.process_time() - cpu)
@@ -115,7 +114,7 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
         aux_layer_ids=task.aux_layer_ids,
         num_layers=parts.num_layers,
         max_tokens=max(dataset_lengths(task.dataset)),
-        roots=[str(scratch.resolve())],
+        roots=[str(MEMORY)],
         dtype=str(parts.embed_tokens.dtype).removeprefix("torch."),
         trust_remote_code=task.spec.trust_remote_code,
         mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
@@ -123,23 +122,15 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
     )
     plain = _Server(engine.plain_command_line(), scratch / "plain.log")
     capturing = _Server(engine.command_line(), scratch / "capture.log")
-    loop, numbers = asyncio.new_event_loop(), count()
-
-    def prefill() -> Timing:
-        return loop.run_until_complete(_pass(plain, task))
-
-    def capture(encoding: Encoding) -> Timing:
-        store = scratch / f"store-{next(numbers)}"
-        timing = loop.run_until_complete(_pass(capturing, task, store, encoding))
-        shutil.rmtree(store)
-        return timing
-
+    sides = {
+        encoding.codec: partial(_capture_in_vllm, capturing, task, parts, encoding)
+        for encoding in task.encodings
+    }
     try:
-        yield {PREFILL: prefill, **{one.codec: partial(capture, one) for one in task.encodings}}
+        yield {PREFILL: partial(_prefill_in_vllm, plain, task), **sides}
     finally:
         for one in (plain, capturing):
-            loop.run_until_complete(one.close())
-        loop.close()
+            one.close()
 
 
 class _Server:
@@ -148,75 +139,95 @@ class _Server:
     def __init__(self, arguments: list[str], log: Path) -> None:
         self._arguments, self._log = arguments, log
         self._process: ServerProcess | None = None
-        self._endpoint: VllmServer | None = None
+        self._key = secrets.token_urlsafe(32)
 
-    async def started(self, input_ids: list[int]) -> VllmServer:
-        """Return the server, which has computed a prompt."""
-        if self._endpoint is None:
-            key = secrets.token_urlsafe(32)
+    def client(self) -> VllmClient:
+        """Return a client of the server, which is ready."""
+        if self._process is None:
             self._process = ServerProcess(
                 self._arguments,
                 host="127.0.0.1",
                 port=None,
-                key=key,
+                key=self._key,
                 devices=None,
                 log=self._log,
                 limit_seconds=_START_SECONDS,
             )
             self._process.wait_until_ready(progress=True)
-            self._endpoint = VllmServer(self._process.url, _CONCURRENCY, key, self._process.check)
-            await self._endpoint.send(input_ids, {})
-        return self._endpoint
+        return VllmClient(self._process.url, _CONCURRENCY, self._key, self._process.check)
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all processes of the server."""
         assert self._process is not None
-        assert self._process.process_id is not None
-        server = self._process.process_id
-        return sum(_cpu_seconds(process) for process in (server, *descendants(server)))
+        times = [one.cpu_times() for one in psutil.Process(self._process.process_id).children(recursive=True)]
+        return sum(one.user + one.system for one in times)
 
-    async def close(self) -> None:
-        if self._endpoint is not None:
-            await self._endpoint.close()
+    def close(self) -> None:
         if self._process is not None:
             self._process.close()
 
 
-async def _pass(
-    server: _Server, task: Task, store: Path | None = None, encoding: Encoding | None = None
-) -> Timing:
-    """Send all samples once; with a store, until the last state is on disk."""
-    samples = [(ids.tolist(), mask) for ids, mask in TokenRows(task.dataset).read(range(len(task.dataset)))]
-    requests: list[dict] = [{} for _ in samples]
-    if store is not None and encoding is not None:
-        destination = store_destination(store, encoding, task.shard_tokens)
-        requests = [
-            with_client(CaptureRequest.of(destination, str(i), ids, mask).to_params(), _CLIENT)
-            for i, (ids, mask) in enumerate(samples)
-        ]
-    endpoint = await server.started(samples[0][0])
-    cpu_before, started, begun = server.cpu_seconds(), time.perf_counter(), time.time()
-    await asyncio.gather(
-        *(endpoint.send(ids, request) for (ids, _), request in zip(samples, requests, strict=True))
+def _prefill_in_vllm(server: _Server, task: Task) -> Timing:
+    """Send all samples once."""
+    rows = [ids.tolist() for ids, _ in TokenRows(task.dataset).read(range(len(task.dataset)))]
+
+    async def send_all(client: VllmClient) -> None:
+        await asyncio.gather(*(client.capture(ids, {}) for ids in rows))
+        await client.close()
+
+    client = server.client()
+    return _timed(server, lambda: asyncio.run(send_all(client)))
+
+
+def _capture_in_vllm(server: _Server, task: Task, parts: TargetParts, encoding: Encoding) -> Timing:
+    """Capture all samples from an empty directory to a finished store."""
+    expected = ExpectedStates(
+        target=task.spec.checkpoint.path,
+        target_fingerprint=parts.fingerprint,
+        aux_layer_ids=task.aux_layer_ids,
+        hidden_size=parts.hidden_size,
+        num_layers=parts.num_layers,
+        dtype=parts.embed_tokens.dtype,
     )
+    shape = StateShape(len(task.aux_layer_ids), parts.hidden_size, expected.dtype)
+    on_the_way = Encoding("exact", encoding.final_states)
+
+    def captured(
+        _: Sequence[int], missing: Sequence[int]
+    ) -> Generator[tuple[int, CapturedSample | str], None, None]:
+        with open_spool(None, f"bench-{os.getpid()}", on_the_way, _SPOOL_BYTES) as spool:
+            producer = VllmProducer([client], spool, lambda *_: None, _PATIENCE_SECONDS)
+            with closing(producer):
+                source = ArrivingStates(
+                    task.dataset,
+                    producer,
+                    spool,
+                    shape=shape,
+                    sample_bytes=lambda mask: file_bytes(on_the_way, mask, *vars(shape).values()),
+                    spool_gb=_SPOOL_BYTES / 1e9,
+                    name="bench",
+                )
+                yield from source.captured(missing)
+
+    def fill() -> None:
+        with redirect_stderr(StringIO()):
+            fill_store(
+                StoreSpec(task.scratch / "store", task.dataset, encoding),
+                captured,
+                expected,
+                shard_tokens=task.shard_tokens,
+                manifest_fields={},
+            )
+
+    client = server.client()
+    timing = _timed(server, fill)
+    shutil.rmtree(task.scratch / "store")
+    return timing
+
+
+def _timed(server: _Server, work: Callable[[], None]) -> Timing:
+    """Time a pass of this process and the server."""
+    before, cpu, started = server.cpu_seconds(), time.process_time(), time.perf_counter()
+    work()
     seconds = time.perf_counter() - started
-    if store is not None:
-        await describe(endpoint, _CLIENT, flush=True)
-        seconds = max(seconds, await _written(store, len(samples)) - begun)
-    return Timing(seconds, server.cpu_seconds() - cpu_before)
-
-
-async def _written(store: Path, num_samples: int) -> float:
-    """Return when the last sample was on disk, by the file system's clock."""
-    shards = FinishedShards(store)
-    shard_records: list[ShardRecord] = []
-    while sum(len(record.sample_ids) for record in shard_records) < num_samples:
-        await asyncio.sleep(_POLL_SECONDS)
-        shard_records = shards.records() if store.exists() else []
-    times = [(store / record.file).stat().st_mtime for record in shard_records]
-    return max(times)
-
-
-def _cpu_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Timing(seconds, server.cpu_seconds() - before + time.process_time() - cpu)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.capture.vllm.plugin.cache_copy import CacheReader
 from data.embedded.target import ensure_embedded_target
 from data.store import HiddenStateStore
-from data.vllm.plugin.cache_copy import CacheReader
 from eagle31.json_files import read_json
 from tests.gpu.conftest import Figure
 from tests.gpu.runs import (
@@ -91,10 +91,7 @@ def test_the_copy_from_vllms_cache_is_exact(check: Check) -> None:
     )  # blocks, layers, slots, width
     blocks = torch.randperm(256)[:200].tolist()
     num_tokens = len(blocks) * 16 - 5
-    reader = CacheReader(cache, longest=num_tokens)
-    region = reader.staging.take(reader.bytes_of(num_tokens))
-    assert region is not None
-    copy = reader.copy(blocks, num_tokens, region)
+    copy = CacheReader(cache).copy(blocks, num_tokens)
     copy.wait()
     assert torch.equal(copy.states, cache.cpu()[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens])
 

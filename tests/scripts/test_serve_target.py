@@ -1,4 +1,4 @@
-"""What `scripts/serve_target` starts; tests/data/vllm run what is started so."""
+"""What `scripts/serve_target` starts; tests/data/capture/vllm run what is started so."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from data.capture.vllm.environment import KEY_VARIABLE, ROOT
 from data.target.spec import TargetSpec
-from data.vllm.environment import KEY_VARIABLE, ROOT
 from tests.data.target.tiny_target import NUM_LAYERS, save_target
 from tests.train.torchrun import preloaded_python
 

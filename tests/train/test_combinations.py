@@ -4,7 +4,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -30,29 +29,19 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY",
 PLANTED = "planted0secret0of0forty0characters0000000"
 
 
-def hf_workers(directory: Path) -> list[psutil.Process]:
-    return [one for one in processes_of(directory) if "data.capture.hf_worker" in command_of(one)]
-
-
-def kill_trainers(process: subprocess.Popen, directory: Path) -> None:
-    """Kill the launcher and the ranks; their capture workers must notice and exit."""
-    workers = hf_workers(directory)
-    trainers = [one for one in processes_of(directory) if one not in workers]
-    assert len(trainers) > 2
-    for one in trainers:
+def kill(process: subprocess.Popen, directory: Path) -> None:
+    """Kill the launcher and the ranks."""
+    for one in processes_of(directory):
         one.kill()
     process.wait()
-    assert len(workers) == 2
-    assert not psutil.wait_procs(workers, timeout=30)[1]
 
 
-def test_online_capture_kills_regeneration_frozen_head_and_another_width(
+def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in SECRETS:
         monkeypatch.setenv(name, PLANTED)
-    directory, spools = tmp_path / "run", tmp_path / "spools"
-    spools.mkdir()
+    directory = tmp_path / "run"
     settings = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
     settings += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
     settings += ["data.regenerate.batch_size=64", "capture.mode=online"]
@@ -62,10 +51,7 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
         "train.save_every=4",
         "evaluate.untrained=false",
     ]
-    settings += ["capture.spool_gb=0.01", f"capture.spool_dir={spools}"]
     process = start(small_target, directory, *settings, num_processes=2, python=preloaded_python())
-    wait_for_step(directory, 1)
-    hf_workers(directory)[0].kill()
     wait_for_step(directory, 5)
     for one in processes_of(directory):
         command = command_of(one)
@@ -73,10 +59,8 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
         # torchrun's store has no setting for the address on which it listens.
         is_torchrun = "--nproc-per-node" in command
         assert is_torchrun or not EVERY_ADDRESS & {address for address, _ in listening(one)}, command
-    kill_trainers(process, directory)
+    kill(process, directory)
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
-    assert sum(record["producer_restarts"] for record in before) >= 1
-    assert len(list(spools.iterdir())) == 2
     printed = torchrun(
         MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings, num_processes=2
     )
@@ -86,7 +70,6 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
     assert len(written) > 50
     assert not [path for path in written if PLANTED.encode() in path.read_bytes()]
     assert PLANTED not in printed
-    assert not list(spools.iterdir())
     assert (directory / "report" / "index.html").is_file()
     # Only held-out completions are in stores, and no training data.
     stores = {path.parent.name for path in directory.glob("artifacts/*/*/shard-*.safetensors")}
@@ -97,9 +80,7 @@ def test_online_capture_kills_regeneration_frozen_head_and_another_width(
     losses = [record["loss"] for record in records]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-    # Batches of online capture differ from run to run, and with them the last digits.
-    assert losses[4] == pytest.approx(before[4]["loss"], rel=1e-3)
-    assert {"spool_gb", "starved_seconds", "spool_full_seconds"} < set(records[-1])
+    assert losses[4] == before[4]["loss"]
     run = read_json(directory / "report" / "metrics.json")["run"]
     assert run["regenerated"]
     assert run["num_tokens"] > run["num_samples"] > 100

@@ -22,7 +22,6 @@ class CaptureMode(Choice):
 
 
 class TransportKind(Choice):
-    auto = "auto", "the spool"
     spool = "spool", "files in memory, or on a disk that producers and trainers share"
     mooncake = "mooncake", "a Mooncake store"
 
@@ -66,34 +65,26 @@ class CaptureConfig:
     )
     max_refused_fraction: float = setting(
         0.01,
-        "Largest part of the samples that may be refused, such as prompts that end the engine. A small "
+        "Largest part of the samples that may be refused, such as prompts that end the server. A small "
         "dataset may lack up to 8, and half of it at most.",
         ge=0,
         lt=1,
     )
     stall_minutes: float = setting(
         15.0,
-        "Minutes without progress after which an engine or a worker counts as hung, and is started again. "
-        "Loading the target does not count. It has to be longer than the longest forward pass, with "
-        "compiling.",
+        "Minutes after which a vLLM server that has not answered counts as hung: the request is sent again, "
+        "and a server of the run is started again. Loading the target does not count.",
         gt=0,
     )
-    transport: TransportKind = setting(TransportKind.auto, "Path of online states from producer to trainer.")
-    spool_dir: str | None = setting(None, "Directory of the spool, for mode=online. null: memory (/dev/shm).")
+    transport: TransportKind = setting(TransportKind.spool, "Path of states from vLLM to the run.")
+    spool_dir: str | None = setting(
+        None,
+        "Directory of the spool. null: memory (/dev/shm), or OUTPUT_DIR/spool with servers on other nodes.",
+    )
     spool_gb: float = setting(
         4.0,
-        "Limit of the states that wait between producers and trainers, for mode=online, in 10^9 bytes "
-        "over all ranks of a node.",
+        "Limit of the states that wait between vLLM and the run, in 10^9 bytes over all ranks of a node.",
         gt=0,
-    )
-    max_pending_gb: float | None = setting(
-        None,
-        "Memory of a vLLM server for states that wait to be written, in 10^9 bytes. It is allocated once, "
-        "pinned with a GPU. null: 2 GiB, or what the longest sample needs.",
-        gt=0,
-    )
-    processes: int = setting(
-        1, "Processes per rank that run the target, for mode=online and source=hf.", ge=1, le=4096
     )
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
 
@@ -104,7 +95,10 @@ def check_capture(capture: CaptureConfig) -> None:
         remedy = "Online training reads no store; give null, or capture.mode=offline."
         raise UserError("capture.store", capture.store, remedy)
     Encoding(capture.codec, capture.final_states)
-    over_mooncake = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
+    over_mooncake = capture.transport is TransportKind.mooncake
+    if over_mooncake and capture.source is not CaptureSource.vllm:
+        remedy = "Transformers runs in the run's own processes; set capture.source=vllm, or leave it out."
+        raise UserError("capture.transport", capture.transport.value, remedy)
     if over_mooncake and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:
         needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
         remedy = f"It must be {needed}: a full store would block the states that training waits for."

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.processes.supervised import run_supervised
-from data.vllm.attention_backend import attention_backend
-from data.vllm.environment import environment
+from data.capture.vllm.arguments import attention_backend
+from data.capture.vllm.environment import environment
+from data.supervised import run_supervised
 from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json, write_json
 

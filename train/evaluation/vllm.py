@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from data.capture.vllm.environment import find_python
 from data.target.spec import TargetSpec
-from data.vllm.environment import find_python
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.chain import rounding_bound
 from eagle31.errors import UserError

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from data.progress import FIRST_LINE_SECONDS, LINE_SECONDS
-from data.transport.protocol import StateRequest, Transport
-from data.vllm.capture_request import CaptureRequest, with_client
-from data.vllm.dispatch import PATIENCE_SECONDS
-from data.vllm.endpoint import Endpoint, Refused, Unavailable, describe
-from data.vllm.server import VllmServer
-from data.vllm.server_info import ServerInfo
+from data.capture.transport.protocol import StateRequest, Transport
+from data.capture.vllm.capture_request import CaptureRequest
+from data.capture.vllm.client import Refused, Unavailable, VllmClient
+from data.capture.vllm.dispatch import PATIENCE_SECONDS
+from data.capture.vllm.server_info import ServerInfo
+from data.progress import LINE_SECONDS
 from eagle31.errors import UserError
 
 _PAUSE_SECONDS = 2.0
@@ -22,8 +21,8 @@ _ARRIVAL_SECONDS = 60.0
 
 
 def check_servers(
-    servers: Sequence[VllmServer],
-    check: Callable[[Endpoint, ServerInfo], None],
+    servers: Sequence[VllmClient],
+    check: Callable[[VllmClient, ServerInfo], None],
     transport: Transport | None,
     key: str,
 ) -> None:
@@ -43,7 +42,7 @@ def check_servers(
     async def check_all() -> None:
         try:
             for server in servers:
-                check(server, await _description(server))
+                check(server, await _info(server))
                 if transport is not None:
                     await _probe(server, transport, key)
         finally:
@@ -53,65 +52,40 @@ def check_servers(
     asyncio.run(check_all())
 
 
-async def _description(server: VllmServer) -> ServerInfo:
-    waiting = _Waiting(server.name)
+async def _info(server: VllmClient) -> ServerInfo:
+    """Return what the server runs; wait for one that does not answer, and say so now and then."""
+    started = next_line = time.monotonic()
     while True:
-        asking = asyncio.ensure_future(describe(server))
         try:
-            while not (await asyncio.wait([asking], timeout=FIRST_LINE_SECONDS))[0]:
-                waiting.report("it is connected and says nothing")
-            return asking.result()
+            return await server.info()
         except Unavailable as error:
-            if waiting.seconds > PATIENCE_SECONDS:
+            now = time.monotonic()
+            if now - started > PATIENCE_SECONDS:
                 waited = f"It did not answer for {PATIENCE_SECONDS:.0f} seconds ({error})"
                 remedy = f"{waited}; start it with scripts/serve_target."
                 raise UserError("vllm.servers", server.name, remedy) from error
-            waiting.report(str(error))
+            if now >= next_line:
+                next_line = now + LINE_SECONDS
+                limit = f"{now - started:.0f} s of at most {PATIENCE_SECONDS:.0f} s"
+                print(f"vllm: waiting for {server.name}, {limit} ({error})", file=sys.stderr, flush=True)
             await asyncio.sleep(_PAUSE_SECONDS)
-        except Refused as error:
-            raise UserError("vllm.servers", server.name, str(error)) from error
-        finally:
-            asking.cancel()
 
 
-class _Waiting:
-    """The wait for a server that does not answer, which is reported at once and then now and then."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._started = self._next_line = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    def report(self, reason: str) -> None:
-        """Print a line if the last one was long ago."""
-        if time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_SECONDS
-            limit = f"{self.seconds:.0f} s of at most {PATIENCE_SECONDS:.0f} s"
-            print(f"vllm: waiting for {self._name}, {limit} ({reason})", file=sys.stderr, flush=True)
-
-
-async def _probe(server: VllmServer, transport: Transport, key: str) -> None:
+async def _probe(server: VllmClient, transport: Transport, key: str) -> None:
     input_ids, loss_mask = torch.tensor([0, 0]), torch.tensor([False, True])
     request = StateRequest(f"{key}-{secrets.token_hex(8)}", input_ids, loss_mask)
-    capture = CaptureRequest.of(transport.to_json(), request.key, input_ids.tolist(), loss_mask)
-    where, client = transport.to_json(), secrets.token_hex(8)
+    where = transport.to_json()
+    capture = CaptureRequest.of(where, request.key, input_ids.tolist(), loss_mask)
     place = where["mooncake"]["master"] if "mooncake" in where else where["spool"]
     try:
-        await server.send(input_ids.tolist(), with_client(capture.to_params(), client))
-        sample = transport.take(request, _ARRIVAL_SECONDS)
-        if sample is None:
-            await describe(server, client)  # it may know why
+        await server.capture(input_ids.tolist(), capture.to_params())
     except (Refused, Unavailable) as error:
-        raise UserError(
-            "vllm.servers", server.name, f"It cannot deliver states to {place}: {error}"
-        ) from error
-    if sample is None:
+        remedy = f"It cannot deliver states to {place}: {error}"
+        raise UserError("vllm.servers", server.name, remedy) from error
+    if transport.take(request, _ARRIVAL_SECONDS) is None:
         remedy = (
-            f"It wrote a test sample to {place}, which has not arrived here in {_ARRIVAL_SECONDS:.0f} "
-            "seconds; give a directory that both machines mount at the same path, or set "
+            f"It captured a test sample for {place}, which has not arrived here in {_ARRIVAL_SECONDS:.0f} "
+            "seconds; see its log. Give a directory that both machines mount at the same path, or set "
             "capture.transport=mooncake."
         )
         raise UserError("vllm.servers", server.name, remedy)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.vllm.arguments import CaptureEngine
-from data.vllm.dispatch import PATIENCE_SECONDS
-from data.vllm.server import VllmServer
-from data.vllm.server_process import ServerProcess
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import VllmClient
+from data.capture.vllm.dispatch import PATIENCE_SECONDS
+from data.capture.vllm.environment import KEY_VARIABLE
+from data.capture.vllm.server_process import ServerProcess
 from train.config.vllm import VllmConfig
 from train.distributed import World, node_address, read_when_set, shared_values
 
@@ -26,7 +27,6 @@ class ServerSettings:
     engine: CaptureEngine
     devices: tuple[int, ...] | None  # the GPUs of the node that the server gets; None: all, or a CPU
     limit_seconds: float  # time to load the target
-    stall_seconds: float  # time without progress
 
 
 def start_limit(target_bytes: int) -> float:
@@ -43,13 +43,20 @@ class RunServers:
 
     Args:
         settings: returns what a node needs to start its server; not called with `vllm.servers`.
+        stall_seconds: the longest time until an answer; a server of the run is then started again.
         log: the file for the output of this node's server.
     """
 
     def __init__(
-        self, vllm: VllmConfig, settings: Callable[[], ServerSettings], world: World, log: Path
+        self,
+        vllm: VllmConfig,
+        settings: Callable[[], ServerSettings],
+        stall_seconds: float,
+        world: World,
+        log: Path,
     ) -> None:
-        self._vllm, self._settings, self._world, self._log = vllm, settings, world, log
+        self._vllm, self._settings, self._stall_seconds = vllm, settings, stall_seconds
+        self._world, self._log = world, log
         self._process: ServerProcess | None = None
         self._captures: bool | None = None  # whether the servers that run can capture; None: none runs
         self._ready = False
@@ -88,7 +95,7 @@ class RunServers:
                 devices=settings.devices,
                 log=self._log,
                 limit_seconds=settings.limit_seconds,
-                stall_seconds=settings.stall_seconds,
+                stall_seconds=self._stall_seconds,
             )
 
     def wait_until_ready(self) -> None:
@@ -102,7 +109,7 @@ class RunServers:
             shared_values().set(self._address_name(self._world.node_rank), self._process.url)
             self._ready = True
 
-    def endpoints(self, everywhere: bool) -> list[VllmServer]:
+    def clients(self, everywhere: bool) -> list[VllmClient]:
         """Return new connections to the servers, once those are ready.
 
         Args:
@@ -110,19 +117,20 @@ class RunServers:
                 one of this node.
         """
         if self.named:
-            key = os.environ.get("VLLM_API_KEY")
-            return [VllmServer(url, self._vllm.max_concurrency, key) for url in self._vllm.servers]
+            return [self._client(url, os.environ.get(KEY_VARIABLE)) for url in self._vllm.servers]
         nodes = range(self._world.num_nodes) if everywhere else [self._world.node_rank]
         urls = [read_when_set(shared_values(), self._address_name(node)) for node in nodes]
-        check = self._check_process
-        return [VllmServer(url, self._vllm.max_concurrency, self._key(), check) for url in urls]
+        return [self._client(url, self._key()) for url in urls]
 
     def close(self) -> None:
-        """End the server that this process has started, after it has written what it captured."""
+        """End the server that this process has started."""
         process, self._process = self._process, None
         self._captures, self._ready, self.checked = None, False, False
         if process is not None:
             process.close()
+
+    def _client(self, url: str, key: str | None) -> VllmClient:
+        return VllmClient(url, self._vllm.max_concurrency, key, self._check_process, self._stall_seconds)
 
     def _check_process(self) -> None:
         """Raise UserError if the server that this process has started will not answer any more."""

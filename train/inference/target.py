@@ -1,10 +1,13 @@
-"""The target whose hidden states a run captures."""
+"""The target whose hidden states a run captures, and the vLLM engine that captures them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import ExpectedStates
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
-from data.vllm.client import ExpectedStates
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,6 @@ class CapturedTarget:
     def num_aux_layers(self) -> int:
         return len(self.aux_layer_ids)
 
-    @property
-    def mla(self) -> bool:
-        """Whether the target has multi-head latent attention."""
-        return getattr(self.parts.config.get_text_config(), "kv_lora_rank", None) is not None
-
     def expected_states(self) -> ExpectedStates:
         """Return what every engine that runs this target must deliver."""
         return ExpectedStates(
@@ -33,4 +31,35 @@ class CapturedTarget:
             hidden_size=self.parts.hidden_size,
             num_layers=self.parts.num_layers,
             dtype=self.parts.embed_tokens.dtype,
+        )
+
+    def vllm_engine(
+        self,
+        engine_args: Mapping[str, Any],
+        *,
+        max_tokens: int,
+        roots: list[str],
+        mooncake_masters: list[str],
+    ) -> CaptureEngine:
+        """Return the engine that captures the target's states, and writes its completions.
+
+        Args:
+            engine_args: further arguments of `vllm.LLM`, such as the recipe's `vllm.engine_args`.
+            max_tokens: length of the longest sample, and of the longest prompt with its completion.
+            roots: the directories below which the engine may write.
+            mooncake_masters: the Mooncake stores that it may put into, as host:port.
+        """
+        return CaptureEngine(
+            target=self.spec.checkpoint.path,
+            revision=self.spec.revision,
+            dtype=str(self.parts.embed_tokens.dtype).removeprefix("torch."),
+            trust_remote_code=self.spec.trust_remote_code,
+            target_fingerprint=self.parts.fingerprint,
+            aux_layer_ids=self.aux_layer_ids,
+            num_layers=self.parts.num_layers,
+            max_tokens=max_tokens,
+            roots=roots,
+            mla=getattr(self.parts.config.get_text_config(), "kv_lora_rank", None) is not None,
+            mooncake_masters=mooncake_masters,
+            extra=engine_args,
         )

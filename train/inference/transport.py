@@ -1,22 +1,52 @@
-"""The path of online states from the target's engines to the ranks, as it follows from where they run."""
+"""The path of states from vLLM's servers to the ranks, as it follows from where the servers run."""
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+from torch import Tensor
+
 from data.addresses import is_loopback
-from data.transport.spool import MEMORY
-from train.config.capture import CaptureConfig, TransportKind
+from data.capture.transport.mooncake import MooncakeTransport, state_bytes
+from data.capture.transport.mooncake_store import MooncakeSettings
+from data.capture.transport.protocol import Transport
+from data.capture.transport.spool import MEMORY, file_bytes, open_spool
+from data.samples import StateShape
+from data.store.codec import Encoding
+from train.config.capture import CaptureConfig, MooncakeConfig, TransportKind
 from train.config.vllm import VllmConfig
+from train.inference.target import CapturedTarget
 
 
 @dataclass(frozen=True)
 class ChosenTransport:
-    """How online states travel."""
+    """How states travel."""
 
     mooncake: bool
     spool_dir: Path  # where the ranks' spools are, without Mooncake
     made: bool  # whether the run makes this directory
+
+
+@dataclass(frozen=True)
+class OpenTransport:
+    """A rank's transport, and the form in which it delivers the target's states."""
+
+    transport: Transport
+    shape: StateShape
+    encoding: Encoding
+    target_dtype: torch.dtype
+
+    def sample_bytes(self, loss_mask: Tensor) -> int:
+        """Return the most bytes that a sample takes on the way. loss_mask bool [T]."""
+        shape = self.shape
+        if isinstance(self.transport, MooncakeTransport):
+            return state_bytes(len(loss_mask), shape.num_aux_layers, shape.hidden_size, shape.dtype)
+        layers, size = shape.num_aux_layers, shape.hidden_size
+        return file_bytes(self.encoding, loss_mask, layers, size, self.target_dtype)
 
 
 def chosen_transport(capture: CaptureConfig, vllm: VllmConfig, output_dir: Path) -> ChosenTransport:
@@ -37,5 +67,55 @@ def chosen_transport(capture: CaptureConfig, vllm: VllmConfig, output_dir: Path)
 
 
 def server_roots(capture: CaptureConfig, output_dir: Path) -> list[str]:
-    """Return the directories below which a server of this run may write, for offline and online capture."""
+    """Return the directories below which a server of this run may write."""
     return [str(path.resolve()) for path in (output_dir, Path(capture.spool_dir or MEMORY))]
+
+
+@contextmanager
+def open_transport(
+    chosen: ChosenTransport, capture: CaptureConfig, encoding: Encoding, target: CapturedTarget, name: str
+) -> Iterator[OpenTransport]:
+    """Open the transport between this rank and the servers; nothing is left in it at the end.
+
+    Args:
+        encoding: the form of the states on the way.
+        name: this trainer process, from `rank_name`.
+    """
+    target_dtype = target.parts.embed_tokens.dtype
+    dtype = target_dtype if encoding.codec == "exact" else torch.bfloat16
+    shape = StateShape(target.num_aux_layers, target.parts.hidden_size, dtype)
+    if chosen.mooncake:
+        transport = MooncakeTransport(
+            mooncake_settings(capture.mooncake),
+            num_aux_layers=shape.num_aux_layers,
+            hidden_size=shape.hidden_size,
+            dtype=dtype,
+        )
+        with closing(transport):
+            # What a killed run left, and what nobody reads: it may occupy pinned memory of other processes.
+            transport.discard_all(f"{name}-")
+            try:
+                yield OpenTransport(transport, shape, encoding, target_dtype)
+            finally:
+                transport.discard_all(f"{name}-")
+        return
+    if chosen.made:
+        chosen.spool_dir.mkdir(parents=True, exist_ok=True)
+    with open_spool(chosen.spool_dir, name, encoding, int(capture.spool_gb * 1e9)) as spool:
+        yield OpenTransport(spool, shape, encoding, target_dtype)
+
+
+def mooncake_settings(mooncake: MooncakeConfig) -> MooncakeSettings:
+    """Return the recipe's Mooncake store in the transport's units."""
+    return MooncakeSettings(
+        master=mooncake.master,
+        metadata=mooncake.metadata,
+        protocol=mooncake.protocol,
+        device=mooncake.device,
+        segment_bytes=int(mooncake.segment_gb * 1e9),
+    )
+
+
+def rank_name(output_dir: Path, rank: int) -> str:
+    """Return the name of one trainer process, which a restarted run keeps and no other run here has."""
+    return f"{hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:12]}-{rank}"

@@ -21,14 +21,13 @@ import torch
 from huggingface_hub import constants
 
 from data.addresses import is_loopback, is_url
+from data.capture.transport.mooncake_store import check_joinable, check_master
+from data.capture.vllm.client import Unavailable, VllmClient
+from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
 from data.conversations.reading import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
-from data.transport.mooncake_store import check_joinable, check_master
-from data.vllm.endpoint import Refused, Unavailable, describe
-from data.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
-from data.vllm.server import VllmServer
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
 from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_vllm
@@ -195,10 +194,9 @@ def remote_servers(vllm: VllmConfig) -> list[str]:
 
 
 def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:
-    """Whether one of these stages writes states to a Mooncake store or reads them."""
-    capture = config.capture
-    online = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
-    return online and Stage.train in stages
+    """Whether one of these stages reads states from a Mooncake store."""
+    online = config.capture.mode is CaptureMode.online and Stage.train in stages
+    return config.capture.transport is TransportKind.mooncake and (online or Stage.capture in stages)
 
 
 # The rows of scripts/doctor.
@@ -339,13 +337,13 @@ async def _servers(config: RunConfig) -> list[Check]:
     """Return whether the servers of the recipe answer, accept this process's key and run the target."""
 
     async def ask(url: str) -> Check:
-        name, server = f"server {urlsplit(url).netloc}", VllmServer(url, 1)
+        name, server = f"server {urlsplit(url).netloc}", VllmClient(url, 1)
         remedy = "Start it with scripts/serve_target and the settings of this run, or correct vllm.servers."
         try:
-            info = await asyncio.wait_for(describe(server), _ANSWER_SECONDS)
+            info = await asyncio.wait_for(server.info(), _ANSWER_SECONDS)
         except (TimeoutError, Unavailable) as error:
             return Check(name, LACKING, f"no answer {error}".rstrip(), remedy)
-        except (Refused, UserError) as error:
+        except UserError as error:
             return Check(name, LACKING, "refuses", str(error))
         finally:
             await server.close()

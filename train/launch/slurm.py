@@ -10,9 +10,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.addresses import is_loopback
 from data.batches.loader import check_divisible
-from data.transport.mooncake_store import address
+from data.capture.transport.mooncake_store import address
 from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, CaptureMode, TransportKind
+from train.config.capture import CaptureConfig, TransportKind
 from train.config.compose import CHECKOUT
 from train.config.run import RunConfig, uses_vllm
 from train.config.vllm import Placement
@@ -123,8 +123,7 @@ def mooncake_port(capture: CaptureConfig) -> int | None:
     Raises:
         UserError: `capture.mooncake.master` is not an address.
     """
-    online = capture.mode is CaptureMode.online and capture.transport is TransportKind.mooncake
-    if not online:
+    if capture.transport is not TransportKind.mooncake:
         return None
     host, port = address(capture.mooncake.master)
     return port if is_loopback(host) else None

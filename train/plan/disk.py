@@ -9,9 +9,9 @@ from pathlib import Path
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from data.capture.transport.spool import MEMORY
 from data.target.checkpoint import is_hub_id
-from data.transport.spool import MEMORY
-from train.config.capture import CaptureMode, TransportKind
+from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED
 from train.plan.sizes import RunSizes
@@ -95,7 +95,7 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     yield DiskUse("checkpoints and export", output_dir, left, remedy)
     remedy = "Set HF_HOME to a directory on a larger disk."
     yield DiskUse("the target's weights", Path(constants.HF_HUB_CACHE), download_bytes(sizes), remedy)
-    if capture.mode is CaptureMode.online and capture.transport is not TransportKind.mooncake:
+    if capture.source is CaptureSource.vllm and capture.transport is TransportKind.spool:
         remedy = "Lower capture.spool_gb, set capture.spool_dir, or enlarge /dev/shm (Docker: --shm-size)."
         yield DiskUse("the spool", _spool_dir(config), int(capture.spool_gb * 1e9), remedy)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from data.capture.vllm.server_info import ROOM_TOKENS
 from data.target.architecture import (
     ParameterCounts,
     active_intermediate_size,
@@ -17,7 +18,6 @@ from data.target.architecture import (
 )
 from data.target.loading import load_cached_config, load_config
 from data.target.spec import TargetSpec
-from data.vllm.server_info import ROOM_TOKENS
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED, TargetConfig
 

@@ -1,34 +1,38 @@
 """The capture stage: the target's hidden states, in a store or online. Every rank runs it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.capture.drain import drain_to_store
-from data.capture.given_store import check_samples, check_states
-from data.capture.hf import HiddenStateCapture, check_head
-from data.capture.offline import capture_to_store
-from data.capture.opening import StoreSpec
+from datasets import Dataset
+
+from data.capture.filling import Capture, CapturedStates, StoreSpec, fill_store
+from data.capture.hf_source import capture_samples
+from data.capture.tokens import tokens_fingerprint
 from data.conversations.saved import load_saved
 from data.conversations.template import template_fingerprint
+from data.samples import CapturedSample
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
-from data.store.index import STATES_VERSION
-from data.target.loading import load_target
-from data.target.modules import locate
+from data.store.index import STATES_VERSION, as_read_back
+from data.store.reader import store_description
 from data.target.tokenizer import tokenizer_fingerprint
-from data.vllm.client import capture_through_vllm
-from train.config.capture import CaptureMode, CaptureSource, TransportKind
+from eagle31.errors import UserError
+from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
-from train.stages.training.states import (
-    training_encoding,
-    training_samples,
-    vllm_states,
-)
+from train.stages.training.states import open_capture, training_encoding, training_samples, vllm_states
+
+# Fields of a given store that may differ: the same target may be elsewhere, and its fingerprint says whether
+# it is the same.
+_PLACES = frozenset({"target", "target_revision"})
+_SETTINGS = {
+    "encoding": "capture.codec or capture.final_states",
+    "aux_layer_ids": "drafter.aux_layer_ids",
+}
 
 
 def capture_inputs(context: RunContext) -> dict[str, Any]:
@@ -102,73 +106,82 @@ def capture_by_hf(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Have every rank run the target over a part of the samples."""
-    capture, target = context.config.capture, open_capture(context)
+    target = open_capture(context)
     for store in stores:
-        capture_to_store(
-            store,
-            target,
-            shard_tokens=capture.shard_tokens,
-            batch_tokens=capture.batch_tokens,
-            rank=context.world.rank,
-            world_size=context.world.size,
-            manifest_fields=manifest_fields,
-            progress=context.world.is_main,
-            stall_seconds=60 * capture.stall_minutes,
-        )
-
-
-def open_capture(context: RunContext) -> HiddenStateCapture:
-    """Load the target with its capture hooks, and check that its head gives its logits."""
-    target = context.target
-    model = load_target(target.spec, context.world.device)
-    capture = HiddenStateCapture(model, locate(model, target.spec), context.drafter.aux_layer_ids)
-    check_head(capture, target.parts.head)
-    return capture
+        capture = partial(capture_samples, store.dataset, target, context.config.capture.batch_tokens)
+        _fill(context, store, capture, target, manifest_fields)
 
 
 def capture_by_vllm(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
-    """Have rank 0 send the prompts to vLLM, which fills the stores; the other ranks wait for the end."""
-    world = context.world
-    if not writes_stores_directly(context.config):
-        drain_from_vllm(context, stores, manifest_fields)
-        return
-    capture_through_vllm(
-        stores,
-        context.captured_target.expected_states(),
-        context.servers.endpoints(everywhere=True) if world.is_main else (),
-        shard_tokens=context.config.capture.shard_tokens,
-        manifest_fields=manifest_fields,
+    """Have every rank write a part of the samples, as the run's servers deliver them."""
+    for store in stores:
+
+        def capture(
+            _: Sequence[int], missing: Sequence[int], store: StoreSpec = store
+        ) -> Generator[tuple[int, CapturedSample | str], None, None]:
+            # The states are exact on their way: the writer encodes them.
+            encoding = Encoding("exact", store.encoding.final_states)
+            with vllm_states(context, store.dataset, encoding) as source:
+                yield from source.captured(missing)
+
+        _fill(context, store, capture, context.captured_target.expected_states(), manifest_fields)
+
+
+def _fill(
+    context: RunContext,
+    store: StoreSpec,
+    capture: Capture,
+    states: CapturedStates,
+    manifest_fields: Mapping[str, Any],
+) -> None:
+    settings, world = context.config.capture, context.world
+    fill_store(
+        store,
+        capture,
+        states,
+        shard_tokens=settings.shard_tokens,
         rank=world.rank,
+        world_size=world.size,
+        manifest_fields=manifest_fields,
         progress=world.is_main,
-        patience_seconds=context.servers.patience_seconds,
+        stall_seconds=60 * settings.stall_minutes,
     )
 
 
-def writes_stores_directly(config: RunConfig) -> bool:
-    """Whether vLLM writes stores itself. With Mooncake, online runs share no directory with their servers."""
-    mooncake = config.capture.transport is TransportKind.mooncake
-    return not (mooncake and config.capture.mode is CaptureMode.online)
+def check_states(location: str, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare how a given store's states were made with how this run would make them.
+
+    Args:
+        location: a directory or a URL.
+        expected: the fields of this run's own store.
+
+    Returns:
+        The store's fields, without the places of the target and of its shards.
+
+    Raises:
+        UserError: there is no finished store, or a field differs.
+    """
+    fields = store_description(location)
+    for name, value in as_read_back(expected).items():
+        if name not in _PLACES and fields.get(name) != value:
+            change = f"change {_SETTINGS[name]}, " if name in _SETTINGS else ""
+            remedy = f"Its {name} is {fields.get(name)}, and this run's is {value}; {change}"
+            raise UserError("capture.store", location, f"{remedy}give another store, or null to capture.")
+    return {name: value for name, value in fields.items() if name not in _PLACES}
 
 
-def drain_from_vllm(
-    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
-) -> None:
-    """Have rank 0 write what vLLM sends through the run's transport; the other ranks wait for the end."""
-    world, target = context.world, context.captured_target
-    for store in stores:
-        with (
-            vllm_states(context, store.dataset, store.encoding) if world.is_main else nullcontext() as source
-        ):
-            drain_to_store(
-                store,
-                source,
-                target.expected_states(),
-                shard_tokens=context.config.capture.shard_tokens,
-                manifest_fields=manifest_fields,
-                progress=world.is_main,
-            )
+def check_samples(location: str, dataset: Dataset) -> None:
+    """Raise UserError if a given store holds states of other samples than those of the training data."""
+    fields = store_description(location)
+    expected = {"dataset_samples": len(dataset), "tokens_fingerprint": tokens_fingerprint(dataset)}
+    if any(fields[name] != value for name, value in expected.items()):
+        remedy = (
+            f"It holds {fields['dataset_samples']:,} samples of other data than this run's {len(dataset):,}; "
+            "give the run the data, the split and the seed that the store was captured with."
+        )
+        raise UserError("capture.store", location, remedy)
 
 
 SOURCES = {

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from data.conversations.tokenize import Enough, check_refused, tokenize
 from data.conversations.trial import try_rendering
 from data.generation.answers import AnswerGenerator, answer_prompts
 from data.generation.continuous import ContinuousGenerator, continuously
+from data.generation.hf import transformers_generator
 from data.generation.regenerate import regenerate, repeated, turn_by_turn
+from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
@@ -33,7 +35,6 @@ from eagle31.tensor_files import save_tensors
 from train.config.data import RegenerateConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.inference.completions import transformers_generator, vllm_generator
 from train.inference.inputs import completion_inputs
 from train.stages.sources import (
     evaluation_source,
@@ -299,7 +300,7 @@ def open_generator(context: RunContext) -> AbstractContextManager[AnswerGenerato
             context.target.spec, context.world.device, settings.batch_size, settings.processes
         )
     servers, expected = context.servers, context.captured_target.expected_states()
-    return vllm_generator(servers.endpoints(everywhere=True), expected, servers.patience_seconds)
+    return closing(VllmGenerator(servers.clients(everywhere=True), expected, servers.patience_seconds))
 
 
 def _sizes(dataset: Dataset) -> dict[str, int]:

@@ -1,26 +1,21 @@
 """The vLLM servers across the stages: when they start, what is checked of them, and when they end."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import VllmClient, check_states, check_target
+from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
-from data.store.codec import Encoding
-from data.transport.protocol import Transport
-from data.transport.spool import open_spool
-from data.vllm.arguments import CaptureEngine
-from data.vllm.client import check_server
-from data.vllm.endpoint import Endpoint, check_target
-from data.vllm.server_info import ServerInfo
 from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage, uses_servers
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
-from train.inference.online import rank_name
 from train.inference.probe import check_servers
-from train.stages.capture import writes_stores_directly
+from train.inference.transport import rank_name
 from train.stages.training.states import opened_transport, training_encoding
 
+_CAPTURERS = {Stage.capture, Stage.train}
 _WRITERS = {Stage.data, Stage.answers}  # have the target write completions
 
 
@@ -93,9 +88,9 @@ def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
     world, servers = context.world, context.servers
     expected, longest = context.captured_target.expected_states(), context.capture_engine().max_tokens
 
-    def check(server: Endpoint, info: ServerInfo) -> None:
+    def check(server: VllmClient, info: ServerInfo) -> None:
         if captures:
-            check_server(server, info, expected, None, longest)
+            check_states(server, info, expected, longest)
         else:
             check_target(server, info, expected, longest)
         if context.config.target.engine is TargetEngine.vllm and _WRITERS & set(users):
@@ -103,25 +98,9 @@ def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
             check_unchanged(server, info, context.config.data.regenerate.temperature if sampled else 0.0)
 
     if world.is_main:
-        # Servers that only write completions deliver no states.
-        with _probed_directory(context, users if captures else []) as spool:
-            check_servers(servers.endpoints(everywhere=True), check, spool, key=_probe_key(context))
-    if Stage.train in users and world.leads_node:
-        with opened_transport(context, training_encoding(context)) as (transport, _):
-            check_servers(servers.endpoints(everywhere=False), check, transport, key=_probe_key(context))
-
-
-def _probe_key(context: RunContext) -> str:
-    # A transport is cleared of the keys that begin with the rank's name.
-    return f"{rank_name(context.output_dir, context.world.rank)}-probe"
-
-
-@contextmanager
-def _probed_directory(context: RunContext, users: Sequence[Stage]) -> Iterator[Transport | None]:
-    """Open a spool in the output directory if the servers write stores there."""
-    if Stage.capture not in users or not writes_stores_directly(context.config):
-        yield None
-        return
-    name = f"{rank_name(context.output_dir, context.world.rank)}-probe"
-    with open_spool(context.output_dir, name, Encoding(), limit_bytes=0) as spool:
-        yield spool
+        check_servers(servers.clients(everywhere=True), check, None, key="")
+    if captures and _CAPTURERS & set(users) and world.leads_node:
+        with opened_transport(context, training_encoding(context)) as opened:
+            # A transport is cleared of the keys that begin with the rank's name.
+            key = f"{rank_name(context.output_dir, world.rank)}-probe"
+            check_servers(servers.clients(everywhere=False), check, opened.transport, key)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.vllm import server
-from data.vllm.capture_request import PARAMS
+from data.capture.vllm import client
 from tests.bad_input.commands import Case
 from tests.bad_input.faults import answering, free_port, port_in_use
 from tests.bad_input.machine.machines import (
@@ -21,7 +20,7 @@ from tests.bad_input.machine.machines import (
     Machine,
     each_machine,
 )
-from tests.data.vllm.servers import INFO
+from tests.data.capture.vllm.servers import INFO
 from train.inference import probe
 
 CAPTURES = ("capture=vllm", "stages=[data,vocab,answers,capture]")
@@ -37,13 +36,11 @@ def none(directory: Path) -> AbstractContextManager[object]:
     return contextlib.nullcontext(free_port())
 
 
-def served(status: int, body: bytes, answer: bytes | None = None) -> Fault:
-    return lambda directory: answering(status, body, answer)
+def served(status: int, body: bytes) -> Fault:
+    return lambda directory: answering(status, body)
 
 
-MODELS = json.dumps({"data": [{"id": "gpt"}]}).encode()
-OTHER = replace(INFO, model="org/other", target_fingerprint="0123")
-OTHER_ANSWER = json.dumps({"kv_transfer_params": {PARAMS: OTHER.to_json()}}).encode()
+OTHER = json.dumps(replace(INFO, model="org/other", target_fingerprint="0123").to_json()).encode()
 
 MACHINES = [
     # ports
@@ -74,15 +71,12 @@ MACHINES = [
         Case("server_with_another_key", SERVED, (*NAMED, "VLLM_API_KEY"), absent=WORK), served(401, b"{}")
     ),
     Machine(
-        Case("server_without_connector", SERVED, (*NAMED, "without eagle31's connector"), absent=WORK),
-        served(200, MODELS, b"{}"),
-    ),
-    Machine(
         Case("server_of_another_target", SERVED, (*NAMED, "Its target is org/other, not "), absent=WORK),
-        served(200, MODELS, OTHER_ANSWER),
+        served(200, OTHER),
     ),
     Machine(
-        Case("server_without_models", SERVED, (*NAMED, "It names no model."), absent=WORK), served(200, b"[]")
+        Case("server_of_another_version", SERVED, ("no server info of this version",), absent=WORK),
+        served(200, b"[]"),
     ),
     Machine(
         Case("server_of_web_pages", SERVED, (*NAMED, "The answer is no JSON: <html>"), absent=WORK),
@@ -114,7 +108,6 @@ def test_what_cannot_be_used_is_one_message(
     machine: Machine, check_machine: CheckMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(probe, "FIRST_LINE_SECONDS", 0.1)
     monkeypatch.setattr(probe, "_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(server, "_NAMES_SECONDS", 0.3)
+    monkeypatch.setattr(client, "_INFO_SECONDS", 0.3)
     check_machine(machine)

@@ -1,25 +1,23 @@
 """A store of random states, and online delivery of the same states."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 
-from data.capture.online import OnlineStates
-from data.capture.processes import ProcessProducer
+from data.capture.arriving import ArrivingStates
+from data.capture.transport.protocol import Producer, StateRequest
+from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.store.index import write_manifest
 from data.store.writer import StoreWriter
-from data.transport.protocol import Producer, StateRequest
-from data.transport.spool import Spool, file_bytes, open_spool
 
 SHAPE = StateShape(num_aux_layers=3, hidden_size=256, dtype=torch.float32)
 ENCODING = Encoding()
-REPLAY = "tests.data.capture.replay_worker"
 NUM_SAMPLES = 30
 
 
@@ -59,11 +57,12 @@ class PromptProducer:
         self.requests: list[StateRequest] = []
         self.most_bytes = 0
 
-    def request(self, request: StateRequest) -> None:
+    def request(self, request: StateRequest) -> bool:
         self.requests.append(request)
         if self.put(request):
             self.spool.put(request, *random_states(request.input_ids))
         self.most_bytes = max(self.most_bytes, used_bytes(self.spool))
+        return True
 
     def received(self, key: str) -> None: ...
 
@@ -89,8 +88,10 @@ def sample_bytes(loss_mask: torch.Tensor) -> int:
     return file_bytes(ENCODING, loss_mask, *vars(SHAPE).values())
 
 
-def states_from(dataset: Dataset, producer: Producer, spool: Spool, spool_bytes: int = 10**8) -> OnlineStates:
-    return OnlineStates(
+def states_from(
+    dataset: Dataset, producer: Producer, spool: Spool, spool_bytes: int = 10**8
+) -> ArrivingStates:
+    return ArrivingStates(
         dataset,
         producer,
         spool,
@@ -105,14 +106,3 @@ def states_from(dataset: Dataset, producer: Producer, spool: Spool, spool_bytes:
 def open_memory(name: str) -> Iterator[Spool]:
     with open_spool(None, name, ENCODING, 10**8) as spool:
         yield spool
-
-
-@contextmanager
-def replaying(
-    store: HiddenStateStore, dataset: Dataset, name: str, spool_bytes: int = 10**8
-) -> Iterator[tuple[OnlineStates, ProcessProducer, Spool]]:
-    """Open states that another process reads from the store."""
-    with open_memory(name) as spool:
-        settings = {"store": str(store.directory), "batch_tokens": 1, "transport": spool.to_json()}
-        with closing(ProcessProducer(REPLAY, settings, spool, num_processes=1)) as producer:
-            yield states_from(dataset, producer, spool, spool_bytes), producer, spool

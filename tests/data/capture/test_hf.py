@@ -5,9 +5,7 @@ import torch
 from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM
 
-from data.capture import hf_worker
 from data.capture.hf import check_head
-from data.target import loading
 from data.target.head import TargetHead
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
@@ -100,17 +98,3 @@ def test_head_check_finds_scaled_logits(tmp_path: Path) -> None:
     head = TargetHead(capture.modules.final_norm, capture.modules.lm_head)
     with pytest.raises(UserError, match="CohereForCausalLM differ"):
         check_head(capture, head)
-
-
-def test_a_capture_process_takes_its_gpu_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-
-    def reached(*_: object) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr(loading, "load_target", reached)
-    settings = {"target": {"model": "any"}, "device": "cuda:3", "aux_layer_ids": [1]}
-    with pytest.raises(InterruptedError):
-        hf_worker.open_capture(settings)
-    assert chosen == [torch.device("cuda", 3)]

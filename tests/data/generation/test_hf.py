@@ -1,5 +1,3 @@
-import os
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -7,13 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from data.generation.answers import answer_prompts
-from data.generation.hf import TransformersGenerator
-from data.generation.hf_processes import ProcessGenerator
+from data.generation.hf import ProcessGenerator, TransformersGenerator
 from data.sampling import Prompts, Sampling
 from data.target.loading import load_target
 from eagle31.errors import UserError
@@ -171,44 +169,40 @@ def test_two_processes_give_the_answers_of_one(
 ) -> None:
     expected = _answers(model, prompts, tmp_path / "one.jsonl", temperature=temperature)
     assert _by_processes(processes, prompts, tmp_path / "two.jsonl", temperature) == expected
-    assert len(set(processes.process_ids)) == 2
     # One process resumes what two began.
     lines = (tmp_path / "two.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "two.jsonl").write_bytes(b"".join(lines[:3]))
     assert _answers(model, prompts, tmp_path / "two.jsonl", temperature=temperature) == expected
 
 
-def test_the_batch_of_a_killed_process_is_answered_by_another(
-    model: PreTrainedModel, prompts: list[list[int]], processes: ProcessGenerator, tmp_path: Path
+def test_a_run_whose_process_is_killed_keeps_the_answers_and_resumes(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    many = prompts * 4
+    spec, many = save_target(tmp_path / "target"), prompts * 4
     expected = _answers(model, many, tmp_path / "one.jsonl")
-    before = processes.process_ids
-    killed = []
+    others = set(psutil.Process().children())
+    with closing(ProcessGenerator(spec, [torch.device("cpu")], batch_size=3)) as generator:
 
-    def generate(prompts: Prompts, indices: Sequence[int], sampling: Sampling, on_answers: Any) -> Any:
-        def kill_after_the_first(answers: Mapping[int, list[int]]) -> None:
-            if not killed:
-                killed.append(processes.process_ids[0])
-                os.kill(killed[0], signal.SIGKILL)
-            on_answers(answers)
+        def generate(prompts: Prompts, indices: Sequence[int], sampling: Sampling, on_answers: Any) -> Any:
+            def kill_after_the_first(answers: Mapping[int, list[int]]) -> None:
+                on_answers(answers)
+                for process in set(psutil.Process().children()) - others:
+                    process.kill()
 
-        return ProcessGenerator.generate(processes, prompts, indices, sampling, kill_after_the_first)
+            return generator.generate(prompts, indices, sampling, kill_after_the_first)
 
-    _by_processes(processes, prompts, tmp_path / "first.jsonl", 0.0)  # both have answered
-    interposed = SimpleNamespace(engine="hf", generate=generate)
-    assert _by_processes(interposed, many, tmp_path / "two.jsonl", 0.0) == expected  # type: ignore[arg-type]
-    assert killed[0] not in processes.process_ids
-    assert len(before) == len(processes.process_ids) == 2
+        killing = SimpleNamespace(engine="hf", generate=generate)
+        with pytest.raises(UserError, match="A process that runs the target has died"):
+            _by_processes(killing, many, tmp_path / "two.jsonl", 0.0)  # type: ignore[arg-type]
+    num_kept = len((tmp_path / "two.jsonl").read_bytes().splitlines()) - 1
+    assert 0 < num_kept < len(many)
+    assert _answers(model, many, tmp_path / "two.jsonl") == expected
 
 
-def test_processes_that_cannot_work_end_with_their_last_output(
-    prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_processes_that_cannot_load_the_target_end_the_run(prompts: list[list[int]], tmp_path: Path) -> None:
     spec = replace(save_target(tmp_path / "target"), attn_implementation="no_such_attention")
-    devices = [torch.device("cpu")]
     with (
-        closing(ProcessGenerator(spec, devices, batch_size=3)) as generator,
-        pytest.raises(UserError, match="no_such_attention"),
+        closing(ProcessGenerator(spec, [torch.device("cpu")], batch_size=3)) as generator,
+        pytest.raises(UserError, match="A process that runs the target has died"),
     ):
         _by_processes(generator, prompts, tmp_path / "a.jsonl", 0.0)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from data.capture.vllm.client import VllmClient
+from data.capture.vllm.server_process import ServerProcess
 from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.spec import TargetSpec
-from data.vllm.server import VllmServer
-from data.vllm.server_process import ServerProcess
 from eagle31.errors import UserError
-from tests.data.vllm.client_process import KEY
-from tests.data.vllm.targets import (
+from tests.data.capture.vllm.client_process import KEY
+from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     START_SECONDS,
     STOP_TOKEN_IDS,
@@ -69,8 +69,8 @@ def server(
 
 @pytest.fixture(scope="module")
 def generator(spec: TargetSpec, server: ServerProcess) -> Iterator[VllmGenerator]:
-    endpoint = VllmServer(server.url, 16, KEY, server.check)
-    generator = VllmGenerator([endpoint], expected_states(spec, (1, 2, 3)))
+    client = VllmClient(server.url, 16, KEY, server.check)
+    generator = VllmGenerator([client], expected_states(spec, (1, 2, 3)))
     yield generator
     generator.close()
 
@@ -182,7 +182,7 @@ def test_prompts_of_a_killed_server_are_answered_once(
             on_answers(answers)
             if not num_before:
                 num_before.append(len(answers))
-                os.kill(server.process_id, signal.SIGKILL)  # type: ignore[arg-type]
+                os.kill(server.process_id, signal.SIGKILL)
 
         return generate(prompts, indices, sampling, on_answers_and_kill)
 

@@ -243,7 +243,7 @@ def test_a_shard_whose_size_comes_late_is_seen_then(tmp_path: Path) -> None:
 
 LEAN = """
 import sys
-import data.store, data.store.codec, data.store.shards, data.store.writer, data.transport.protocol
+import data.store, data.store.codec, data.store.shards, data.store.writer, data.capture.transport.protocol
 heavy = {"transformers", "datasets", "pyarrow", "hydra", "deepspeed"} & sys.modules.keys()
 assert not heavy, heavy
 """

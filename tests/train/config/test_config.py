@@ -163,7 +163,7 @@ def test_offloading_needs_a_zero_stage(stage: int, offload: str, valid: bool) ->
 def test_a_mooncake_store_must_hold_everything_that_may_wait() -> None:
     settings = [
         *NEEDED,
-        "capture=hf_online",
+        "capture=vllm_online",
         "capture.transport=mooncake",
         "capture.spool_gb=8",
     ]

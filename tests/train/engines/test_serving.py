@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.vllm.environment import SETUP, find_python
+from data.capture.vllm.environment import SETUP, find_python
 from eagle31.errors import UserError
 from train.engines.serving import (
     WORKER,

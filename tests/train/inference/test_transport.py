@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.transport.spool import MEMORY
+from data.capture.transport.spool import MEMORY
 from train.config.capture import CaptureConfig, TransportKind
 from train.config.vllm import VllmConfig
 from train.inference.transport import chosen_transport, server_roots

@@ -8,16 +8,16 @@ import pytest
 import torch
 from datasets import Dataset, load_from_disk
 
+from data.capture.transport.spool import MEMORY
 from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
-from data.transport.spool import MEMORY
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
-from tests.data.vllm.targets import KV_CACHE_BYTES
+from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train import small_run
 from tests.train.small_run import MAIN, RECIPE
 from tests.train.torchrun import run_here, torchrun
-from train.inference.online import run_name
+from train.inference.transport import rank_name
 
 NUM_CONVERSATIONS = 16
 
@@ -117,8 +117,7 @@ def test_one_server_serves_all_stages_and_nothing_of_it_is_left(in_vllm: Path) -
     assert log.count("Application startup complete") == 1
     assert "{'host': '127.0.0.1', 'port'" in log
     assert read_json(result(in_vllm, "evaluate-*/evaluation.json"))["engine"].startswith("vLLM")
-    assert not list(MEMORY.glob(f"eagle31-{run_name(in_vllm)}*"))
-    assert not list(in_vllm.glob(".vllm-*"))
+    assert not list(MEMORY.glob(f"eagle31-{rank_name(in_vllm, 0)[:-1]}*"))
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(in_vllm) in command]
 

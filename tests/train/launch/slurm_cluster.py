@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data.transport.mooncake_store import library_directory
+from data.capture.transport.mooncake_store import library_directory
 from tests.train.launch.machines import Machines, running_machines
 from tests.train.torchrun import ROOT, environment
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data.vllm.environment import KEY_VARIABLE, check_mooncake
+from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake
 from eagle31.json_files import read_json
 from tests.processes import environment_of
 from tests.recipes.headers import header_commands

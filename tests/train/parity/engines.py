@@ -14,7 +14,7 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.json_files import write_text
-from tests.data.vllm.targets import KV_CACHE_BYTES
+from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, target_path
 from tests.train.torchrun import ROOT
 from train.engines.serving import (

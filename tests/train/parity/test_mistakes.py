@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.target.spec import TargetSpec
-from tests.data.vllm.targets import KV_CACHE_BYTES
+from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.engines import EngineResults, K, decode_job, run_together, write_section
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import require_export, target_path

@@ -16,7 +16,7 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.chain import rounding_bound
 from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json
-from tests.data.vllm.targets import KV_CACHE_BYTES
+from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.small_run import RECIPE, arguments
 from tests.train.stages.making import make_result
 from tests.train.torchrun import composed

@@ -4,31 +4,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 
-import torch
 from datasets import Dataset
 
-from data.capture.hf_producer import hf_producer
-from data.capture.online import OnlineStates
+from data.capture.arriving import ArrivingStates
+from data.capture.hf import HiddenStateCapture, check_head
+from data.capture.hf_source import TransformersStates
 from data.capture.refusals import refusal_lines
+from data.capture.tokens import dataset_lengths
+from data.capture.vllm.client import VllmClient, check_states
+from data.capture.vllm.producer import VllmProducer
+from data.capture.vllm.server_info import ServerInfo
 from data.conversations.saved import load_saved
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
-from data.transport.mooncake import MooncakeTransport
-from data.transport.protocol import Arrivals, Producer, Transport
+from data.target.loading import load_target
+from data.target.modules import locate
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage
 from train.context import RunContext
-from train.inference.online import (
-    StateFormat,
-    online_states,
-    open_transport,
-    rank_name,
-)
-from train.inference.transport import chosen_transport
-from train.inference.vllm import vllm_producer
-
-_FINISH_SECONDS = 30.0  # for states that are on their way when training ends
+from train.inference.transport import OpenTransport, chosen_transport, open_transport, rank_name
 
 
 def training_samples(context: RunContext) -> Dataset:
@@ -41,9 +36,15 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
     """Open what training reads: the verified store, or states that are captured while it runs."""
     if context.config.capture.mode is CaptureMode.offline:
         yield open_source(context)
+    elif context.config.capture.source is CaptureSource.hf:
+        samples, batch_tokens = training_samples(context), context.config.capture.batch_tokens
+        yield TransformersStates(samples, open_capture(context), training_encoding(context), batch_tokens)
     else:
-        with online_source(context, training_samples(context)) as source:
+        samples, fraction = training_samples(context), context.config.capture.max_refused_fraction
+        with vllm_states(context, samples, training_encoding(context), fraction) as source:
             yield source
+            for line in refusal_lines(source.refused, len(source)):
+                print(f"capture: {line}", file=sys.stderr)
 
 
 def open_source(context: RunContext) -> HiddenStateStore:
@@ -68,29 +69,17 @@ def open_store(context: RunContext, name: str) -> HiddenStateStore:
     return store
 
 
-@contextmanager
-def online_source(context: RunContext, dataset: Dataset) -> Iterator[OnlineStates]:
-    """Run the target alongside training, with the recipe's producer and transport."""
-    capture = context.config.capture
-    opened = vllm_states if capture.source is CaptureSource.vllm else hf_states
-    with opened(context, dataset, training_encoding(context)) as source, reported(source):
-        yield source
+def open_capture(context: RunContext) -> HiddenStateCapture:
+    """Load the target with its capture hooks, and check that its head gives its logits."""
+    target = context.target
+    model = load_target(target.spec, context.world.device)
+    capture = HiddenStateCapture(model, locate(model, target.spec), context.drafter.aux_layer_ids)
+    check_head(capture, target.parts.head)
+    return capture
 
 
-@contextmanager
-def reported(source: OnlineStates) -> Iterator[OnlineStates]:
-    """Report at the end which samples were refused on this rank, and why."""
-    try:
-        yield source
-    finally:
-        for line in refusal_lines(source.refused, len(source)):
-            print(f"capture: {line}", file=sys.stderr)
-
-
-def opened_transport(
-    context: RunContext, encoding: Encoding
-) -> AbstractContextManager[tuple[Transport, StateFormat]]:
-    """Open the run's transport between this rank and its producers. A rank has one at a time.
+def opened_transport(context: RunContext, encoding: Encoding) -> AbstractContextManager[OpenTransport]:
+    """Open the run's transport between this rank and vLLM's servers. A rank has one at a time.
 
     Args:
         encoding: the form of the states on the way.
@@ -107,61 +96,34 @@ def training_encoding(context: RunContext) -> Encoding:
 
 
 @contextmanager
-def vllm_states(context: RunContext, dataset: Dataset, encoding: Encoding) -> Iterator[OnlineStates]:
-    """Open a dataset's states as this run's vLLM servers deliver them."""
+def vllm_states(
+    context: RunContext, dataset: Dataset, encoding: Encoding, max_refused_fraction: float | None = None
+) -> Iterator[ArrivingStates]:
+    """Open a dataset's states as this run's vLLM servers deliver them to this rank.
+
+    Args:
+        max_refused_fraction: the largest part of the dataset that may be refused; None: any.
+    """
+    config, world = context.config, context.world
+    expected, longest = context.captured_target.expected_states(), max(dataset_lengths(dataset))
+
+    def check(client: VllmClient, info: ServerInfo) -> None:
+        check_states(client, info, expected, longest)
+
     # Servers that the run has started write into the memory of their own node.
-    endpoints = context.servers.endpoints(everywhere=False)
-    with opened_transport(context, encoding) as (transport, state_format):
-        producer = vllm_producer(
-            endpoints,
-            transport,
-            context.captured_target,
-            context.config.data.max_tokens,
-            context.servers.patience_seconds,
-        )
-        with closing(producer):
-            yield source_of(context, dataset, producer, transport, state_format)
-            if isinstance(transport, MooncakeTransport):
-                # Such a store would keep what comes after this, in pinned memory.
-                producer.finish(_FINISH_SECONDS)
-
-
-@contextmanager
-def hf_states(context: RunContext, dataset: Dataset, encoding: Encoding) -> Iterator[OnlineStates]:
-    """Open a dataset's states as processes of this rank deliver them, which run the target."""
-    capture, target = context.config.capture, context.captured_target
-    with opened_transport(context, encoding) as (transport, state_format):
-        # The processes load the target on the devices where the capture stage had it.
-        torch.cuda.empty_cache()
-        producer = hf_producer(
-            target.spec,
-            target.aux_layer_ids,
-            context.world.device,
-            transport,
-            capture.batch_tokens,
-            capture.processes,
-            stall_seconds=60 * capture.stall_minutes,
-            start_seconds=context.start_seconds,
-        )
-        with closing(producer):
-            yield source_of(context, dataset, producer, transport, state_format)
-
-
-def source_of(
-    context: RunContext,
-    dataset: Dataset,
-    producer: Producer,
-    arrivals: Arrivals,
-    state_format: StateFormat,
-) -> OnlineStates:
-    """Return the samples of one dataset as the producer delivers them to this rank."""
-    return online_states(
-        dataset,
-        producer,
-        arrivals,
-        state_format,
-        context.captured_target,
-        spool_gb=context.config.capture.spool_gb,
-        name=rank_name(context.output_dir, context.world.rank),
-        max_refused_fraction=context.config.capture.max_refused_fraction,
-    )
+    clients = context.servers.clients(everywhere=False)
+    with opened_transport(context, encoding) as opened:
+        patience_seconds = context.servers.patience_seconds
+        with closing(VllmProducer(clients, opened.transport, check, patience_seconds)) as producer:
+            source = ArrivingStates(
+                dataset,
+                producer,
+                opened.transport,
+                shape=opened.shape,
+                sample_bytes=opened.sample_bytes,
+                spool_gb=config.capture.spool_gb,
+                num_sharing=world.ranks_per_node,
+                name=rank_name(context.output_dir, world.rank),
+                max_refused_fraction=max_refused_fraction,
+            )
+            yield source

@@ -1,0 +1,249 @@
+"""Hidden states that arrive from engines: requested ahead within a bound, and taken in order."""
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import chain, islice
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from data.batches.loader import SourceStats
+from data.capture.refusals import MAX_REFUSED_FRACTION, check_refusals
+from data.capture.tokens import TokenRows, dataset_lengths
+from data.capture.transport.protocol import Producer, StateRequest, Transport
+from data.samples import CapturedSample, StateShape
+from eagle31.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+# An engine puts what it has answered within seconds. After this time without the awaited sample, all that
+# were answered and have not arrived are requested again, so often at most.
+_ARRIVAL_SECONDS, _MAX_REPEATS = 60.0, 3
+_TAKEN_KEPT = 64
+_CHUNK_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class _Expected:
+    position: int  # in the announced order
+    index: int  # in the dataset
+    request: StateRequest
+    num_bytes: int
+
+
+class ArrivingStates:
+    """A `HiddenStateSource` of samples that a producer has engines capture, each dropped once it is read.
+
+    Requests for the samples that `expect` announced go out in order while their states, whose sizes are known
+    to the byte, fit the bound, so that no engine can exceed it. What was answered and does not arrive, as
+    when an engine has died, is requested again, and a sample that no engine can make counts as one without
+    tokens.
+
+    One thread uses this, except for `collect_stats` and `stop`. A key consists of `name`, a random name of
+    this object and the position in the order, so that no sample of a killed run is mistaken for one of this
+    run.
+
+    Args:
+        dataset: columns input_ids and loss_mask.
+        sample_bytes: returns the largest size of a sample in the transport, from loss_mask [T].
+        spool_gb: the bound, in 1e9 bytes, which `num_sharing` ranks share equally.
+        name: letters, digits, - and _; the name of this trainer process in this run.
+        max_refused_fraction: the largest part of the dataset that may be refused; None: any.
+
+    Raises:
+        UserError: from `get_many`: its samples together exceed the bound, too many are refused, or what the
+            engines answer does not arrive.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        producer: Producer,
+        transport: Transport,
+        *,
+        shape: StateShape,
+        sample_bytes: Callable[[Tensor], int],
+        spool_gb: float,
+        num_sharing: int = 1,
+        name: str,
+        max_refused_fraction: float | None = MAX_REFUSED_FRACTION,
+    ) -> None:
+        self.lengths = dataset_lengths(dataset)
+        self.limit_bytes = int(spool_gb * 1e9 / num_sharing)
+        self._producer, self._transport, self._shape = producer, transport, shape
+        self._spool_gb, self._num_sharing = spool_gb, num_sharing
+        self._max_refused_fraction = max_refused_fraction
+        self._name = f"{name}-{secrets.token_hex(4)}"
+        self._tokens, self._sample_bytes = TokenRows(dataset), sample_bytes
+        self._num_announced = 0
+        self._coming: deque[_Expected] = deque()
+        self._requested: deque[_Expected] = deque()
+        self._requested_bytes = 0
+        self._refusals: dict[str, str] = {}  # reasons by key, of requested samples
+        self.refused: dict[int, str] = {}  # reasons by sample index
+        self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
+        self._repeated_until = -1  # the last position that may be answered twice
+        self._restarts_seen = 0
+        self._starved_seconds = 0.0
+        self._full_seconds = 0.0
+        self._reported = (0.0, 0.0, 0)  # totals at the last `collect_stats`
+        self._held_since: float | None = None  # when a request was last held back
+        self._stopped = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> CapturedSample:
+        self.expect([index])
+        return self.get_many([index])[0]
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Announce the next samples that `get_many` will be called for."""
+        for index, (input_ids, loss_mask) in zip(indices, self._tokens.read(indices), strict=True):
+            request = StateRequest(f"{self._name}-{self._num_announced}", input_ids, loss_mask)
+            num_bytes = self._sample_bytes(loss_mask)
+            self._coming.append(_Expected(self._num_announced, index, request, num_bytes))
+            self._num_announced += 1
+        self._request_ahead()
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        """Wait for the next samples that `expect` announced, and return them."""
+        self._check_bound(len(indices))
+        self._look_after_producer()
+        return [self._take(index) for index in indices]
+
+    def captured(self, indices: Sequence[int]) -> Generator[tuple[int, CapturedSample | str], None, None]:
+        """Yield each of these samples, the longest first, with its states or the reason why it is refused."""
+        order = sorted(indices, key=lambda index: -self.lengths[index])
+        self.expect(order[:_CHUNK_SAMPLES])
+        for place, index in enumerate(order):
+            if place % _CHUNK_SAMPLES == 0:
+                self.expect(order[place + _CHUNK_SAMPLES : place + 2 * _CHUNK_SAMPLES])
+            [sample] = self.get_many([index])
+            yield index, self.refused.get(index, sample)
+
+    def collect_stats(self) -> SourceStats:
+        """What has been since the last call."""
+        requested = list(self._requested)  # a copy, as another thread changes it
+        arrived = [one.num_bytes for one in requested if self._transport.arrived(one.request.key)]
+        totals = (self._starved_seconds, self._full_seconds, self._producer.num_restarts)
+        starved, full, restarts = (now - then for now, then in zip(totals, self._reported, strict=True))
+        self._reported = totals
+        return SourceStats(sum(arrived), starved, full, int(restarts))
+
+    def stop(self) -> None:
+        """End a wait in another thread with an error in that thread."""
+        self._stopped.set()
+
+    def _check_bound(self, num_samples: int) -> None:
+        needed = sum(one.num_bytes for one in islice(chain(self._requested, self._coming), num_samples))
+        if needed > self.limit_bytes:
+            gb = needed * self._num_sharing / 1e9
+            remedy = f"The samples of a step take {gb:.3g} GB over all ranks of a node: give more than that."
+            raise UserError("capture.spool_gb", self._spool_gb, remedy)
+
+    def _request_ahead(self) -> None:
+        """Send requests in order as long as they fit."""
+        now = time.perf_counter()
+        if self._held_since is not None and self._last_has_arrived():
+            self._full_seconds += now - self._held_since
+        self._held_since = None
+        while self._coming:
+            expected = self._coming[0]
+            if self._requested_bytes + expected.num_bytes > self.limit_bytes:
+                self._held_since = now
+                return
+            self._requested.append(self._coming.popleft())
+            self._requested_bytes += expected.num_bytes
+            if expected.index not in self.refused:
+                self._producer.request(expected.request)
+
+    def _last_has_arrived(self) -> bool:
+        return not self._requested or self._transport.arrived(self._requested[-1].request.key)
+
+    def _take(self, index: int) -> CapturedSample:
+        self._request_ahead()
+        assert self._requested, f"sample {index} was not announced"
+        expected = self._requested[0]
+        assert expected.index == index, f"sample {index} was read where {expected.index} was announced"
+        sample = None if index in self.refused else self._transport.take(expected.request, timeout=0)
+        if sample is None and index not in self.refused:
+            started = time.perf_counter()
+            sample = self._wait_for(expected)
+            self._starved_seconds += time.perf_counter() - started
+        self._requested.popleft()
+        self._requested_bytes -= expected.num_bytes
+        self._taken.append(expected.request.key)
+        self._producer.received(expected.request.key)
+        self._request_ahead()
+        if sample is None:
+            return self._without_tokens()
+        aux = sample.aux_hidden_states
+        assert (*aux.shape[1:], aux.dtype) == astuple(self._shape), "the producer's target is another one"
+        return sample
+
+    def _wait_for(self, expected: _Expected) -> CapturedSample | None:
+        """Wait for a sample; return None where it is refused."""
+        key, since, num_repeats = expected.request.key, time.monotonic(), 0
+        while True:
+            sample = self._transport.take(expected.request, _POLL_SECONDS)
+            if sample is not None:
+                return sample
+            if self._stopped.is_set():
+                raise RuntimeError("stopped while it waited for hidden states")
+            self._look_after_producer()
+            if key in self._refusals:
+                self._refuse(expected.index, self._refusals.pop(key))
+                return None
+            if time.monotonic() - since > _ARRIVAL_SECONDS:
+                since = time.monotonic()
+                num_repeats += self._repeat()
+                if num_repeats > _MAX_REPEATS:
+                    remedy = (
+                        f"Sample {expected.index} was captured {num_repeats} times and did not arrive; "
+                        "look into the servers' logs. Finished work is kept."
+                    )
+                    raise UserError("capture.transport", self._transport.to_json(), remedy)
+
+    def _repeat(self) -> bool:
+        """Request what was answered and has not arrived again; return whether the next sample is among it."""
+        repeated = [
+            one
+            for one in self._requested
+            if one.index not in self.refused
+            and one.request.key not in self._refusals
+            and not self._transport.arrived(one.request.key)
+            and self._producer.request(one.request)
+        ]
+        # What was delivered before it was requested again comes twice.
+        self._repeated_until = self._requested[-1].position if self._requested else -1
+        return bool(repeated) and repeated[0] is self._requested[0]
+
+    def _look_after_producer(self) -> None:
+        self._refusals |= self._producer.refusals()
+        if self._producer.num_restarts > self._restarts_seen:
+            self._restarts_seen = self._producer.num_restarts
+            logger.warning("an engine of hidden states went down (%d)", self._restarts_seen)
+            self._repeat()
+        if self._requested and self._requested[0].position <= self._repeated_until:
+            # Samples that were taken just before may come a second time, for nobody.
+            for key in self._taken:
+                self._transport.discard(key)
+
+    def _refuse(self, index: int, reason: str) -> None:
+        self.refused[index] = reason
+        logger.warning("sample %d is left out: %s", index, reason)
+        if self._max_refused_fraction is not None:
+            check_refusals(self.refused, len(self), self._max_refused_fraction)
+
+    def _without_tokens(self) -> CapturedSample:
+        shape, ids = self._shape, torch.empty(0, dtype=torch.int64)
+        aux = torch.empty(0, shape.num_aux_layers, shape.hidden_size, dtype=shape.dtype)
+        return CapturedSample(ids, ids.bool(), aux, aux.new_empty(0, shape.hidden_size))

@@ -1,0 +1,270 @@
+"""Filling a store with the states of a dataset: what it lacks, its space, its samples, and its end."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from data.capture.refusals import MAX_REFUSED_FRACTION, check_refusals, refusal_lines, retry_remedy
+from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
+from data.progress import STALL_SECONDS, Progress, format_seconds, tracked
+from data.samples import CapturedSample
+from data.store.codec import Encoding, Rows, encoded_bytes
+from data.store.index import MANIFEST, as_read_back, claim, describes, missing_ids, write_manifest
+from data.store.shards import FinishedShards, ShardRecord, open_shard, refuse, refused
+from data.store.writer import StoreWriter, disk_full, remove_all_leftovers
+from eagle31.errors import UserError
+
+_POLL_SECONDS = 0.5
+_LOOK_SECONDS = 10.0  # a manifest that has not changed is read again, as its shards may appear later
+
+# From all samples of a rank and those of them that are missing: each missing one with its states, or with the
+# reason why it is refused.
+Capture = Callable[[Sequence[int], Sequence[int]], Generator[tuple[int, CapturedSample | str], None, None]]
+
+
+class CapturedStates(Protocol):
+    """The properties that decide how large captured states are."""
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """A store that is to be filled with the states of a dataset."""
+
+    directory: Path
+    dataset: Dataset  # columns input_ids and loss_mask
+    encoding: Encoding
+    max_refused_fraction: float = MAX_REFUSED_FRACTION  # of the dataset's samples
+
+
+def fill_store(
+    store: StoreSpec,
+    capture: Capture,
+    states: CapturedStates,
+    *,
+    shard_tokens: int,
+    rank: int = 0,
+    world_size: int = 1,
+    manifest_fields: Mapping[str, Any],
+    progress: bool = False,
+    stall_seconds: float = STALL_SECONDS,
+) -> None:
+    """Write this rank's part of the missing samples; return on every rank once the store is finished.
+
+    Ranks share only the directory.
+
+    Args:
+        shard_tokens: the approximate number of tokens per file, which memory holds until it is written.
+        manifest_fields: JSON values that describe how the states are made.
+        stall_seconds: the longest time without a new sample while rank 0 waits for the other ranks.
+
+    Raises:
+        UserError: the disk cannot hold the store, the directory holds another store, too many samples are
+            refused, or other ranks hang. Finished shards are kept.
+    """
+    fields = store_fields(store, manifest_fields)
+    missing = open_store(store.directory, fields, rank)
+    if rank == 0 and missing:
+        check_store_refusals(store)
+        check_space(store, missing, states)
+    lengths = dataset_lengths(store.dataset)
+    mine = rank_slice(lengths, rank, world_size)
+    own = sorted(set(missing).intersection(mine))
+    if own:
+        name = f"rank-{rank}"
+        total = sum(lengths[sample_id] for sample_id in own)
+        with (
+            Progress("capture", total, "tokens", shown=progress) as bar,
+            StoreWriter(store.directory, name, store.encoding, shard_tokens) as writer,
+            closing(capture(mine, own)) as samples,
+        ):
+            refusals: dict[int, str] = {}
+            for sample_id, sample in samples:
+                if isinstance(sample, str):
+                    refuse(store.directory, name, sample_id, sample)
+                    refusals[sample_id] = sample
+                    remedy = retry_remedy(store.directory)
+                    check_refusals(refusals, len(lengths), store.max_refused_fraction, remedy)
+                else:
+                    writer.append(sample_id, sample)
+                bar.update(lengths[sample_id])
+    finish_store(store, fields, rank, progress=progress, stall_seconds=stall_seconds)
+
+
+def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Return the samples that this rank captures, ascending.
+
+    They depend on the lengths only: ranks that start at different times see different samples missing, and
+    still leave none out. Lengths are distributed evenly.
+    """
+    by_length = np.argsort(-np.asarray(lengths), kind="stable")
+    return sorted(by_length[rank::world_size].tolist())
+
+
+def store_fields(store: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a store's description: `manifest_fields`, its encoding, and its dataset."""
+    return as_read_back(
+        {
+            **manifest_fields,
+            "encoding": store.encoding.to_json(),
+            "tokens_fingerprint": tokens_fingerprint(store.dataset),
+            "dataset_samples": len(store.dataset),
+        }
+    )
+
+
+def open_store(directory: Path, fields: Mapping[str, Any], rank: int = 0) -> list[int]:
+    """Reserve the directory for this capture. Every rank calls this.
+
+    Args:
+        fields: from `store_fields`.
+
+    Returns:
+        The ids of the missing samples, ascending. Other writers may be capturing them.
+
+    Raises:
+        UserError: the directory holds another capture.
+    """
+    claim(directory, fields, rank)
+    missing = missing_ids(directory, FinishedShards(directory).records(), fields["dataset_samples"])
+    if missing and rank == 0:
+        # The store was finished and has lost a shard.
+        (directory / MANIFEST).unlink(missing_ok=True)
+    return missing
+
+
+def check_store_refusals(store: StoreSpec) -> dict[int, str]:
+    """Return the reasons of the refused samples; raise UserError where there are too many."""
+    found = refused(store.directory)
+    remedy = retry_remedy(store.directory)
+    check_refusals(found, len(store.dataset), store.max_refused_fraction, remedy)
+    return found
+
+
+def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) -> int:
+    """Return the size of samples in a store without its headers. rows int64 [n, 3], from `dataset_rows`."""
+    num_layers, total = len(states.aux_layer_ids), Rows(*map(int, rows.sum(axis=0)))
+    return encoded_bytes(encoding, total, num_layers, states.hidden_size, states.dtype)
+
+
+def check_space(store: StoreSpec, missing: Sequence[int], states: CapturedStates) -> None:
+    """Print how much will be captured; raise UserError where the disk cannot hold it."""
+    rows = dataset_rows(store.dataset, store.encoding)[missing]
+    needed, free = estimate_bytes(rows, states, store.encoding), shutil.disk_usage(store.directory).free
+    print(
+        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {store.directory}, "
+        f"{needed / 1e9:.2f} GB ({store.encoding.codec}) of {free / 1e9:.2f} GB free",
+        file=sys.stderr,
+    )
+    if needed > free:
+        what = f"The store needs {needed / 1e9:.2f} GB where {free / 1e9:.2f} GB are free"
+        raise disk_full(store.directory, what)
+
+
+def finish_store(
+    store: StoreSpec,
+    fields: Mapping[str, Any],
+    rank: int = 0,
+    *,
+    progress: bool = False,
+    stall_seconds: float | None = None,
+) -> None:
+    """Return once the store is finished: every sample is captured or refused, and the manifest says so.
+
+    Rank 0 writes the manifest from the shards that it sees once no sample is missing. Where several have a
+    sample, the first one by name counts. What is written afterwards holds duplicates only and is not part of
+    the store. The other ranks wait for the manifest.
+
+    Args:
+        fields: from `store_fields`.
+        stall_seconds: rank 0 waits this long for another sample; None waits for any time.
+
+    Raises:
+        UserError: a shard holds other tokens than the dataset, or has another encoding; too many samples are
+            refused; or no missing sample has come for `stall_seconds`.
+    """
+    if rank != 0:
+        _wait_for_manifest(store.directory, fields)
+        return
+    directory, num_samples = store.directory, len(store.dataset)
+    records = _complete_records(directory, num_samples, stall_seconds)
+    for line in refusal_lines(check_store_refusals(store), num_samples, directory):
+        print(f"capture: {line}", file=sys.stderr)
+    if describes(directory, fields, records):
+        return
+    remove_all_leftovers(directory)
+    tokens = TokenRows(store.dataset)
+    for record in tracked(records, "check the store", "shards", shown=progress):
+        _check_shard(directory, record, tokens, fields)
+    write_manifest(directory, fields, records)
+
+
+def _complete_records(directory: Path, num_samples: int, stall_seconds: float | None) -> list[ShardRecord]:
+    """Return the shards once no sample is missing in them."""
+    shards = FinishedShards(directory)
+    num_missing, progressed = num_samples + 1, time.monotonic()
+    while True:
+        records = shards.records()
+        missing = missing_ids(directory, records, num_samples)
+        if not missing:
+            return records
+        if len(missing) < num_missing:
+            num_missing, progressed = len(missing), time.monotonic()
+        elif stall_seconds is not None and time.monotonic() - progressed > stall_seconds:
+            remedy = (
+                f"No sample has come for {format_seconds(stall_seconds)} and {num_missing:,} are missing, "
+                f"such as {missing[0]}: another rank hangs, or its shards do not appear here. Run the same "
+                "command again, which captures what is missing; capture.stall_minutes sets the time."
+            )
+            raise UserError("output_dir", directory, remedy)
+        time.sleep(_POLL_SECONDS)
+
+
+def _wait_for_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
+    """Wait until the manifest describes a store of these fields whose shards are all there.
+
+    The manifest of an earlier run may still exist while a shard that it lists is replaced.
+    """
+    path, seen, looked = directory / MANIFEST, None, 0.0
+    while True:
+        try:
+            stat = os.stat(path)
+        except FileNotFoundError:
+            time.sleep(_POLL_SECONDS)
+            continue
+        state = (stat.st_ino, stat.st_mtime_ns)
+        if state != seen or time.monotonic() - looked > _LOOK_SECONDS:
+            seen, looked = state, time.monotonic()
+            if describes(directory, fields):
+                return
+        time.sleep(_POLL_SECONDS)
+
+
+def _check_shard(directory: Path, record: ShardRecord, tokens: TokenRows, fields: Mapping[str, Any]) -> None:
+    path = directory / record.file
+    if record.encoding.to_json() != fields["encoding"]:
+        raise UserError("capture", path, f"Its encoding is {record.encoding.to_json()}; delete it.")
+    shard = open_shard(path)
+    ids, mask = shard.read_column("input_ids").numpy(), shard.read_column("loss_mask").numpy()
+    lengths, expected_ids, expected_mask = tokens.flat(record.sample_ids)
+    same = np.array_equal(lengths, record.lengths) and np.array_equal(ids, expected_ids)
+    if not same or not np.array_equal(mask, expected_mask):
+        remedy = "It holds other tokens than the dataset; delete it and run again to capture it again."
+        raise UserError("capture", path, remedy)

@@ -1,0 +1,104 @@
+"""The samples of a dataset with their states, as transformers gives them in this process."""
+
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from data.capture.hf import HiddenStateCapture
+from data.capture.tokens import TokenRows, dataset_lengths
+from data.samples import CapturedSample
+from data.store.codec import Encoding, decode, encode
+from eagle31.errors import UserError
+
+
+def capture_samples(
+    dataset: Dataset,
+    capture: HiddenStateCapture,
+    batch_tokens: int,
+    sample_ids: Sequence[int],
+    missing: Collection[int],
+) -> Generator[tuple[int, CapturedSample], None, None]:
+    """Yield captured samples, the longest first. Samples of similar length are captured together.
+
+    Args:
+        batch_tokens: the most tokens in one forward pass, with padding.
+        sample_ids: those that are divided into batches.
+        missing: those of them that are captured. A batch that has some of them runs with all of its samples,
+            because other batches round differently: a resumed capture has the states of an uninterrupted one.
+    """
+    tokens, lengths, wanted = TokenRows(dataset), dataset_lengths(dataset), set(missing)
+    for indices in batches_by_length([lengths[i] for i in sample_ids], batch_tokens):
+        batch = [sample_ids[index] for index in indices]
+        if wanted.isdisjoint(batch):
+            continue
+        rows = tokens.read(batch)
+        for sample_id, row, states in zip(batch, rows, _states(capture, rows), strict=True):
+            if sample_id in wanted:
+                yield sample_id, CapturedSample(*row, *states)
+
+
+class TransformersStates:
+    """A `HiddenStateSource` that runs the target whenever training reads samples, in the thread that reads.
+
+    Args:
+        dataset: columns input_ids and loss_mask.
+        encoding: what a store would keep of the states; training reads the same as from a store.
+        batch_tokens: the most tokens in one forward pass, with padding.
+    """
+
+    def __init__(
+        self, dataset: Dataset, capture: HiddenStateCapture, encoding: Encoding, batch_tokens: int
+    ) -> None:
+        self.lengths = dataset_lengths(dataset)
+        self._tokens, self._capture = TokenRows(dataset), capture
+        self._encoding, self._batch_tokens = encoding, batch_tokens
+        on_gpu = capture.device.type == "cuda"
+        # In a stream of its own it runs next to the kernels of training.
+        self._stream = torch.cuda.Stream(capture.device) if on_gpu else None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> CapturedSample:
+        return self.get_many([index])[0]
+
+    def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
+        """Capture samples and return them in host memory."""
+        rows = self._tokens.read(indices)
+        samples: dict[int, CapturedSample] = {}
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for batch in batches_by_length([len(ids) for ids, _ in rows], self._batch_tokens):
+                of_batch = [rows[place] for place in batch]
+                for place, row, states in zip(batch, of_batch, _states(self._capture, of_batch), strict=True):
+                    encoded = encode(CapturedSample(*row, *states), self._encoding)
+                    samples[place] = decode({name: tensor.cpu() for name, tensor in encoded.items()})
+        return [samples[place] for place in range(len(rows))]
+
+
+def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yield batches of indices, the longest first, with at most `batch_tokens` tokens including padding.
+
+    A batch has at least one index.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _states(
+    capture: HiddenStateCapture, rows: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    try:
+        return capture.capture([input_ids for input_ids, _ in rows])
+    except torch.OutOfMemoryError as error:
+        longest = max(len(input_ids) for input_ids, _ in rows)
+        remedy = f"{len(rows)} samples of up to {longest:,} tokens exceed the memory of {capture.device}; "
+        raise UserError("capture.batch_tokens", len(rows) * longest, f"{remedy}lower it.") from error

@@ -1,0 +1,168 @@
+"""The arguments that make vLLM keep hidden states and hand them to the connector."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from data.capture.vllm.environment import LOADER
+from data.capture.vllm.server_info import ROOM_TOKENS
+from eagle31.errors import UserError
+
+# The rank that writes would have a part of the states only.
+_UNDIVIDED = {
+    "pipeline_parallel_size": "Only the last stage would have the hidden states; use tensor_parallel_size.",
+    "decode_context_parallel_size": (
+        "A rank would have the hidden states of a part of the tokens only; use tensor_parallel_size."
+    ),
+    "prefill_context_parallel_size": (
+        "A rank would have the hidden states of a part of the tokens only; use tensor_parallel_size."
+    ),
+}
+
+
+# AMX kernels of vLLM take bfloat16 only.
+_AMX_DTYPES = ("auto", "bfloat16")
+
+
+@dataclass(frozen=True)
+class CaptureEngine:
+    """A vLLM engine that captures one target.
+
+    Args:
+        max_tokens: the length of the longest sample, and of the longest prompt with its completion.
+        roots: the directories below which the engine may write.
+        mla: whether the target has latent attention.
+        mooncake_masters: the Mooncake stores that the engine may put into, as host:port.
+        extra: further arguments of `vllm.LLM`.
+
+    Raises:
+        UserError: `extra` divides the states among ranks or changes them, or vLLM cannot capture one of the
+            layer ids.
+    """
+
+    target: str
+    aux_layer_ids: Sequence[int]
+    num_layers: int
+    max_tokens: int
+    roots: Sequence[str]
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    target_fingerprint: str | None = None
+    mla: bool = False
+    mooncake_masters: Sequence[str] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, reason in _UNDIVIDED.items():
+            if self.extra.get(name, 1) != 1:
+                raise UserError(f"vllm.engine_args.{name}", self.extra[name], reason)
+        cache_dtype = self.extra.get("kv_cache_dtype", "auto")
+        if cache_dtype != "auto":
+            remedy = "It must be auto: it would apply to the hidden states as well."
+            raise UserError("vllm.engine_args.kv_cache_dtype", cache_dtype, remedy)
+        if self.extra.get("async_scheduling"):
+            remedy = (
+                "Leave it out: with it, an engine that captures may repeat tokens of an answer (vllm#56417)."
+            )
+            raise UserError("vllm.engine_args.async_scheduling", True, remedy)
+        if self.mla and 0 in self.aux_layer_ids:
+            remedy = (
+                "vLLM gives no embedding output of a target with latent attention, and serves no drafter "
+                "that reads it; give ids from 1 on."
+            )
+            raise UserError("drafter.aux_layer_ids", list(self.aux_layer_ids), remedy)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `vllm.LLM` for capture."""
+        settings = {
+            "aux_layer_ids": list(self.aux_layer_ids),
+            "target_fingerprint": self.target_fingerprint,
+            "roots": list(self.roots),
+            "mooncake_masters": list(self.mooncake_masters),
+        }
+        return self.plain_arguments() | {
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.layer_ids}},
+            },
+            # With it, answers of this engine may repeat tokens: vllm#56417.
+            "async_scheduling": False,
+            "kv_transfer_config": {
+                "kv_connector": "HiddenStatesConnector",
+                "kv_connector_module_path": LOADER.stem,
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": settings,
+            },
+        }
+
+    def answer_arguments(self) -> dict[str, Any]:
+        """Return the arguments of an engine that only writes completions."""
+        # On the CPU, a prompt with a seed that is prefilled in chunks ends vLLM 0.32.
+        unchunked = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+        return unchunked | self.plain_arguments()
+
+    def plain_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the same engine without hidden states."""
+        arguments = {
+            "model": self.target,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+            "max_model_len": self.max_tokens + ROOM_TOKENS,
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # the model's own settings do not affect a completion
+            # Compilation pays for many short steps. Prompts are few and long.
+            "enforce_eager": not torch.cuda.is_available(),
+        }
+        if self.revision is not None:
+            arguments["revision"] = self.revision
+        if "attention_config" not in self.extra:  # vLLM takes one of the two
+            arguments |= attention_backend(str(self.extra.get("dtype", self.dtype)))
+        return arguments | dict(self.extra)
+
+    def command_line(self) -> list[str]:
+        """Return the arguments of a server that captures."""
+        return _command_line(self.arguments())
+
+    def answer_command_line(self) -> list[str]:
+        """Return the arguments of a server that only writes completions."""
+        return _command_line(self.answer_arguments())
+
+    def plain_command_line(self) -> list[str]:
+        """Return the arguments of a server with the same engine, without hidden states."""
+        return _command_line(self.plain_arguments())
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """The layer ids that vLLM keeps: the aux layers' inputs and the last layer's output, ascending."""
+        return sorted({*self.aux_layer_ids, self.num_layers})
+
+
+def attention_backend(dtype: str) -> dict[str, str]:
+    """Return the arguments of `vllm.LLM` or of its `speculative_config` that choose the attention backend.
+
+    On a CPU with AMX, vLLM 0.32 prefers its AMX_MLA backend for latent attention whatever the dtype, and
+    AMX_MLA fails on weights other than bfloat16. CPU_MLA takes every dtype. vLLM ignores the choice for a
+    model without latent attention, so the caller need not know the model. On other devices vLLM chooses.
+
+    Args:
+        dtype: the engine's `dtype` argument.
+    """
+    if torch.cuda.is_available() or dtype in _AMX_DTYPES:
+        return {}
+    return {"attention_backend": "CPU_MLA"}
+
+
+def _command_line(arguments: Mapping[str, Any]) -> list[str]:
+    line: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            line += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return line

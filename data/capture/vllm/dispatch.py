@@ -1,0 +1,192 @@
+"""The dispatcher, which keeps any number of servers busy with prompts and survives their failures."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from data.capture.vllm.client import Refused, Unavailable, VllmClient
+from data.capture.vllm.server_info import ServerInfo
+from data.sampling import Sampling
+from eagle31.errors import UserError
+
+PATIENCE_SECONDS = 300.0  # time to start a server again and load its model
+MAX_LOST = 4  # a prompt that got no answer so often is refused
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
+_LONGEST_RETRY_SECONDS = 30.0
+
+
+@dataclass
+class Prompt:
+    """A prompt for vLLM.
+
+    task: the connector's parameters, or how to sample a completion.
+    num_lost: the number of times that it was sent and got no answer.
+    withdrawn: it is not to be sent any more.
+    """
+
+    index: int
+    key: str
+    input_ids: list[int]
+    task: dict[str, Any] | Sampling
+    num_lost: int = 0
+    withdrawn: bool = False
+
+
+@dataclass
+class _Link:
+    """A server, and whether it is up."""
+
+    client: VllmClient
+    info: ServerInfo | None = None
+    down_since: float | None = field(default_factory=time.monotonic)
+    reason: str = "not reached yet"
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    # Held by the one prompt under way there that was lost more than once: what ends servers meets no other.
+    suspect: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Dispatcher:
+    """Sends prompts to any server with capacity, and sends those again that get no answer.
+
+    A prompt is refused where the server says so, and after four times without an answer. Of the prompts that
+    were lost twice, a server has one at a time. So a prompt that ends servers is refused, and those that were
+    under way with it are not.
+
+    Args:
+        check: raises UserError for a server that is not set up as required.
+        answered: called with the prompt, and the completion's token ids where one was requested.
+        refused: called with the prompt and the reason.
+        patience_seconds: how long all servers may be down at once.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[VllmClient],
+        *,
+        check: Callable[[VllmClient, ServerInfo], None],
+        answered: Callable[[Prompt, list[int]], None],
+        refused: Callable[[Prompt, str], None],
+        patience_seconds: float,
+    ) -> None:
+        self.patience_seconds = patience_seconds
+        self.num_failures = 0  # the number of times that a server went down
+        self._links = [_Link(client) for client in clients]
+        self._check, self._answered, self._refused = check, answered, refused
+        self._prompts: asyncio.PriorityQueue[tuple[int, int, int, Prompt]] = asyncio.PriorityQueue()
+        self._added = itertools.count()  # makes every item of the queue differ before its prompt
+
+    def add(self, prompt: Prompt) -> None:
+        """Send a prompt as soon as there is room; new ones first, then in the order of their indices."""
+        self._prompts.put_nowait((prompt.num_lost, prompt.index, next(self._added), prompt))
+
+    async def run(self) -> None:
+        """Send prompts until this is cancelled.
+
+        Raises:
+            UserError: a server is not set up as required, or none has been up for too long.
+        """
+        tasks = [asyncio.create_task(self._keep_up(link)) for link in self._links]
+        for link in self._links:
+            tasks += [asyncio.create_task(self._work(link)) for _ in range(link.client.concurrency)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_up(self, link: _Link) -> None:
+        """Look at a server that is down until it is up."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            if link.up.is_set():
+                pause = _FIRST_PAUSE_SECONDS
+            else:
+                try:
+                    link.info = await link.client.info()
+                except Unavailable as error:
+                    link.reason = str(error)
+                    self._check_patience()
+                else:
+                    self._check(link.client, link.info)
+                    link.down_since = None
+                    link.up.set()
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    async def _work(self, link: _Link) -> None:
+        while True:
+            await link.up.wait()
+            *_, prompt = await self._prompts.get()
+            if prompt.withdrawn:
+                continue
+            if not link.up.is_set():
+                self.add(prompt)
+                continue
+            assert link.info is not None
+            reason = _impossible(prompt, link.info)
+            if reason is not None:
+                self._refused(prompt, reason)
+                continue
+            try:
+                async with link.suspect if prompt.num_lost > 1 else nullcontext():
+                    output_ids = await _compute(link.client, prompt)
+            except Refused as error:
+                self._refused(prompt, str(error))
+            except Unavailable as error:
+                self._note_failure(link, prompt, error)
+            else:
+                self._answered(prompt, output_ids)
+
+    def _note_failure(self, link: _Link, prompt: Prompt, error: Unavailable) -> None:
+        if link.up.is_set():
+            link.up.clear()
+            link.down_since = time.monotonic()
+            self.num_failures += 1
+        link.reason = str(error)
+        prompt.num_lost += error.lost
+        if prompt.num_lost >= MAX_LOST:
+            self._refused(prompt, f"It was sent {prompt.num_lost} times without an answer; at last: {error}")
+            return
+        pause = min(2.0**prompt.num_lost - 1.0, _LONGEST_RETRY_SECONDS)
+        asyncio.get_running_loop().call_later(pause, self.add, prompt)
+
+    def _check_patience(self) -> None:
+        since = [link.down_since for link in self._links if link.down_since is not None]
+        if len(since) < len(self._links) or time.monotonic() - max(since) < self.patience_seconds:
+            return
+        reasons = "; ".join(f"{link.client.name}: {link.reason}" for link in self._links)
+        remedy = (
+            f"No server has answered for {self.patience_seconds:.0f} seconds ({reasons}); start them with "
+            "scripts/serve_target and run the same command again: finished work is kept."
+        )
+        raise UserError("vllm.servers", [link.client.name for link in self._links], remedy)
+
+
+async def _compute(client: VllmClient, prompt: Prompt) -> list[int]:
+    """Return the completion, if one is requested."""
+    if isinstance(prompt.task, Sampling):
+        return await client.generate(prompt.input_ids, prompt.task)
+    await client.capture(prompt.input_ids, prompt.task)
+    return []
+
+
+def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
+    """Return why a server cannot compute a prompt, or None. Some of these would end it."""
+    largest = max(prompt.input_ids, default=-1)
+    if not 0 <= min(prompt.input_ids, default=-1) <= largest < info.vocab_size:
+        return f"It has no tokens, or one outside the target's {info.vocab_size}: {largest}."
+    new_tokens = prompt.task.max_new_tokens if isinstance(prompt.task, Sampling) else 0
+    if len(prompt.input_ids) + new_tokens > info.max_tokens:
+        tokens = f"{len(prompt.input_ids)} tokens" + (
+            f" and {new_tokens} of its answer" if new_tokens else ""
+        )
+        return f"Its {tokens} are more than the {info.max_tokens} that vLLM was started for."
+    return None

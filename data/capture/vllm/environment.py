@@ -1,0 +1,77 @@
+"""vLLM's environment: where its Python is, and which variables its processes get."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from data.capture.transport.mooncake_store import REQUIREMENT
+from data.supervised import without_launcher
+from eagle31.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+SETUP = ROOT / "scripts" / "setup" / "vllm"
+# The only directory of ours on the path of vLLM's processes, and the module in it that finds the others.
+LOADER = ROOT / "data" / "capture" / "vllm" / "plugin" / "path" / "eagle31_vllm.py"
+KEY_VARIABLE = "VLLM_API_KEY"  # the key that a server demands and a client sends; vLLM's own name
+# Python's settings are for our processes and not for vLLM's.
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
+
+
+def find_python() -> Path:
+    """Return the Python of vLLM's environment: EAGLE31_VLLM_PYTHON, or what `scripts/setup/vllm` made.
+
+    Raises:
+        UserError: no such environment exists.
+    """
+    remedy = (
+        "vLLM's environment does not exist; run scripts/setup/vllm, or set EAGLE31_VLLM_PYTHON to the Python "
+        "of your own environment."
+    )
+    own = os.environ.get("EAGLE31_VLLM_PYTHON")
+    if own:
+        if not os.access(own, os.X_OK):
+            raise UserError("EAGLE31_VLLM_PYTHON", own, remedy)
+        return Path(own)
+    printed = subprocess.run([str(SETUP), "--print"], capture_output=True, text=True, check=True)
+    path = Path(printed.stdout.strip())
+    if not (path.parent.parent / ".eagle31-stamp").exists():
+        raise UserError("EAGLE31_VLLM_ENV", path.parent.parent, remedy)
+    return path
+
+
+def installed_version(python: Path) -> str | None:
+    """Return the version of vLLM in an environment, by its metadata; None where it has none."""
+    for path in sorted(python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")):
+        return path.name.removesuffix(".dist-info").partition("-")[2]
+    return None
+
+
+def check_mooncake(python: Path) -> None:
+    """Raises UserError where an engine could not put into a Mooncake store."""
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('mooncake') is None)"
+    if subprocess.run([str(python), "-I", "-c", probe]).returncode:
+        remedy = f"vLLM's environment lacks its Python package: {python} -m pip install '{REQUIREMENT}'."
+        raise UserError("capture.transport", "mooncake", remedy)
+
+
+def environment(python: Path) -> dict[str, str]:
+    """Return the environment of a process that runs vLLM."""
+    variables = {name: value for name, value in without_launcher(os.environ).items() if name not in _OURS}
+    variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read on the CPU only
+    variables.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM on the CPU expects Intel's OpenMP, which its environment has; drafting is slow without it.
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    if openmp.exists():
+        variables.setdefault("LD_PRELOAD", str(openmp))
+    return variables
+
+
+def capture_environment(python: Path) -> dict[str, str]:
+    """Return the environment of a vLLM process that captures, and of the workers that it starts."""
+    return environment(python) | {
+        "PYTHONPATH": str(LOADER.parent),
+        # `python -m` would look in the working directory first, whose modules may have any name.
+        "PYTHONSAFEPATH": "1",
+        # A prompt may fill all the positions of the target: the token after it is never computed.
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    }

@@ -1,0 +1,179 @@
+"""The delivery of copied states through the transports of a server's clients, in the background."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from data.capture.transport.mooncake import MooncakeTransport
+from data.capture.transport.protocol import StateRequest, Transport
+from data.capture.transport.spool import Spool
+from data.capture.vllm.capture_request import CaptureRequest
+from data.capture.vllm.plugin.cache_copy import HostCopy
+from data.store.codec import Encoding
+
+MAX_DESTINATIONS = 64
+_THREADS = 4  # of a destination, which encode and write
+_REASON_LETTERS = 1000
+_DTYPES = ("bfloat16", "float16", "float32")
+_FIELDS = {
+    "spool": {"spool", "encoding"},
+    "mooncake": {"mooncake", "num_aux_layers", "hidden_size", "dtype"},
+}
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The destinations that a server delivers to.
+
+    roots: it writes in these directories only.
+    mooncake_masters: the Mooncake stores that it may put into, as HOST:PORT.
+    num_aux_layers, hidden_size: the size of its states.
+    """
+
+    roots: Sequence[str]
+    mooncake_masters: Sequence[str]
+    num_aux_layers: int
+    hidden_size: int
+
+    def refusal(self, destination: Mapping[str, Any]) -> str | None:
+        """Return why the server does not deliver to a destination, or None.
+
+        Raises:
+            KeyError, TypeError, ValueError, OSError, UserError: `destination` is no destination.
+        """
+        (kind,) = _FIELDS.keys() & destination.keys()
+        if destination.keys() != _FIELDS[kind]:
+            return f"A {kind} has the fields {sorted(_FIELDS[kind])}, not {sorted(destination)}."
+        if kind == "mooncake":
+            return self._mooncake_refusal(destination)
+        Encoding(**destination["encoding"])  # raises UserError
+        directory = os.path.realpath(destination["spool"])
+        if not any(Path(directory).is_relative_to(os.path.realpath(root)) for root in self.roots):
+            return f"{destination['spool']} is not below {', '.join(self.roots)}."
+        if not os.path.isdir(directory):
+            return f"{directory} does not exist on the machine of the server."
+        return None
+
+    def _mooncake_refusal(self, destination: Mapping[str, Any]) -> str | None:
+        settings = destination["mooncake"]
+        if settings["master"] not in self.mooncake_masters:
+            return f"{settings['master']} is not one of the Mooncake stores that the server may use."
+        if settings["segment_bytes"] != 0:
+            return "The server lends no memory to a Mooncake store."
+        if destination["dtype"] not in _DTYPES:
+            return f"dtype must be one of {', '.join(_DTYPES)}, not {str(destination['dtype'])[:40]}."
+        size = (destination["num_aux_layers"], destination["hidden_size"])
+        if size != (self.num_aux_layers, self.hidden_size):
+            captured = f"{self.num_aux_layers} aux layers of {self.hidden_size}"
+            return f"The server captures {captured}, not {size[0]} of {size[1]}."
+        return None
+
+
+def resolved(destination: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the destination with links and `..` in its path resolved: it is written where it was checked."""
+    if "spool" not in destination:
+        return dict(destination)
+    return {**destination, "spool": os.path.realpath(destination["spool"])}
+
+
+class _Outlet:
+    """A destination, with the threads that put samples into it."""
+
+    def __init__(self, destination: Mapping[str, Any]) -> None:
+        self.held_bytes = 0  # of samples that were submitted and not yet put; guarded by the deliveries
+        self._destination = destination
+        self._transport: Transport | None = None
+        self._opening = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "eagle31-delivery")
+        self.submit = self._threads.submit
+
+    def transport(self) -> Transport:
+        with self._opening:
+            if self._transport is None:
+                kind = MooncakeTransport if "mooncake" in self._destination else Spool
+                self._transport = kind.from_json(self._destination)
+            return self._transport
+
+    def close(self) -> None:
+        """Close the destination after what was submitted."""
+        self._threads.shutdown()
+        if self._transport is not None:
+            self._transport.close()
+
+
+class Deliveries:
+    """The samples on their way to all destinations, and the host memory that they hold.
+
+    A sample that cannot be delivered costs itself only: the reason is in the server's log, and its client
+    requests it again. A destination holds at most half of the memory, so that one that is slow leaves room
+    for the others.
+
+    Args:
+        num_aux_layers: A. The first A columns of the states are the aux layers; the last one is the last
+            layer's output.
+        limit_bytes: the host memory for all copies.
+    """
+
+    def __init__(self, num_aux_layers: int, limit_bytes: int) -> None:
+        self._num_aux_layers, self._limit_bytes = num_aux_layers, limit_bytes
+        self._lock = threading.Lock()
+        self._outlets: dict[str, _Outlet] = {}  # the one that was used last at the end
+        self._held_bytes = 0
+
+    def has_room(self, destination: Mapping[str, Any], num_bytes: int) -> bool:
+        """Return whether another copy for this destination may begin; one at least always may."""
+        with self._lock:
+            outlet = self._outlets.get(_name(destination))
+            held = 0 if outlet is None else outlet.held_bytes
+            fits = self._held_bytes + num_bytes <= self._limit_bytes
+            fair = held == 0 or held + num_bytes <= self._limit_bytes // 2
+            return self._held_bytes == 0 or (fits and fair)
+
+    def submit(self, capture: CaptureRequest, input_ids: Tensor, copy: HostCopy) -> None:
+        """Deliver a sample in the background. input_ids int64 [T]."""
+        with self._lock:
+            outlet = self._outlet(capture.destination)
+            outlet.held_bytes += copy.num_bytes
+            self._held_bytes += copy.num_bytes
+        outlet.submit(self._deliver, outlet, capture, input_ids, copy)
+
+    def close(self) -> None:
+        """Return when everything submitted is delivered."""
+        for outlet in self._outlets.values():
+            outlet.close()
+
+    def _outlet(self, destination: Mapping[str, Any]) -> _Outlet:
+        name = _name(destination)
+        outlet = self._outlets.pop(name, None) or _Outlet(destination)
+        if len(self._outlets) >= MAX_DESTINATIONS:
+            idle = next((key for key, one in self._outlets.items() if one.held_bytes == 0), None)
+            if idle is not None:
+                self._outlets.pop(idle).close()
+        self._outlets[name] = outlet
+        return outlet
+
+    def _deliver(self, outlet: _Outlet, capture: CaptureRequest, input_ids: Tensor, copy: HostCopy) -> None:
+        try:
+            copy.wait()
+            states, mask = copy.states, capture.loss_mask(len(input_ids))
+            request = StateRequest(capture.key, input_ids, mask)
+            outlet.transport().put(request, states[:, : self._num_aux_layers], states[:, -1])
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"[:_REASON_LETTERS]
+            print(f"eagle31: {capture.key} was not delivered: {what}", file=sys.stderr, flush=True)
+        finally:
+            with self._lock:
+                outlet.held_bytes -= copy.num_bytes
+                self._held_bytes -= copy.num_bytes
+
+
+def _name(destination: Mapping[str, Any]) -> str:
+    return json.dumps(destination, sort_keys=True)

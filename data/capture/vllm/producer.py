@@ -1,0 +1,117 @@
+"""The producer of hidden states that uses vLLM servers."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+from data.capture.transport.protocol import StateRequest, Transport
+from data.capture.vllm.capture_request import CaptureRequest
+from data.capture.vllm.client import VllmClient
+from data.capture.vllm.dispatch import Dispatcher, Prompt
+from data.capture.vllm.server_info import ServerInfo
+
+
+class VllmProducer:
+    """A `Producer` that sends requests from a thread, while vLLM puts the states into the transport.
+
+    Every method raises the error that has ended the thread.
+
+    Args:
+        clients: used by this object only, which closes them.
+        transport: a transport that the servers reach under the same path or address.
+        check: raises UserError for a server that is not set up as required.
+        patience_seconds: how long all servers may be down at once.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[VllmClient],
+        transport: Transport,
+        check: Callable[[VllmClient, ServerInfo], None],
+        patience_seconds: float,
+    ) -> None:
+        self._destination = transport.to_json()
+        self._lock = threading.Lock()
+        self._owed: dict[str, Prompt] = {}  # without an answer, by key
+        self._refused: dict[str, str] = {}
+        self._num_requests = 0
+        self._failure: BaseException | None = None
+        self._clients = clients
+        self._dispatcher = Dispatcher(
+            clients,
+            check=check,
+            answered=lambda prompt, _: self._note_answer(prompt),
+            refused=self._note_refusal,
+            patience_seconds=patience_seconds,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._running: asyncio.Task[None] = self._loop.create_task(self._dispatcher.run())
+        self._thread = threading.Thread(target=self._run, name="vllm-producer", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of times that a server went down."""
+        return self._dispatcher.num_failures
+
+    def request(self, request: StateRequest) -> bool:
+        input_ids = request.input_ids.tolist()
+        capture = CaptureRequest.of(self._destination, request.key, input_ids, request.loss_mask)
+        with self._lock:
+            if request.key in self._owed:
+                return False
+            prompt = Prompt(self._num_requests, request.key, input_ids, capture.to_params())
+            self._num_requests += 1
+            self._owed[request.key] = prompt
+        try:
+            self._loop.call_soon_threadsafe(self._dispatcher.add, prompt)
+        except RuntimeError:
+            self._thread.join()  # The loop is closed.
+            self._raise_failure()
+            raise
+        return True
+
+    def received(self, key: str) -> None:
+        with self._lock:
+            owed = self._owed.pop(key, None)
+        if owed is not None:
+            owed.withdrawn = True
+
+    def refusals(self) -> dict[str, str]:
+        self._raise_failure()
+        with self._lock:
+            refused, self._refused = self._refused, {}
+        return refused
+
+    def close(self) -> None:
+        """End the requests that are under way, and close the clients."""
+        with contextlib.suppress(RuntimeError):  # the thread may close the loop at any time
+            self._loop.call_soon_threadsafe(self._running.cancel)
+        self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _note_answer(self, prompt: Prompt) -> None:
+        with self._lock:
+            self._owed.pop(prompt.key, None)
+
+    def _note_refusal(self, prompt: Prompt, reason: str) -> None:
+        with self._lock:
+            self._owed.pop(prompt.key, None)
+            if not prompt.withdrawn:
+                self._refused[prompt.key] = reason
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._running)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self._failure = error
+        finally:
+            for client in self._clients:
+                self._loop.run_until_complete(client.close())
+            self._loop.close()

@@ -1,1 +1,0 @@
-"""Child processes that are driven by JSON lines."""

@@ -1,0 +1,264 @@
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.batches.loader import RowLoader
+from data.capture import arriving
+from data.capture.arriving import ArrivingStates
+from data.capture.transport.protocol import StateRequest
+from data.capture.transport.spool import Spool
+from data.samples import CapturedSample
+from eagle31.errors import UserError
+from eagle31.training.batch import PackedBatch
+from tests.data.capture.delivery import (
+    SHAPE,
+    PromptProducer,
+    open_memory,
+    random_dataset,
+    random_states,
+    sample_bytes,
+    states_from,
+    used_bytes,
+    write_store,
+)
+
+DATASET = random_dataset()
+ORDER = [5, 3, 29, 0, 5, 17, 8, 8, 2, 11]
+STEP = 2
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    with open_memory(f"test-{tmp_path.name}") as spool:
+        yield spool
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(arriving, "_ARRIVAL_SECONDS", 0.02)
+
+
+def read(source: ArrivingStates, order: list[int]) -> list[CapturedSample]:
+    source.expect(order)
+    return [
+        sample
+        for start in range(0, len(order), STEP)
+        for sample in source.get_many(order[start : start + STEP])
+    ]
+
+
+def assert_right(samples: list[CapturedSample], order: list[int]) -> None:
+    for index, sample in zip(order, samples, strict=True):
+        assert sample.input_ids.tolist() == DATASET[index]["input_ids"]
+        assert sample.loss_mask.tolist() == DATASET[index]["loss_mask"]
+        kept = sample.loss_mask[1:-1] & sample.loss_mask[2:]
+        expected = random_states(sample.input_ids)[1][1:-1][kept]
+        assert torch.equal(sample.final_hidden_states[1:-1][kept], expected)
+
+
+def assert_batches_equal(found: list[PackedBatch], expected: list[PackedBatch]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        for name, value in vars(b).items():
+            assert torch.equal(getattr(a, name), value), name
+
+
+def needed(order: Sequence[int]) -> int:
+    return sum(sample_bytes(torch.tensor(DATASET[i]["loss_mask"])) for i in order)
+
+
+def test_samples_come_in_the_order_announced_and_leave_nothing(spool: Spool) -> None:
+    producer = PromptProducer(spool)
+    assert_right(read(states_from(DATASET, producer, spool), ORDER), ORDER)
+    assert [request.input_ids.tolist() for request in producer.requests] == [
+        DATASET[index]["input_ids"] for index in ORDER
+    ]
+    assert len({request.key for request in producer.requests}) == len(ORDER)
+    assert not list(spool.directory.iterdir())
+
+
+def test_what_is_held_does_not_grow_with_the_samples(spool: Spool) -> None:
+    producer = PromptProducer(spool)
+    source = states_from(DATASET, producer, spool)
+
+    def blocks_after(times: int) -> int:
+        for _ in range(times):
+            read(source, ORDER)
+            source.collect_stats()
+        producer.requests.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    times = 30
+    before = blocks_after(times)
+    assert blocks_after(times) - before < times * len(ORDER)
+
+
+def test_exactly_what_fits_is_requested(spool: Spool) -> None:
+    producer = PromptProducer(spool)
+    bound = needed(ORDER[:4])
+    source = states_from(DATASET, producer, spool, bound)
+    source.expect(ORDER)
+    assert len(producer.requests) == 4
+    for place in range(0, len(ORDER), STEP):
+        source.get_many(ORDER[place : place + STEP])
+        assert needed(ORDER[place + STEP : len(producer.requests)]) <= bound
+    assert len(producer.requests) == len(ORDER)
+    assert bound / 2 < producer.most_bytes <= bound
+
+
+def test_a_bound_below_a_step_is_refused_with_what_it_takes(spool: Spool) -> None:
+    bound = needed(ORDER[:STEP]) - 1
+    source = states_from(DATASET, PromptProducer(spool), spool, bound)
+    source.expect(ORDER)
+    with pytest.raises(UserError, match=rf"capture\.spool_gb=.* take {(bound + 1) / 1e9:.3g} GB"):
+        source.get_many(ORDER[:STEP])
+
+
+def test_a_step_that_was_not_announced_is_our_mistake(spool: Spool) -> None:
+    source = states_from(DATASET, PromptProducer(spool), spool)
+    source.expect(ORDER)
+    with pytest.raises(AssertionError, match="was announced"):
+        source.get_many([1])
+
+
+def test_what_is_lost_is_requested_again(spool: Spool, impatient: None) -> None:
+    seen: set[str] = set()
+
+    def second_time(request: StateRequest) -> bool:
+        known = request.key in seen
+        seen.add(request.key)
+        return known
+
+    source = states_from(DATASET, PromptProducer(spool, second_time), spool)
+    assert_right(read(source, ORDER), ORDER)
+    stats = source.collect_stats()
+    assert stats.starved_seconds > 0
+    assert source.collect_stats().starved_seconds == 0
+
+
+def test_what_never_arrives_ends_the_run_and_not_the_store(spool: Spool, impatient: None) -> None:
+    producer = PromptProducer(spool, lambda _: False)
+    with pytest.raises(UserError, match=r"Sample 5 was captured 4 times and did not arrive"):
+        read(states_from(DATASET, producer, spool), ORDER)
+
+
+def test_all_samples_come_the_longest_first_with_the_reasons_of_those_refused(
+    spool: Spool, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving, "_CHUNK_SAMPLES", 4)
+
+    def not_three(request: StateRequest) -> bool:
+        if request.input_ids.tolist() != DATASET[3]["input_ids"]:
+            return True
+        producer.refused[request.key] = "too long"
+        return False
+
+    producer = PromptProducer(spool, not_three)
+    found = dict(states_from(DATASET, producer, spool, needed(range(6))).captured(range(11)))
+    assert found.pop(3) == "too long"
+    lengths = [len(DATASET[index]["input_ids"]) for index in found]
+    assert lengths == sorted(lengths, reverse=True)
+    assert_right(list(found.values()), list(found))
+
+
+def test_what_a_restarted_producer_puts_twice_is_removed(spool: Spool) -> None:
+    producer = PromptProducer(spool)
+    source = states_from(DATASET, producer, spool, needed(ORDER[:6]))
+    source.expect(ORDER)
+    source.get_many(ORDER[:2])
+    producer.num_restarts += 1
+    # It died before it reported that these were done.
+    for request in producer.requests[:6]:
+        spool.put(request, *random_states(request.input_ids))
+    assert_right(source.get_many(ORDER[2:4]), ORDER[2:4])
+    for request in producer.requests[2:4]:
+        spool.put(request, *random_states(request.input_ids))
+    assert_right(source.get_many(ORDER[4:6]), ORDER[4:6])
+    waiting = {path.stem for path in spool.directory.iterdir()}
+    assert waiting == {request.key for request in producer.requests[6:]}
+    assert source.collect_stats().num_restarts == 1
+
+
+def test_a_refused_sample_is_left_out_with_one_warning(
+    spool: Spool, impatient: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_long(request: StateRequest) -> bool:
+        if request.input_ids.tolist() != DATASET[3]["input_ids"]:
+            return True
+        producer.refused[request.key] = "too long"
+        return False
+
+    producer = PromptProducer(spool, too_long)
+    order = [5, 3, 7, 3]
+    with caplog.at_level(logging.WARNING):
+        samples = read(states_from(DATASET, producer, spool), order)
+    assert [len(sample.input_ids) > 0 for sample in samples] == [True, False, True, False]
+    assert samples[1].aux_hidden_states.shape == (0, SHAPE.num_aux_layers, SHAPE.hidden_size)
+    assert [record.message for record in caplog.records] == ["sample 3 is left out: too long"]
+
+
+def test_too_many_refusals_end_the_run_with_the_reason(spool: Spool, impatient: None) -> None:
+    def refuse(request: StateRequest) -> bool:
+        producer.refused[request.key] = "no such token"
+        return False
+
+    producer = PromptProducer(spool, refuse)
+    with pytest.raises(UserError, match=r"Too many: 9 of 30 samples refused; .* no such token"):
+        read(states_from(DATASET, producer, spool), list(range(10)))
+
+
+def test_stop_ends_a_wait(spool: Spool) -> None:
+    source = states_from(DATASET, PromptProducer(spool, lambda _: False), spool)
+    timer = threading.Timer(0.1, source.stop)
+    timer.start()
+    with pytest.raises(RuntimeError, match="stopped"):
+        source[0]
+    timer.join()
+
+
+def test_full_and_starved_are_distinguished(spool: Spool) -> None:
+    source = states_from(DATASET, PromptProducer(spool), spool, needed(ORDER[:4]))
+    source.expect(ORDER)
+    source.get_many(ORDER[:2])
+    stats = source.collect_stats()
+    assert stats.full_seconds > 0
+    assert stats.starved_seconds == 0
+    assert used_bytes(spool) <= stats.waiting_bytes <= needed(ORDER[:4])
+    idle = states_from(DATASET, PromptProducer(spool, lambda _: False), spool, needed(ORDER[:4]))
+    idle.expect(ORDER)
+    idle.expect(ORDER)
+    assert idle.collect_stats().full_seconds == 0
+    assert idle.collect_stats().waiting_bytes == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_reads_the_same_online_as_from_a_store(
+    tmp_path: Path, spool: Spool, world_size: int
+) -> None:
+    store = write_store(tmp_path, DATASET)
+    for rank in range(world_size):
+        arriving_states = states_from(DATASET, PromptProducer(spool), spool, 500_000)
+        loaders = [
+            RowLoader(
+                source,
+                row_tokens=48,
+                rows_per_step=2,
+                rank=rank,
+                world_size=world_size,
+                seed=1,
+                pad_multiple=16,
+            )
+            for source in (store, arriving_states)
+        ]
+        # This goes beyond the end of an epoch.
+        for step in range(3, int(2.5 * loaders[0].rows_per_epoch / 2)):
+            assert_batches_equal(loaders[1].batches(step), loaders[0].batches(step))
+        for loader in loaders:
+            loader.close()

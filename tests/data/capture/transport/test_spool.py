@@ -1,0 +1,199 @@
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+
+from data.capture.transport.protocol import StateRequest
+from data.capture.transport.spool import MEMORY, Spool, file_bytes, open_spool
+from data.samples import CapturedSample
+from data.store.codec import CODECS, Encoding, decode, encode
+from eagle31.errors import UserError
+
+NUM_LAYERS, HIDDEN_SIZE = 3, 64
+ENCODINGS = [Encoding(codec, final_states) for codec in CODECS for final_states in ("all", "supervised")]
+
+
+@pytest.fixture(params=["memory", "disk"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with open_spool(None, f"test-{tmp_path.name}", Encoding(), 0) as spool:
+            yield spool.directory
+
+
+def _request(key: str = "run-0-0", length: int = 40, seed: int = 0) -> StateRequest:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(length, generator=generator) < 0.7
+    return StateRequest(key, torch.randint(1000, (length,), generator=generator), mask)
+
+
+def _states(request: StateRequest) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    length = len(request.input_ids)
+    aux = torch.randn(length, NUM_LAYERS, HIDDEN_SIZE, generator=generator)
+    return aux, torch.randn(length, HIDDEN_SIZE, generator=generator)
+
+
+def assert_equal(found: CapturedSample | None, expected: CapturedSample) -> None:
+    assert found is not None
+    for name, value in vars(expected).items():
+        assert getattr(found, name).dtype == value.dtype
+        assert torch.equal(getattr(found, name), value)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
+def test_what_is_put_is_taken_once(base: Path, encoding: Encoding) -> None:
+    request = _request()
+    Spool(base, encoding).put(request, *_states(request))
+    trainer = Spool.from_json(Spool(base, encoding).to_json())
+    assert trainer.arrived(request.key)
+    expected = decode(
+        encode(CapturedSample(request.input_ids, request.loss_mask, *_states(request)), encoding)
+    )
+    assert_equal(trainer.take(request, timeout=0), expected)
+    assert not list(base.iterdir())
+    assert not trainer.arrived(request.key)
+    assert trainer.take(request, timeout=0) is None
+
+
+def test_take_waits_for_a_put_that_comes_later(base: Path) -> None:
+    spool, request = Spool(base, Encoding()), _request()
+    thread = threading.Timer(0.2, spool.put, (request, *_states(request)))
+    thread.start()
+    assert spool.take(request, timeout=30) is not None
+    thread.join()
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered"])
+def test_a_torn_file_on_a_disk_is_not_there_yet(tmp_path: Path, damage: str) -> None:
+    spool, request = Spool(tmp_path, Encoding()), _request()
+    spool.put(request, *_states(request))
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert spool.take(request, timeout=0) is None
+    path.write_bytes(whole)
+    assert spool.take(request, timeout=0) is not None
+
+
+def test_what_a_dead_producer_left_half_written_goes(base: Path) -> None:
+    spool, request, other = Spool(base, Encoding()), _request(), _request("run-0-00")
+    for left in (request.key, other.key):
+        (base / f"{left}.1.tmp").write_bytes(b"half")
+    spool.put(request, *_states(request))
+    assert sorted(path.name for path in base.iterdir()) == ["run-0-0.safetensors", "run-0-00.1.tmp"]
+    spool.discard(other.key)
+    spool.discard(request.key)
+    assert not list(base.iterdir())
+
+
+def test_a_sample_may_be_discarded_while_it_is_put(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from data.capture.transport import spool as module
+
+    spool, request = Spool(base, Encoding()), _request()
+    write_columns = module.write_columns
+
+    def write_and_discard(*arguments: object) -> None:
+        write_columns(*arguments)
+        spool.discard(request.key)
+
+    monkeypatch.setattr(module, "write_columns", write_and_discard)
+    spool.put(request, *_states(request))
+    assert not list(base.iterdir())
+
+
+def test_a_writer_that_is_killed_in_the_middle_leaves_nothing_once_the_sample_comes(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(file: BinaryIO, *_: object) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    spool, request = Spool(base, Encoding()), _request()
+    with monkeypatch.context() as patch:
+        patch.setattr("data.capture.transport.spool.write_columns", die)
+        writer = multiprocessing.get_context("fork").Process(
+            target=spool.put, args=(request, *_states(request))
+        )
+        writer.start()
+        writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    assert len(list(base.iterdir())) == 1
+    spool.put(request, *_states(request))
+    assert spool.take(request, timeout=0) is not None
+    assert not list(base.iterdir())
+
+
+def test_a_spool_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    request = _request()
+    with pytest.raises(FileNotFoundError, match="has ended"):
+        Spool(tmp_path / "gone", Encoding()).put(request, *_states(request))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(file: BinaryIO, *_: object) -> None:
+        file.write(b"half")
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("data.capture.transport.spool.write_columns", fail)
+    request = _request()
+    with pytest.raises(UserError, match=r"capture\.spool_dir=.*disk is full"):
+        Spool(base, Encoding()).put(request, *_states(request))
+    assert not list(base.iterdir())
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
+def test_size_is_known_beforehand(base: Path, encoding: Encoding) -> None:
+    spool = Spool(base, encoding)
+    for length in (1, 2, 40, 333):
+        request = _request(length=length)
+        spool.put(request, *_states(request))
+        [path] = base.iterdir()
+        most = file_bytes(encoding, request.loss_mask, NUM_LAYERS, HIDDEN_SIZE, torch.float32)
+        assert path.stat().st_blocks * 512 <= most
+        assert path.stat().st_size > most - 8192
+        spool.discard(request.key)
+
+
+def test_open_spool_is_private_and_removes_what_a_dead_run_left(tmp_path: Path) -> None:
+    kept, elsewhere = tmp_path / "eagle31-run-1.abc", tmp_path / "elsewhere"
+    for directory in (tmp_path / "eagle31-run-0.abc", kept, elsewhere):
+        directory.mkdir()
+        (directory / "file").write_bytes(b"left")
+    (tmp_path / "eagle31-run-0.link").symlink_to(elsewhere)
+    with open_spool(tmp_path, "run-0", Encoding(), 1000) as spool:
+        assert not (tmp_path / "eagle31-run-0.abc").exists()
+        assert (kept / "file").exists()
+        assert (elsewhere / "file").exists()
+        assert spool.directory.stat().st_mode & 0o777 == 0o700
+        spool.put(_request(), *_states(_request()))
+    assert not spool.directory.exists()
+    with open_spool(None, f"test-{tmp_path.name}", Encoding(), 1000) as spool:
+        assert spool.directory.parent == MEMORY
+
+
+def test_open_spool_needs_a_directory_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(UserError, match=r"capture\.spool_dir"),
+        open_spool(tmp_path / "no", "a", Encoding(), 1),
+    ):
+        pass
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9 - 1))
+    with (
+        pytest.raises(UserError, match=r"capture\.spool_gb=1\.00"),
+        open_spool(tmp_path, "a", Encoding(), 10**9),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,78 @@
+"""What vLLM's processes can import of ours, and what cannot prevent it."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from data.capture.vllm.environment import LOADER, ROOT, capture_environment
+from tests.data.capture.vllm.targets import make_hostile_directory
+
+# A user's module `data` is imported already, other directories come first on the path, and vLLM's spawned
+# workers import the connector, too.
+CONNECTOR = """
+import multiprocessing, sys, types
+
+def connector_file():
+    sys.path.insert(0, "")
+    sys.modules["data"] = types.ModuleType("data")
+    from importlib import import_module
+    connector = import_module("eagle31_vllm").HiddenStatesConnector
+    return sys.modules[connector.__module__].__file__
+
+if __name__ == "__main__":
+    print(connector_file())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(connector_file))
+"""
+# What runs in a vLLM process but does not import vLLM itself.
+IMPORTS = """
+import sys
+import eagle31_vllm
+import data.capture.vllm.plugin.delivery, data.capture.vllm.plugin.gate
+import data.capture.vllm.capture_request, data.capture.vllm.server_info
+print(*(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in ("data", "eagle31")))
+"""
+ALLOWED = {"numpy", "safetensors", "torch", "tqdm", "mooncake", "data", "eagle31", *sys.stdlib_module_names}
+
+
+def run(python: Path, script: Path, directory: Path, **variables: str) -> list[str]:
+    done = subprocess.run(
+        [python, script],
+        cwd=directory,
+        env=capture_environment(python) | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split()
+
+
+def test_the_connector_is_found_whatever_the_users_modules_are_called(
+    preloaded_vllm: Path, tmp_path: Path
+) -> None:
+    directory = make_hostile_directory(tmp_path / "hostile")
+    script = tmp_path / "script.py"
+    script.write_text(CONNECTOR)
+    path = os.pathsep.join([str(directory), str(LOADER.parent)])
+    found = run(preloaded_vllm, script, directory, PYTHONPATH=path)
+    assert found[-2:] == [str(ROOT / "data" / "capture" / "vllm" / "plugin" / "connector.py")] * 2
+
+
+def test_vllms_processes_import_only_what_they_need(preloaded_vllm: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS)
+    files = run(preloaded_vllm, script, tmp_path)
+    assert str(ROOT / "data" / "capture" / "vllm" / "plugin" / "gate.py") in files
+    imported = {
+        name.split(".")[0]
+        for file in files
+        for node in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+    }
+    assert imported <= ALLOWED

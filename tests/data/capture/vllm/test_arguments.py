@@ -1,0 +1,51 @@
+"""Engines that would give other states, or change a completion."""
+
+import pytest
+
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import VllmClient
+from data.capture.vllm.server_info import ServerInfo
+from data.generation.vllm import check_unchanged
+from eagle31.errors import UserError
+from tests.data.capture.vllm.servers import INFO
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("pipeline_parallel_size", 2, "Only the last stage"),
+        ("decode_context_parallel_size", 2, "a part of the tokens only"),
+        ("prefill_context_parallel_size", 4, "a part of the tokens only"),
+        ("kv_cache_dtype", "fp8", "apply to the hidden states"),
+        ("async_scheduling", True, "may repeat tokens"),
+    ],
+)
+def test_arguments_that_divide_or_change_the_states_are_refused(
+    name: str, value: object, reason: str
+) -> None:
+    with pytest.raises(UserError, match=f"vllm.engine_args.{name}={value}: .*{reason}"):
+        CaptureEngine("target", (1,), 4, 100, [], extra={name: value})
+    harmless = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "kv_cache_dtype": "auto"}
+    assert CaptureEngine("target", (1,), 4, 100, [], extra=harmless).arguments()["async_scheduling"] is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature", "message"),
+    [
+        ({"async_scheduling": True}, 0.0, "asynchronous scheduling"),
+        ({"device": "cpu"}, 1.0, "on a CPU, where vLLM then ignores the temperature"),
+        ({"device": "cpu"}, 0.0, None),
+        ({}, 1.0, None),
+        ({"aux_layer_ids": (), "async_scheduling": True}, 1.0, None),
+        ({"aux_layer_ids": (), "device": "cpu"}, 1.0, None),
+    ],
+)
+def test_completions_that_capture_can_change_are_refused(
+    changes: dict, temperature: float, message: str | None
+) -> None:
+    info, server = ServerInfo.from_json(INFO.to_json() | changes), VllmClient("http://127.0.0.1:9", 1)
+    if message is None:
+        check_unchanged(server, info, temperature)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_unchanged(server, info, temperature)

@@ -1,0 +1,163 @@
+"""Prompts whose servers refuse them, go down, or end with them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from data.capture.vllm.client import Refused, Unavailable
+from data.capture.vllm.dispatch import MAX_LOST, Dispatcher, Prompt
+from data.capture.vllm.server_info import ServerInfo
+from eagle31.errors import UserError
+from tests.data.capture.vllm.servers import INFO
+
+NUM_PROMPTS = 12
+SERVED = replace(INFO, vocab_size=50, max_tokens=20)
+
+
+class Computer:
+    """A server that computes prompts by a function, and is up again when it is asked what it runs."""
+
+    def __init__(self, name: str, concurrency: int, compute: Callable[["Computer", int], None]) -> None:
+        self.name, self.concurrency, self.compute = name, concurrency, compute
+        self.under_way = self.most_under_way = self.num_ends = 0
+        self.is_down = False
+
+    async def info(self) -> ServerInfo:
+        self.is_down = False
+        return SERVED
+
+    async def capture(self, input_ids: list[int], params: dict[str, Any]) -> None:
+        if self.is_down:
+            raise Unavailable("connection refused")
+        self.under_way += 1
+        self.most_under_way = max(self.under_way, self.most_under_way)
+        try:
+            await asyncio.sleep(0.001)
+            self.compute(self, input_ids[0])
+            if self.is_down:
+                raise Unavailable("it ended", lost=True)
+        finally:
+            self.under_way -= 1
+
+    def end(self) -> None:
+        self.is_down = True
+        self.num_ends += 1
+
+    async def close(self) -> None:
+        pass
+
+
+def dispatch(
+    *servers: Computer,
+    prompts: list[list[int]] | None = None,
+    check: Callable[[object, ServerInfo], None] = lambda server, info: None,
+) -> tuple[list[int], dict[int, str]]:
+    """Return the answered prompts, in order, and the refused ones."""
+    prompts = [[i] for i in range(NUM_PROMPTS)] if prompts is None else prompts
+    answered: list[int] = []
+    refused: dict[int, str] = {}
+
+    async def run() -> None:
+        dispatcher = Dispatcher(
+            servers,  # type: ignore[arg-type]
+            check=check,
+            answered=lambda prompt, _: answered.append(prompt.index),
+            refused=lambda prompt, reason: refused.update({prompt.index: reason}),
+            patience_seconds=0.5,
+        )
+        for place, input_ids in enumerate(prompts):
+            dispatcher.add(Prompt(place, str(place), input_ids, {}))
+        running = asyncio.create_task(dispatcher.run())
+        while not running.done() and len(answered) + len(refused) < len(prompts):
+            await asyncio.sleep(0.01)
+        if running.done():
+            running.result()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+    assert sorted([*answered, *refused]) == list(range(len(prompts)))
+    return answered, refused
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.capture.vllm.dispatch._LONGEST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("data.capture.vllm.dispatch._FIRST_PAUSE_SECONDS", 0.01)
+
+
+def computes(computer: Computer, token: int) -> None:
+    pass
+
+
+def test_servers_share_the_prompts_and_are_kept_busy() -> None:
+    one, two = Computer("one", 2, computes), Computer("two", 3, computes)
+    dispatch(one, two)
+    assert (one.most_under_way, two.most_under_way) == (2, 3)
+
+
+def test_a_refused_prompt_is_reported_and_the_others_are_answered() -> None:
+    def refuses(computer: Computer, token: int) -> None:
+        if token == 3:
+            raise Refused("too long")
+
+    answered, refused = dispatch(Computer("one", 4, refuses))
+    assert refused == {3: "too long"}
+    assert len(answered) == NUM_PROMPTS - 1
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_prompt_that_ends_servers_is_refused_and_no_other(num_servers: int) -> None:
+    sent = Counter[int]()
+
+    def ends_with_three(computer: Computer, token: int) -> None:
+        sent[token] += 1
+        if token == 3:
+            computer.end()
+
+    servers = [Computer(str(number), 8, ends_with_three) for number in range(num_servers)]
+    _, refused = dispatch(*servers, prompts=[[token] for token in range(40)])
+    assert list(refused) == [3]
+    assert "It was sent 4 times without an answer; at last: it ended" in refused[3]
+    assert sum(one.num_ends for one in servers) == sent[3] == MAX_LOST
+
+
+def test_what_a_server_that_ends_now_and_then_loses_is_sent_again() -> None:
+    def ends_sometimes(computer: Computer, token: int) -> None:
+        if token % 10 == 0 and computer.num_ends < token // 10:
+            computer.end()
+
+    one = Computer("one", 8, ends_sometimes)
+    answered, refused = dispatch(one, prompts=[[token] for token in range(40)])
+    assert (len(answered), refused, one.num_ends) == (40, {}, 3)
+
+
+def test_prompts_that_no_server_can_compute_are_not_sent() -> None:
+    def computes_all(computer: Computer, token: int) -> None:
+        assert token < SERVED.vocab_size
+
+    prompts = [[1], [SERVED.vocab_size], [], [1] * (SERVED.max_tokens + 1), [-1]]
+    _, refused = dispatch(Computer("one", 2, computes_all), prompts=prompts)
+    assert sorted(refused) == [1, 2, 3, 4]
+    assert "more than the 20" in refused[3]
+
+
+def test_a_server_that_is_set_up_otherwise_ends_the_run() -> None:
+    def check(server: object, info: ServerInfo) -> None:
+        raise UserError("vllm.servers", "one", "another target")
+
+    with pytest.raises(UserError, match="another target"):
+        dispatch(Computer("one", 2, computes), check=check)
+
+
+def test_servers_that_stay_down_end_the_run() -> None:
+    class Down(Computer):
+        async def info(self) -> ServerInfo:
+            raise Unavailable("nobody there")
+
+    with pytest.raises(UserError, match=r"No server has answered .*one: nobody there"):
+        dispatch(Down("one", 2, computes))

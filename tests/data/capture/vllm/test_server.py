@@ -1,0 +1,445 @@
+"""A real vLLM server on the CPU, from start to kill -9."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import psutil
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+
+from data.capture.arriving import ArrivingStates
+from data.capture.hf import HiddenStateCapture
+from data.capture.transport.mooncake import MooncakeTransport, state_bytes
+from data.capture.transport.spool import Spool, file_bytes
+from data.capture.vllm.capture_request import PARAMS, CaptureRequest
+from data.capture.vllm.client import VllmClient, check_states
+from data.capture.vllm.dispatch import PATIENCE_SECONDS
+from data.capture.vllm.environment import KEY_VARIABLE, ROOT
+from data.capture.vllm.producer import VllmProducer
+from data.capture.vllm.server_info import INFO_PATH
+from data.capture.vllm.server_process import ServerProcess
+from data.generation.answers import answer_prompts
+from data.generation.vllm import VllmGenerator
+from data.samples import StateShape
+from data.sampling import Sampling
+from data.store import HiddenStateStore
+from data.store.shards import FinishedShards, captured_ids, refused
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.spec import TargetSpec
+from eagle31.errors import UserError
+from tests.data.capture.transport.mooncake_master import Master, running_master
+from tests.data.capture.vllm.client_process import ENCODING, KEY, capture_store
+from tests.data.capture.vllm.proxy import INTERRUPTIONS, interrupting
+from tests.data.capture.vllm.targets import (
+    ANSWER_TOKENS,
+    MAX_TOKENS,
+    START_SECONDS,
+    STOP_TOKEN_IDS,
+    VOCAB_SIZE,
+    capture_engine,
+    expected_states,
+    greedy_answers,
+    largest_difference,
+    make_prompts,
+    make_samples,
+    save_hybrid,
+)
+from tests.processes import command_of
+
+IDS = (0, 1, 2, 3, 4)
+NUM_SAMPLES = 240
+NO_MASTER = "127.0.0.1:9"  # the discard port
+STALL_SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm_server")
+
+
+@pytest.fixture(scope="module")
+def spec(root: Path) -> TargetSpec:
+    return save_hybrid(root / "target")
+
+
+@pytest.fixture(scope="module")
+def master(mooncake: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    with running_master(tmp_path_factory.mktemp("mooncake")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: Path, spec: TargetSpec, root: Path, master: Master) -> Iterator[ServerProcess]:
+    """A server that prefills in chunks, with prefix caching and a cache for two of the longest prompts."""
+    chunked = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 31,
+    }
+    engine = replace(capture_engine(spec, IDS, root, **chunked), mooncake_masters=[NO_MASTER, master.address])
+    process = ServerProcess(
+        engine.command_line(),
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=root / "server.log",
+        limit_seconds=START_SECONDS,
+        stall_seconds=STALL_SECONDS,
+    )
+    process.wait_until_ready(progress=False)
+    yield process
+    process.close()
+
+
+def vllm_process(server: ServerProcess) -> psutil.Process:
+    """Return the process that answers requests."""
+    [process] = psutil.Process(server.process_id).children()
+    return process
+
+
+def client(server: ServerProcess, concurrency: int) -> VllmClient:
+    return VllmClient(server.url, concurrency, KEY, server.check, STALL_SECONDS)
+
+
+def capture(
+    server: ServerProcess, dataset: Dataset, directory: Path, spec: TargetSpec, **changes: object
+) -> None:
+    expected = replace(expected_states(spec, IDS), **changes)  # type: ignore[arg-type]
+    capture_store(client(server, 8), dataset, directory, expected, directory.parent)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_servers_that_are_set_up_differently_are_refused(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    dataset, expected = make_samples(4), expected_states(spec, IDS)
+    cases: dict[str, dict[str, object]] = {
+        r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": {"aux_layer_ids": (0, 2)},
+        "dtype is float32, not bfloat16": {"dtype": torch.bfloat16},
+        "or it has other weights": {"target_fingerprint": "another"},
+    }
+    for number, (message, other) in enumerate(cases.items()):
+        with pytest.raises(UserError, match=message):
+            capture(server, dataset, root / f"refused-{number}", spec, **other)
+    num_tokens = MAX_TOKENS + 1
+    too_long = Dataset.from_dict({"input_ids": [[1] * num_tokens], "loss_mask": [[True] * num_tokens]})
+    with pytest.raises(UserError, match=f"{MAX_TOKENS} tokens where a sample has {num_tokens}"):
+        capture(server, too_long, root / "refused-long", spec)
+    nobody = VllmClient(f"http://{NO_MASTER}", 1)
+    with pytest.raises(UserError, match=r"No server has answered .*No server answers at this address"):
+        capture_store(nobody, dataset, root / "refused-down", expected, root, patience_seconds=1.0)
+    writer, sampling = VllmGenerator([client(server, 8)], expected), Sampling(MAX_TOKENS, (), 0.0, 0)
+    with pytest.raises(UserError, match="tokens where a sample has"):
+        answer_prompts(writer, [[1, 2]], sampling, output=root / "long.jsonl", model_fingerprint="f")
+    writer.close()
+
+
+def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    prompts, expected = make_prompts(24), expected_states(spec, IDS)
+    greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
+    before = sorted(root.rglob("*.safetensors"))
+    writer = VllmGenerator([client(server, 8)], expected)
+    answers = answer_prompts(writer, prompts, greedy, output=root / "a.jsonl", model_fingerprint="f")
+    sampled = replace(greedy, temperature=1.0)
+    with pytest.raises(UserError, match="on a CPU, where vLLM then ignores the temperature"):
+        answer_prompts(writer, prompts, sampled, output=root / "b.jsonl", model_fingerprint="f")
+    writer.close()
+    assert answers == greedy_answers(spec, prompts)
+    assert sorted(root.rglob("*.safetensors")) == before
+    # Prefix caching gives the states that were kept while the answer was written.
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    dataset = Dataset.from_dict({"input_ids": rows, "loss_mask": [[True] * len(row) for row in rows]})
+    capture(server, dataset, root / "answered", spec)
+    assert largest_difference(HiddenStateStore(root / "answered"), dataset, spec, IDS) < 1e-5
+
+
+def test_states_of_preempted_prompts_are_exact(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+    """Growing completions take the cache from prompts that are being captured; these are computed again."""
+
+    def num_preemptions() -> float:
+        metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+        [line] = [one for one in metrics.splitlines() if one.startswith("vllm:num_preemptions_total{")]
+        return float(line.split()[-1])
+
+    dataset, expected, before = make_samples(30, seed=1), expected_states(spec, IDS), num_preemptions()
+    prompts = [prompt[:60] for prompt in make_prompts(24)]
+    answers: dict[bool, list[list[int]]] = {}
+
+    def write(undisturbed: bool) -> None:
+        writer = VllmGenerator([client(server, 1 if undisturbed else 8)], expected)
+        output = root / f"long-{undisturbed}.jsonl"
+        some = prompts[:4] if undisturbed else prompts
+        sampling = Sampling(60, (), temperature=0.0, seed=0)
+        answers[undisturbed] = answer_prompts(writer, some, sampling, output=output, model_fingerprint="f")
+        writer.close()
+
+    writing = Thread(target=write, args=(False,))
+    writing.start()
+    capture(server, dataset, root / "preempted", spec)
+    writing.join()
+    assert num_preemptions() > before
+    assert largest_difference(HiddenStateStore(root / "preempted"), dataset, spec, IDS) < 1e-5
+    write(undisturbed=True)
+    assert answers[False][:4] == answers[True]
+    # Drafts of the tokens that were just written have been accepted, and have changed nothing (vllm#56417).
+    assert any(one == other for answer in answers[True] for one, other in pairwise(answer))
+
+
+def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    body = {"model": spec.model, "prompt": [1, 2, 3], "max_tokens": 1}
+    # vLLM takes such requests at these paths, too, and its own key does not protect the second one.
+    others = ["/inference/v1/generate", "/invocations", "/v1/chat/completions", "/tokenize", "/docs"]
+    entries = {None: 401, "another": 401, KEY: 404}
+    for key, status in entries.items():
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        for path in others:
+            assert httpx.post(server.url + path, json=body, headers=headers).status_code == status
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        assert answer.status_code == (200 if key == KEY else 401)
+    info = httpx.get(server.url + INFO_PATH, headers={"Authorization": f"Bearer {KEY}"}).json()
+    assert (info["model"], info["aux_layer_ids"], info["max_tokens"]) == (spec.model, list(IDS), MAX_TOKENS)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    stranger = VllmClient(server.url, 8, "the-key-of-another")
+    with pytest.raises(UserError, match="demands another key; set VLLM_API_KEY") as caught:
+        capture_store(stranger, make_samples(2), root / "stranger", expected_states(spec, IDS), root)
+    assert "the-key-of" not in str(caught.value)
+    assert KEY not in (root / "server.log").read_text()
+
+
+def test_what_a_request_asks_for_fails_for_its_client_only(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    headers, mask = {"Authorization": f"Bearer {KEY}"}, torch.ones(3, dtype=torch.bool)
+
+    def ask(params: object) -> dict:
+        body = {"model": spec.model, "prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": params}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200
+        return answer.json()["kv_transfer_params"][PARAMS]
+
+    num_starts, spool = server.num_starts, Spool(root, ENCODING).to_json()
+    good = CaptureRequest.of(spool, "7", [1, 2, 3], mask).to_params()[PARAMS]
+    through_mooncake = {"mooncake": {"master": NO_MASTER, "segment_bytes": 0}, "dtype": "bfloat16"}
+    through_mooncake |= {"num_aux_layers": 5, "hidden_size": 64}
+    refusals: dict[str, object] = {
+        "capture.codec=int4": {"destination": spool | {"encoding": {"codec": "int4"}}},
+        "letters, digits": {"key": "../../7"},
+        "is not below": {"destination": spool | {"spool": f"{root}/../elsewhere"}},
+        "does not exist": {"destination": spool | {"spool": f"{root}/nowhere"}},
+        "Mooncake stores that the server may use": {
+            "destination": through_mooncake | {"mooncake": {"master": "127.0.0.1:1", "segment_bytes": 0}}
+        },
+        "no memory": {
+            "destination": through_mooncake | {"mooncake": {"master": NO_MASTER, "segment_bytes": 1 << 30}}
+        },
+        "5 aux layers of 64": {"destination": through_mooncake | {"hidden_size": 1}},
+        "ascending": {"loss_spans": [[0, 10**9]]},
+        "not those that were sent": {"tokens_sha256": "0"},
+    }
+    for reason, change in refusals.items():
+        assert reason in ask({PARAMS: good | change})["error"]  # type: ignore[operator]
+    for nonsense in ("eagle31", 3, [1], {"destination": "here"}):
+        assert "no request for hidden states" in ask({PARAMS: nonsense})["error"]
+    # What fails after the answer is in the log, and the next requests are served.
+    assert ask({PARAMS: good | {"destination": through_mooncake}}) == {}
+    wait_for(lambda: "eagle31: 7 was not delivered: UserError" in (root / "server.log").read_text(), 60)
+    assert ask({PARAMS: good}) == {}
+    wait_for((root / "7.safetensors").exists, 60)
+    assert server.num_starts == num_starts
+
+
+def test_states_arrive_through_mooncake(server: ServerProcess, spec: TargetSpec, master: Master) -> None:
+    expected, dataset = expected_states(spec, IDS), make_samples(20, seed=2)
+    shape = StateShape(len(IDS), expected.hidden_size, expected.dtype)
+    lent = MooncakeTransport(
+        master.settings(64 << 20), num_aux_layers=len(IDS), hidden_size=64, dtype=torch.float32
+    )
+    with (
+        contextlib.closing(lent) as transport,
+        contextlib.closing(
+            VllmProducer([client(server, 8)], transport, lambda *_: None, PATIENCE_SECONDS)
+        ) as producer,
+    ):
+        source = ArrivingStates(
+            dataset,
+            producer,
+            transport,
+            shape=shape,
+            sample_bytes=lambda mask: state_bytes(len(mask), *vars(shape).values()),
+            spool_gb=0.05,
+            name="test",
+        )
+        reference = load_target(spec, torch.device("cpu"))
+        capture = HiddenStateCapture(reference, locate(reference, spec), IDS)
+        for index, sample in source.captured(range(len(dataset))):
+            assert not isinstance(sample, str)
+            assert sample.input_ids.tolist() == dataset[index]["input_ids"]
+            ((aux, last),) = capture.capture([sample.input_ids])
+            torch.testing.assert_close(sample.aux_hidden_states, aux, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(sample.final_hidden_states, last, rtol=1e-4, atol=1e-4)
+
+
+def test_training_continues_when_the_server_is_killed_or_hangs(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    """The next server answers, in order, what was under way or answered and not yet delivered."""
+    spool, expected = Spool(root / "killed", ENCODING), expected_states(spec, IDS)
+    spool.directory.mkdir()
+    dataset = make_samples(80)
+    shape = StateShape(len(IDS), expected.hidden_size, expected.dtype)
+
+    def check(client, info) -> None:
+        check_states(client, info, expected, MAX_TOKENS)
+
+    def sample_bytes(loss_mask: torch.Tensor) -> int:
+        return file_bytes(ENCODING, loss_mask, *vars(shape).values())
+
+    producer = VllmProducer([client(server, 8)], spool, check, PATIENCE_SECONDS)
+    with contextlib.closing(producer):
+        source = ArrivingStates(
+            dataset, producer, spool, shape=shape, sample_bytes=sample_bytes, spool_gb=0.004, name="test"
+        )
+        order = [*reversed(range(len(dataset))), *range(len(dataset))]
+        source.expect(order)
+        samples = source.get_many(order[:10])
+        assert producer._owed
+        vllm_process(server).kill()
+        samples += [source.get_many([index])[0] for index in order[10:100]]
+        num_starts = server.num_starts
+        vllm_process(server).suspend()
+        samples += [source.get_many([index])[0] for index in order[100:]]
+        assert server.num_starts == num_starts + 1
+        assert source.collect_stats().num_restarts >= 2
+    assert source.refused == {}
+    reference = load_target(spec, torch.device("cpu"))
+    capture = HiddenStateCapture(reference, locate(reference, spec), IDS)
+    for index, sample in zip(order, samples, strict=True):
+        assert sample.input_ids.tolist() == dataset[index]["input_ids"]
+        ((aux, last),) = capture.capture([sample.input_ids])
+        torch.testing.assert_close(sample.aux_hidden_states, aux, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sample.final_hidden_states, last, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+    bad = Dataset.from_dict({"input_ids": [[3, VOCAB_SIZE + 7, 4]], "loss_mask": [[False, True, True]]})
+    dataset = concatenate_datasets([make_samples(3), bad])
+    capture(server, dataset, root / "with_bad", spec)
+    store = HiddenStateStore(root / "with_bad")
+    assert list(refused(store.directory)) == [3]
+    assert [one["sample_id"] for one in store.manifest["refused"]] == [3]
+    assert captured_ids(store.directory) == {0, 1, 2}
+
+
+def test_what_a_proxy_interrupts_is_captured(
+    server: ServerProcess, spec: TargetSpec, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.capture.vllm.dispatch._LONGEST_RETRY_SECONDS", 0.1)
+    dataset, directory = make_samples(6), root / "interrupted"
+    with interrupting(server.url) as (url, proxy):
+        interrupted = VllmClient(url, 6, KEY, answer_seconds=2.0)
+        capture_store(interrupted, dataset, directory, expected_states(spec, IDS), root)
+    assert proxy.num_interrupted == dict.fromkeys(INTERRUPTIONS, len(dataset))
+    assert refused(directory) == {}
+    assert HiddenStateStore(directory).sample_ids.tolist() == list(range(len(dataset)))
+
+
+def test_a_server_that_rejects_everything_makes_no_finished_store(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    rows = [[VOCAB_SIZE, 1, number] for number in range(12)]
+    dataset = Dataset.from_dict({"input_ids": rows, "loss_mask": [[True] * 3] * len(rows)})
+    for _ in range(2):  # the same command again says the same
+        with pytest.raises(UserError, match=r"Too many: \d+ of 12 samples refused; .*scripts/store retry"):
+            capture(server, dataset, root / "rejected", spec)
+    assert not (root / "rejected" / "manifest.json").exists()
+
+
+def test_nothing_is_lost_when_the_client_is_killed(
+    server: ServerProcess, spec: TargetSpec, root: Path
+) -> None:
+    """Every layer's states equal those of transformers, whoever died on the way."""
+    dataset, store = make_samples(NUM_SAMPLES), root / "store"
+    script = Path(__file__).with_name("client_process.py")
+    arguments = [spec.model, str(root), json.dumps(IDS), str(NUM_SAMPLES), server.url]
+    client = subprocess.Popen(
+        [sys.executable, str(script), *arguments], cwd=ROOT, env=os.environ | {KEY_VARIABLE: KEY}
+    )
+    wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
+    client.kill()
+    assert client.wait(timeout=60) == -signal.SIGKILL
+    before = captured_ids(store)
+    assert 0 < len(before) < NUM_SAMPLES
+    capture(server, dataset, store, spec)
+    finished = HiddenStateStore(store)
+    assert len(finished) == NUM_SAMPLES
+    assert refused(store) == {}
+    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
+    # Captured samples stay: the same command again sends no requests.
+    shards = {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")}
+    server.close()
+    capture(server, dataset, store, spec)
+    assert {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")} == shards
+
+
+@pytest.mark.full("it starts two engines, twice")
+def test_the_engines_of_one_server_share_a_capture(
+    vllm_python: Path,
+    spec: TargetSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two data-parallel engines; one of them is killed on the way."""
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))  # it looks for an engine among its children
+    two: dict[str, object] = {"data_parallel_size": 2, "distributed_executor_backend": "uni"}
+    process = ServerProcess(
+        capture_engine(spec, IDS, tmp_path, **two).command_line(),
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=tmp_path / "server.log",
+        limit_seconds=2 * START_SECONDS,
+    )
+    dataset, store = make_samples(NUM_SAMPLES), tmp_path / "store"
+
+    def kill_an_engine_midway() -> None:
+        wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
+        children = psutil.Process().children(recursive=True)
+        [engine] = [child for child in children if "EngineCore_DP1" in " ".join(command_of(child))]
+        engine.kill()
+
+    with contextlib.closing(process):
+        process.wait_until_ready(progress=False)
+        killer = Thread(target=kill_an_engine_midway)
+        killer.start()
+        capture(process, dataset, store, spec)
+        killer.join()
+        assert process.num_starts == 2
+    finished = HiddenStateStore(store)
+    assert len(finished) == NUM_SAMPLES
+    assert largest_difference(finished, dataset, spec, IDS) < 1e-5

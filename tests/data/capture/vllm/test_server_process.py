@@ -1,0 +1,191 @@
+"""A server that a run starts, of a target with latent attention."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from data.capture.filling import StoreSpec, fill_store
+from data.capture.hf import HiddenStateCapture
+from data.capture.hf_source import capture_samples
+from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.client import VllmClient
+from data.capture.vllm.server_process import ServerProcess
+from data.store import HiddenStateStore
+from data.store.shards import captured_ids
+from data.target.loading import load_target
+from data.target.modules import locate
+from eagle31.errors import UserError
+from tests.data.capture.vllm.client_process import ENCODING, KEY, capture_store
+from tests.data.capture.vllm.targets import (
+    START_SECONDS,
+    capture_engine,
+    expected_states,
+    largest_difference,
+    make_hostile_directory,
+    make_samples,
+    save_mla,
+)
+from tests.processes import EVERY_ADDRESS, listening
+from tests.train.torchrun import preloaded_python, program_of
+
+IDS = (1, 2, 3, 4)
+NUM_SAMPLES = 400
+END_SECONDS = 30.0  # for all processes of a server whose run was killed
+FIELDS = {"target": "tiny"}
+
+
+def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("killed_before", [False, True])
+def test_a_server_is_started_again_and_ends_with_its_run(
+    killed_before: bool, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Every layer's states equal those of transformers; what was captured before a death is kept.
+
+    The run is a fork, the processes of its server are real.
+    """
+    if killed_before and not request.config.getoption("--full"):
+        pytest.skip("--full runs it: it starts a second server, as test_server.py does")
+    spec, dataset, store = save_mla(tmp_path / "target"), make_samples(NUM_SAMPLES), tmp_path / "store"
+    script = Path(__file__).with_name("client_process.py")
+    arguments = [spec.model, str(tmp_path), json.dumps(IDS), str(NUM_SAMPLES)]
+    # The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
+    hostile = make_hostile_directory(tmp_path / "hostile")
+    run = psutil.Popen(
+        [preloaded_python(), str(script), *arguments],
+        cwd=hostile,
+        env=os.environ | {"PYTHONPATH": str(hostile)},
+    )
+
+    def num_captured() -> int:
+        return len(captured_ids(store)) if store.exists() else 0
+
+    last: list[psutil.Process] = []
+    try:
+        wait_for(lambda: num_captured() > 0)
+        [supervisor] = program_of(run).children()
+        [server] = supervisor.children()
+        first = supervisor.children(recursive=True)
+        last = [supervisor, *first]
+        assert len(first) >= 2
+        assert KEY not in " ".join(str(process.cmdline()) for process in last)
+        assert {address for address, _ in listening(server)} == {"127.0.0.1"}
+        assert not EVERY_ADDRESS & {address for process in last for address, _ in listening(process)}
+        if killed_before:
+            server.kill()
+            wait_for(lambda: not any(map(is_alive, [supervisor, *first])))
+            before = num_captured()
+            assert before < NUM_SAMPLES * 3 / 4
+            wait_for(lambda: num_captured() > before + NUM_SAMPLES / 8)
+            last = program_of(run).children(recursive=True)
+            assert len(last) > len(first)
+            assert not {process.pid for process in first} & {process.pid for process in last}
+        before = num_captured()
+        run.kill()
+        assert run.wait(timeout=60) == -signal.SIGKILL
+        wait_for(lambda: not any(map(is_alive, last)), END_SECONDS)
+    finally:
+        for process in filter(is_alive, [run, *last]):
+            process.kill()
+    assert KEY not in (tmp_path / "server.log").read_text()
+    assert before <= num_captured() < NUM_SAMPLES
+    model = load_target(spec, torch.device("cpu"))
+    capture = HiddenStateCapture(model, locate(model, spec), IDS)
+    fill_store(
+        StoreSpec(store, dataset, ENCODING),
+        partial(capture_samples, dataset, capture, 2000),
+        capture,
+        shard_tokens=500,
+        manifest_fields=FIELDS,
+    )
+    finished = HiddenStateStore(store)
+    assert len(finished) == NUM_SAMPLES
+    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
+
+
+def start(tmp_path: Path, *arguments: str, limit_seconds: float = START_SECONDS) -> ServerProcess:
+    return ServerProcess(
+        arguments,
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=tmp_path / "logs" / "server.log",
+        limit_seconds=limit_seconds,
+    )
+
+
+def test_a_server_that_cannot_start_says_why(
+    preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
+    server = start(tmp_path, "--model", str(tmp_path / "target"))
+    for _ in range(2):  # the reason is kept
+        with pytest.raises(UserError, match=r"status 1 before it was ready:\n  \| (.|\n)*server\.log"):
+            server.wait_until_ready(progress=False)
+    client, expected = (
+        VllmClient(server.url, 1, KEY, server.check),
+        expected_states(save_mla(tmp_path / "a"), IDS),
+    )
+    with pytest.raises(UserError, match="before it was ready"):
+        capture_store(client, make_samples(2), tmp_path / "store", expected, tmp_path)
+    server.close()
+
+
+def test_a_start_has_a_time_limit(
+    vllm_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.capture.vllm.server_process.FIRST_LINE_SECONDS", 0.0)
+    # A test before this one may have started multiprocessing's resource tracker, which stays.
+    others = set(psutil.Process().children())
+    server = start(tmp_path, limit_seconds=1.0)
+    [supervisor] = set(psutil.Process().children()) - others
+    with pytest.raises(UserError, match=r"not ready within 1\.0 s; vllm\.start_minutes sets the limit"):
+        server.wait_until_ready(progress=True)
+    assert not supervisor.is_running()
+    assert "vLLM: loading, 0 s of at most 1 s" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_at_once(vllm_python: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: A vLLM server cannot listen there"):
+            ServerProcess(
+                [],
+                host="127.0.0.1",
+                port=port,
+                key=None,
+                devices=None,
+                log=tmp_path / "log",
+                limit_seconds=1.0,
+            )
+
+
+def test_what_vllm_cannot_give_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"aux_layer_ids=\[0, 2\]: vLLM gives no embedding output"):
+        CaptureEngine("target", (0, 2), 4, 100, [str(tmp_path)], mla=True)
+    with pytest.raises(
+        UserError, match=r"engine_args\.pipeline_parallel_size=2: Only the last stage would have"
+    ):
+        capture_engine(save_mla(tmp_path), IDS, tmp_path, pipeline_parallel_size=2)

@@ -1,0 +1,64 @@
+"""A command that is run to its end, and ends early with the process that runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data.supervised import run_supervised
+
+ROOT = Path(__file__).resolve().parents[2]
+END_SECONDS = 60.0  # 10 until it is killed, and this machine may be busy
+
+
+@pytest.mark.parametrize(("line", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("", 0)])
+def test_the_status_and_the_output_are_the_commands(tmp_path: Path, line: str, status: int) -> None:
+    program = f"import os, sys; print(os.getcwd(), sorted(os.environ)[-1], flush=True); {line}"
+    command = [sys.executable, "-ISc", program]
+    with (tmp_path / "log").open("wb") as log:
+        assert run_supervised(command, environment={"ZZ": "1"}, directory=tmp_path, log=log) == status
+    assert (tmp_path / "log").read_text() == f"{tmp_path} ZZ\n"
+
+
+# It ignores the signal that asks it to end.
+COMMAND = """
+import json, os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+started = subprocess.Popen([sys.executable, "-ISc", "import time; time.sleep(600)"])
+open("started", "w").write(json.dumps([os.getpid(), started.pid]) + "\\n")
+time.sleep(600)
+"""
+RUN = """
+import os, signal, sys
+# A shell ignores it in what runs in the background, and so in the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from data.supervised import run_supervised
+os.mkfifo("started")
+with open("log", "wb") as log:
+    command = [sys.executable, "-ISc", sys.argv[2]]
+    run_supervised(command, environment=dict(os.environ), directory=Path.cwd(), log=log)
+"""
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["killed", "interrupted"])
+def test_all_processes_end_with_the_one_that_runs_them(tmp_path: Path, interrupted: bool) -> None:
+    (tmp_path / "started").unlink(missing_ok=True)
+    run = subprocess.Popen(
+        [sys.executable, "-ISc", RUN, str(ROOT), COMMAND], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    while not (tmp_path / "started").exists():
+        assert run.poll() is None
+    with (tmp_path / "started").open() as file:
+        processes = [psutil.Process(number) for number in json.loads(file.readline())]
+    run.send_signal(2 if interrupted else 9)
+    run.wait(END_SECONDS)
+    _, alive = psutil.wait_procs(processes, END_SECONDS)
+    for process in alive:
+        os.kill(process.pid, 9)
+    assert not alive
