@@ -63,7 +63,7 @@ class Panel:
 
 def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inches: float = 4.6) -> None:
     """Draw panels next to each other with titles and conditions, under an optional headline."""
-    notes = [textwrap.wrap(panel.note, int(panel_inches * 14.5)) for panel in panels]
+    notes = [textwrap.wrap(panel.note, int(panel_inches * 13)) for panel in panels]
     num_lines = max(map(len, notes))  # as many for all, so that the titles are aligned
     with matplotlib.rc_context(_STYLE):
         size = (panel_inches * len(panels), _HEIGHT_INCHES + 0.6 + 0.3 * bool(headline))
