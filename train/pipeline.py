@@ -25,15 +25,16 @@ from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.launch.doctor import check_environment, check_start, check_store
 from train.plan.placement import cluster_at_hand
-from train.plan.plan import check_gpu_memory
+from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
+from train.plan.table import format_plan, hours_lines, work_lines
+from train.plan.work import newest_data_summary
 from train.report.hub import check_push, push_run
 from train.stages.answers import answers_inputs, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, run_export
-from train.stages.plan import announce_plan, announce_work
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
 from train.stages.train import check_ranks, check_rows, run_train, train_inputs
@@ -93,7 +94,7 @@ def run_pipeline(config: RunConfig, world: World) -> None:
         if world.is_main:
             remove_leftovers(Path(config.output_dir))
             (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
-            announce_plan(context)
+            print(format_plan(write_plan(context)), flush=True)
             write_configuration(config)
         if set(config.stages) != {Stage.plan}:
             try:
@@ -236,7 +237,10 @@ def conclude(context: RunContext, stage: Stage) -> None:
     config = context.config
     if stage is Stage.data:
         if stage.value not in context.reused:
-            announce_work(context)
+            # The number of tokens is known only now.
+            plan = write_plan(context)
+            lines = [*work_lines(plan.work), *hours_lines(plan.first.hours)]
+            print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
         if Stage.train in config.stages:
             check_rows(context)
     elif stage is Stage.export:
@@ -277,6 +281,15 @@ def quiet_libraries(world: World) -> None:
     if not (world.is_main and sys.stderr.isatty()):
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
+
+
+def write_plan(context: RunContext) -> Plan:
+    """Write the plan to the output directory, with what its data is known to have."""
+    data = context.artifacts.get(Stage.data)
+    summary = newest_data_summary(context.output_dir) if data is None else data.summary
+    plan = make_plan(context.config, context.world, summary)
+    write_json(context.output_dir / "plan.json", plan.to_json())
+    return plan
 
 
 def write_configuration(config: RunConfig) -> None:
