@@ -1,7 +1,5 @@
 """The exception for errors that a user can correct."""
 
-from collections.abc import Mapping
-
 from eagle31.credentials import HIDDEN, is_secret_name, without_credentials, without_url_credentials
 
 
@@ -29,10 +27,3 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:
         # Worker processes send it to their parent, and pickle would rebuild it from its message alone.
         return type(self), (self.field, str(self.value), self.remedy)
-
-
-def require_positive(values: Mapping[str, float | None]) -> None:
-    """Raise UserError for the first value, by field, that is not greater than 0; None is not a value."""
-    for field, value in values.items():
-        if value is not None and not value > 0:
-            raise UserError(field, value, "It must be greater than 0.")
