@@ -1,14 +1,12 @@
 """Chat examples from the standard library: a signature with its docstring, and the function as the answer."""
 
 import ast
-import gc
 import hashlib
 import os
 import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypedDict
@@ -19,11 +17,9 @@ from eagle31.errors import UserError
 # thousand one-line calls of `self.tk.call`.
 TK_MODULES = frozenset({"idlelib", "tkinter", "turtledemo", "turtle.py"})
 SKIPPED = TK_MODULES | {"__pycache__", "dist-packages", "lib2to3", "site-packages", "test", "tests"}
-REQUEST = "Write this function."
 # Longer bodies are a tenth of the functions but half of the text, and a short run learns more without them.
 MAX_BODY_CHARACTERS = 800
 HELD_OUT_PERCENT = 5
-INDENT = "    "
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -72,15 +68,20 @@ def read_corpus(source: Path) -> Corpus:
     """
     corpus = Corpus([], [])
     bodies: set[str] = set()
-    with _without_garbage_collection():
-        for path in python_files(source):
-            module = path.relative_to(source).with_suffix("").as_posix().replace("/", ".")
-            for function in _functions(path):
-                if function.body in bodies:
-                    continue
-                bodies.add(function.body)
-                side = corpus.held_out if is_held_out(function.body) else corpus.train
-                side.append(_example(module, function))
+    for path in python_files(source):
+        module = path.relative_to(source).with_suffix("").as_posix().replace("/", ".")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in the library's modules
+                tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for function, owners in _definitions(tree.body, ()):
+            found = _example(module, function, owners)
+            if found is not None and found[0] not in bodies:
+                body, example = found
+                bodies.add(body)
+                (corpus.held_out if is_held_out(body) else corpus.train).append(example)
     if not corpus.train or not corpus.held_out:
         raise UserError(
             "source",
@@ -96,58 +97,6 @@ def is_held_out(body: str) -> bool:
     return int.from_bytes(hashlib.sha256(body.encode()).digest()[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
-@dataclass(frozen=True)
-class Function:
-    """A documented function with normalized code."""
-
-    name: str
-    owners: tuple[str, ...]  # the classes around it, outermost first
-    line: int
-    signature: str
-    summary: str  # the docstring's first paragraph
-    body: str  # without the docstring, not indented
-
-
-def _example(module: str, function: Function) -> ChatExample:
-    """Make the example; its answer repeats the signature, because a model first learns to copy a prompt."""
-    summary = textwrap.indent(f'"""{function.summary}"""', INDENT).splitlines()
-    request = [REQUEST, "", function.signature, *summary]
-    if function.owners:
-        request.insert(2, f"# class {'.'.join(function.owners)}")
-    answer = f"{function.signature}\n{textwrap.indent(function.body, INDENT)}"
-    user = Message(role="user", content="\n".join(request))
-    name = ".".join((*function.owners, function.name))
-    return ChatExample(
-        id=f"{module}:{name}:{function.line}", messages=[user, Message(role="assistant", content=answer)]
-    )
-
-
-def _functions(path: Path) -> Iterator[Function]:
-    """Yield the usable functions of one file, and none if it cannot be read or parsed."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for function, owners in _definitions(tree.body, ()):
-        documentation = ast.get_docstring(function)
-        if not documentation or len(function.body) < 2:
-            continue
-        # Unparsing removes comments and unifies quotes and line breaks, which is easier for a small model.
-        body = "\n".join(ast.unparse(statement) for statement in function.body[1:])
-        if body == "pass" or len(body) > MAX_BODY_CHARACTERS:
-            continue
-        keyword = "async def" if isinstance(function, ast.AsyncFunctionDef) else "def"
-        returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
-        yield Function(
-            name=function.name,
-            owners=owners,
-            line=function.lineno,
-            signature=f"{keyword} {function.name}({ast.unparse(function.args)}){returns}:",
-            summary=documentation.split("\n\n")[0].strip(),
-            body=body,
-        )
-
-
 def _definitions(
     statements: list[ast.stmt], owners: tuple[str, ...]
 ) -> Iterator[tuple[FunctionNode, tuple[str, ...]]]:
@@ -159,15 +108,27 @@ def _definitions(
             yield from _definitions(statement.body, (*owners, statement.name))
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pause cyclic garbage collection: walking hundreds of syntax trees then takes a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the library's modules
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _example(module: str, function: FunctionNode, owners: tuple[str, ...]) -> tuple[str, ChatExample] | None:
+    """Return a documented function's body without its docstring, and the example; None if it is not usable.
+
+    The answer repeats the signature, because a model first learns to copy a prompt.
+    """
+    documentation = ast.get_docstring(function)
+    if not documentation or len(function.body) < 2:
+        return None
+    # Unparsing removes comments and unifies quotes and line breaks, which is easier for a small model.
+    body = "\n".join(ast.unparse(statement) for statement in function.body[1:])
+    if body == "pass" or len(body) > MAX_BODY_CHARACTERS:
+        return None
+    keyword = "async def" if isinstance(function, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    signature = f"{keyword} {function.name}({ast.unparse(function.args)}){returns}:"
+    summary = documentation.split("\n\n")[0].strip()
+    request = ["Write this function.", "", *([f"# class {'.'.join(owners)}"] if owners else []), signature]
+    request.append(textwrap.indent(f'"""{summary}"""', "    "))
+    messages = [
+        Message(role="user", content="\n".join(request)),
+        Message(role="assistant", content=f"{signature}\n{textwrap.indent(body, '    ')}"),
+    ]
+    name = ".".join((*owners, function.name))
+    return body, ChatExample(id=f"{module}:{name}:{function.lineno}", messages=messages)

@@ -1,14 +1,9 @@
-"""Pre-training the embedded target, with checkpoints that resume bit-identically."""
+"""Pre-training the embedded target."""
 
 import copy
-import math
-import os
 import random
-import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -17,9 +12,8 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from data.embedded.corpus import ChatExample
-from data.embedded.muon import Muon
 from data.progress import Progress
-from eagle31.tensor_files import load_pickled
+from eagle31.kernels.newton_schulz import orthogonalize
 
 CausalModel: TypeAlias = LlamaForCausalLM | Qwen3ForCausalLM
 Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bool [T]
@@ -34,11 +28,9 @@ class TrainingSettings:
     matrix_learning_rate: float = 0.03  # Muon, for the layers' matrices
     embedding_learning_rate: float = 0.03  # AdamW; high, because a rare token is updated only a few times
     learning_rate: float = 6e-3  # AdamW, for lm_head and norms
-    min_learning_rate_ratio: float = 0.02
     warmup_steps: int = 10
     max_document_tokens: int = 512
     max_grad_norm: float = 1.0
-    checkpoint_seconds: float = 20.0
     seed: int = 0
 
 
@@ -123,34 +115,51 @@ def initialize(model: torch.nn.Module, seed: int) -> None:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
 
 
-def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
-    """Return the learning rates' factor: linear warm-up, then cosine decay to `min_learning_rate_ratio`."""
-    warmup = min(1.0, (step + 1) / settings.warmup_steps)
-    low = settings.min_learning_rate_ratio
-    return warmup * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
+class Muon(torch.optim.Optimizer):
+    """Muon in the parameters' dtype, for matrices of one shape in each group.
+
+    torch.optim.Muon computes in bfloat16, which processors without bfloat16 units emulate at a hundredth of
+    the speed.
+
+    Source: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
+    """
+
+    def __init__(self, matrices: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
+        for parameter in matrices:
+            by_shape.setdefault(parameter.shape, []).append(parameter)
+        super().__init__([{"params": group} for group in by_shape.values()], {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            directions = []
+            for parameter in group["params"]:
+                buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                buffer.lerp_(parameter.grad, 1 - group["momentum"])
+                directions.append(parameter.grad.lerp(buffer, group["momentum"]))
+            rows, columns = directions[0].shape
+            step_size = group["lr"] * max(1.0, rows / columns) ** 0.5
+            for parameter, update in zip(
+                group["params"], orthogonalize(torch.stack(directions)), strict=True
+            ):
+                parameter.add_(update, alpha=-step_size)
 
 
 def build_optimizers(
     model: CausalModel, settings: TrainingSettings
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Build Muon for the layers' matrices and AdamW for the other parameters."""
-    matrices: list[torch.nn.Parameter] = []
-    embeddings: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if ".layers." in name and parameter.ndim == 2:
-            matrices.append(parameter)
-        else:
-            (embeddings if "embed_tokens" in name else others).append(parameter)
+    """Return Muon for the layers' matrices and AdamW for the other parameters."""
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if ".layers." in name and p.ndim == 2]
+    embeddings = [p for name, p in named.items() if "embed_tokens" in name]
+    taken = {id(p) for p in (*matrices, *embeddings)}
     groups = [
         {"params": embeddings, "lr": settings.embedding_learning_rate},
-        {"params": others, "lr": settings.learning_rate},
+        {"params": [p for p in named.values() if id(p) not in taken], "lr": settings.learning_rate},
     ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    optimizers = (Muon(matrices, lr=settings.matrix_learning_rate), adamw)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["peak_lr"] = group["lr"]
-    return optimizers
+    return Muon(matrices, lr=settings.matrix_learning_rate), adamw
 
 
 class GradientWorkers:
@@ -189,51 +198,23 @@ class GradientWorkers:
 
 
 def pretrain(
-    model: CausalModel,
-    documents: list[Document],
-    settings: TrainingSettings,
-    checkpoint: Path,
-    progress: bool = True,
+    model: CausalModel, documents: list[Document], settings: TrainingSettings, progress: bool = True
 ) -> None:
-    """Train `model` in place; resume from `checkpoint` if it exists, and keep it up to date."""
+    """Train `model` in place; the learning rates warm up and fall linearly to 0."""
     optimizers = build_optimizers(model, settings)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     lengths = [len(ids) for ids, _ in documents]
     batches = schedule_batches(lengths, settings.batch_tokens, settings.steps, settings.seed)
-    start = _load_checkpoint(checkpoint, model, optimizers)
     gradients = GradientWorkers(model)
-    saved_at = time.monotonic()
-    bar = Progress("train the embedded target", settings.steps, "steps", initial=start, shown=progress)
-    with bar:
-        for step in range(start, settings.steps):
-            loss = gradients([documents[i] for i in batches[step]])
+    with Progress("train the embedded target", settings.steps, "steps", shown=progress) as bar:
+        for step, batch in enumerate(batches):
+            loss = gradients([documents[i] for i in batch])
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * learning_rate_factor(step, settings)
+            factor = min(1.0, (step + 1) / settings.warmup_steps) * (1 - step / settings.steps)
+            for optimizer, rates in zip(optimizers, peaks, strict=True):
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * factor
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             bar.note(f"loss {loss:.2f}")
             bar.update()
-            if time.monotonic() - saved_at >= settings.checkpoint_seconds:
-                save_checkpoint(checkpoint, model, optimizers, step + 1)
-                saved_at = time.monotonic()
-
-
-def save_checkpoint(
-    path: Path, model: CausalModel, optimizers: Sequence[torch.optim.Optimizer], next_step: int
-) -> None:
-    """Save everything that a step changes: the weights, the optimizers' states and the step number."""
-    written = path.with_name(path.name + ".partial")
-    moments = [optimizer.state_dict() for optimizer in optimizers]
-    torch.save({"model": model.state_dict(), "optimizers": moments, "next_step": next_step}, written)
-    os.replace(written, path)
-
-
-def _load_checkpoint(path: Path, model: CausalModel, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    if not path.exists():
-        return 0
-    state = load_pickled(path)
-    model.load_state_dict(state["model"])
-    for optimizer, moments in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(moments)
-    return int(state["next_step"])

@@ -22,7 +22,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from data.cache import cache_directory
-from data.embedded.chat_target import ensure_chat_target
 from data.embedded.target import ensure_embedded_target
 from data.store import HiddenStateStore
 from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
@@ -36,6 +35,7 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
+from scripts.bench.chat_target import ensure_chat_target
 from scripts.bench.peers.environment import ROOT, find_python, process_environment
 from train.artifact import Artifact
 from train.config.compose import composed

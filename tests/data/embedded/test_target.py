@@ -1,17 +1,13 @@
 import json
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from data.embedded import target as target_module
-from data.embedded import training
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
 from tests.data.embedded.tiny_embedded import TINY, body_of, ensure
 
@@ -58,61 +54,23 @@ def test_a_build_draws_no_bar_if_stderr_is_not_a_terminal(
     library: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     settings = replace(TINY, training=replace(TINY.training, steps=1))
-    shown = transformers_logging.is_progress_bar_enabled()
     ensure_embedded_target(tmp_path, num_threads=1, progress=True, source=library, settings=settings)
     assert "%|" not in capfd.readouterr().err
-    assert transformers_logging.is_progress_bar_enabled() == shown
 
 
-def test_resumed_training_gives_the_same_weights(
+def test_a_build_that_was_killed_is_made_again_with_the_same_weights(
     built: EmbeddedTarget, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = training.save_checkpoint
-
-    def save_then_stop(path: Path, model: Any, optimizers: Any, next_step: int) -> None:
-        save(path, model, optimizers, next_step)
-        if next_step == 3:
-            raise KeyboardInterrupt
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save_checkpoint", save_then_stop)
+        patch.setattr(target_module, "evaluate", stop)
         with pytest.raises(KeyboardInterrupt):
             ensure(tmp_path, library)
     assert not any(p.is_dir() and not p.name.endswith(".partial") for p in tmp_path.iterdir())
-
-    resumed_at = []
-    monkeypatch.setattr(training, "save_checkpoint", lambda *args: resumed_at.append(args[-1]))
-    resumed = ensure(tmp_path, library)
-    assert resumed_at == [4, 5, 6]
-    expected = load_file(built.model / "model.safetensors")
-    actual = load_file(resumed.model / "model.safetensors")
+    expected, actual = (
+        load_file(one.model / "model.safetensors") for one in (built, ensure(tmp_path, library))
+    )
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    assert not (resumed.model.parent / "checkpoint.pt").exists()
-
-
-def _ensure_and_count(cache: Path, library: Path, started: object) -> None:
-    build = target_module._build
-
-    def counting_build(*args: object) -> None:
-        (cache / f"built_by_{multiprocessing.current_process().name}").touch()
-        build(*args)  # type: ignore[arg-type]
-
-    target_module._build = counting_build  # type: ignore[assignment]
-    started.wait()  # type: ignore[attr-defined]
-    ensure(cache, library)
-
-
-@pytest.mark.usefixtures("preloaded_children")
-def test_one_of_two_processes_builds_and_the_other_waits(library: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(2)
-    processes = [
-        context.Process(target=_ensure_and_count, args=(tmp_path, library, barrier)) for _ in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert len(list(tmp_path.glob("built_by_*"))) == 1

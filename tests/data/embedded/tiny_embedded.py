@@ -15,7 +15,7 @@ TINY = TargetSettings(
     num_kv_heads=1,
     intermediate_size=32,
     max_positions=256,
-    training=TrainingSettings(steps=6, batch_tokens=256, warmup_steps=2, checkpoint_seconds=0.0),
+    training=TrainingSettings(steps=6, batch_tokens=256, warmup_steps=2),
 )
 
 

@@ -170,7 +170,7 @@ def build_target(case: TargetCase, directory: Path, steps: int) -> None:
     model = make_model(case, len(tokenizer), tokenizer.eos_token_id)
     settings = TrainingSettings(steps=steps, batch_tokens=1024, max_document_tokens=256)
     documents = encode(tokenizer, corpus.train, settings.max_document_tokens)
-    pretrain(model, documents, settings, directory / "checkpoint.pt", progress=False)  # type: ignore[arg-type]
+    pretrain(model, documents, settings, progress=False)  # type: ignore[arg-type]
     (directory / "checkpoint.pt").unlink(missing_ok=True)
     write_text(directory / "train.jsonl", to_jsonl(corpus.train))
     model.save_pretrained(model_directory)

@@ -1,13 +1,12 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from data.embedded.chat_target import ChatTargetSettings, ensure_chat_target, read_chats
 from data.embedded.training import TrainingSettings
 from eagle31.errors import UserError
+from scripts.bench.chat_target import ChatTargetSettings, ensure_chat_target, read_chats
 
 TINY = ChatTargetSettings(
     vocab_size=300,
@@ -43,16 +42,6 @@ def test_a_small_qwen3_is_trained_once(conversations: Path, tmp_path: Path) -> N
     written = (built.model / "model.safetensors").stat().st_mtime_ns
     assert ensure_chat_target(tmp_path / "cache", conversations, settings=TINY) == built
     assert (built.model / "model.safetensors").stat().st_mtime_ns == written
-
-
-def test_other_content_or_settings_are_another_target(conversations: Path, tmp_path: Path) -> None:
-    settings = replace(TINY, training=replace(TINY.training, steps=1))
-    one = ensure_chat_target(tmp_path, conversations, num_threads=1, settings=settings)
-    conversations.write_text(conversations.read_text().replace("plus 3?", "minus 3?"))
-    other = ensure_chat_target(tmp_path, conversations, num_threads=1, settings=settings)
-    wider = replace(settings, intermediate_size=40)
-    third = ensure_chat_target(tmp_path, conversations, num_threads=1, settings=wider)
-    assert len({one.model, other.model, third.model}) == 3
 
 
 @pytest.mark.parametrize(

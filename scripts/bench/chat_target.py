@@ -19,7 +19,7 @@ from data.embedded.target import (
 from data.embedded.training import TrainingSettings
 from eagle31.errors import UserError
 
-FORMAT_VERSION = 1  # raise it for changes that do not change the settings
+FORMAT_VERSION = 2  # raise it for changes that do not change the settings
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class ChatTargetSettings(TargetSettings):
     num_heads: int = 4
     num_kv_heads: int = 2
     intermediate_size: int = 352
-    training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(steps=440, checkpoint_seconds=30.0)
-    )
+    training: TrainingSettings = field(default_factory=lambda: TrainingSettings(steps=440))
 
 
 def ensure_chat_target(
@@ -40,19 +38,14 @@ def ensure_chat_target(
     conversations: Path,
     *,
     num_threads: int | None = None,
-    progress: bool = True,
     settings: ChatTargetSettings | None = None,
 ) -> EmbeddedTarget:
     """Return the target that is trained on the conversations; train it first if needed.
-
-    An interrupted build resumes where it stopped. If there are several callers, one builds and the others
-    wait.
 
     Args:
         cache_dir: has one directory per fingerprint of the file's content and the settings.
         conversations: JSON lines with `question` and `answer`.
         num_threads: the number of threads for the training; None keeps torch's setting.
-        progress: a bar on stderr when that is a terminal.
         settings: the shape and training; None uses the defaults.
 
     Raises:
@@ -65,7 +58,7 @@ def ensure_chat_target(
     finished = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def build(partial: Path) -> None:
-        build_target(partial, lambda: corpus, _initial_model, settings, progress)
+        build_target(partial, corpus, _initial_model, settings, True)
 
     return ensure_built(finished, build, num_threads)
 
