@@ -91,7 +91,7 @@ def test_commands_outside_the_environment_say_how_to_activate_it(tmp_path: Path)
     # Those in scripts/setup make environments.
     found = [path for path in COMMANDS if path.parent.name != "setup"]
     in_the_environment = [str(path.relative_to(ROOT)) for path in found]
-    assert len(in_the_environment) > 20
+    assert in_the_environment
     started = {
         name: subprocess.Popen(
             [sys.executable, "-I", "-S", str(ROOT / name)],
