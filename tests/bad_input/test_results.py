@@ -213,7 +213,7 @@ def test_results_that_are_made_again_are_the_same(
     names = {path.name for path in written}
     assert names >= {"model.safetensors", "vocab.safetensors", "evaluation.json"}
     assert names >= {"stage.json", "index.safetensors", "index.html", "loss.png", "config.yaml"}
-    kept = {".lock", ".writer-hf-0.lock"}  # files that were there, with their mode
+    kept = {".lock", ".writer-rank-0.lock"}  # files that were there, with their mode
     assert {path for path in written if _mode(path) != 0o640 and path.name not in kept} == set()
 
 

@@ -138,7 +138,7 @@ def test_only_a_damaged_shard_is_captured_again(
     directory = tmp_path / "run"
     shutil.copytree(captured, directory)
     command = [*arguments(small_target, directory), "stages=[data,vocab,answers,capture,train]"]
-    [shard] = directory.glob("artifacts/capture-*/train/shard-hf-0-00000.safetensors")
+    [shard] = directory.glob("artifacts/capture-*/train/shard-rank-0-00000.safetensors")
     whole = shard.read_bytes()
     if damage == "gone":
         shard.unlink()
@@ -165,7 +165,7 @@ def test_only_a_damaged_shard_is_captured_again(
     assert "/train," in printed.err
     assert "/validation," not in printed.err
     assert not shard.exists()  # its name is not used again
-    again = max(shard.parent.glob("shard-hf-0-*.safetensors"))
+    again = max(shard.parent.glob("shard-rank-0-*.safetensors"))
     assert again.read_bytes() == whole
 
 
