@@ -107,7 +107,7 @@ MACHINES = [
 def test_what_cannot_be_used_is_one_message(
     machine: Machine, check_machine: CheckMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(probe, "_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(client, "_INFO_SECONDS", 0.3)
     check_machine(machine)
