@@ -40,7 +40,6 @@ class RunContext:
     reused: set[str] = field(default_factory=set)  # names of the stages that were finished already
     earlier: EarlierTraining | None = None  # the training that this run's can continue
     continued: EarlierTraining | None = None  # the one that it does continue
-    begun_split: dict[str, Any] = field(default_factory=dict)  # settings of `SPLIT` with which it was begun
 
     @property
     def output_dir(self) -> Path:

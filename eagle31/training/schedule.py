@@ -1,6 +1,17 @@
 """The rows that a training step computes, worked out on the CPU before the step starts.
 
 Lengths and bounds are host integers, so that the step never waits for the device to read them.
+
+One document of seven tokens, of which the assistant wrote x[3] .. x[6], and three steps: the pairs (t, k)
+that are supervised, each with the index j = t+1+k of the token that it reads and of its teacher.
+
+    index        0   1   2   3   4   5   6
+    written      -   -   -   x   x   x   x
+    key rows     *   *   *   *   *                the rows that a query reads
+    step 0               2>3 3>4 4>5              t > j; predicts j + 1
+    step 1               2>4 3>5
+    step 2               2>5
+    teachers                 *   *   *            each computed once, for all steps
 """
 
 from dataclasses import dataclass, replace

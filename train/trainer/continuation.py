@@ -20,9 +20,6 @@ CHECKPOINTS = "checkpoints"
 VOCAB = "vocab.safetensors"
 KEY = "train.continue_from"
 CONTINUED = "continued"  # the input of a training that continues another
-# How DeepSpeed splits the training state, which a checkpoint does not depend on. It is in the fingerprint as
-# it was when the training was begun.
-SPLIT = ("zero_stage", "offload_optimizer", "offload_parameters")
 _SHOWN = 6  # settings that a message names
 
 
@@ -84,7 +81,6 @@ def find_earlier(
         if named:
             raise UserError(KEY, output_dir, "No training there has a checkpoint yet; give an output_dir.")
         return None
-    fixed = _apart_from_split(fixed)
     same = [one for one in trainings if _fixed(one) == fixed]
     if not same:
         shown = differences(_fixed(trainings[0]), fixed)
@@ -110,7 +106,6 @@ class BegunTraining:
     """A training that has been begun."""
 
     continued: EarlierTraining | None  # what it continues
-    split: dict[str, Any]  # the settings of `SPLIT` with which it was begun
 
     def is_from(self, path: Path, step: int | None) -> bool:
         """Return whether it continues a training in this output directory, or this training.
@@ -125,12 +120,8 @@ class BegunTraining:
 
 
 def begun_trainings(output_dir: Path, inputs: dict[str, Any]) -> list[BegunTraining]:
-    """Return the trainings in an output directory with these inputs, whatever they continue, newest first.
-
-    How DeepSpeed splits their state may differ; those with the same `SPLIT` are first.
-    """
-    inputs = json.loads(json.dumps(inputs))
-    wanted, split = _comparable(inputs), _split_of(inputs)
+    """Return the trainings in an output directory with these inputs, whatever they continue, newest first."""
+    wanted = _comparable(json.loads(json.dumps(inputs)))
     paths = [
         path
         for path in output_dir.glob(f"artifacts/train-*/{BEGUN}")
@@ -141,8 +132,8 @@ def begun_trainings(output_dir: Path, inputs: dict[str, Any]) -> list[BegunTrain
         if _comparable(description["inputs"]) == wanted:
             continued = description["continued_from"]
             continued = continued and EarlierTraining.from_json(continued)
-            found.append(BegunTraining(continued, _split_of(description["inputs"])))
-    return sorted(found, key=lambda one: one.split != split)
+            found.append(BegunTraining(continued))
+    return found
 
 
 def check_steps(earlier: EarlierTraining, max_steps: int | None, inputs: dict[str, Any]) -> None:
@@ -254,7 +245,7 @@ def _trainings(output_dir: Path) -> Iterator[Path]:
 
 def _fixed(directory: Path) -> dict[str, Any]:
     """Return the settings of a training that a continuation keeps."""
-    return _apart_from_split(_description(directory / BEGUN)["inputs"]["fixed"])
+    return _description(directory / BEGUN)["inputs"]["fixed"]
 
 
 def _description(path: Path) -> dict[str, Any]:
@@ -273,19 +264,8 @@ def _description(path: Path) -> dict[str, Any]:
 
 
 def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a training without what it continues and how its state is split."""
-    kept = {name: value for name, value in inputs.items() if name != CONTINUED}
-    return kept | {"fixed": _apart_from_split(kept["fixed"])}
-
-
-def _apart_from_split(fixed: dict[str, Any]) -> dict[str, Any]:
-    settings = {name: value for name, value in fixed.get("deepspeed", {}).items() if name not in SPLIT}
-    return fixed | {"deepspeed": settings}
-
-
-def _split_of(inputs: dict[str, Any]) -> dict[str, Any]:
-    settings = inputs["fixed"].get("deepspeed", {})
-    return {name: settings[name] for name in SPLIT if name in settings}
+    """Return the inputs of a training without what it continues."""
+    return {name: value for name, value in inputs.items() if name != CONTINUED}
 
 
 def _newest_time(directory: Path) -> float:

@@ -73,7 +73,6 @@ def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserEr
     """Set `context.continued` as rank 0 decides. Every rank calls, once the stages before are located.
 
     A training that was begun with the same settings continues what it did then, so that it is found again.
-    Whatever its ZeRO stage was then: `context.begun_split` has the settings that its fingerprint has.
 
     Args:
         inputs: of the train stage, apart from what it continues.
@@ -87,9 +86,8 @@ def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserEr
     if context.world.is_main:
         begun = _begun(context, inputs)
         continued = begun.continued if begun else _continued(context, inputs, problem)
-        decided = [continued and continued.to_json(), begun.split if begun else {}]
-        values.set(_CONTINUED, json.dumps(decided))
-    found, context.begun_split = json.loads(read_when_set(values, _CONTINUED))
+        values.set(_CONTINUED, json.dumps(continued and continued.to_json()))
+    found = json.loads(read_when_set(values, _CONTINUED))
     context.continued = found and EarlierTraining.from_json(found)
 
 

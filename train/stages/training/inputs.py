@@ -26,15 +26,12 @@ CHANGEABLE_OPTIM = frozenset(
 
 
 def fixed_inputs(context: RunContext) -> dict[str, Any]:
-    """Return the settings that cannot change when a training is continued, and those of `SPLIT`."""
+    """Return the settings that cannot change when a training is continued."""
     config = context.config
     drafter = plain(asdict(config.drafter))
     drafter.pop("init_revision")
     if drafter.pop("init_from") is not None:
         drafter["init_from"] = context.drafter.initial_fingerprint
-    deepspeed = plain(asdict(config.deepspeed))
-    deepspeed.pop("timeout_minutes")
-    deepspeed |= context.begun_split
     optim = plain(asdict(config.optim))
     fixed = {
         "target": target_inputs(config.target, context.target.parts.fingerprint),
@@ -43,7 +40,8 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
         "aux_layer_ids": list(context.drafter.aux_layer_ids),
         "drafter": drafter,
         "optim": {name: value for name, value in optim.items() if name not in CHANGEABLE_OPTIM},
-        "deepspeed": deepspeed,
+        # How DeepSpeed splits the training state changes no result.
+        "precision": config.deepspeed.precision.value,
         "seed": context.train_seed,
     }
     return json.loads(json.dumps(fixed))  # as it is read from a file
