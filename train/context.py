@@ -19,9 +19,8 @@ from train.config.run import RunConfig, Stage
 from train.config.training import OptimConfig
 from train.distributed import World
 from train.drafter.chosen import ChosenDrafter
-from train.inference.servers import RunServers, ServerSettings, start_limit
-from train.inference.target import CapturedTarget
-from train.inference.transport import server_roots
+from train.engines.servers import CapturedTarget, RunServers, ServerSettings, start_limit
+from train.engines.transport import server_roots
 from train.plan.placement import ServerPlacement, run_placement
 from train.plan.target import target_size
 from train.target import Target

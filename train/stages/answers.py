@@ -9,7 +9,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.run import Stage
 from train.context import RunContext
-from train.inference.inputs import completion_inputs
+from train.engines.inputs import completion_inputs
 from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, open_generator, save_dataset
 
 

@@ -22,7 +22,7 @@ from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
-from train.inference.inputs import target_inputs, transformers_inputs, vllm_inputs
+from train.engines.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
 from train.stages.training.states import open_capture, training_encoding, training_samples, vllm_states
 

@@ -35,7 +35,7 @@ from eagle31.tensor_files import save_tensors
 from train.config.data import RegenerateConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.inference.inputs import completion_inputs
+from train.engines.inputs import completion_inputs
 from train.stages.sources import (
     evaluation_source,
     mixture_of,

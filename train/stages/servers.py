@@ -11,8 +11,8 @@ from train.config.run import RunConfig, Stage, uses_servers
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
-from train.inference.probe import check_servers
-from train.inference.transport import rank_name
+from train.engines.probe import check_servers
+from train.engines.transport import rank_name
 from train.stages.training.states import opened_transport, training_encoding
 
 _CAPTURERS = {Stage.capture, Stage.train}

@@ -21,7 +21,7 @@ from tests.bad_input.machine.machines import (
     each_machine,
 )
 from tests.data.capture.vllm.servers import INFO
-from train.inference import probe
+from train.engines import probe
 
 CAPTURES = ("capture=vllm", "stages=[data,vocab,answers,capture]")
 SERVED = (f"vllm.servers=[http://127.0.0.1:{PORT}]", *CAPTURES)

@@ -27,7 +27,7 @@ def test_only_servers_that_capture_have_their_states_probed(
         ),
         output_dir=tmp_path,
         world=SimpleNamespace(is_main=True, leads_node=True, rank=0),
-        servers=SimpleNamespace(endpoints=lambda everywhere: []),
+        servers=SimpleNamespace(clients=lambda everywhere: []),
         captured_target=SimpleNamespace(expected_states=lambda: None),
         capture_engine=lambda: SimpleNamespace(max_tokens=1),
     )

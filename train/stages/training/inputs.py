@@ -8,7 +8,7 @@ from data.target.tokenizer import tokenizer_fingerprint
 from train.artifact import fingerprint
 from train.config.run import Stage
 from train.context import RunContext
-from train.inference.inputs import target_inputs
+from train.engines.inputs import target_inputs
 
 # Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
 CHANGEABLE_OPTIM = frozenset(

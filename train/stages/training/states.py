@@ -23,7 +23,7 @@ from data.target.modules import locate
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage
 from train.context import RunContext
-from train.inference.transport import OpenTransport, chosen_transport, open_transport, rank_name
+from train.engines.transport import OpenTransport, chosen_transport, open_transport, rank_name
 
 
 def training_samples(context: RunContext) -> Dataset:

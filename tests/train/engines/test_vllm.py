@@ -17,7 +17,7 @@ from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train import small_run
 from tests.train.small_run import MAIN, RECIPE
 from tests.train.torchrun import run_here, torchrun
-from train.inference.transport import rank_name
+from train.engines.transport import rank_name
 
 NUM_CONVERSATIONS = 16
 
@@ -125,7 +125,7 @@ def test_one_server_serves_all_stages_and_nothing_of_it_is_left(in_vllm: Path) -
 def test_a_server_that_does_not_answer_is_reported_before_any_stage(
     small_target: EmbeddedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.inference.probe.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("train.engines.probe.PATIENCE_SECONDS", 0.0)
     named = ["target.engine=vllm", "capture=vllm_online", "vllm.servers=[http://127.0.0.1:9]"]
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
         run_here(RECIPE, *arguments(small_target, data, tmp_path / "run"), *named)

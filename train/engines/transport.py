@@ -19,7 +19,7 @@ from data.samples import StateShape
 from data.store.codec import Encoding
 from train.config.capture import CaptureConfig, MooncakeConfig, TransportKind
 from train.config.vllm import VllmConfig
-from train.inference.target import CapturedTarget
+from train.engines.servers import CapturedTarget
 
 
 @dataclass(frozen=True)

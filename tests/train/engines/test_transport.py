@@ -7,7 +7,7 @@ import pytest
 from data.capture.transport.spool import MEMORY
 from train.config.capture import CaptureConfig, TransportKind
 from train.config.vllm import VllmConfig
-from train.inference.transport import chosen_transport, server_roots
+from train.engines.transport import chosen_transport, server_roots
 
 OUTPUT = Path("/shared/run")
 

@@ -1,16 +1,19 @@
-"""The vLLM servers of a run: those that the recipe names, or one that the run starts on each node."""
+"""The target that vLLM runs, and its servers: those that the recipe names, or one on each node."""
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.client import VllmClient
+from data.capture.vllm.client import ExpectedStates, VllmClient
 from data.capture.vllm.dispatch import PATIENCE_SECONDS
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_process import ServerProcess
+from data.target.parts import TargetParts
+from data.target.spec import TargetSpec
 from train.config.vllm import VllmConfig
 from train.distributed import World, node_address, read_when_set, shared_values
 
@@ -18,6 +21,61 @@ _LOOPBACK = "127.0.0.1"
 _KEY = "vllm/key"
 # A server imports vLLM, reads the weights, at least at the speed of a slow network disk, and compiles.
 _START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.25e9
+
+
+@dataclass(frozen=True)
+class CapturedTarget:
+    """The frozen target, the few tensors of it that training needs, and the layers that are captured."""
+
+    spec: TargetSpec
+    parts: TargetParts
+    aux_layer_ids: tuple[int, ...]
+
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layer_ids)
+
+    def expected_states(self) -> ExpectedStates:
+        """Return what every engine that runs this target must deliver."""
+        return ExpectedStates(
+            target=self.spec.checkpoint.path,
+            target_fingerprint=self.parts.fingerprint,
+            aux_layer_ids=self.aux_layer_ids,
+            hidden_size=self.parts.hidden_size,
+            num_layers=self.parts.num_layers,
+            dtype=self.parts.embed_tokens.dtype,
+        )
+
+    def vllm_engine(
+        self,
+        engine_args: Mapping[str, Any],
+        *,
+        max_tokens: int,
+        roots: list[str],
+        mooncake_masters: list[str],
+    ) -> CaptureEngine:
+        """Return the engine that captures the target's states, and writes its completions.
+
+        Args:
+            engine_args: further arguments of `vllm.LLM`, such as the recipe's `vllm.engine_args`.
+            max_tokens: length of the longest sample, and of the longest prompt with its completion.
+            roots: the directories below which the engine may write.
+            mooncake_masters: the Mooncake stores that it may put into, as host:port.
+        """
+        return CaptureEngine(
+            target=self.spec.checkpoint.path,
+            revision=self.spec.revision,
+            dtype=str(self.parts.embed_tokens.dtype).removeprefix("torch."),
+            trust_remote_code=self.spec.trust_remote_code,
+            target_fingerprint=self.parts.fingerprint,
+            aux_layer_ids=self.aux_layer_ids,
+            num_layers=self.parts.num_layers,
+            max_tokens=max_tokens,
+            roots=roots,
+            mla=getattr(self.parts.config.get_text_config(), "kv_lora_rank", None) is not None,
+            mooncake_masters=mooncake_masters,
+            extra=engine_args,
+        )
 
 
 @dataclass(frozen=True)
