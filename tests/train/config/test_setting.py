@@ -25,7 +25,7 @@ ZERO = {
     *("optim.weight_decay", "optim.warmup_fraction", "optim.warmup_steps", "optim.min_lr_fraction"),
     *("deepspeed.zero_stage", "optim.betas"),
     *("train.lk_eta", "train.diagnose_every"),
-    *("drafter.aux_layer_ids"),
+    "drafter.aux_layer_ids",
 }
 
 
