@@ -1,6 +1,5 @@
 """Running the cases' exports in vLLM, and comparing its drafts with those of eagle31's evaluator."""
 
-import fcntl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,8 @@ from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
-from eagle31.json_files import write_text
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, target_path
-from tests.train.torchrun import ROOT
 from train.engines.serving import (
     DecodeJob,
     EngineFailure,
@@ -30,7 +27,6 @@ from train.evaluation.parity import Comparison, check_case, decode_reference
 
 CPU = torch.device("cpu")
 K, MAX_NEW_TOKENS, NUM_PROMPTS = 4, 64, 12
-TABLE = ROOT / "docs" / "serving_parity.md"
 
 
 @dataclass(frozen=True)
@@ -109,13 +105,3 @@ def run_together(jobs: Sequence[DecodeJob], python: Path, log: Path) -> dict[str
         own = [job for job in jobs if job.engine.target == target]
         results |= run_together(own, python, log.with_name(f"{log.stem}_{index}.log"))
     return results
-
-
-def write_section(title: str, lines: Sequence[str]) -> None:
-    """Replace one section of the committed table, of which several test files write one each."""
-    with TABLE.open("r+") as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)
-        head, *sections = TABLE.read_text().split("\n## ")
-        kept = {section.partition("\n")[0]: section for section in sections}
-        kept[title] = "\n".join([title, "", *lines, ""])
-        write_text(TABLE, "\n## ".join([head, *kept.values()]))

@@ -9,7 +9,7 @@ import pytest
 
 from data.target.spec import TargetSpec
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
-from tests.train.parity.engines import EngineResults, K, decode_job, run_together, write_section
+from tests.train.parity.engines import EngineResults, K, decode_job, run_together
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import require_export, target_path
 from tests.train.torchrun import ROOT, preloaded_python
@@ -52,35 +52,14 @@ def engines(
 
 
 @pytest.fixture(scope="module")
-def found(served: Sequence[str], engines: EngineResults, full: bool) -> dict[str, Comparison | str]:
+def found(served: Sequence[str], engines: EngineResults) -> dict[str, Comparison | str]:
     """Compare each mistake's drafts with what was trained; a string is vLLM's own refusal."""
     compared: dict[str, Comparison | str] = {}
     for name in served:
         error, case = engines.results[name].error, case_of(name)
         reference = engines.reference(case, require_export(case, engines.trained))
         compared[name] = error or check_case(reference, engines.served(name), None, K)
-    if full:
-        write_section("Classic mistakes", format_table(compared))
     return compared
-
-
-def format_table(compared: dict[str, Comparison | str]) -> list[str]:
-    rows = [
-        f"Each is made in the export `{CASE}`, the last in `{WINDOW_CASE}`, which vLLM then serves.",
-        "",
-        "| mistake | acceptance length, trained | served by vLLM | drafts that differ |",
-        "|---|---|---|---|",
-    ]
-    for name, comparison in compared.items():
-        if isinstance(comparison, str):
-            rows.append(f"| {name} | | vLLM refuses it | |")
-        else:
-            rows.append(
-                f"| {name} | {comparison.ours.acceptance_length:.3f} | "
-                f"{comparison.vllm.acceptance_length:.3f} | {len(comparison.differences)} of "
-                f"{comparison.num_compared} |"
-            )
-    return rows
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

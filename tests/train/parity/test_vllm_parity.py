@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.parity.engines import EngineResults, decode_job, run_together, write_section
+from tests.train.parity.engines import EngineResults, decode_job, run_together
 from tests.train.parity.parity_cases import (
     CASES,
     PUBLISHED,
@@ -63,31 +63,6 @@ def engines(
 
 def compare(engines: EngineResults, name: str) -> Comparison:
     return engines.compare(name, name, require_export(name, engines.trained))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def table(full: bool, request: pytest.FixtureRequest) -> None:
-    """With `--full`, the committed table is written before the tests judge what it says."""
-    if full:
-        engines: EngineResults = request.getfixturevalue("engines")
-        names = [name for name in CASES if name in engines.results]
-        write_section("Exports", format_table({name: compare(engines, name) for name in names}))
-
-
-def format_table(comparisons: dict[str, Comparison]) -> list[str]:
-    rows = [
-        "| export | target | drafts compared | equal | near-ties | different | "
-        "acceptance length, eagle31 | vLLM | text |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, c in comparisons.items():
-        same = c.num_completions - len(c.plain_completions)
-        rows.append(
-            f"| {name} | {CASES[name].target} | {c.num_compared} | {c.num_equal} | {len(c.near_ties)} "
-            f"| {len(c.differences)} | {c.ours.acceptance_length:.3f} | {c.vllm.acceptance_length:.3f} "
-            f"| {same} of {c.num_completions} identical |"
-        )
-    return rows
 
 
 @pytest.mark.parametrize("name", CASES)
