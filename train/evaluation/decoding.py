@@ -1,6 +1,7 @@
 """Greedy decoding with the drafter and without it, in turns: texts, acceptance, and the speed-up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,16 +109,38 @@ def decode_in_turns(
         for decode in (plain, drafted):
             decode(prompts[0], WARM_UP_TOKENS)
     pairs = []
-    for index, prompt in enumerate(tracked(prompts, "decoding", "prompts")):
+    with fastest_threads(plain, prompts[0]) if kept < len(names) else nullcontext():
+        for index, prompt in enumerate(tracked(prompts, "decoding", "prompts")):
 
-        def both(prompt: Sequence[int] = prompt, index: int = index) -> dict[str, Any]:
-            sides = [("plain", plain), ("drafted", drafted)]
-            turns = sides if index % 2 == 0 else reversed(sides)
-            return {name: asdict(decode(prompt, max_new_tokens)) for name, decode in turns}
+            def both(prompt: Sequence[int] = prompt, index: int = index) -> dict[str, Any]:
+                sides = [("plain", plain), ("drafted", drafted)]
+                turns = sides if index % 2 == 0 else reversed(sides)
+                return {name: asdict(decode(prompt, max_new_tokens)) for name, decode in turns}
 
-        found = passes.run(names[index], both)
-        pairs.append(DecodedPair(Decoded(**found["plain"]), Decoded(**found["drafted"])))
+            found = passes.run(names[index], both)
+            pairs.append(DecodedPair(Decoded(**found["plain"]), Decoded(**found["drafted"])))
     return pairs
+
+
+@contextmanager
+def fastest_threads(plain: Decode, prompt: Sequence[int]) -> Iterator[None]:
+    """Have both sides use as many threads as make the target alone fastest: one, or as many as before.
+
+    The products of a small model are so short that threads wait for each other longer than they compute.
+    """
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    seconds = {}
+    for threads in (before, 1):
+        torch.set_num_threads(threads)
+        seconds[threads] = min(plain(prompt, WARM_UP_TOKENS).seconds for _ in range(2))
+    torch.set_num_threads(min(seconds, key=lambda threads: seconds[threads]))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def decoding_report(pairs: Sequence[DecodedPair], draft_tokens: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from eagle31.decoding.speculative import Decoded
 from train.evaluation.decoding import (
@@ -13,6 +14,7 @@ from train.evaluation.decoding import (
     PassResults,
     TimedPrompt,
     decode_in_turns,
+    fastest_threads,
     paired_timing,
 )
 
@@ -51,6 +53,21 @@ def test_an_interrupted_evaluation_warms_up_again_and_keeps_its_order(tmp_path: 
     calls.clear()
     decode_in_turns(PROMPTS, *sides, 20, PassResults(tmp_path))
     assert calls == []
+
+
+@pytest.mark.parametrize("fastest", [1, 2])
+def test_both_sides_use_the_threads_with_which_the_target_alone_is_fastest(fastest: int) -> None:
+    def plain(prompt: Sequence[int], max_new_tokens: int) -> Decoded:
+        return Decoded([7], [], 1, 0.5 if torch.get_num_threads() == fastest else 1.0, [1.0])
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with fastest_threads(plain, [1]):
+            assert torch.get_num_threads() == fastest
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def timed(*ratios: float) -> list[TimedPrompt]:
