@@ -97,6 +97,35 @@ def expert_intermediate_size(config: PreTrainedConfig) -> int | None:
     )
 
 
+def has_latent_attention(config: PreTrainedConfig) -> bool:
+    """Return whether the target has multi-head latent attention."""
+    return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+
+
+def head_width(config: PreTrainedConfig) -> int | None:
+    """Return the width of a head that the config states."""
+    text_config = config.get_text_config()
+    # transformers' head_dim of a target with latent attention is the width of the part with RoPE.
+    if has_latent_attention(config):
+        return text_config.v_head_dim
+    return getattr(text_config, "head_dim", None)
+
+
+def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
+    """Return the elements of one token's keys and values, over all layers, in one of the parts of the cache.
+
+    Tensor parallelism divides the heads, not the latent, which all heads read.
+    """
+    text_config = config.get_text_config()
+    if has_latent_attention(config):
+        width = text_config.kv_lora_rank + text_config.qk_rope_head_dim
+    else:
+        num_heads = getattr(text_config, "num_key_value_heads", text_config.num_attention_heads)
+        each = head_width(config) or text_config.hidden_size // text_config.num_attention_heads
+        width = 2 * max(1, num_heads // num_parts) * each
+    return text_config.num_hidden_layers * width
+
+
 def is_mixture(config: PreTrainedConfig) -> bool:
     """Return whether the model is a mixture of experts."""
     return (_first(config.get_text_config(), _NUM_EXPERTS) or 0) > 1

@@ -210,18 +210,12 @@ def _projections(
 ) -> int:
     """Return the FLOPs of q, k, v and o of one layer with queries at `computed` (row, step) pairs."""
     hidden, heads = config.hidden_size, config.num_attention_heads
-    query = heads * config.head_dim
     keys = counts.keys + counts.rolled_out - counts.rows[0]
     tokens = counts.tokens if reads_embedding else 0
     query_tokens = 0 if not reads_embedding else counts.teachers if last else counts.tokens
-    first_query, first_key, second = query, config.num_key_value_heads * 2 * config.head_dim, 0
-    if config.mla is not None:
-        shape = config.mla
-        first_key = shape.kv_lora_rank + shape.qk_rope_head_dim
-        second = keys * shape.kv_lora_rank * heads * (shape.qk_nope_head_dim + shape.v_head_dim)
-        first_query = shape.q_lora_rank
-        second += computed * shape.q_lora_rank * query
-    first = (tokens + keys) * hidden * first_key + (query_tokens + computed) * hidden * first_query
+    of = config.attention.projections(config)
+    first = (tokens + keys) * hidden * of.key_width + (query_tokens + computed) * hidden * of.query_width
+    second = keys * of.key_products + computed * of.query_products
     return 6 * (first + second + computed * heads * config.value_width * hidden)
 
 

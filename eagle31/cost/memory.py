@@ -116,9 +116,8 @@ class _Step:
 
     def keys(self, rows: int) -> int:
         """Return the bytes of the normed state, its keys and values, and RoPE's tables."""
-        width = self.config.hidden_size + self.key_value_width
-        if self.config.mla is not None:
-            width += 2 * self.config.mla.kv_lora_rank + self.config.mla.qk_rope_head_dim
+        kept = self.config.attention.projections(self.config).key_kept
+        width = self.config.hidden_size + self.key_value_width + kept
         return rows * (width * self.itemsize + 2 * self.config.rotary_width * _WIDE)
 
     def rows(self, rows: int) -> int:
@@ -128,8 +127,7 @@ class _Step:
         # layer's output and the normed output.
         width = 5 * hidden + self.query_width + heads * self.config.value_width
         width += 2 * self.config.intermediate_size
-        if self.config.mla is not None:
-            width += 2 * self.config.mla.q_lora_rank
+        width += self.config.attention.projections(self.config).query_kept
         return rows * (width * self.itemsize + heads * _WIDE)
 
     def checkpointed(self, keys: int, first: int, later: int) -> int:

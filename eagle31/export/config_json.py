@@ -1,15 +1,10 @@
 """The config.json of an export."""
 
-from dataclasses import asdict
 from typing import Any
 
 from eagle31.export.layouts import IDS, Layout, Verifier, check_layout
 from eagle31.model.config import DrafterConfig
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
-# vLLM reads a drafter of type "deepseek_v3" as a multi-token prediction head.
-MODEL_TYPE, LATENT_MODEL_TYPE = "llama", "kimi_k2"
 SLIDING = "sliding_attention"  # among the layer_types
 
 
@@ -68,15 +63,14 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
             "layer_types": [SLIDING] * config.num_hidden_layers,
         }
     return {
-        "architectures": [ARCHITECTURE if config.mla is None else LATENT_ARCHITECTURE],
-        "model_type": MODEL_TYPE if config.mla is None else LATENT_MODEL_TYPE,
+        "architectures": [config.attention.architectures[0]],
+        "model_type": config.attention.model_types[0],
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        # Some versions of transformers read an MLA config's head_dim as its qk_rope_head_dim.
-        **({"head_dim": config.head_dim} if config.mla is None else asdict(config.mla)),
+        **config.attention.to_json(config),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

@@ -37,8 +37,8 @@ class Verifier:
 
 def check_layout(config: DrafterConfig, layout: Layout) -> None:
     """Raise UserError when vLLM does not read this layout for this drafter."""
-    if config.mla is not None and layout is Layout.speculators:
-        remedy = "vLLM reads this layout only for grouped-query attention; use export.layout=vllm."
+    if layout is Layout.speculators and not config.attention.in_speculators:
+        remedy = f"vLLM does not read this layout for {config.attention.title}; use export.layout=vllm."
         raise UserError("export.layout", layout.value, remedy)
 
 

@@ -1,25 +1,16 @@
 """Published config.json files of EAGLE-3 drafters, read as vLLM reads them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.config_json import LATENT_ARCHITECTURE, SLIDING
+from eagle31.export.config_json import SLIDING
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
-from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.attention import AttentionShape
+from eagle31.model.config import ATTENTIONS, DrafterConfig
+from eagle31.model.gqa import GqaShape
 
-# The names that vLLM 0.32 loads as `Eagle3LlamaForCausalLM`; it adds "Eagle3" to a plain LlamaForCausalLM.
-ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "LlamaForCausalLM",
-    "Eagle3MiniMaxM2ForCausalLM",
-    "Eagle3Qwen2_5vlForCausalLM",
-    "Eagle3Qwen3vlForCausalLM",
-)
-LATENT_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2")
-LATENT_ARCHITECTURES = (LATENT_ARCHITECTURE, "Eagle3DeepseekV3ForCausalLM")
 SHAPE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -29,7 +20,6 @@ SHAPE_KEYS = (
 )
 # The defaults of transformers' Llama, which vLLM uses for missing keys.
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_MLA_KEYS = tuple(field.name for field in fields(MlaShape))
 
 
 @dataclass(frozen=True)
@@ -70,15 +60,15 @@ def _read_config(
 ) -> ReadConfig:
     layer = layer_config(raw)
     refuse_unknown_parts(raw, layer)
-    values = _numbers(layer)
+    attention = _attention(layer)
+    attention.check_json(layer)
+    values = _numbers(layer, attention)
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
-    mla, num_kv_heads, head_dim = _heads(layer, values)
-    window, window_notes = _sliding_window(layer, values["num_hidden_layers"])
+    window, window_notes = _sliding_window(layer, values["num_hidden_layers"], attention)
     notes += window_notes
     config = DrafterConfig(
         **{key: values[key] for key in SHAPE_KEYS},
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
+        **attention.from_json(layer),
         rms_norm_eps=values["rms_norm_eps"],
         rope_parameters=_rope_parameters(layer, values["max_position_embeddings"]),
         max_position_embeddings=values["max_position_embeddings"],
@@ -89,7 +79,6 @@ def _read_config(
         fc_norm=bool(layer.get("fc_norm", False)),
         norm_output=bool(layer.get("norm_output", False)),
         norm_before_residual=bool(layer.get("norm_before_residual", False)),
-        mla=mla,
         bos_token_id=layer.get("bos_token_id"),
         eos_token_id=layer.get("eos_token_id"),
     )
@@ -98,26 +87,19 @@ def _read_config(
     return ReadConfig(config, layout_of(raw), notes)
 
 
-def is_latent(layer: dict[str, Any]) -> bool:
-    """Return whether a layer's config describes a drafter with MLA."""
-    return next(iter(layer.get("architectures") or ()), None) in LATENT_ARCHITECTURES
+def _attention(layer: dict[str, Any]) -> type[AttentionShape]:
+    """Return the kind of attention that a layer's config describes."""
+    architecture = next(iter(layer.get("architectures") or ()), None)
+    return next((kind for kind in ATTENTIONS.values() if architecture in kind.architectures), GqaShape)
 
 
-def _numbers(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return the layer's sizes, with vLLM's defaults for missing ones; MLA has to name all of them.
+def _numbers(layer: dict[str, Any], attention: type[AttentionShape]) -> dict[str, Any]:
+    """Return the layer's sizes, with vLLM's defaults for missing ones.
 
     Raises:
-        UserError: a size is missing or has the wrong type, or this kind of MLA is not supported.
+        UserError: a size is missing or has the wrong type.
     """
-    required: tuple[str, ...] = SHAPE_KEYS
-    if is_latent(layer):
-        if layer.get("model_type") not in LATENT_TYPES:
-            raise UserError(
-                "model_type", layer.get("model_type"), f"Supported are {', '.join(LATENT_TYPES)}."
-            )
-        if layer.get("q_lora_rank", 0) is None:  # not missing: it says that queries have no latent
-            raise UserError("q_lora_rank", None, "Drafters whose queries have no latent are not supported.")
-        required = (*SHAPE_KEYS, *_MLA_KEYS, *_DEFAULTS)
+    required = (*SHAPE_KEYS, *attention.required_keys)
     missing = [key for key in required if layer.get(key) is None]
     if missing:
         raise UserError("config.json", missing, "These keys are missing.")
@@ -129,22 +111,13 @@ def _numbers(layer: dict[str, Any]) -> dict[str, Any]:
     return _DEFAULTS | values
 
 
-def _heads(layer: dict[str, Any], values: dict[str, Any]) -> tuple[MlaShape | None, int, int]:
-    """Return MLA's widths, the number of key heads, and the width of a query or key."""
-    num_heads = values["num_attention_heads"]
-    if is_latent(layer):
-        mla = MlaShape(**{key: values[key] for key in _MLA_KEYS})
-        return mla, num_heads, mla.head_dim
-    if values["hidden_size"] % num_heads:
-        raise UserError("hidden_size", values["hidden_size"], f"It must be a multiple of {num_heads} heads.")
-    head_dim = layer.get("head_dim") or values["hidden_size"] // num_heads
-    return None, layer.get("num_key_value_heads") or num_heads, head_dim
-
-
-def _sliding_window(layer: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[str, ...]]:
+def _sliding_window(
+    layer: dict[str, Any], num_layers: int, attention: type[AttentionShape]
+) -> tuple[int | None, tuple[str, ...]]:
     """Return the window that vLLM serves the drafter with, and a note where that is not what the keys say.
 
-    vLLM reads the width only for layers that `layer_types` names as sliding, and never for MLA.
+    vLLM reads the width only for layers that `layer_types` names as sliding, and never for some kinds of
+    attention.
 
     Raises:
         UserError: the layers have different windows, or the keys contradict each other.
@@ -152,8 +125,9 @@ def _sliding_window(layer: dict[str, Any], num_layers: int) -> tuple[int | None,
     Source: `LlamaAttention` in models/llama.py of vLLM.
     """
     window, types = layer.get("sliding_window"), layer.get("layer_types") or ()
-    if is_latent(layer) or not types:
-        reason = "a drafter with MLA has no window" if is_latent(layer) else "there are no layer_types"
+    if not attention.has_window or not types:
+        without = f"a drafter with {attention.title} has no window"
+        reason = "there are no layer_types" if attention.has_window else without
         note = f"sliding_window {window} is not used, as vLLM does not use it: {reason}."
         return None, () if window is None else (note,)
     if not isinstance(types, list) or len(types) < num_layers:
@@ -189,7 +163,7 @@ def refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
     eagle = layer.get("eagle_config") or {}
     if layout_of(raw) is Layout.vllm:
         architecture = next(iter(raw.get("architectures") or ()), None)
-        supported = (*ARCHITECTURES, *LATENT_ARCHITECTURES)
+        supported = [name for kind in ATTENTIONS.values() for name in kind.architectures]
         if architecture not in supported:
             raise UserError("architectures", architecture, f"Supported are {', '.join(supported)}.")
     else:
@@ -208,8 +182,6 @@ def refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0 and layer["logit_scale"],
         "eagle_config.use_aux_hidden_state=false": eagle.get("use_aux_hidden_state", True) is False,
         "hidden_act": layer.get("hidden_act", "silu") != "silu" and layer["hidden_act"],
-        "mla_use_nope": layer.get("mla_use_nope", False),
-        "index_topk": layer.get("index_topk"),
     }
     for name, value in unknown.items():
         if value:

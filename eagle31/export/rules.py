@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31.export.config_json import (
-    ARCHITECTURE,
-    LATENT_ARCHITECTURE,
-    LATENT_MODEL_TYPE,
-    MODEL_TYPE,
-    SLIDING,
-)
+from eagle31.export.config_json import SLIDING
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of, served_name
-from eagle31.model.config import DrafterConfig
+from eagle31.model.config import ATTENTIONS, DrafterConfig
 from eagle31.model.drafter import Drafter
+from eagle31.model.gqa import GqaShape
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 
@@ -52,10 +47,10 @@ def schema_findings(raw: dict[str, Any]) -> list[Finding]:
         if type(found) is not type(expected) or found != expected:
             findings.append(finding(field, found, expected, remedy))
 
-    latent = "kv_lora_rank" in layer
-    architecture = LATENT_ARCHITECTURE if latent else ARCHITECTURE
-    expect("architectures", raw.get("architectures"), ["Eagle3Speculator" if speculators else architecture])
-    expect("model_type", layer.get("model_type"), LATENT_MODEL_TYPE if latent else MODEL_TYPE)
+    attention = next((kind for kind in ATTENTIONS.values() if {*kind.widths()} & {*layer}), GqaShape)
+    architecture = "Eagle3Speculator" if speculators else attention.architectures[0]
+    expect("architectures", raw.get("architectures"), [architecture])
+    expect("model_type", layer.get("model_type"), attention.model_types[0])
     expect("tie_word_embeddings", raw.get("tie_word_embeddings"), False)
     for flag in FLAGS:
         if not isinstance(raw.get(flag), bool):

@@ -1,10 +1,16 @@
 """The configuration of a drafter: its shape, its norms, and the target hidden states that it reads."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.model.rope import check_rope, latent_score_factor, served_rope
+from eagle31.model.attention import AttentionShape
+from eagle31.model.gqa import GqaShape
+from eagle31.model.mla import MlaShape
+from eagle31.model.rope import served_rope
+
+# The kinds of attention, by the name that `drafter.attention` has for them.
+ATTENTIONS: dict[str, type[AttentionShape]] = {kind.name: kind for kind in (GqaShape, MlaShape)}
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -13,43 +19,8 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
-class MlaShape:
-    """The widths of multi-head latent attention.
-
-    Queries always have a latent: vLLM fuses the two first projections, so it cannot load a drafter without.
-    """
-
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise UserError(f"drafter.{name}", value, "It must be at least 1.")
-        if self.qk_rope_head_dim % 2:
-            raise UserError(
-                "drafter.qk_rope_head_dim", self.qk_rope_head_dim, "It must be even: RoPE rotates pairs."
-            )
-        if self.v_head_dim > self.head_dim:
-            remedy = f"vLLM's kernels need values no wider than queries and keys ({self.head_dim})."
-            raise UserError("drafter.v_head_dim", self.v_head_dim, remedy)
-
-    @property
-    def head_dim(self) -> int:
-        """Return the width of a query or key."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-
-@dataclass(frozen=True)
 class DrafterConfig:
-    """The configuration of a drafter: EAGLE 3.1 by default; EAGLE 3 has no `fc_norm` and no `norm_output`.
-
-    With `mla`, each head has its own keys: `num_key_value_heads` is the number of heads, and `head_dim` the
-    width of their queries and keys.
-    """
+    """The configuration of a drafter: EAGLE 3.1 by default; EAGLE 3 has no `fc_norm` and no `norm_output`."""
 
     hidden_size: int
     intermediate_size: int
@@ -71,7 +42,7 @@ class DrafterConfig:
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
-    mla: MlaShape | None = None  # None: grouped-query attention
+    attention: AttentionShape = field(default_factory=GqaShape)
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
@@ -87,11 +58,6 @@ class DrafterConfig:
                 self.num_key_value_heads,
                 f"It must divide num_attention_heads ({self.num_attention_heads}).",
             )
-        if self.mla is not None:
-            assert self.num_key_value_heads == self.num_attention_heads
-            assert self.head_dim == self.mla.head_dim
-        elif self.head_dim % 2:
-            raise UserError("drafter.head_dim", self.head_dim, "RoPE needs an even head_dim.")
         self._check_window()
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise UserError(
@@ -105,7 +71,7 @@ class DrafterConfig:
                 list(self.aux_layer_ids),
                 "Give at least one id, in ascending order and each once: vLLM sorts and deduplicates them.",
             )
-        check_rope(self.rope_parameters, latent=self.mla is not None)
+        self.attention.check(self)
 
     def _check_window(self) -> None:
         if self.sliding_window is None:
@@ -114,8 +80,8 @@ class DrafterConfig:
             raise UserError(
                 "drafter.sliding_window", self.sliding_window, "It must be at least 1; null has no window."
             )
-        if self.mla is not None:
-            remedy = "vLLM's drafter with MLA has no window; use drafter.attention=gqa, or set it to null."
+        if not self.attention.has_window:
+            remedy = f"vLLM's drafter with {self.attention.title} has no window; set it to null."
             raise UserError("drafter.sliding_window", self.sliding_window, remedy)
 
     @property
@@ -128,7 +94,7 @@ class DrafterConfig:
     @property
     def served_rope(self) -> dict[str, Any]:
         """Return `rope_parameters` without the keys that neither training nor vLLM's drafter reads."""
-        return served_rope(self.rope_parameters, latent=self.mla is not None)
+        return served_rope(self.rope_parameters, self.attention.rope_keys)
 
     @property
     def rope_theta(self) -> float:
@@ -137,18 +103,17 @@ class DrafterConfig:
     @property
     def rotary_width(self) -> int:
         """Return the width of the part of a query or key that RoPE rotates."""
-        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+        return self.attention.rotary_width(self)
 
     @property
     def value_width(self) -> int:
         """Return the width of one head's values."""
-        return self.head_dim if self.mla is None else self.mla.v_head_dim
+        return self.attention.value_width(self)
 
     @property
     def attention_scale(self) -> float:
         """Return the factor of the scores before the softmax."""
-        factor = 1.0 if self.mla is None else latent_score_factor(self.rope_parameters)
-        return self.head_dim**-0.5 * factor
+        return self.head_dim**-0.5 * self.attention.score_factor(self.rope_parameters)
 
     @property
     def pruned(self) -> bool:

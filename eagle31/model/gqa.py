@@ -1,22 +1,87 @@
-"""The projections of grouped-query attention."""
+"""Grouped-query attention: what it says of itself, and its projections."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from eagle31.errors import UserError
 from eagle31.kernels.elementwise import rotate
 from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
-from eagle31.model.config import DrafterConfig
+from eagle31.model.attention import AttentionModule, AttentionShape, Projections
+from eagle31.model.rope import ROPE_KEYS, check_rope
+
+if TYPE_CHECKING:
+    from eagle31.model.config import DrafterConfig
 
 
-class GroupedQueryAttention(nn.Module):
-    """Grouped-query attention without its scores, which the caller computes.
+@dataclass(frozen=True)
+class GqaShape(AttentionShape):
+    """Grouped-query attention; `DrafterConfig` has its widths."""
 
-    In the layer that reads the embedding, `x` is concat(embedding, state), or the state alone when the
-    embedding's products are given as `tokens`.
-    """
+    name = "gqa"
+    title = "GQA"
+    # What vLLM 0.32 loads as `Eagle3LlamaForCausalLM`; it adds "Eagle3" to a plain LlamaForCausalLM.
+    architectures = (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLM",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+    )
+    model_types = ("llama",)
+    rope_keys = ROPE_KEYS
+    has_window = True
+    in_speculators = True
 
-    def __init__(self, config: DrafterConfig, reads_embedding: bool) -> None:
+    @classmethod
+    def from_target(
+        cls, given: Mapping[str, Any], target: Any, num_heads: int, head_dim: int
+    ) -> dict[str, Any]:
+        num_key_heads = given["num_key_value_heads"]
+        return {
+            "attention": cls(),
+            "num_key_value_heads": target.num_key_value_heads if num_key_heads is None else num_key_heads,
+            "head_dim": head_dim if given["head_dim"] is None else given["head_dim"],
+        }
+
+    @classmethod
+    def from_json(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
+        num_heads, width = layer["num_attention_heads"], layer["hidden_size"]
+        if width % num_heads:
+            raise UserError("hidden_size", width, f"It must be a multiple of {num_heads} heads.")
+        return {
+            "attention": cls(),
+            "num_key_value_heads": layer.get("num_key_value_heads") or num_heads,
+            "head_dim": layer.get("head_dim") or width // num_heads,
+        }
+
+    @classmethod
+    def check_json(cls, layer: Mapping[str, Any]) -> None:
+        pass
+
+    def to_json(self, config: "DrafterConfig") -> dict[str, Any]:
+        return {"head_dim": config.head_dim}
+
+    def module(self, config: "DrafterConfig", reads_embedding: bool) -> AttentionModule:
+        return GroupedQueryAttention(config, reads_embedding)
+
+    def check(self, config: "DrafterConfig") -> None:
+        if config.head_dim % 2:
+            raise UserError("drafter.head_dim", config.head_dim, "RoPE needs an even head_dim.")
+        check_rope(config.rope_parameters, self.rope_keys)
+
+    def projections(self, config: "DrafterConfig") -> Projections:
+        heads = config.num_attention_heads, config.num_key_value_heads
+        return Projections(heads[0] * config.head_dim, heads[1] * 2 * config.head_dim)
+
+
+class GroupedQueryAttention(AttentionModule):
+    """Queries, keys and values of one width."""
+
+    def __init__(self, config: "DrafterConfig", reads_embedding: bool) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         width = config.hidden_size
@@ -30,28 +95,23 @@ class GroupedQueryAttention(nn.Module):
 
     @property
     def query_input(self) -> nn.Module:
-        """Return the projection that `query` starts from."""
         return self.q_proj
 
     @property
     def key_value_inputs(self) -> tuple[nn.Module, ...]:
-        """Return the projections that `key_value` starts from."""
         return self.k_proj, self.v_proj
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
-        """Return the rotated queries. [N, in] -> [N, Hq, D]."""
         return rotate(self._heads(self.q_proj, x, tokens), cos, sin)
 
     def key_value(
         self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values. [N, in] -> [N, Hkv, D] each."""
         key_tokens, value_tokens = tokens or (None, None)
         key = rotate(self._heads(self.k_proj, x, key_tokens), cos, sin)
         return key, self._heads(self.v_proj, x, value_tokens)
 
     def output(self, attended: Tensor) -> Tensor:
-        """Project the attended values. [N, Hq, D] -> [N, H]."""
         return self.o_proj(attended.flatten(1))
 
     def _heads(self, projection: nn.Module, x: Tensor, tokens: TokenProjection | None) -> Tensor:

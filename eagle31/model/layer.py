@@ -10,8 +10,6 @@ from eagle31.kernels.elementwise import GatedLinear, RMSNorm
 from eagle31.kernels.split_linear import TokenProjection
 from eagle31.model.attention import Attend, LayerKeys
 from eagle31.model.config import DrafterConfig
-from eagle31.model.gqa import GroupedQueryAttention
-from eagle31.model.mla import LatentAttention
 
 
 class LayerTokens(NamedTuple):
@@ -48,8 +46,7 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=eps)
         if self.reads_embedding:
             self.hidden_norm = RMSNorm(width, eps=eps)
-        attention = GroupedQueryAttention if config.mla is None else LatentAttention
-        self.self_attn = attention(config, self.reads_embedding)
+        self.self_attn = config.attention.module(config, self.reads_embedding)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = MLP(config)
 

@@ -28,12 +28,6 @@ ROPE_KEYS = {
         "truncate",
     ),
 }
-# With MLA, vLLM reads every scaling as DeepSeek's YaRN, which knows no other attention factor and always
-# truncates its correction range.
-_LATENT_KEYS = {
-    "default": (),
-    "yarn": tuple(key for key in ROPE_KEYS["yarn"] if key not in ("attention_factor", "truncate")),
-}
 _REQUIRED_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -47,32 +41,33 @@ _POSITIVE_KEYS = (
 _REMEDY = "Set drafter.rope_parameters, such as {rope_type: default, rope_theta: 10000.0}."
 
 
-def served_rope(rope_parameters: dict[str, Any], *, latent: bool) -> dict[str, Any]:
+def served_rope(rope_parameters: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return `rope_parameters` without the keys that neither training nor vLLM's drafter reads.
 
     Args:
-        latent: whether the drafter has MLA.
+        keys: those that they read, by rope_type.
     """
     rope_type = rope_parameters.get("rope_type", "default")
-    keys = (_LATENT_KEYS if latent else ROPE_KEYS)[rope_type]
-    given = {key: rope_parameters[key] for key in keys if rope_parameters.get(key) is not None}
+    given = {key: rope_parameters[key] for key in keys[rope_type] if rope_parameters.get(key) is not None}
     return {"rope_type": rope_type, "rope_theta": float(rope_parameters["rope_theta"]), **given}
 
 
-def check_rope(rope_parameters: dict[str, Any], *, latent: bool) -> None:
+def check_rope(rope_parameters: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> None:
     """Check that training and vLLM compute the same tables.
 
+    Args:
+        keys: those that vLLM reads, by rope_type.
+
     Raises:
-        UserError: the scaling is not one that both support, its keys are incomplete, a scaled RoPE rotates
-            only a part of each head, or YaRN's keys for MLA mean different things to the two.
+        UserError: the scaling is not one that both support, its keys are incomplete, or a scaled RoPE rotates
+            only a part of each head.
     """
     rope_type = rope_parameters.get("rope_type", "default")
-    known = list(_LATENT_KEYS if latent else ROPE_KEYS)
-    if rope_type not in known:
+    if rope_type not in keys:
         raise UserError(
             "drafter.rope_parameters.rope_type",
             rope_type,
-            f"vLLM's drafter would use other tables than training; supported are {known}. {_REMEDY}",
+            f"vLLM's drafter would use other tables than training; supported are {list(keys)}. {_REMEDY}",
         )
     partial = rope_parameters.get("partial_rotary_factor") or 1.0
     if rope_type != "default" and partial != 1.0:
@@ -88,37 +83,10 @@ def check_rope(rope_parameters: dict[str, Any], *, latent: bool) -> None:
         value = rope_parameters.get(key)
         if value is not None and not _is_positive(value):
             raise UserError(f"drafter.rope_parameters.{key}", value, "Give a number greater than 0.")
-    if latent and rope_type == "yarn":
-        _check_latent_yarn(rope_parameters)
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _check_latent_yarn(rope_parameters: dict[str, Any]) -> None:
-    for key in ("factor", "original_max_position_embeddings"):
-        if rope_parameters.get(key) is None:
-            raise UserError(f"drafter.rope_parameters.{key}", None, "vLLM's YaRN for MLA requires it.")
-    both = [rope_parameters.get(key) for key in ("mscale", "mscale_all_dim")]
-    if both != [None, None] and not all(both):
-        remedy = "Give both, other than 0, or neither: transformers and vLLM read a single one differently."
-        raise UserError("drafter.rope_parameters.mscale, mscale_all_dim", both, remedy)
-    for key, neutral in (("attention_factor", None), ("truncate", True)):
-        value = rope_parameters.get(key)
-        if value not in (None, neutral):
-            raise UserError(f"drafter.rope_parameters.{key}", value, "vLLM's YaRN for MLA has no such key.")
-
-
-def latent_score_factor(rope_parameters: dict[str, Any]) -> float:
-    """Return the factor of MLA's scores in addition to head_dim^-0.5, which is YaRN's temperature.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 3.1.4; `DeepseekV2MLAAttention` in vLLM's deepseek_v2.py.
-    """
-    all_dim = rope_parameters.get("mscale_all_dim")
-    if rope_parameters.get("rope_type", "default") == "default" or not all_dim:
-        return 1.0
-    return _magnitude(rope_parameters["factor"], all_dim) ** 2
 
 
 class Rotary:
@@ -203,9 +171,10 @@ def _yarn_attention_factor(parameters: dict[str, Any]) -> float:
     factor = parameters["factor"]
     mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and all_dim:
-        return _magnitude(factor, mscale) / _magnitude(factor, all_dim)
-    return _magnitude(factor, 1.0)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    return yarn_magnitude(factor, 1.0)
 
 
-def _magnitude(factor: float, mscale: float) -> float:
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Return YaRN's factor of queries and keys, a function of the scaling."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

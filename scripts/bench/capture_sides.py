@@ -29,6 +29,7 @@ from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_process import ServerProcess
 from data.samples import CapturedSample, StateShape
 from data.store.codec import Encoding
+from data.target.architecture import has_latent_attention
 from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.parts import TargetParts, load_target_parts
@@ -117,7 +118,7 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
         roots=[str(MEMORY)],
         dtype=str(parts.embed_tokens.dtype).removeprefix("torch."),
         trust_remote_code=task.spec.trust_remote_code,
-        mla=getattr(parts.config.get_text_config(), "kv_lora_rank", None) is not None,
+        mla=has_latent_attention(parts.config),
         extra={"enable_prefix_caching": False},  # because every round has the same prompts
     )
     plain = _Server(engine.plain_command_line(), scratch / "plain.log")

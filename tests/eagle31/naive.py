@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.mla import MlaShape
 from eagle31.training.batch import PackedBatch
 
 
@@ -51,14 +52,15 @@ def latent_heads(
     inputs: Tensor, weight: Callable[[str], Tensor], config: DrafterConfig, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys [T, Hq, D] and values [T, Hq, Dv] of multi-head latent attention."""
-    assert config.mla is not None
-    nope, heads = config.mla.qk_nope_head_dim, (config.num_attention_heads, -1)
+    shape = config.attention
+    assert isinstance(shape, MlaShape)
+    nope, heads = shape.qk_nope_head_dim, (config.num_attention_heads, -1)
     latent = inputs @ weight("self_attn.q_a_proj").T
     q = rms(latent, weight("self_attn.q_a_layernorm"), config.rms_norm_eps)
     q = (q @ weight("self_attn.q_b_proj").T).unflatten(-1, heads)
     q = torch.cat((q[..., :nope], rope_pairs(q[..., nope:], positions, config.rope_theta)), -1)
     latent = inputs @ weight("self_attn.kv_a_proj_with_mqa").T
-    rank = config.mla.kv_lora_rank
+    rank = shape.kv_lora_rank
     shared = rope_pairs(latent[:, None, rank:], positions, config.rope_theta)
     kv = rms(latent[:, :rank], weight("self_attn.kv_a_layernorm"), config.rms_norm_eps)
     kv = (kv @ weight("self_attn.kv_b_proj").T).unflatten(-1, heads)
@@ -118,7 +120,7 @@ def naive_states(
                 inputs = torch.cat((rms(embeds, weight("input_layernorm"), eps), normed), -1)
             else:
                 inputs = rms(state, weight("input_layernorm"), eps)
-            heads = grouped_heads if config.mla is None else latent_heads
+            heads = latent_heads if isinstance(config.attention, MlaShape) else grouped_heads
             q, k, v = heads(inputs, weight, config, positions)
             keys, values = cached[layer]
             keys.append(k)

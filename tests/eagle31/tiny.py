@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.mla import MlaShape
 from eagle31.training.batch import PackedBatch
 
 VOCAB = 61
@@ -32,11 +33,13 @@ def tiny_config(**changes: Any) -> DrafterConfig:
 EAGLE3: dict[str, Any] = {"fc_norm": False, "norm_output": False}
 # Changes to `tiny_config`: multi-head latent attention with values narrower than keys, and as wide.
 MLA: dict[str, Any] = {
-    "mla": MlaShape(q_lora_rank=10, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6),
+    "attention": MlaShape(
+        q_lora_rank=10, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6
+    ),
     "num_key_value_heads": 4,
     "head_dim": 9,
 }
-WIDE_MLA = MLA | {"mla": replace(MLA["mla"], v_head_dim=9)}
+WIDE_MLA = MLA | {"attention": replace(MLA["attention"], v_head_dim=9)}
 
 
 def tiny_drafter(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from eagle31.cost.flops import count_step, gemm_sizes, step_flops
 from eagle31.kernels.compiled import use_compiled
-from eagle31.model.config import MlaShape
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.mla import MlaShape
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import rollout_loss
 from tests.eagle31.tiny import EAGLE3, VOCAB, random_batch, tiny_config, tiny_drafter
@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3.1": {},
     "eagle3": EAGLE3,
     "full vocabulary": {"draft_vocab_size": VOCAB},
-    "mla": {"num_key_value_heads": 2, "head_dim": 96, "mla": MLA},
+    "mla": {"num_key_value_heads": 2, "head_dim": 96, "attention": MLA},
     "sliding window": {"sliding_window": 40},
 }
 NUM_STEPS = 4

@@ -145,9 +145,8 @@ def starting_shape(recipe: DrafterShape, checkpoint: DrafterConfig) -> DrafterSh
     given = asdict(recipe)
     found = asdict(checkpoint) | {"rope_parameters": checkpoint.served_rope}
     found["aux_layer_ids"] = list(checkpoint.aux_layer_ids)
-    found["attention"] = Attention.gqa if checkpoint.mla is None else Attention.mla
-    if checkpoint.mla is not None:
-        found |= asdict(checkpoint.mla)
+    found["attention"] = Attention(checkpoint.attention.name)
+    found |= asdict(checkpoint.attention)
     taken: dict[str, Any] = {}
     for name in given.keys() & found.keys() - set(FLAGS):
         if given[name] in (None, {}):

@@ -1,13 +1,13 @@
 """The drafter's complete shape, from the recipe and the target's config."""
 
-from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from data.target.architecture import active_intermediate_size
+from data.target.architecture import active_intermediate_size, head_width
 from eagle31.errors import UserError
-from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.attention import AttentionShape
+from eagle31.model.config import ATTENTIONS, DrafterConfig
 from train.config.drafter import Attention, DrafterShape
 from train.config.run import RunConfig
 
@@ -76,7 +76,7 @@ def sliding_window(shape: DrafterShape, target: Any) -> int | None:
 
     Source: `create_engine_config` in engine/arg_utils.py and `Attention` of vLLM.
     """
-    if shape.sliding_window is not None or shape.attention is Attention.mla:
+    if shape.sliding_window is not None or not _attention(shape).has_window:
         return shape.sliding_window
     types = getattr(target, "layer_types", None)
     if types is not None and any(one != "sliding_attention" for one in types):
@@ -85,44 +85,22 @@ def sliding_window(shape: DrafterShape, target: Any) -> int | None:
 
 
 def attention_heads(shape: DrafterShape, target: Any, num_heads: int, hidden_size: int) -> dict[str, Any]:
-    """Return `num_key_value_heads`, `head_dim` and `mla` of `DrafterConfig`: the recipe's, else the target's.
+    """Return `attention`, `num_key_value_heads` and `head_dim` of `DrafterConfig`.
 
     Raises:
-        UserError: a width of MLA is given by neither, or is set for a drafter without MLA.
+        UserError: a width is given by neither, or belongs to another kind of attention.
     """
-    if shape.attention is Attention.mla:
-        mla = latent_shape(shape, target)
-        if shape.head_dim not in (None, mla.head_dim):
-            remedy = "With MLA it is drafter.qk_nope_head_dim + drafter.qk_rope_head_dim; remove it."
-            raise UserError("drafter.head_dim", shape.head_dim, remedy)
-        return {"num_key_value_heads": num_heads, "head_dim": mla.head_dim, "mla": mla}
-    for name in (one.name for one in fields(MlaShape)):
-        if getattr(shape, name) is not None:
-            remedy = "It is a setting of MLA; set drafter.attention=mla too."
-            raise UserError(f"drafter.{name}", getattr(shape, name), remedy)
-    # transformers' head_dim of a target with MLA is the width of the part with RoPE.
-    mla_target = getattr(target, "kv_lora_rank", None) is not None
-    target_width = target.v_head_dim if mla_target else getattr(target, "head_dim", None)
-    return {
-        "num_key_value_heads": _given(shape.num_key_value_heads, target.num_key_value_heads),
-        "head_dim": _given(shape.head_dim, target_width or hidden_size // num_heads),
-    }
+    chosen = _attention(shape)
+    for kind in ATTENTIONS.values():
+        for name in kind.widths():
+            if kind is not chosen and getattr(shape, name) is not None:
+                remedy = f"It is a setting of {kind.title}; set drafter.attention={kind.name} too."
+                raise UserError(f"drafter.{name}", getattr(shape, name), remedy)
+    return chosen.from_target(vars(shape), target, num_heads, head_width(target) or hidden_size // num_heads)
 
 
-def latent_shape(shape: DrafterShape, target: Any) -> MlaShape:
-    """Return the widths of MLA: the recipe's, else the target's.
-
-    Raises:
-        UserError: neither gives a width.
-    """
-    widths: dict[str, int] = {}
-    for name in (one.name for one in fields(MlaShape)):
-        chosen = getattr(shape, name)
-        value = getattr(target, name, None) if chosen is None else chosen
-        if value is None:
-            raise UserError(f"drafter.{name}", None, "The target has no such width; set it.")
-        widths[name] = value
-    return MlaShape(**widths)
+def _attention(shape: DrafterShape) -> type[AttentionShape]:
+    return ATTENTIONS[(shape.attention or Attention.gqa).value]
 
 
 def rope_parameters(recipe: dict | None, target: dict | None) -> dict:

@@ -12,6 +12,7 @@ from data.capture.vllm.client import ExpectedStates, VllmClient
 from data.capture.vllm.dispatch import PATIENCE_SECONDS
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_process import ServerProcess
+from data.target.architecture import has_latent_attention
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from train.config.vllm import VllmConfig
@@ -72,7 +73,7 @@ class CapturedTarget:
             num_layers=self.parts.num_layers,
             max_tokens=max_tokens,
             roots=roots,
-            mla=getattr(self.parts.config.get_text_config(), "kv_lora_rank", None) is not None,
+            mla=has_latent_attention(self.parts.config),
             mooncake_masters=mooncake_masters,
             extra=engine_args,
         )

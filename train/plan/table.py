@@ -92,9 +92,8 @@ def hours_lines(found: Hours | None) -> list[_Line]:
 
 def _drafter_lines(plan: Plan) -> list[_Line]:
     drafter = plan.drafter
-    kind = "GQA" if drafter.mla is None else "MLA"
     shape = (
-        f"{kind}, hidden {drafter.hidden_size}, feed-forward {drafter.intermediate_size}, "
+        f"{drafter.attention.title}, hidden {drafter.hidden_size}, feed-forward {drafter.intermediate_size}, "
         f"{drafter.num_attention_heads}/{drafter.num_key_value_heads} heads, "
         f"aux layers {list(drafter.aux_layer_ids)}, "
         f"draft vocabulary {drafter.draft_vocab_size:,} of {drafter.vocab_size:,}"

@@ -12,6 +12,7 @@ from data.capture.vllm.server_info import ROOM_TOKENS
 from data.target.architecture import (
     ParameterCounts,
     active_intermediate_size,
+    cached_elements,
     check_architecture,
     count_parameters,
     from_architecture,
@@ -122,8 +123,7 @@ def server_memory(
 
     - Weights: tensor parallelism splits all of them. Every data-parallel engine holds a copy, except of
       routed experts: vLLM splits these over all GPUs of the server, with expert parallelism and without.
-    - A sequence, per token: the keys and values of every layer, split over tensor-parallel GPUs by heads
-      (not with latent attention, whose keys and values have no heads), and the hidden states of each
+    - A sequence, per token: the keys and values of every layer, and the hidden states of each
       captured layer, which every GPU holds. Layers with sliding windows are counted as full ones. In a
       target that mixes kinds of attention, vLLM gives the hidden states pages as large as those of all
       layers of a kind.
@@ -138,13 +138,14 @@ def server_memory(
     width = active_intermediate_size(target_config) or text.hidden_size
     per_token = 12 * text.hidden_size + 3 * width // parallel.tensor
     logits = 4 * text.vocab_size * _BATCHED_SEQUENCES // parallel.tensor
+    cached = cached_elements(text, parallel.tensor) * _ITEMSIZE
     num_states = len(config.drafter.aux_layer_ids or (0, 1, 2)) + 1
     states = num_states * text.hidden_size * _ITEMSIZE * _layers_of_a_page(text)
     return ServerMemory(
         weights=weights,
         forward=_BATCHED_TOKENS * per_token * _ITEMSIZE + logits,
         fixed=_FIXED_BYTES,
-        sequence=longest_sequence(config) * (_cached_bytes(text, parallel.tensor) + states),
+        sequence=longest_sequence(config) * (cached + states),
     )
 
 
@@ -156,16 +157,6 @@ def longest_sequence(config: RunConfig) -> int:
     regenerate = config.data.regenerate
     written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
     return max(config.train.row_tokens, written) + ROOM_TOKENS
-
-
-def _cached_bytes(text: Any, tensor: int) -> int:
-    """Return the bytes of one token's keys and values on each GPU."""
-    latent = getattr(text, "kv_lora_rank", None)
-    if latent is not None:
-        return text.num_hidden_layers * (latent + text.qk_rope_head_dim) * _ITEMSIZE
-    heads = max(1, getattr(text, "num_key_value_heads", text.num_attention_heads) // tensor)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return text.num_hidden_layers * 2 * heads * width * _ITEMSIZE
 
 
 def _layers_of_a_page(text: Any) -> int:

@@ -19,8 +19,7 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
     Muon is for matrices between hidden states. A norm's weight is a vector. A row of the draft head belongs
     to one token, and its gradient is as frequent as the token, which AdamW evens out.
 
-    No module of the drafter has several projections in one weight, apart from MLA's down-projection of keys
-    and values with its shared rotary key, as in DeepSeek's checkpoints; it counts as one matrix.
+    A weight that has several projections, as DeepSeek's checkpoints have, counts as one matrix.
 
     Source: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
     """

@@ -1,7 +1,7 @@
 import pytest
 
 from eagle31.errors import UserError
-from eagle31.model.config import MlaShape
+from eagle31.model.mla import MlaShape
 from tests.eagle31.tiny import MLA, tiny_config
 
 
@@ -15,7 +15,7 @@ from tests.eagle31.tiny import MLA, tiny_config
 )
 def test_impossible_widths_of_mla_are_refused(changes: dict, field: str) -> None:
     with pytest.raises(UserError) as raised:
-        MlaShape(**vars(MLA["mla"]) | changes)
+        MlaShape(**vars(MLA["attention"]) | changes)
     assert raised.value.field == field
 
 

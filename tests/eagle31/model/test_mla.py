@@ -15,10 +15,10 @@ from eagle31.export.layouts import Layout
 from eagle31.export.rules import expected_shapes
 from eagle31.kernels.query_run import QueryRun
 from eagle31.model.attention import LayerKeys, attend_by_run
-from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
-from eagle31.model.mla import LatentAttention
-from eagle31.model.rope import Rotary, latent_score_factor
+from eagle31.model.mla import LatentAttention, MlaShape
+from eagle31.model.rope import Rotary
 from tests.eagle31.tiny import MLA, WIDE_MLA, tiny_config
 
 YARN = {
@@ -54,7 +54,7 @@ KIMI_K2_6 = DrafterConfig(
         "mscale_all_dim": 1.0,
     },
     max_position_embeddings=262144,
-    mla=MlaShape(
+    attention=MlaShape(
         q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
     ),
 )
@@ -65,7 +65,7 @@ KIMI_K2_6 = DrafterConfig(
 def test_it_is_deepseeks_attention(rope: dict[str, Any], changes: dict[str, Any]) -> None:
     """Compares the order of the rotated pairs, YaRN's tables and its temperature."""
     config = tiny_config(rope_parameters=rope, **changes)
-    assert config.mla is not None
+    assert isinstance(config.attention, MlaShape)
     torch.manual_seed(0)
     theirs = deepseek_attention(config).double()
     ours = LatentAttention(config, reads_embedding=False).double()
@@ -81,14 +81,14 @@ def test_it_is_deepseeks_attention(rope: dict[str, Any], changes: dict[str, Any]
 
 
 def deepseek_attention(config: DrafterConfig) -> DeepseekV3Attention:
-    assert config.mla is not None
+    assert isinstance(config.attention, MlaShape)
     theirs = DeepseekV3Config(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_attention_heads,
         rope_parameters=dict(config.rope_parameters),
         max_position_embeddings=64,
-        **vars(config.mla),
+        **vars(config.attention),
     )
     theirs._attn_implementation = "eager"
     return DeepseekV3Attention(theirs, layer_idx=0)
@@ -103,9 +103,9 @@ def by_deepseek(attention: DeepseekV3Attention, x: Tensor, positions: Tensor) ->
 
 def test_yarn_raises_the_scores_of_long_contexts() -> None:
     rope = KIMI_K2_6.rope_parameters
-    assert latent_score_factor(rope) == pytest.approx((0.1 * 4.158883083 + 1) ** 2)
-    assert latent_score_factor(rope | {"factor": 1.0}) == 1.0
-    assert latent_score_factor({"rope_type": "yarn", "factor": 64.0}) == 1.0
+    assert KIMI_K2_6.attention.score_factor(rope) == pytest.approx((0.1 * 4.158883083 + 1) ** 2)
+    assert KIMI_K2_6.attention.score_factor(rope | {"factor": 1.0}) == 1.0
+    assert KIMI_K2_6.attention.score_factor({"rope_type": "yarn", "factor": 64.0}) == 1.0
     assert KIMI_K2_6.attention_scale == pytest.approx(192**-0.5 * 2.0047397)
 
 

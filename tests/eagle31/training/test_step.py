@@ -49,7 +49,7 @@ def random_case(seed: int, **changes: Any) -> tuple[Drafter, FrozenParts, Packed
         "norm_before_residual": draw.random() < 0.3,
     }
     shape |= draw.choice([{}, {}, MLA, WIDE_MLA])
-    if "mla" not in shape:
+    if "attention" not in shape:
         shape["sliding_window"] = (None, 1, 3, 6, 17, 40)[seed % 6]
     config = tiny_config(**shape | draw.choice([{}, EAGLE3]) | changes)
     drafter, frozen = tiny_drafter(config, seed=seed)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.read import load_export
 from eagle31.model.drafter import Drafter
-from tests.data.target.tiny_target import make_dataset, save_target
+from tests.data.target.tiny_target import save_target
 from tests.eagle31.tiny import WIDE_MLA
 from tests.train.drafter.tiny_export import (
     edit_config,
@@ -31,6 +31,7 @@ from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.build import frozen_rows
+from train.stages.data import TOKEN_COUNTS
 from train.stages.train import train_inputs
 from train.stages.training.building import new_drafter
 from train.stages.vocab import load_vocab, run_vocab, vocab_inputs
@@ -63,7 +64,6 @@ def context(spec: TargetSpec, checkpoint: Path | str | None, directory: Path, **
     config.deepspeed.precision = Precision.fp32
     made = RunContext(config, World(0, 0, 1))
     data = Artifact.locate(directory, "data", {})
-    make_dataset().save_to_disk(data.directory / "train")
     made.artifacts[Stage.data] = data
     return made
 
@@ -72,6 +72,9 @@ def started(made: RunContext, directory: Path) -> tuple[Drafter, dict[str, torch
     """Return the drafter before its first step, and the tensors of the draft vocabulary."""
     directory.mkdir(exist_ok=True)
     made.check_drafter()
+    data = made.artifacts[Stage.data].directory
+    data.mkdir(exist_ok=True)
+    save_file({"counts": torch.ones(made.target.parts.vocab_size, dtype=torch.int64)}, data / TOKEN_COUNTS)
     run_vocab(made, directory)
     vocab = load_vocab(Artifact("vocab", {}, directory))
     drafter, _ = new_drafter(made, vocab)
@@ -99,7 +102,7 @@ def test_a_drafter_with_mla_stays_one(spec: TargetSpec, tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4}
     write_tiny_export(tmp_path / "e", spec, **WIDE_MLA, rope_parameters=rope)
     drafter, _ = started(context(spec, tmp_path / "e", tmp_path), tmp_path / "vocab")
-    assert drafter.config.mla == WIDE_MLA["mla"]
+    assert drafter.config.attention == WIDE_MLA["attention"]
     saved = load_file(tmp_path / "e" / "model.safetensors")
     weight = drafter.state_dict()["layers.0.self_attn.kv_b_proj.weight"]
     assert torch.equal(weight, saved["midlayer.self_attn.kv_b_proj.weight"])

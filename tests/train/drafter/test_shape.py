@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from eagle31.errors import UserError
-from eagle31.model.config import MlaShape
+from eagle31.model.gqa import GqaShape
+from eagle31.model.mla import MlaShape
 from train.config.drafter import Attention, DrafterShape
 from train.drafter.shape import attention_heads, sliding_window
 
@@ -43,22 +44,26 @@ def heads(target: Any, **shape: Any) -> dict[str, Any]:
 
 def test_mla_takes_the_widths_of_a_target_with_mla() -> None:
     found = heads(DEEPSEEK, attention=Attention.mla)
-    assert found == {"num_key_value_heads": 4, "head_dim": 24, "mla": MlaShape(24, 32, 16, 8, 12)}
-    assert heads(DEEPSEEK, attention=Attention.mla, kv_lora_rank=64)["mla"] == MlaShape(24, 64, 16, 8, 12)
+    assert found == {"num_key_value_heads": 4, "head_dim": 24, "attention": MlaShape(24, 32, 16, 8, 12)}
+    assert heads(DEEPSEEK, attention=Attention.mla, kv_lora_rank=64)["attention"] == MlaShape(
+        24, 64, 16, 8, 12
+    )
 
 
 def test_mla_needs_a_query_rank_because_vllm_does() -> None:
     target = DeepseekV2Config(q_lora_rank=None, kv_lora_rank=512, num_attention_heads=4)
     with pytest.raises(UserError, match=r"drafter\.q_lora_rank"):
         heads(target, attention=Attention.mla)
-    assert heads(target, attention=Attention.mla, q_lora_rank=16)["mla"] == MlaShape(16, 512, 128, 64, 128)
+    assert heads(target, attention=Attention.mla, q_lora_rank=16)["attention"] == MlaShape(
+        16, 512, 128, 64, 128
+    )
 
 
 def test_mla_for_a_target_without_it_needs_widths() -> None:
     with pytest.raises(UserError, match=r"drafter\.kv_lora_rank"):
         heads(LLAMA, attention=Attention.mla, q_lora_rank=48)
     found = heads(LLAMA, attention=Attention.mla, **WIDTHS)
-    assert found["mla"] == MlaShape(48, 512, 128, 64, 128)
+    assert found["attention"] == MlaShape(48, 512, 128, 64, 128)
 
 
 @pytest.mark.parametrize("target", [DEEPSEEK, LLAMA])
@@ -67,7 +72,7 @@ def test_gqa_is_the_default_for_every_target(target: Any) -> None:
     # head_dim in a config with MLA is the width of the part with RoPE only.
     assert found["head_dim"] == (12 if target is DEEPSEEK else 20)
     assert found["num_key_value_heads"] == target.num_key_value_heads
-    assert "mla" not in found
+    assert found["attention"] == GqaShape()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # else DeepSpee
 import torch
 
 from eagle31.cost.flops import count_step
-from eagle31.model.config import DrafterConfig, MlaShape
+from eagle31.model.config import DrafterConfig
+from eagle31.model.gqa import GqaShape
+from eagle31.model.mla import MlaShape
 from tests.gpu.engine import build_engine, random_row, update
 from train.plan.memory import TrainerSettings, trainer_memory
 from train.trainer.engine import ensure_process_group
@@ -38,7 +40,7 @@ def settle() -> int:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     mla = spec["config"].pop("mla", None)
-    config = DrafterConfig(**spec["config"], mla=None if mla is None else MlaShape(**mla))
+    config = DrafterConfig(**spec["config"], attention=GqaShape() if mla is None else MlaShape(**mla))
     settings, num_steps = TrainerSettings(**spec["settings"]), spec["num_steps"]
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     before = settle()
