@@ -62,21 +62,6 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def preloaded_vllm(vllm_python: Path) -> Path:
-    return vllm_python
-
-
-@pytest.fixture(scope="session")
-def preloaded_servers(vllm_python: Path) -> Path:
-    return vllm_python
-
-
-@pytest.fixture(scope="session")
-def preloaded_children() -> None:
-    pass
-
-
-@pytest.fixture(scope="session")
 def mooncake() -> Path | None:
     """The directory of the system libraries that Mooncake needs; None where the system has them.
 

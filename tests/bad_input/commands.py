@@ -1,4 +1,4 @@
-"""Runs the project's commands in this process, and what a table of bad input consists of.
+"""What a table of bad input consists of.
 
 A table is a list of cases for `each`, and its test hands each case to the fixture `check_case`:
 
@@ -12,20 +12,15 @@ A table is a list of cases for `each`, and its test hands each case to the fixtu
 """
 
 import os
-import runpy
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.runs.here import Outcome, run_command
 from train.command import MISTAKE
 
-ROOT = Path(__file__).resolve().parents[2]
 MAIN = "train/main.py"
 
 
@@ -56,16 +51,7 @@ class Case:
     absent: tuple[str, ...] = ()
 
 
-CheckCase = Callable[[Case], "Outcome"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command that has ended leaves."""
-
-    status: int
-    out: str
-    err: str
+CheckCase = Callable[[Case], Outcome]
 
 
 def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
@@ -73,41 +59,6 @@ def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), "two cases have one name"
     return pytest.mark.parametrize("case", cases, ids=names)
-
-
-def run_command(script: str, *arguments: str, directory: Path) -> Outcome:
-    """Run a command in this process, as `__main__` in a directory.
-
-    An exception that the command does not turn into a message is printed as Python prints it, with status 1.
-
-    Args:
-        script: relative to the repository's root.
-    """
-    status = 0
-    with ExitStack() as stack:
-        # Files, because libraries ask for their descriptors.
-        out, err = (stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(2))
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
-        patch.setattr(sys, "path", list(sys.path))  # a command puts the repository's root there
-        patch.setattr(sys, "excepthook", sys.excepthook)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
-            patch.delenv(name, raising=False)
-        stack.enter_context(chdir(directory))
-        stack.enter_context(redirect_stdout(out))
-        stack.enter_context(redirect_stderr(err))
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        except Exception:
-            traceback.print_exc()
-            status = 1
-        printed = []
-        for stream in (out, err):
-            stream.seek(0)
-            printed.append(stream.read())
-    return Outcome(status, *printed)
 
 
 def check(case: Case, directory: Path) -> Outcome:

@@ -1,19 +1,18 @@
-"""Faults of a machine, each for as long as its `with` lasts: full disks, no permission, ports in use."""
+"""Faults of a machine, each for as long as its `with` lasts, and ways in which a file is damaged."""
 
 import contextlib
 import ctypes
 import http.server
 import os
-import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MNT_DETACH = 1, 32, 4096, 2
+_MNT_DETACH = 2
 _CAPABILITIES_3 = 0x20080522
 _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2  # let root ignore the modes of files
 
@@ -63,45 +62,15 @@ def protected(directory: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def small_disk(directory: Path, num_bytes: int) -> Iterator[None]:
     """Have a disk of this size at a directory, which is made."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with _mounted(directory):
-        _mount(b"tmpfs", directory, b"tmpfs", 0, f"size={num_bytes}".encode())
-        yield
-
-
-@contextlib.contextmanager
-def read_only(directory: Path) -> Iterator[None]:
-    """Have a directory on a file system that is mounted read-only."""
-    with _mounted(directory):
-        _mount(os.fsencode(directory), directory, None, _MS_BIND)
-        _mount(b"none", directory, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
-        yield
-
-
-@contextlib.contextmanager
-def _mounted(directory: Path) -> Iterator[None]:
-    """Unmount at the end what is mounted at a directory, even where files are open."""
     if os.geteuid():
         pytest.skip("mounts need root's rights")
+    directory.mkdir(parents=True, exist_ok=True)
+    size = f"size={num_bytes}".encode()
+    _call(_LIBC.mount, b"tmpfs", os.fsencode(directory), b"tmpfs", 0, size)
     try:
         yield
     finally:
-        _call(_LIBC.umount2, os.fsencode(directory), _MNT_DETACH)
-
-
-def _mount(source: bytes, directory: Path, kind: bytes | None, flags: int, options: bytes = b"") -> None:
-    _call(_LIBC.mount, source, os.fsencode(directory), kind, flags, options)
-
-
-@contextlib.contextmanager
-def open_file_limit(count: int) -> Iterator[None]:
-    """Have a limit of open files."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        _call(_LIBC.umount2, os.fsencode(directory), _MNT_DETACH)  # even where files are open
 
 
 @contextlib.contextmanager
@@ -119,26 +88,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def answering(status: int, body: bytes = b"{}", info: bytes | None = None) -> Iterator[int]:
-    """Yield the port of an HTTP server of somebody else, which has one answer to everything.
-
-    Args:
-        info: the answer to completions, where another one is meant.
-    """
+def answering(status: int, body: bytes = b"{}") -> Iterator[int]:
+    """Yield the port of an HTTP server of somebody else, which has one answer to everything."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(body)
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self._answer(body if info is None else info)
-
-        def _answer(self, content: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:
             """Print nothing."""
@@ -158,3 +116,29 @@ def _call(function: object, *arguments: object) -> None:
     if function(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """Flip the lowest bit of the byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "flipped": flip,
+    "missing": Path.unlink,
+    "junk": lambda path: path.write_bytes(bytes((37 * index + 11) % 256 for index in range(999))),
+    "directory": _directory,
+}

@@ -40,11 +40,8 @@ def inspected(name: str, source: str | bytes, *says: str) -> Case:
 
 
 TEMPLATES = [
-    inspected("empty", ""),
-    inspected("binary", b"\xff\xfe\0\1"),
     inspected("open_tag", "{% for m in messages %}{{ m.content }", "in line 1"),
     inspected("raises", "{{ raise_exception('no system prompt') }}", "no system prompt"),
-    inspected("divides_by_zero", "{{ 1 / 0 }}", "ZeroDivisionError"),
     inspected("reads_internals", "{{ ''.__class__.__mro__ }}", "is unsafe"),
     inspected("starts_with_a_number", "{{ messages | length }}" + ALL + PROMPT, "--turns=each"),
 ]
@@ -106,128 +103,57 @@ def template_run(name: str, source: str, *says: str) -> Case:
 
 
 RUNS = [
-    template_run(
-        "broken_template", "{% for m in messages %}", "error: target.chat_template=", "no Jinja template"
-    ),
-    template_run(
-        "raising_template", "{{ raise_exception('no') }}", "error: target.chat_template=", "refuses", "no"
-    ),
     template_run("huge_template", "{{ 'x' * 10 ** 10 }}", "error: target.chat_template="),
-    template_run(
-        "template_without_answers", "hello", "error: target.chat_template=", "does the template write"
-    ),
-    template_run(
-        "unstable_template", "{{ messages | length }}" + ALL, "error: target.chat_template=", "in two ways"
-    ),
+    template_run("no_answers", "hello", "error: target.chat_template=", "does the template write"),
     run(
         "no_template",
         ("error: target.chat_template=None", "no chat template"),
         prepare=without("chat_template.jinja"),
     ),
-    run(
-        "no_tokenizer",
-        ("error: target.model=target: ", "cannot be loaded"),
-        prepare=without("tokenizer.json"),
-    ),
+    run("no_tokenizer", ("error: target.model=target: ", "loaded"), prepare=without("tokenizer.json")),
     run(
         "empty_tokenizer",
-        ("error: target.model=target: Its tokenizer has no vocabulary",),
+        ("error: target.model=target: ", "no vocabulary"),
         prepare=without("tokenizer.json", tokenizer_class="LlamaTokenizer"),
     ),
     run(
-        "vocabulary_unlike_the_weights",
-        ("error: target.model=target: Its weights have a weight of shape [512, 64]", "[600, 64]"),
-        prepare=edited(vocab_size=600),
-    ),
-    run(
         "width_unlike_the_weights",
-        ("error: target.model=target: Its weights have a weight of shape [512, 64]", "[512, 32]"),
+        ("error: target.model=target: ", "[512, 64]", "[512, 32]"),
         prepare=edited(hidden_size=32),
     ),
     run("norms_of_nan", ("error: drafter.rms_norm_eps=nan",), prepare=edited(rms_norm_eps=float("nan"))),
     run("no_layers", ("error: ",), prepare=edited(num_hidden_layers=0)),
     run("unknown_kind", ("error: target.model=target: ", "banana"), prepare=edited(model_type="banana")),
     run("no_config", ("error: target.model=target",), prepare=without("config.json")),
-    run(
-        "aux_layer_beyond_the_end",
-        ("error: drafter.aux_layer_ids=[1, 2, 5]: ", "to 4 (last layer's output)"),
-        "drafter.aux_layer_ids=[1,2,5]",
-    ),
-    run(
-        "draft_vocabulary_beyond_the_target's",
-        ("drafter.draft_vocab_size=513: ", "(512)"),
-        "drafter.draft_vocab_size=513",
-    ),
-    run(
-        "heads_that_do_not_divide",
-        ("drafter.num_key_value_heads=3: It must divide",),
-        "drafter.num_key_value_heads=3",
-    ),
-    run("odd_heads", ("drafter.head_dim=33: RoPE needs an even",), "drafter.head_dim=33"),
-    run(
-        "theta_of_words",
-        ("drafter.rope_parameters.rope_theta=a: ", "a number"),
-        "drafter.rope_parameters={rope_theta: a}",
-    ),
-    run(
-        "theta_below_zero", ("rope_theta=-1: ", "greater than 0"), "drafter.rope_parameters={rope_theta: -1}"
-    ),
-    run(
-        "unknown_rope",
-        ("rope_type=banana: ", "supported are"),
-        "drafter.rope_parameters={rope_theta: 1,rope_type: banana}",
-    ),
-    run("latent_widths_without_mla", ("drafter.q_lora_rank=4: ", "attention=mla"), "drafter.q_lora_rank=4"),
-    run("window_with_mla", ("error: drafter.",), "drafter.attention=mla", "drafter.sliding_window=4"),
+    run("aux_layer_beyond_the_end", ("drafter.aux_layer_ids=[1, 2, 5]: ",), "drafter.aux_layer_ids=[1,2,5]"),
+    run("vocabulary_too_large", ("draft_vocab_size=513: ", "(512)"), "drafter.draft_vocab_size=513"),
+    run("heads_that_do_not_divide", ("num_key_value_heads=3: ",), "drafter.num_key_value_heads=3"),
     run(
         "positions_below_the_samples",
-        ("drafter.max_position_embeddings=8: Samples have up to data.max_tokens=256", "raise it"),
+        ("drafter.max_position_embeddings=8: ", "data.max_tokens=256"),
         "drafter.max_position_embeddings=8",
     ),
-    run(
-        "unknown_attention",
-        ("target.attn_implementation=banana: Choose one of eager",),
-        "target.attn_implementation=banana",
-    ),
-    run("unknown_devices", ("target.device_map=banana: Give auto",), "target.device_map=banana"),
-    run("unknown_dtype", ("target.dtype=banana: ",), "target.dtype=banana"),
+    run("unknown_attention", ("target.attn_implementation=banana: ",), "target.attn_implementation=banana"),
     run("dtype_of_whole_numbers", ("target.dtype=int32: ",), "target.dtype=int32"),
-    run("no_target", ("target.model=./none: The directory does not exist",), "target.model=./none"),
     run("target_is_a_file", ("error: target.model=./train.jsonl",), "target.model=./train.jsonl"),
-    run("no_such_layers", ("target.layers_path=banana: ", "no such module"), "target.layers_path=banana"),
-    run(
-        "layers_of_no_list",
-        ("target.layers_path=model.norm: ", "ModuleList"),
-        "target.layers_path=model.norm",
-    ),
-    run("no_such_norm", ("target.norm_path=banana: ", "no such module"), "target.norm_path=banana"),
-    run(
-        "all_held_out",
-        ("There are 40 different prompts", "lower data.num_validation"),
-        "data.num_validation=100000",
-    ),
+    run("all_held_out", ("There are 40", "lower data.num_validation"), "data.num_validation=100000"),
     run(
         "none_left_for_the_test",
-        ("error: data.num_validation=100000: There are 40 held-out prompts for it and data.num_test=6",),
+        ("error: data.num_validation=100000: ", "data.num_test=6"),
         "data.num_validation=100000",
         "data.eval=eval.jsonl",
         prepare=other_prompts,
     ),
     run(
         "rows_too_short",
-        ("error: train.row_tokens=40: Only ", "of 14 held-out"),
+        ("error: train.row_tokens=40: ", "held-out"),
         "train.row_tokens=40",
         "data.max_tokens=40",
     ),
     run(
         "argument_of_ours",
-        ("data.template_kwargs.add_generation_prompt=True: It is set",),
+        ("data.template_kwargs.add_generation_prompt=True: ",),
         "data.template_kwargs.add_generation_prompt=true",
-    ),
-    run(
-        "argument_that_is_a_template",
-        ("data.template_kwargs.chat_template=a: ", "target.chat_template=FILE"),
-        "data.template_kwargs.chat_template=a",
     ),
 ]
 

@@ -2,16 +2,15 @@
 
 Tensors on the CPU are real and their operations are computed. Tensors on "cuda" are those of PyTorch's
 `FakeTensorMode`, which checks the arguments of every operation as the device does. Every call for which the
-host would wait for a GPU is recorded. What is copied from the device has arbitrary values.
+host would wait for a GPU is recorded. What is copied from the device consists of ones.
 """
 
-import linecache
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,13 +25,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map
 
-from eagle31.kernels.elementwise import _RMSNorm
 from eagle31.training.batch import PackedBatch
 from tests.pretended_gpu.device_guard import cuda_device_guard
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 CUDA = torch.device("cuda", 0)
+H100 = SimpleNamespace(major=9, minor=0, name="NVIDIA H100", total_memory=80 * 2**30)
 aten = torch.ops.aten
 
 # Operations that read whole tensors on the host, or whose result has a shape that depends on values.
@@ -40,46 +39,18 @@ _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A call for which the host waits for the device, or may have to."""
-
-    kind: (
-        str  # "read", "shape", "to host", "from host", "synchronize"; "pageable" for a copy that is not async
-    )
-    operation: str
-    place: str  # file and line in the project
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.operation} at {self.place}"
-
-
 class PretendedGpu(TorchDispatchMode):
-    """Run what is inside on a GPU that is not there.
+    """Run what is inside on a GPU that is not there."""
 
-    Args:
-        capability: the card's compute capability.
-        name: the card's name.
-        seed: of the values of what is copied to the host.
-    """
-
-    def __init__(
-        self, capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H100", seed: int = 0
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        major, minor = capability
-        self.properties = SimpleNamespace(major=major, minor=minor, name=name, total_memory=80 * 2**30)
-        self.waits: list[Wait] = []
+        # Calls for which the host waits: their kind ("read", "shape", "to host", "from host", "synchronize",
+        # "pageable": a copy that is not async), the operation, and the line of the project.
+        self.waits: list[tuple[str, str, str]] = []
         self.operations: list[Any] = []  # of the device, in order
         self.fake = FakeTensorMode()
-        self.values = torch.Generator().manual_seed(seed)
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._exits = ExitStack()
-
-    @property
-    def synchronisations(self) -> list[Wait]:
-        """Return the calls for which the host waits for the device."""
-        return [wait for wait in self.waits if wait.kind != "pageable"]
 
     @contextmanager
     def no_waiting(self, allowed: int = 0) -> Iterator[None]:
@@ -87,9 +58,7 @@ class PretendedGpu(TorchDispatchMode):
         before = len(self.waits)
         yield
         found = self.waits[before:]
-        synchronisations = [wait for wait in found if wait.kind != "pageable"]
-        assert len(synchronisations) <= allowed, "\n".join(map(str, found))
-        assert len(synchronisations) == len(found), "\n".join(map(str, found))
+        assert len(found) <= allowed and "pageable" not in {wait[0] for wait in found}, found  # noqa: PT018
 
     def __enter__(self) -> "PretendedGpu":
         with ExitStack() as stack:
@@ -109,20 +78,17 @@ class PretendedGpu(TorchDispatchMode):
         def synchronize(*_: Any) -> None:
             self._wait("synchronize", "torch.cuda.synchronize")
 
-        stream = mock.MagicMock(name="stream")
-        stream.synchronize.side_effect = synchronize
-        event = mock.MagicMock(name="event", return_value=mock.MagicMock())
-        event.return_value.synchronize.side_effect = synchronize
-        event.return_value.elapsed_time.return_value = 1.0
-
         def record_stream(tensor: Tensor, _: Any) -> None:
             assert isinstance(tensor, FakeTensor), "not a tensor of the GPU"
             self.operations.append(aten.record_stream.default)
 
+        stream, event = mock.MagicMock(), mock.MagicMock()
+        stream.synchronize.side_effect = event.return_value.synchronize.side_effect = synchronize
+        event.return_value.elapsed_time.return_value = 1.0
         replaced = {
-            "get_device_properties": lambda *_: self.properties,
-            "get_device_capability": lambda *_: (self.properties.major, self.properties.minor),
-            "get_device_name": lambda *_: self.properties.name,
+            "get_device_properties": lambda *_: H100,
+            "get_device_capability": lambda *_: (H100.major, H100.minor),
+            "get_device_name": lambda *_: H100.name,
             "current_device": lambda: 0,
             "set_device": lambda *_: None,
             "synchronize": synchronize,
@@ -132,8 +98,7 @@ class PretendedGpu(TorchDispatchMode):
             "Event": event,
         }
         return [
-            mock.patch.object(torch, "rms_norm", _fused_rms_norm(torch.rms_norm)),
-            mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor)),
+            mock.patch.object(FakeTensor, "tolist", self._read),
             mock.patch.object(torch.Tensor, "record_stream", record_stream),
             mock.patch.object(torch.backends.cuda, "is_flash_attention_available", return_value=True),
             *(mock.patch.object(torch.cuda, key, value) for key, value in replaced.items()),
@@ -159,11 +124,13 @@ class PretendedGpu(TorchDispatchMode):
             return self._copy(func, args, kwargs)
         if func in _READS:
             self._wait("read", func)
-            answer = self._answer((), torch.bool if func is aten.equal.default else args[0].dtype)
-            with unset_fake_temporarily():
-                return answer.item()
+            return True if func is aten.equal.default else _ones((), args[0].dtype).item()
         if func in _INDEXED:
-            self._check_indices(func, args)
+            for index in args[1]:
+                if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    self._wait("shape", func)
+                if index is not None and not isinstance(index, FakeTensor):
+                    self._wait("from host", func)
         try:
             return func(*self._pretended(args), **self._pretended(kwargs))
         except DynamicOutputShapeException:
@@ -173,9 +140,8 @@ class PretendedGpu(TorchDispatchMode):
     def _read(self, tensor: Tensor) -> Any:
         """Return a tensor's values as lists; the real method reads all of them in one copy."""
         self._wait("read", "Tensor.tolist")
-        answer = self._answer(tensor.shape, tensor.dtype)
         with unset_fake_temporarily():
-            return answer.tolist()
+            return _ones(tensor.shape, tensor.dtype).tolist()
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with unset_fake_temporarily():
@@ -206,7 +172,8 @@ class PretendedGpu(TorchDispatchMode):
             to_gpu = torch.device(kwargs.get("device") or source.device).type == "cuda"
             dtype = kwargs.get("dtype") or source.dtype
         if to_gpu:
-            if not isinstance(source, FakeTensor) and source.numel():
+            # A number that is copied into a tensor travels with the kernel's arguments.
+            if not isinstance(source, FakeTensor) and source.numel() and (source.ndim or target is None):
                 self._from_host(func, source, dtype, non_blocking)
             return func(*self._pretended(args), **self._pretended(kwargs))
         # Without a target, a non-blocking copy is to new pinned memory.
@@ -214,29 +181,15 @@ class PretendedGpu(TorchDispatchMode):
         if waits and source.numel():
             self._wait("to host", func)
         with unset_fake_temporarily():
-            answer = self._answer(source.shape, dtype)
+            answer = _ones(source.shape, dtype)
             return answer if target is None else target.copy_(answer)
 
     def _from_host(self, func: Any, source: Tensor, dtype: torch.dtype, non_blocking: bool) -> None:
-        if source.ndim == 0 and func is aten.copy_.default:
-            return  # the value travels with the kernel's arguments
-        if not non_blocking:
-            self._wait("from host", func)
-            return
         with unset_fake_temporarily():
             # Other dtypes and strides go through a new, pageable copy.
-            direct = source.dtype == dtype and source.is_contiguous()
-        if not direct or not self._is_pinned(source):
-            self._wait("pageable", func)
-
-    def _check_indices(self, func: Any, args: Any) -> None:
-        for index in args[1]:
-            if index is None:
-                continue
-            if index.dtype in (torch.bool, torch.uint8):
-                self._wait("shape", func)
-            if not isinstance(index, FakeTensor):
-                self._wait("from host", func)
+            direct = source.dtype == dtype and source.is_contiguous() and self._is_pinned(source)
+        if not (non_blocking and direct):
+            self._wait("pageable" if non_blocking else "from host", func)
 
     def _pretended(self, tree: Any) -> Any:
         def convert(x: Any) -> Any:
@@ -244,26 +197,27 @@ class PretendedGpu(TorchDispatchMode):
 
         return tree_map(convert, tree)
 
-    def _answer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with unset_fake_temporarily():
-            if dtype.is_floating_point:
-                return torch.rand(shape, generator=self.values).to(dtype)
-            return torch.randint(2, shape, generator=self.values).to(dtype)
-
     def _wait(self, kind: str, operation: Any) -> None:
-        self.waits.append(Wait(kind, str(operation), _place()))
+        """Record a wait with the innermost line of the project outside of this harness."""
+        for frame in reversed(traceback.extract_stack()):
+            file = Path(frame.filename)
+            # The environment may be in the checkout.
+            is_ours = file.is_relative_to(ROOT) and "site-packages" not in file.parts
+            if is_ours and (file.parent != HERE or file.name.startswith("test_")):
+                self.waits.append((kind, str(operation), f"{file.relative_to(ROOT)}:{frame.lineno}"))
+                return
 
 
-def to_gpu(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+def to_gpu(module: nn.Module) -> None:
     """Move a module's parameters and buffers to the GPU. `Module.to` cannot exchange real tensors."""
     for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                moved = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=CUDA)
-                part._parameters[name] = nn.Parameter(moved, parameter.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)
+        owned: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for tensors in owned:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    tensors[name] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
 
 def pinned(batch: PackedBatch) -> PackedBatch:
@@ -271,39 +225,12 @@ def pinned(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(**{f.name: getattr(batch, f.name).pin_memory() for f in fields(batch)})
 
 
-def _fused_rms_norm(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return RMSNorm as one operation, as it is on a GPU; a build without CUDA takes it apart.
-
-    The kernel of a GPU keeps its input and the inverse norms for the backward pass too.
-    """
-
-    def rms_norm(
-        x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-    ) -> Tensor:
-        if not isinstance(x, FakeTensor) or weight is None:
-            return real(x, shape, weight, eps)
-        return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
-
-    return rms_norm
+def _ones(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    with unset_fake_temporarily():
+        return torch.ones(shape, dtype=dtype)
 
 
 def _on_gpu(x: Any) -> bool:
     if isinstance(x, torch.device):
         return x.type == "cuda"
-    if isinstance(x, str):
-        return x.startswith("cuda")
-    return isinstance(x, FakeTensor)
-
-
-def _place() -> str:
-    """Return the innermost line of the project outside this directory's harness."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        of_the_harness = file.parent == HERE and not file.name.startswith("test_")
-        # The environment may be in the checkout.
-        if file.is_relative_to(ROOT) and not (of_the_harness or "site-packages" in file.parts):
-            line = linecache.getline(str(file), frame.f_lineno).strip()
-            return f"{file.relative_to(ROOT)}:{frame.f_lineno} {line}"
-        frame = frame.f_back
-    return "?"
+    return x.startswith("cuda") if isinstance(x, str) else isinstance(x, FakeTensor)

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.train.torchrun import ROOT
+from tests.runs.forked import ROOT
 
 RECIPES = sorted(
     path.stem

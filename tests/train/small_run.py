@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import psutil
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.processes import environment_of
-from tests.train.torchrun import ROOT, environment, torchrun_command
+from tests.runs.forked import ROOT, environment
+from tests.train.torchrun import torchrun_command
 
 MAIN = "train/main.py"
 RECIPE = "any_target"
@@ -52,16 +52,15 @@ def start(
     directory: Path,
     *extra: str,
     num_processes: int = 1,
-    python: str = sys.executable,
 ) -> subprocess.Popen:
-    """Start a run. With `preloaded_python()`, `processes_of` finds its processes, and its children do not."""
+    """Start a run with torchrun."""
     command = torchrun_command(
         MAIN, f"recipe={RECIPE}", *arguments(target, directory), *extra, num_processes=num_processes
     )
     return subprocess.Popen(
-        [python, *command[1:]],
+        command,
         cwd=ROOT,
-        env=environment() | {"PYTHON_EXEC": python, RUN_VARIABLE: str(directory)},
+        env=environment() | {RUN_VARIABLE: str(directory)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

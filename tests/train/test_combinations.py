@@ -22,7 +22,7 @@ from tests.train.small_run import (
     start,
     wait_for_step,
 )
-from tests.train.torchrun import preloaded_python, torchrun
+from tests.train.torchrun import torchrun
 
 # Whoever has one of these in the environment finds it in no file, output or command line of a run.
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -51,7 +51,7 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
         "train.save_every=4",
         "evaluate.untrained=false",
     ]
-    process = start(small_target, directory, *settings, num_processes=2, python=preloaded_python())
+    process = start(small_target, directory, *settings, num_processes=2)
     wait_for_step(directory, 5)
     for one in processes_of(directory):
         command = command_of(one)

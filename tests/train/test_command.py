@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.torchrun import ROOT
+from tests.runs.forked import ROOT
 from train.command import set_thread_defaults
 
 START = f"""

@@ -23,7 +23,7 @@ from tests.train.small_run import (
     start,
     wait_for_step,
 )
-from tests.train.torchrun import preloaded_python, run_here, torchrun
+from tests.train.torchrun import run_here, torchrun
 from train import pipeline
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
@@ -176,13 +176,13 @@ def interrupted(
     """A run that was stopped by SIGTERM and later killed, and the step at which it stopped."""
     directory = tmp_path_factory.mktemp("interrupted") / "run"
     shutil.copytree(captured, directory)
-    process = start(small_target, directory, python=preloaded_python())
+    process = start(small_target, directory)
     wait_for_step(directory, 3)
     end_with(process, directory, signal.SIGTERM)
     stopped = metrics_of(directory)[-1]["step"]
     # SIGTERM saves a checkpoint at the current step.
     assert saved_steps(directory)[-1] == f"step-{stopped:08d}"
-    process = start(small_target, directory, python=preloaded_python())
+    process = start(small_target, directory)
     wait_for_step(directory, 13)
     end_with(process, directory, signal.SIGKILL)
     return directory, stopped

@@ -13,8 +13,8 @@ import psutil
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
 from tests.processes import listening
+from tests.runs.forked import ROOT, RUN_SECONDS, environment
 from tests.train.small_quickstart import small_quickstart
-from tests.train.torchrun import ROOT, RUN_SECONDS, environment
 
 STEPS = 12
 LOOK_SECONDS = 0.5

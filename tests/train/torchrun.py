@@ -2,31 +2,18 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import psutil
 from omegaconf import OmegaConf
 
 from tests.runs.forked import RUN_SECONDS, run
-from tests.runs.forked import environment as environment
 from train.config.compose import compose_config, errors_for_users, recipe_name
 from train.config.run import RunConfig, check
 from train.distributed import World
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def torchrun_command(script: str, *arguments: str, num_processes: int = 1) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc-per-node", str(num_processes), script, *arguments]
-
-
-def program_of(process: psutil.Process) -> psutil.Process:
-    return process
-
-
-def preloaded_python() -> str:
-    return sys.executable
 
 
 def torchrun(

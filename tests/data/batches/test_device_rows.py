@@ -101,7 +101,7 @@ def test_pageable_rows_are_noticed() -> None:
     loader = ReadRows()
     with PretendedGpu() as gpu:
         next(rows_of(loader, CUDA, executor=Now()).of_step(0).rows)
-        assert [wait for wait in gpu.waits if "batch.py" in wait.place]
+        assert [wait for wait in gpu.waits if "batch.py" in wait[2]]
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from eagle31.errors import UserError
 from tests.data.target.tiny_target import VOCAB_SIZE, save_target
 
 MAX_NEW_TOKENS = 12
-pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
 @pytest.fixture(scope="module")

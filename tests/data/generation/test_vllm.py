@@ -50,7 +50,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
 
 @pytest.fixture(scope="module")
 def server(
-    preloaded_servers: Path, spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory
+    vllm_python: Path, spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     root = tmp_path_factory.mktemp("server")
     server = ServerProcess(

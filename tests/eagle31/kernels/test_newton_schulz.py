@@ -7,7 +7,6 @@ from eagle31.kernels.newton_schulz import (
     orthogonalization_flops,
     orthogonalize,
 )
-from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 24), (2, 24, 8), (1, 16, 16)])
@@ -49,9 +48,8 @@ def test_flops_are_those_of_the_formula(shape: tuple[int, int]) -> None:
     assert counter.get_total_flops() == orthogonalization_flops(*shape)
 
 
-def test_the_dtype_follows_the_device() -> None:
+def test_the_dtype_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert orthogonalization_dtype(torch.device("cpu")) is torch.float32
-    with PretendedGpu():
-        assert orthogonalization_dtype(CUDA) is torch.bfloat16
-    with PretendedGpu((7, 5), "Tesla T4"):
-        assert orthogonalization_dtype(CUDA) is torch.float32
+    for capability, dtype in (((9, 0), torch.bfloat16), ((7, 5), torch.float32)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert orthogonalization_dtype(torch.device("cuda")) is dtype

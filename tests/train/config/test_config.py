@@ -1,6 +1,5 @@
 """The checks of a recipe: types by Hydra, values by `check`."""
 
-import subprocess
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from omegaconf import MissingMandatoryValue
 
 from data.conversations.choices import Overlong
 from eagle31.errors import UserError
-from tests.train.torchrun import ROOT, composed, environment, preloaded_python
+from tests.runs.forked import ROOT
+from tests.runs.here import run_command
+from tests.train.torchrun import composed
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, check
 from train.config.training import Schedule
@@ -91,17 +92,10 @@ def test_template_kwargs_accept_any_key() -> None:
 
 
 def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
-    command = [preloaded_python(), "train/main.py", "recipe=any_target", f"output_dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [*command, *NEEDED, "train.max_steps=many"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: train.max_steps=many: ")
+    arguments = ["recipe=any_target", f"output_dir={tmp_path / 'run'}", *NEEDED, "train.max_steps=many"]
+    done = run_command("train/main.py", *arguments)
+    assert done.status == 2
+    assert done.err.startswith("error: train.max_steps=many: ")
     assert not (tmp_path / "run").exists()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from eagle31.export.layouts import Layout
 from tests.data.conversations.chat_templates import sentencepiece_tokenizer
 from tests.data.target.tiny_target import VOCAB_SIZE, save_target
 from tests.eagle31.tiny import MLA, WIDE_MLA
+from tests.runs.here import run_command
 from tests.train.drafter.tiny_export import (
     edit_config,
     edit_tensors,
@@ -22,10 +22,8 @@ from tests.train.drafter.tiny_export import (
     save_target_with_tokenizer,
     write_tiny_export,
 )
-from tests.train.torchrun import preloaded_python
 from train.drafter.published import validate_export
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "validate_export"
 IDS = "eagle_aux_hidden_state_layer_ids"
 LATENT_YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
@@ -218,23 +216,13 @@ def test_speculators_flags_at_the_top_level_are_read(
     assert "norm_before_residual" in fields(export, spec)
 
 
-def run_script(*arguments: object) -> subprocess.CompletedProcess:
-    command = [preloaded_python(), str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
-def test_the_command_on_a_good_export_and_on_a_missing_target(
-    export: Path, spec: TargetSpec, tmp_path: Path
-) -> None:
-    done = run_script(export, "--target", spec.model)
-    assert (done.returncode, done.stdout) == (0, "valid\n")
+def test_the_command_prints_what_it_finds(export: Path, spec: TargetSpec) -> None:
+    done = run_command("scripts/validate_export", export, "--target", spec.model)
+    assert (done.status, done.out) == (0, "valid\n")
     edit_config(export, lambda raw: raw.update(fc_norm=False))
-    done = run_script(export, "--target", spec.model)
-    assert done.returncode == 1
-    assert "fc_norm.0.weight" in done.stdout
-    done = run_script(export, "--target", tmp_path / "nothing")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: target.model=")
+    done = run_command("scripts/validate_export", export, "--target", spec.model)
+    assert done.status == 1
+    assert "fc_norm.0.weight" in done.out
 
 
 def test_a_window_that_is_lost_or_changed_is_named(tmp_path: Path, spec: TargetSpec) -> None:

@@ -59,7 +59,7 @@ def in_transformers(
 
 @pytest.fixture(scope="module")
 def in_vllm(
-    preloaded_servers: Path,
+    vllm_python: Path,
     small_target: EmbeddedTarget,
     data: Path,
     tmp_path_factory: pytest.TempPathFactory,

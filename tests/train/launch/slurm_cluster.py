@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from data.capture.transport.mooncake_store import library_directory
+from tests.runs.forked import ROOT, environment
 from tests.train.launch.machines import Machines, running_machines
-from tests.train.torchrun import ROOT, environment
 
 # The scheduler looks for a job to start every second.
 CONFIGURATION = """

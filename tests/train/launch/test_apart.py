@@ -14,9 +14,9 @@ from eagle31.json_files import read_json
 from tests.processes import environment_of
 from tests.recipes.headers import header_commands
 from tests.recipes.stand_ins import save_stand_in, small_run
+from tests.runs.forked import ROOT
 from tests.train.launch.slurm_cluster import running_apart_cluster, wait_for
 from tests.train.small_run import assert_agreement, metrics_of
-from tests.train.torchrun import ROOT
 
 RECIPE = "kimi_k2_6"
 STEPS = 3
@@ -24,7 +24,7 @@ NUM_LAYERS, AUX_LAYER_IDS = 4, [1, 2, 3]  # all layers take minutes to load and 
 RUN_SECONDS = 500
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.usefixtures("preloaded_servers", "preloaded_children"),
+    pytest.mark.usefixtures("vllm_python"),
 ]
 
 

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
-from tests.bad_input.commands import Outcome, run_command
 from tests.bad_input.faults import free_port, port_in_use, protected
+from tests.runs.here import Outcome, run_command
 from tests.train.small_run import arguments
 from tests.train.torchrun import composed
 from train.config.run import starts_vllm

@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from data.embedded.target import EmbeddedTarget
+from tests.runs.forked import ROOT
 from tests.train.launch.slurm_cluster import Cluster, running_cluster, wait_for
 from tests.train.small_run import MAIN, RECIPE, metrics_of, saved_steps, wait_for_step
 from tests.train.small_run import arguments as tiny_arguments
-from tests.train.torchrun import ROOT, torchrun
+from tests.train.torchrun import torchrun
 from train.launch import slurm
 from train.launch.slurm import Job, render
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from eagle31.errors import UserError
+from tests.runs.forked import environment
 from tests.train.launch.slurm_cluster import debian_packages
-from tests.train.torchrun import checked_config, environment
+from tests.train.torchrun import checked_config
 from train.config.compose import CHECKOUT
 from train.launch.slurm import Job, check_job, mooncake_port, render
 

@@ -1,14 +1,13 @@
 """The exports that the parity tests compare, made once in a session."""
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.runs.forked import run
 from tests.shared import make_once
 from tests.train.parity.parity_cases import CASES, CORE
-from tests.train.torchrun import ROOT, environment, preloaded_python
 
 FULL_SECONDS = 7200
 
@@ -33,16 +32,11 @@ def trained(case_names: Sequence[str], full: bool, tmp_path_factory: pytest.Temp
 
     def make(directory: Path) -> None:
         target_steps, rows_per_step, ttt_steps = ("150", "4", "4") if full else ("60", "2", "3")
-        script = Path(__file__).with_name("parity_cases.py")
-        done = subprocess.run(
-            [preloaded_python(), script, directory, target_steps, rows_per_step, ttt_steps, *case_names],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=FULL_SECONDS,
+        run(
+            "tests/train/parity/parity_cases.py",
+            *(directory, target_steps, rows_per_step, ttt_steps, *case_names),
+            seconds=FULL_SECONDS,
+            torchrun=False,
         )
-        assert done.returncode == 0, done.stdout[-4000:]
 
     return make_once(tmp_path_factory, "parity", make)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import pytest
 
 from data.target.spec import TargetSpec
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
+from tests.runs.forked import ROOT
 from tests.train.parity.engines import EngineResults, K, decode_job, run_together
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import require_export, target_path
-from tests.train.torchrun import ROOT, preloaded_python
 from train.drafter.published import validate_export
 from train.evaluation.parity import Comparison, check_case
 
@@ -38,7 +39,7 @@ def served(full: bool) -> Sequence[str]:
 def engines(
     served: Sequence[str],
     trained: Path,
-    preloaded_vllm: Path,
+    vllm_python: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineResults:
     """An engine for each mistake; a mistake's failure is its own."""
@@ -48,7 +49,7 @@ def engines(
         export = require_export(case_of(name), trained)
         mutated = mutate(export, scratch / name.replace(" ", "_"), MUTATIONS[name][0])
         jobs.append(decode_job(name, case_of(name), mutated, trained))
-    return EngineResults(trained, run_together(jobs, preloaded_vllm, scratch / "vllm.log"))
+    return EngineResults(trained, run_together(jobs, vllm_python, scratch / "vllm.log"))
 
 
 @pytest.fixture(scope="module")
@@ -80,40 +81,40 @@ def test_a_classic_mistake_shows_in_vllm(
     assert isinstance(comparison, str) or not comparison.passed
 
 
-def test_check_serving_passes_a_good_export(trained: Path, preloaded_vllm: Path, tmp_path: Path) -> None:
+def test_check_serving_passes_a_good_export(trained: Path, vllm_python: Path, tmp_path: Path) -> None:
     export = require_export(CASE, trained)
     few = ("--num-prompts", "6", "--max-new-tokens", "48")
-    done = check_serving(export, target_path(CASE, trained), preloaded_vllm, tmp_path / "out.json", *few)
+    done = check_serving(export, target_path(CASE, trained), vllm_python, tmp_path / "out.json", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: vLLM serves what was trained" in done.stdout
 
 
 def test_check_serving_names_a_mistake_and_starts_nothing(
-    trained: Path, preloaded_vllm: Path, tmp_path: Path
+    trained: Path, vllm_python: Path, tmp_path: Path
 ) -> None:
     mutation, word = MUTATIONS["pre-norm state fed back"]
     mutated = mutate(require_export(CASE, trained), tmp_path / "export", mutation)
-    done = check_serving(mutated, target_path(CASE, trained), preloaded_vllm, tmp_path / "out.json")
+    done = check_serving(mutated, target_path(CASE, trained), vllm_python, tmp_path / "out.json")
     assert done.returncode == 1
     assert word in done.stdout
     assert "vLLM was not started" in done.stdout
 
 
 def test_a_bfloat16_engine_accepts_as_much(
-    trained: Path, preloaded_vllm: Path, tmp_path: Path, full: bool
+    trained: Path, vllm_python: Path, tmp_path: Path, full: bool
 ) -> None:
     if not full:
         pytest.skip("part of scripts/test --full")
     name = "eagle3_norm_before_full_vocab_two_aux_bf16"
     export, target = require_export(name, trained), target_path(name, trained)
-    done = check_serving(export, target, preloaded_vllm, tmp_path / "out.json", "--dtype", "bfloat16")
+    done = check_serving(export, target, vllm_python, tmp_path / "out.json", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def check_serving(
     export: Path, target: Path, python: Path, out: Path, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [preloaded_python(), "scripts/check_serving", str(export), "--target", str(target)]
+    command = [sys.executable, "scripts/check_serving", str(export), "--target", str(target)]
     return subprocess.run(
         [
             *command,

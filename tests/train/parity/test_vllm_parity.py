@@ -38,7 +38,7 @@ def engines(
     case_names: Sequence[str],
     trained: Path,
     published: dict[str, Path],
-    preloaded_vllm: Path,
+    vllm_python: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineResults:
     """Each target alone, with each of its exports, and with what others publish."""
@@ -49,15 +49,13 @@ def engines(
     jobs += [decode_job(f"published {name}", name, path, trained) for name, path in published.items()]
     logs = tmp_path_factory.mktemp("vllm")
     expanded = {name for name in names if CASES[name].expand_mla}
-    results = run_together(
-        [job for job in jobs if job.name not in expanded], preloaded_vllm, logs / "vllm.log"
-    )
+    results = run_together([job for job in jobs if job.name not in expanded], vllm_python, logs / "vllm.log")
     if expanded:
         # A process has this setting as a whole.
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("VLLM_MLA_DISABLE", "1")
             apart = [job for job in jobs if job.name in expanded]
-            results |= run_together(apart, preloaded_vllm, logs / "vllm_expanded.log")
+            results |= run_together(apart, vllm_python, logs / "vllm_expanded.log")
     return EngineResults(trained, results)
 
 

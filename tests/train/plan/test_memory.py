@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.torchrun import ROOT
+from tests.runs.forked import ROOT
 
 TOLERANCE = 0.15
 GQA: dict[str, Any] = {

@@ -14,7 +14,8 @@ import pytest
 from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
-from tests.train.torchrun import ROOT, checked_config, composed, run_here
+from tests.runs.forked import ROOT
+from tests.train.torchrun import checked_config, composed, run_here
 from train.config.run import Stage, check
 from train.config.vllm import Placement
 from train.distributed import World

@@ -8,8 +8,8 @@ from matplotlib.image import imread
 
 from eagle31.errors import UserError
 from eagle31.json_files import write_sealed_json
+from tests.runs.forked import ROOT
 from tests.train.report.finished_run import acceptance, evaluation, finished_metrics, run_info
-from tests.train.torchrun import ROOT
 from train.report.comparison import comparison_lines, read_runs
 
 

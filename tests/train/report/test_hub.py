@@ -14,9 +14,9 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from eagle31.json_files import read_json, write_json, write_sealed_json
+from tests.runs.forked import ROOT
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
 from tests.train.report.finished_run import evaluation, run_info
-from tests.train.torchrun import ROOT
 
 REPO, TOKEN = "someone/drafter", "hf_ThisIsAToken"
 URL = f"https://huggingface.co/{REPO}/commit/1"

@@ -53,7 +53,7 @@ def evaluations(directory: Path) -> list[dict[str, Any]]:
 def in_vllm(
     small_target: EmbeddedTarget,
     finished: tuple[Path, str],
-    preloaded_vllm: Path,
+    vllm_python: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> VllmRun:
     """A finished run evaluated in vLLM, with an extra sampling job whose completions are not greedy."""
@@ -67,7 +67,7 @@ def in_vllm(
         return found.results[: len(jobs)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
+        patch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
         patch.setattr(vllm_evaluation, "run_jobs", kept)
         patch.setattr(evaluate_stage, "load_target", lambda *_: pytest.fail("transformers loaded the target"))
         evaluate_in_vllm(small_target, found.directory)

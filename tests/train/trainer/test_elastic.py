@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.bad_input.faults import small_disk
-from tests.train.torchrun import RUN_SECONDS, torchrun
+from tests.runs.forked import RUN_SECONDS
+from tests.train.torchrun import torchrun
 
 WORKER = "tests/train/trainer/elastic_worker.py"
 DISK_BYTES = 4 << 20

@@ -64,7 +64,7 @@ def test_the_device_times_its_steps_and_the_host_waits_once() -> None:
                 times.begin()
                 times.end()
         assert times.seconds() == [0.001] * 3
-        assert len(gpu.synchronisations) == 1
+        assert len(gpu.waits) == 1
 
 
 def test_percentiles_are_values() -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle31.errors import UserError
-from tests.train.torchrun import ROOT, environment
+from tests.runs.forked import ROOT, environment
 from train.distributed import World
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.parts import (

@@ -2,12 +2,13 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.runs.forked import ROOT
 from tests.train.launch.machines import SEPARATE, Machine, namespaces, require_namespaces
-from tests.train.torchrun import ROOT, preloaded_python
 from train.trainer.engine import ensure_process_group
 
 PROGRAM = """
@@ -41,7 +42,7 @@ def test_a_run_on_one_node_listens_on_loopback_unless_told_otherwise(
     with namespaces(SEPARATE, SETUP.replace("HOSTS", str(hosts))) as process:
         machine = Machine("apart", ADDRESS, process)
         printed = subprocess.run(
-            machine.inside(preloaded_python(), "-c", PROGRAM, str(ROOT)),
+            machine.inside(sys.executable, "-c", PROGRAM, str(ROOT)),
             env=os.environ | environment,
             capture_output=True,
             text=True,

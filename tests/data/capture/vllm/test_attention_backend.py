@@ -47,14 +47,14 @@ def chosen_backends(python: Path, *arguments: dict) -> list[list]:
     ]
 
 
-def test_float32_latent_attention_gets_a_backend_that_takes_it(preloaded_vllm: Path, tmp_path: Path) -> None:
+def test_float32_latent_attention_gets_a_backend_that_takes_it(vllm_python: Path, tmp_path: Path) -> None:
     mla, gqa = save_mla(tmp_path / "mla"), save_gqa(tmp_path / "gqa")
     capture = capture_engine(mla, (1, 2), tmp_path)
     evaluation = EngineSpec(target=mla.model, max_model_len=64)
     unset = capture.arguments()
     del unset["attention_backend"]
     found = chosen_backends(
-        preloaded_vllm,
+        vllm_python,
         unset,
         capture.arguments(),
         evaluation.arguments(),

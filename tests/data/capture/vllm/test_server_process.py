@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +36,6 @@ from tests.data.capture.vllm.targets import (
     save_mla,
 )
 from tests.processes import EVERY_ADDRESS, listening
-from tests.train.torchrun import preloaded_python, program_of
 
 IDS = (1, 2, 3, 4)
 NUM_SAMPLES = 400
@@ -61,10 +61,7 @@ def is_alive(process: psutil.Process) -> bool:
 def test_a_server_is_started_again_and_ends_with_its_run(
     killed_before: bool, vllm_python: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Every layer's states equal those of transformers; what was captured before a death is kept.
-
-    The run is a fork, the processes of its server are real.
-    """
+    """Every layer's states equal those of transformers; what was captured before a death is kept."""
     if killed_before and not request.config.getoption("--full"):
         pytest.skip("--full runs it: it starts a second server, as test_server.py does")
     spec, dataset, store = save_mla(tmp_path / "target"), make_samples(NUM_SAMPLES), tmp_path / "store"
@@ -73,7 +70,7 @@ def test_a_server_is_started_again_and_ends_with_its_run(
     # The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
     hostile = make_hostile_directory(tmp_path / "hostile")
     run = psutil.Popen(
-        [preloaded_python(), str(script), *arguments],
+        [sys.executable, str(script), *arguments],
         cwd=hostile,
         env=os.environ | {"PYTHONPATH": str(hostile)},
     )
@@ -84,7 +81,7 @@ def test_a_server_is_started_again_and_ends_with_its_run(
     last: list[psutil.Process] = []
     try:
         wait_for(lambda: num_captured() > 0)
-        [supervisor] = program_of(run).children()
+        [supervisor] = run.children()
         [server] = supervisor.children()
         first = supervisor.children(recursive=True)
         last = [supervisor, *first]
@@ -98,7 +95,7 @@ def test_a_server_is_started_again_and_ends_with_its_run(
             before = num_captured()
             assert before < NUM_SAMPLES * 3 / 4
             wait_for(lambda: num_captured() > before + NUM_SAMPLES / 8)
-            last = program_of(run).children(recursive=True)
+            last = run.children(recursive=True)
             assert len(last) > len(first)
             assert not {process.pid for process in first} & {process.pid for process in last}
         before = num_captured()
@@ -137,9 +134,9 @@ def start(tmp_path: Path, *arguments: str, limit_seconds: float = START_SECONDS)
 
 
 def test_a_server_that_cannot_start_says_why(
-    preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(preloaded_vllm))
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
     server = start(tmp_path, "--model", str(tmp_path / "target"))
     for _ in range(2):  # the reason is kept
         with pytest.raises(UserError, match=r"status 1 before it was ready:\n  \| (.|\n)*server\.log"):

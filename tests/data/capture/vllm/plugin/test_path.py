@@ -51,20 +51,20 @@ def run(python: Path, script: Path, directory: Path, **variables: str) -> list[s
 
 
 def test_the_connector_is_found_whatever_the_users_modules_are_called(
-    preloaded_vllm: Path, tmp_path: Path
+    vllm_python: Path, tmp_path: Path
 ) -> None:
     directory = make_hostile_directory(tmp_path / "hostile")
     script = tmp_path / "script.py"
     script.write_text(CONNECTOR)
     path = os.pathsep.join([str(directory), str(LOADER.parent)])
-    found = run(preloaded_vllm, script, directory, PYTHONPATH=path)
+    found = run(vllm_python, script, directory, PYTHONPATH=path)
     assert found[-2:] == [str(ROOT / "data" / "capture" / "vllm" / "plugin" / "connector.py")] * 2
 
 
-def test_vllms_processes_import_only_what_they_need(preloaded_vllm: Path, tmp_path: Path) -> None:
+def test_vllms_processes_import_only_what_they_need(vllm_python: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IMPORTS)
-    files = run(preloaded_vllm, script, tmp_path)
+    files = run(vllm_python, script, tmp_path)
     assert str(ROOT / "data" / "capture" / "vllm" / "plugin" / "gate.py") in files
     imported = {
         name.split(".")[0]

@@ -1,0 +1,162 @@
+"""Machines that do not let a run work: no permission, no room, ports in use, servers of somebody else."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from data.capture.vllm import client
+from data.embedded.target import EmbeddedTarget
+from tests.bad_input.commands import MAIN, Case, CheckCase
+from tests.bad_input.faults import answering, free_port, port_in_use, protected, small_disk
+from tests.data.capture.vllm.servers import INFO
+from tests.runs.here import run_command
+from tests.train.small_run import arguments
+from train.engines import probe
+
+PORT = "{port}"  # the port of the fault, in arguments and messages
+SERVE, SUBMIT = "scripts/serve_target", "scripts/submit"
+WORK = ("data: ", "capture: ")  # what stages print when they begin
+KEPT = "output_dir=kept/run"
+SERVED = (
+    f"vllm.servers=[http://127.0.0.1:{PORT}]",
+    "capture=vllm",
+    "stages=[data,vocab,answers,capture]",
+)
+NAMED = ("error: vllm.servers=http://127.0.0.1:", PORT)
+OTHER = json.dumps(replace(INFO, model="org/other", target_fingerprint="0123").to_json()).encode()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A case, whose arguments follow those of a small run, on a machine that has a fault meanwhile."""
+
+    case: Case
+    fault: Callable[[Path], AbstractContextManager[object]]
+
+
+@contextlib.contextmanager
+def forbidden(directory: Path) -> Iterator[None]:
+    (directory / "kept").mkdir()
+    with protected(directory / "kept"):
+        yield
+
+
+@contextlib.contextmanager
+def full(directory: Path) -> Iterator[None]:
+    with small_disk(directory / "kept", 1 << 16):
+        (directory / "kept" / "fill").write_bytes(bytes(1 << 16))
+        yield
+
+
+MACHINES = [
+    Machine(
+        Case("output_of_another", (KEPT,), ("output_dir=kept/run", "Permission denied"), absent=WORK),
+        forbidden,
+    ),
+    Machine(Case("output_disk_full", (KEPT,), ("output_dir=kept/run", "No space left on device")), full),
+    Machine(
+        Case("spool_of_another", ("capture.spool_dir=kept",), ("capture.spool_dir=kept: ", "denied")),
+        forbidden,
+    ),
+    Machine(
+        Case(
+            "cache_of_another_and_a_target_to_train",
+            ("target.model=embedded", "cache_dir=kept/cache"),
+            ("cache_dir=kept/cache: ", "Permission denied"),
+        ),
+        forbidden,
+    ),
+    Machine(
+        Case("submit_output", (KEPT, "--gpus-per-node=0"), ("file=", "kept/run: "), script=SUBMIT), forbidden
+    ),
+    Machine(Case("serve_output", (KEPT,), ("output_dir=kept/run", "denied"), script=SERVE), forbidden),
+    Machine(
+        Case(
+            "disk_too_small_to_capture",
+            (KEPT, "stages=[data,vocab,answers,capture]"),
+            ("output_dir=kept/run/artifacts/capture-", "The store needs", "another disk"),
+        ),
+        lambda directory: small_disk(directory / "kept", 5 << 20),
+    ),
+    Machine(
+        Case("serve_port_in_use", ("--port", PORT), (f"--port={PORT}: ", "in use"), script=SERVE),
+        lambda _: port_in_use(),
+    ),
+    Machine(
+        Case(
+            "server_that_is_down",
+            SERVED,
+            ("vllm: waiting for ", "No server answers", *NAMED, "scripts/serve_target"),
+            absent=WORK,
+        ),
+        lambda _: contextlib.nullcontext(free_port()),
+    ),
+    Machine(
+        Case("server_that_is_silent", SERVED, ("vllm: waiting for ", *NAMED, "did not answer"), absent=WORK),
+        lambda _: port_in_use(),
+    ),
+    Machine(
+        Case("server_with_another_key", SERVED, (*NAMED, "VLLM_API_KEY"), absent=WORK),
+        lambda _: answering(401),
+    ),
+    Machine(
+        Case("server_of_another_target", SERVED, (*NAMED, "org/other"), absent=WORK),
+        lambda _: answering(200, OTHER),
+    ),
+    Machine(
+        Case("server_of_another_version", SERVED, ("no server info of this version",), absent=WORK),
+        lambda _: answering(200, b"[]"),
+    ),
+    Machine(
+        Case("server_of_web_pages", SERVED, (*NAMED, "no JSON"), absent=WORK),
+        lambda _: answering(200, b"<html>"),
+    ),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=[one.case.name for one in MACHINES])
+def test_what_cannot_be_used_is_one_message(
+    machine: Machine,
+    small_target: EmbeddedTarget,
+    tmp_path: Path,
+    check_case: CheckCase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(probe, "_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "_INFO_SECONDS", 0.3)
+    case = machine.case
+    recipe = "any_target" if case.script == SERVE else "recipe=any_target"
+    with machine.fault(tmp_path) as port:
+        known = [recipe, *arguments(small_target, Path("run")), *case.arguments]
+        given = tuple(one.replace(PORT, str(port)) for one in known)
+        says = tuple(one.replace(PORT, str(port)) for one in case.says)
+        check_case(replace(case, arguments=given, says=says))
+
+
+def test_a_disk_that_fills_up_in_the_export_keeps_the_training(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    disk = tmp_path / "kept"
+    with small_disk(disk, 200 << 20):
+        shutil.copytree(finished[0], disk / "run", symlinks=True)
+        for made in (disk / "run" / "artifacts").glob("e*-*"):  # export and evaluate
+            shutil.rmtree(made)
+        room = 1 << 17
+        (disk / "fill").write_bytes(bytes(shutil.disk_usage(disk).free - room))
+        settings = (*arguments(small_target, Path("kept/run")), "stages=[export]")
+        outcome = run_command(MAIN, "recipe=any_target", *settings, directory=tmp_path)
+        assert outcome.status != 0
+        assert "No space left on device" in outcome.err
+        (disk / "fill").unlink()
+        outcome = run_command(MAIN, "recipe=any_target", *settings, directory=tmp_path)
+        assert outcome.status == 0, outcome.err
+        assert "train: reused" in outcome.out
+        assert "export: done" in outcome.out
