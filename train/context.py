@@ -24,7 +24,7 @@ from train.engines.transport import server_roots
 from train.plan.placement import ServerPlacement, run_placement
 from train.plan.target import target_size
 from train.target import Target
-from train.trainer.continuation import EarlierTraining
+from train.trainer.checkpoints import EarlierTraining
 from train.trainer.learning_rate import with_rates
 
 

@@ -31,18 +31,19 @@ from train.stages.training.building import (
     row_loader,
     sample_names,
 )
-from train.stages.training.continuing import keep_vocab, prepared
-from train.stages.training.inputs import (
+from train.stages.training.continuing import (
     CHANGEABLE_OPTIM,
+    CONTINUED,
     fixed_inputs,
+    keep_vocab,
     plain,
+    prepared,
 )
 from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
 from train.stop import stop_reasons, time_limit
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
-from train.trainer.continuation import CONTINUED
 from train.trainer.engine import ensure_process_group, release_memory
 from train.trainer.learning_rate import LearningRate
 from train.trainer.loop import LoopSettings, TrainingLoop

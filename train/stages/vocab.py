@@ -11,8 +11,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.published import starting_vocab
 from train.stages.data import TOKEN_COUNTS
-from train.stages.training.continuing import KEPT, kept_vocab
-from train.trainer.continuation import VOCAB
+from train.stages.training.continuing import KEPT, VOCAB, kept_vocab
 
 
 def vocab_inputs(context: RunContext) -> dict[str, Any]:

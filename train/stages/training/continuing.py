@@ -1,39 +1,106 @@
-"""Continuing a training: which checkpoint it is, and how its run begins."""
+"""Continuing a training: which checkpoint it is, what may change, and how its directory begins.
+
+What a training continues is one of its inputs. It is decided when its directory is begun, and every later
+command with the same settings finds it again. Rank 0 decides, and the other ranks learn it:
+
+    in output_dir, or in DIRECTORY             auto                     DIRECTORY[@STEP]   none
+    a training with these inputs was begun     resumes [1]              resumes [1]        resumes [1]
+    a checkpoint with the same fixed inputs    the newest continues     it continues       first step
+    ... after which no step is left            first step, and why [2]  refused            first step
+    only checkpoints with other fixed inputs   first step, and why [2]  refused            first step
+    no checkpoint                              first step               refused            first step
+
+[1] With DIRECTORY if it continues a training there, and with none if it continues none.
+[2] Refused where the vocab stage kept the earlier draft vocabulary for other data: it is not for a new head.
+"""
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.errors import UserError
+from eagle31.json_files import expecting, file_within, read_json, read_jsonl, write_json, write_jsonl
 from eagle31.tensor_files import load_tensors
-from train.artifact import Artifact
+from train.artifact import MANIFEST as FINISHED
+from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.config.training import AUTO, NONE
 from train.context import RunContext
 from train.distributed import World, on_main_first, read_when_set, shared_values
-from train.stages.training.inputs import fixed_inputs, order_key, validation_key
-from train.trainer.checkpoints import TrainState
-from train.trainer.continuation import (
-    VOCAB,
-    BegunTraining,
-    EarlierTraining,
-    begin,
-    begun_trainings,
-    check_steps,
-    find_earlier,
-    parse_origin,
-)
+from train.engines.inputs import target_inputs
+from train.trainer.checkpoints import BEST, CHECKPOINTS, EarlierTraining, TrainState, saved_steps
+from train.trainer.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 
+VOCAB = "vocab.safetensors"
 KEPT = "kept"  # the input of the vocab stage that says which earlier vocabulary it keeps
+CONTINUED = "continued"  # the input of a training that continues another
+_BEGUN, _METRICS, _FIELD = "begun.json", "metrics.jsonl", "train.continue_from"
 _EARLIER, _CONTINUED = "stages/train/earlier", "stages/train/continued"
 _LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
+_SHOWN = 6  # settings that a message names
+# Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
+CHANGEABLE_OPTIM = frozenset(
+    {
+        "lr",
+        "matrix_lr",
+        "schedule",
+        "warmup_fraction",
+        "warmup_steps",
+        "min_lr_fraction",
+        "decay_fraction",
+        "max_grad_norm",
+    }
+)
+
+
+def fixed_inputs(context: RunContext) -> dict[str, Any]:
+    """Return the settings that cannot change when a training is continued."""
+    config = context.config
+    drafter = plain(asdict(config.drafter))
+    drafter.pop("init_revision")
+    if drafter.pop("init_from") is not None:
+        drafter["init_from"] = context.drafter.initial_fingerprint
+    optim = plain(asdict(config.optim))
+    fixed = {
+        "target": target_inputs(config.target, context.target.parts.fingerprint),
+        "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
+        "template": context.target.template_fingerprint,
+        "aux_layer_ids": list(context.drafter.aux_layer_ids),
+        "drafter": drafter,
+        "optim": {name: value for name, value in optim.items() if name not in CHANGEABLE_OPTIM},
+        # How DeepSpeed splits the training state changes no result.
+        "precision": config.deepspeed.precision.value,
+        "seed": context.train_seed,
+    }
+    return json.loads(json.dumps(fixed))  # as it is read from a file
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the values of enums."""
+    return {key: getattr(value, "value", value) for key, value in values.items()}
+
+
+def _order_key(inputs: dict[str, Any]) -> str:
+    """Return a fingerprint of what the order of the training rows depends on, apart from the seed."""
+    return fingerprint(
+        {name: inputs[name] for name in ("capture", "max_samples")}
+        | {"row_tokens": inputs["train"]["row_tokens"]}
+    )
+
+
+def _validation_key(context: RunContext) -> str:
+    """Return a fingerprint of what the acceptance length in validation depends on, apart from the drafter."""
+    # Without `max_samples`, because another number of training samples leaves the held-out prompts.
+    answers = context.artifacts[Stage.answers].key
+    return fingerprint({"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens})
 
 
 def share_earlier(context: RunContext) -> UserError | None:
@@ -57,16 +124,87 @@ def _earlier(context: RunContext) -> tuple[EarlierTraining | None, UserError | N
         return None, None
     fixed, problem = fixed_inputs(context), None
     if origin != AUTO:
-        path, step = parse_origin(origin)
         try:
-            return find_earlier(path, step, fixed, named=True), None
+            return _newest(*_parsed(origin), fixed, named=True), None
         except UserError as error:
             problem = error
     # The checkpoint that this run once continued may be gone; the run's own training has its vocabulary.
     try:
-        return find_earlier(context.output_dir, None, fixed, named=False), problem
+        return _newest(context.output_dir, None, fixed, named=False), problem
     except UserError as error:
         return None, problem or error
+
+
+def _parsed(origin: str) -> tuple[Path, int | None]:
+    """Return directory and step of `DIRECTORY` or `DIRECTORY@STEP`; None is the newest checkpoint."""
+    directory, separator, step = origin.rpartition("@")
+    return (Path(directory), int(step)) if separator and step.isdigit() else (Path(origin), None)
+
+
+def _newest(
+    output_dir: Path, step: int | None, fixed: dict[str, Any], *, named: bool
+) -> EarlierTraining | None:
+    """Return the newest training in an output directory that has the same fixed settings.
+
+    Args:
+        step: of the checkpoint; None for the newest.
+        fixed: the settings that must not change when a training is continued.
+        named: whether the user named the directory.
+
+    Raises:
+        UserError: all trainings there have other fixed settings; or the directory that the user named has
+            no such checkpoint.
+    """
+    trainings = sorted(_trainings(output_dir), key=lambda one: _newest_time(one), reverse=True)
+    if not trainings:
+        if named:
+            raise UserError(_FIELD, output_dir, "No training there has a checkpoint yet; give an output_dir.")
+        return None
+    same = [one for one in trainings if _fixed(one) == fixed]
+    if not same:
+        shown = _differences(_fixed(trainings[0]), fixed)
+        raise UserError(
+            _FIELD,
+            output_dir if named else "auto",
+            f"The training in {trainings[0]} cannot be continued with other settings of these: {shown}."
+            + (" Use its settings." if named else ""),
+        )
+    for one in same:
+        steps = saved_steps(one / CHECKPOINTS)
+        if step is None or step in steps:
+            return EarlierTraining(one, steps[-1] if step is None else step)
+    raise UserError(
+        _FIELD,
+        f"{output_dir}@{step}",
+        f"The checkpoints there are of steps {saved_steps(same[0] / CHECKPOINTS)}.",
+    )
+
+
+def _trainings(output_dir: Path) -> Iterator[Path]:
+    """Yield the directories of trainings with a checkpoint: those of a run, or the one that is named."""
+    for directory in (output_dir, *output_dir.glob("artifacts/train-*")):
+        if (directory / _BEGUN).exists() and saved_steps(directory / CHECKPOINTS):
+            yield directory
+
+
+def _newest_time(directory: Path) -> float:
+    return max(path.stat().st_mtime for path in directory.glob(f"{CHECKPOINTS}/step-*"))
+
+
+def _fixed(directory: Path) -> dict[str, Any]:
+    """Return the settings of a training that a continuation keeps."""
+    return _begun(directory / _BEGUN)["inputs"]["fixed"]
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    """Return the description of a training that was begun. Raises UserError if the file is damaged."""
+    with expecting(path, "the description of a training"):
+        content = read_json(path)
+        if not isinstance(content["inputs"]["fixed"], dict):
+            raise TypeError("its settings are no object")
+        if content["continued_from"] is not None:
+            EarlierTraining.from_json(content["continued_from"])
+        return content
 
 
 def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserError | None) -> None:
@@ -84,24 +222,42 @@ def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserEr
     """
     values = shared_values()
     if context.world.is_main:
-        begun = _begun(context, inputs)
-        continued = begun.continued if begun else _continued(context, inputs, problem)
+        begun = _continued_by_begun(context, inputs)
+        continued = begun[0] if begun else _continued(context, inputs, problem)
         values.set(_CONTINUED, json.dumps(continued and continued.to_json()))
     found = json.loads(read_when_set(values, _CONTINUED))
     context.continued = found and EarlierTraining.from_json(found)
 
 
-def _begun(context: RunContext, inputs: dict[str, Any]) -> BegunTraining | None:
-    """Return the training of these settings that was begun before."""
-    origin = context.config.train.continue_from
-    for begun in begun_trainings(context.output_dir, inputs):
-        if origin == NONE:
-            found = begun.continued is None
-        else:
-            found = origin == AUTO or begun.is_from(*parse_origin(origin))
-        if found:
-            return begun
-    return None
+def _continued_by_begun(context: RunContext, inputs: dict[str, Any]) -> list[EarlierTraining | None]:
+    """Return what each training that was begun with these inputs continues, the newest first."""
+    wanted, found = _comparable(json.loads(json.dumps(inputs))), []
+    paths = [
+        path
+        for path in context.output_dir.glob(f"artifacts/train-*/{_BEGUN}")
+        if saved_steps(path.parent / CHECKPOINTS) or (path.parent / FINISHED).exists()
+    ]
+    for begun in map(_begun, sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)):
+        continued = begun["continued_from"] and EarlierTraining.from_json(begun["continued_from"])
+        if _comparable(begun["inputs"]) == wanted and _meant(context.config.train.continue_from, continued):
+            found.append(continued)
+    return found
+
+
+def _meant(origin: str, continued: EarlierTraining | None) -> bool:
+    """Return whether the setting means a training that continues this one."""
+    if origin in (AUTO, NONE):
+        return origin == AUTO or continued is None
+    path, step = _parsed(origin)
+    if continued is None or step not in (None, continued.step):
+        return False
+    training = continued.directory.resolve()
+    return path.resolve() in (training, training.parent.parent)
+
+
+def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a training without what it continues."""
+    return {name: value for name, value in inputs.items() if name != CONTINUED}
 
 
 def _continued(
@@ -114,7 +270,7 @@ def _continued(
         if problem is not None:
             raise problem
         if context.earlier is not None:
-            check_steps(context.earlier, context.config.train.max_steps, inputs)
+            _check_steps(context.earlier, context.config.train.max_steps, inputs)
     except UserError as error:
         # A draft vocabulary that was kept for the drafter of the earlier training is not for a new one.
         if origin != AUTO or KEPT in context.artifacts[Stage.vocab].inputs:
@@ -124,16 +280,114 @@ def _continued(
     return context.earlier
 
 
+def _check_steps(earlier: EarlierTraining, max_steps: int | None, inputs: dict[str, Any]) -> None:
+    """Raise UserError if no step is left to train."""
+    if max_steps is not None and earlier.step >= max_steps:
+        changed = _differences(_comparable(_begun(earlier.directory / _BEGUN)["inputs"]), _comparable(inputs))
+        raise UserError(
+            "train.max_steps",
+            max_steps,
+            f"The training in {earlier.directory} is at step {earlier.step} already, with other settings "
+            f"({changed}). Give more steps to continue it, {_FIELD}=DIRECTORY@STEP for an earlier one, "
+            f"or {_FIELD}=none to start at the first step.",
+        )
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return the settings that differ, for a message."""
+    ours, theirs = dict(_leaves(after)), dict(_leaves(before))
+    missing = object()
+    found = [
+        f"{key.removeprefix('fixed.')}: {theirs.get(key)} -> {ours.get(key)}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key, missing) != theirs.get(key, missing)
+    ]
+    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def begin_training(context: RunContext) -> None:
     """Write what the training depends on, and take over the checkpoint that it continues. Rank 0 calls.
 
+    A directory that has a checkpoint stays as it is.
+
     Raises:
-        UserError: the earlier training deleted the checkpoint in the meantime.
+        UserError: the earlier training deleted the checkpoint in the meantime, or it is damaged.
     """
-    artifact, continued = context.artifacts[Stage.train], context.continued
-    if begin(artifact.directory, artifact.inputs, continued):
-        assert continued is not None
-        print(f"train: continues {continued.directory} after step {continued.step}", flush=True)
+    artifact, earlier = context.artifacts[Stage.train], context.continued
+    directory = artifact.directory
+    if saved_steps(directory / CHECKPOINTS):
+        return
+    continued_from = earlier and earlier.to_json()
+    write_json(directory / _BEGUN, {"inputs": artifact.inputs, "continued_from": continued_from})
+    if earlier is None:
+        return
+    checkpoint = f"{earlier.directory}@{earlier.step}"
+    try:
+        _take_over(earlier, directory)
+    except FileNotFoundError as error:
+        remedy = f"That training has just deleted {error.filename}; give the command again."
+        raise UserError(_FIELD, checkpoint, remedy) from None
+    except DamagedCheckpoint as error:
+        others = [step for step in saved_steps(earlier.directory / CHECKPOINTS) if step != earlier.step]
+        remedy = f"This checkpoint is damaged: {error}. Give another one with @STEP: the steps {others}."
+        raise UserError(_FIELD, checkpoint, remedy) from None
+    print(f"train: continues {earlier.directory} after step {earlier.step}", flush=True)
+
+
+def _take_over(earlier: EarlierTraining, directory: Path) -> None:
+    """Link the files of the earlier checkpoint: none is ever changed, and that training may be running."""
+    checkpoints = directory / CHECKPOINTS
+    partial = checkpoints / ".taken_over.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    state = read_checked(earlier.checkpoint / STATE)
+    for file, entry in read_checked(earlier.checkpoint / MANIFEST)["files"].items():
+        check_file(earlier.checkpoint / file, entry)
+    shutil.copytree(earlier.checkpoint, partial, copy_function=_link)
+    shutil.rmtree(checkpoints / "best", ignore_errors=True)
+    if not _take_over_best(earlier, state["best_step"], checkpoints / "best"):
+        state["best_step"] = None  # the first validation chooses one
+    (partial / STATE).unlink()  # the link, not the earlier training's file
+    write_checked(partial / STATE, state | {"continued_at": earlier.step})
+    shutil.copyfile(earlier.directory / VOCAB, directory / VOCAB)
+    lines = read_jsonl(earlier.directory / _METRICS)
+    write_jsonl(directory / _METRICS, [line for line in lines if line["step"] <= earlier.step])
+    os.replace(partial, checkpoints / earlier.checkpoint.name)
+
+
+def _take_over_best(earlier: EarlierTraining, best_step: int | None, best: Path) -> bool:
+    """Link the best weights up to the checkpoint; return False if a later step has replaced them."""
+    theirs = earlier.directory / CHECKPOINTS / "best"
+    try:
+        description = read_json(theirs / BEST)
+        if description["step"] != best_step:
+            return False
+        best.mkdir(parents=True)
+        name = description["file"]
+        _link(str(file_within(theirs, name, theirs / BEST)), str(best / name))
+    except FileNotFoundError:
+        return False
+    write_json(best / BEST, description)
+    return True
+
+
+def _link(source: str, copy: str) -> str:
+    """Link a file; copy it where the two are not on the same file system."""
+    try:
+        os.link(source, copy)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, copy)
+    return copy
 
 
 def link_results(context: RunContext, stages: Sequence[Stage]) -> None:
@@ -198,7 +452,7 @@ def prepared(state: TrainState, context: RunContext) -> TrainState:
     With the data of before, the order of its rows continues. With other data, or rows of another length, a
     new epoch begins. If the held-out prompts are others, the best weights are chosen again.
     """
-    order, validated_on = order_key(context.artifacts[Stage.train].inputs), validation_key(context)
+    order, validated_on = _order_key(context.artifacts[Stage.train].inputs), _validation_key(context)
     if state.order != order:
         begun = state.epoch + (1 if state.row else 0)
         state = replace(state, order=order, epoch=begun, row=0, first_epoch=begun)
