@@ -1,8 +1,7 @@
 """Prompts and the sampling settings with which the target answers them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 Prompts = Sequence[Sequence[int]]
 
@@ -24,9 +23,3 @@ class Sampling:
     seed: int
     top_p: float = 1.0
     top_k: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values, without those that are off: earlier answers stay valid."""
-        fields = asdict(self) | {"stop_token_ids": sorted(self.stop_token_ids)}
-        off = {"top_p": 1.0, "top_k": 0}
-        return {name: value for name, value in fields.items() if name not in off or value != off[name]}

@@ -1,31 +1,28 @@
-"""A file of the target's answers: existing answers are kept, missing ones are generated in any order."""
+"""The target's answers, in any number of turns, in a file from which an interrupted run resumes."""
 
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
+import pyarrow as pa
 
 from data.conversations.reading import first_reasons
+from data.conversations.tokenize import SAMPLE_SCHEMA
 from data.progress import Progress
 from data.sampling import Prompts, Sampling
 from eagle31.errors import UserError
 
-_FORMAT = 2
-_FEATURES = Features(
-    {
-        "id": Value("string"),
-        "input_ids": List(Value("int32")),
-        "loss_mask": List(Value("bool")),
-        "num_prompt_tokens": Value("int64"),
-    }
-)
+_MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
+_CHECKSUM = b', "crc32": '
+
+Answers = Sequence[tuple[int, list[int]]]  # the index of what was asked, and the token ids
 
 
 class AnswerGenerator(Protocol):
@@ -33,174 +30,219 @@ class AnswerGenerator(Protocol):
 
     engine: str  # its name in the file's header
 
-    def generate(
+    def converse(
         self,
-        prompts: Prompts,
-        indices: Sequence[int],
+        first: Mapping[int, Sequence[int]],
         sampling: Sampling,
-        on_answers: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Answers], None],
+        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
+        seed: Callable[[int], tuple[int, ...]],
     ) -> dict[int, str]:
-        """Answer the prompts with the given indices.
+        """Answer conversations, each of which continues when it is answered.
 
         Args:
-            prompts: all prompts, also those that need no answer.
-            on_answers: called with finished answers by index, as early as possible.
+            first: each conversation's first prompt, by index; low indices are begun first.
+            on_answers: called with finished answers soon after they are. Those that it gets at a time are
+                kept or lost together.
+            next_prompt: returns the prompt of a conversation after an answer, or None at its end. An error
+                that it raises ends the generation.
+            seed: returns what the seed of a conversation's next answer is made of.
 
         Returns:
-            The reasons why prompts were refused, by index.
+            The reasons why a conversation's prompt was refused, by index.
         """
         ...
 
 
-def answer_prompts(
+class Dialogue(Protocol):
+    """What the target is asked, one prompt after another."""
+
+    name: str
+    turn: int  # of the next prompt
+
+    @property
+    def num_turns_left(self) -> int:
+        """The number of turns that are not answered yet, if no answer ends the dialogue earlier."""
+        ...
+
+    def next_prompt(self) -> Sequence[int] | None:
+        """Return the token ids up to the next answer, or None at the end."""
+        ...
+
+    def add_answer(self, ids: Sequence[int]) -> None:
+        """Continue after an answer; an empty one ends the dialogue."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnsweredTurn:
+    """What the target has written."""
+
+    turn: int  # 0 for the first of the dialogue
+    index: int  # of the dialogue
+    prompt: Sequence[int]
+    ids: Sequence[int]  # up to and including the first stop token
+
+
+def answer_dialogues(
     generator: AnswerGenerator,
-    prompts: Prompts,
+    dialogues: Sequence[Dialogue],
     sampling: Sampling,
     *,
     output: Path,
     model_fingerprint: str,
+    number: int = 0,
+    title: str = "generate",
     progress: bool = False,
-) -> list[list[int]]:
-    """Return the answer to each prompt, up to and including the first stop token; empty if it was refused.
-
-    Answers in `output` are kept, and new ones are appended when they are finished, so that an interrupted run
-    resumes and ends with the answers that it would have given without the interruption.
+) -> list[AnsweredTurn]:
+    """Answer every turn, in an order that does not depend on when each was answered.
 
     Args:
-        output: a JSONL file of a header and one line for each answer.
+        dialogues: those whose prompts are long first, so that one that does not fit is refused early.
+        output: a JSONL file of a header and the answers in the order in which they were finished. An
+            interrupted run resumes from it, and ends with the answers that it would have given without the
+            interruption.
         model_fingerprint: written into the header.
+        number: makes the seed of each answer, with the index of its dialogue and its turn.
 
     Raises:
-        UserError: `output` was made with other settings or for other prompts, or is not a file of answers.
+        UserError: `output` was made with other settings or for other prompts, or is damaged.
     """
-    file = AnswerFile(output, generator.engine, model_fingerprint, sampling)
-    answers: dict[int, list[int]] = {}
-    for number, line in file.read():
-        index = line["index"]
-        if index >= len(prompts):
-            raise file.of_another_prompt(number, f"prompt {index}")
-        file.check_prompt(number, line, prompts[index], f"prompt {index}")
-        answers[index] = line["ids"]
-    missing = [i for i in range(len(prompts)) if i not in answers]
-    bar = Progress("generate", len(missing), "answers", shown=progress)
-    with file.appending() as append, bar:
+    turns: list[AnsweredTurn] = []
+    waiting: dict[int, Sequence[int]] = {}
 
-        def on_answers(finished: Mapping[int, list[int]]) -> None:
-            append([answer_line(i, prompts[i], ids) for i, ids in finished.items()])
-            answers.update(finished)
-            bar.update(len(finished))
+    def ask(index: int) -> Sequence[int] | None:
+        prompt = dialogues[index].next_prompt()
+        if prompt is not None:
+            waiting[index] = prompt
+        return prompt
 
-        refused = generator.generate(prompts, missing, sampling, on_answers) if missing else {}
-    report_refused({f"prompt {i}": why for i, why in sorted(refused.items())}, f"{len(prompts):,} prompts")
-    return [answers.get(i, []) for i in range(len(prompts))]
+    def continued(index: int, ids: list[int]) -> Sequence[int] | None:
+        turns.append(AnsweredTurn(dialogues[index].turn, index, waiting.pop(index), ids))
+        dialogues[index].add_answer(ids)
+        return ask(index)
 
+    for index in range(len(dialogues)):
+        ask(index)
+    header = asdict(sampling) | {"stop_token_ids": sorted(sampling.stop_token_ids)}
+    header |= {"engine": generator.engine, "model": model_fingerprint, "prompts": _checksum(waiting.values())}
+    for index, ids in _read(output, header):
+        continued(index, ids)
+    if waiting:
+        num_left = sum(dialogues[index].num_turns_left for index in waiting)
+        with (
+            _appending(output, header) as append,
+            Progress(title, num_left, "answers", shown=progress) as bar,
+        ):
 
-def report_refused(reasons: Mapping[str, str], total: str) -> None:
-    """Print how many prompts were refused, of what in all, and why."""
-    if reasons:
-        shown = first_reasons(list(reasons.items()))
-        print(f"generate: {len(reasons):,} of {total} were refused:{shown}", file=sys.stderr)
+            def on_answers(answers: Answers) -> None:
+                append({"answers": answers})
+                bar.update(len(answers))
 
-
-def answers_dataset(prompts: Prompts, answers: Prompts, ids: Sequence[str]) -> Dataset:
-    """Join prompts and answers into the columns of tokenized data; the loss mask covers the answers."""
-    pairs = list(zip(prompts, answers, strict=True))
-    columns = {
-        "id": list(ids),
-        "input_ids": [[*prompt, *answer] for prompt, answer in pairs],
-        "loss_mask": [[False] * len(prompt) + [True] * len(answer) for prompt, answer in pairs],
-        "num_prompt_tokens": [len(prompt) for prompt in prompts],
-    }
-    return Dataset.from_dict(columns, features=_FEATURES)
-
-
-def answer_line(index: int, prompt: Sequence[int], ids: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Return the line of an answer, with hashes of its prompt and of itself."""
-    return {"index": index, **more, "prompt": _hash(prompt), "answer": _hash(ids), "ids": list(ids)}
+            refused = generator.converse(
+                dict(waiting), sampling, on_answers, continued, lambda i: (number, i, dialogues[i].turn)
+            )
+        if refused:
+            shown = first_reasons([(dialogues[i].name, why) for i, why in sorted(refused.items())])
+            print(f"{title}: {len(refused):,} of {len(dialogues):,} were refused:{shown}", file=sys.stderr)
+    return sorted(turns, key=lambda one: (one.turn, one.index))
 
 
-class AnswerFile:
-    """A JSONL file of a header and one line for each answer, in the order in which they were finished.
+class _Prompt:
+    """A dialogue of one turn."""
+
+    def __init__(self, name: str, ids: Sequence[int]) -> None:
+        self.name, self._ids, self.turn = name, ids, 0
+
+    @property
+    def num_turns_left(self) -> int:
+        return 1 - self.turn
+
+    def next_prompt(self) -> Sequence[int] | None:
+        return None if self.turn else self._ids
+
+    def add_answer(self, ids: Sequence[int]) -> None:
+        self.turn = 1
+
+
+def answer_prompts(
+    generator: AnswerGenerator, prompts: Prompts, sampling: Sampling, **settings: Any
+) -> list[list[int]]:
+    """Return the answer to each prompt; empty if it was refused.
 
     Args:
-        engine, model_fingerprint, sampling: what the answers depend on, apart from their prompts.
+        settings: of `answer_dialogues`.
     """
+    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    dialogues = [_Prompt(f"prompt {i}", prompts[i]) for i in by_length]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for turn in answer_dialogues(generator, dialogues, sampling, **settings):
+        answers[by_length[turn.index]] = list(turn.ids)
+    return answers
 
-    def __init__(self, path: Path, engine: str, model_fingerprint: str, sampling: Sampling) -> None:
-        self.path = path
-        self._header = {
-            "format": _FORMAT,
-            "engine": engine,
-            "model": model_fingerprint,
-            **sampling.to_json(),
-        }
 
-    def read(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the lines with their numbers, and remove a last line that a killed run left incomplete.
+def record_batch(
+    samples: Iterable[tuple[str, Sequence[int], Sequence[int]]], max_tokens: int | None = None
+) -> pa.RecordBatch:
+    """Join (id, prompt, answer) into the columns of tokenized data; the loss mask covers the answers.
 
-        Raises:
-            UserError: the file was made with other settings, or is not a file of answers.
-        """
-        if not self.path.exists():
-            return []
-        content = self.path.read_bytes()
-        complete = content[: content.rfind(b"\n") + 1]
-        if len(complete) < len(content):
-            os.truncate(self.path, len(complete))
-        numbered = enumerate(complete.splitlines(), start=1)
-        lines = [(number, _parse(self.path, number, line)) for number, line in numbered]
-        if not lines:
-            return []
-        (_, found), header = lines[0], self._header
-        changed = sorted(name for name in found.keys() | header.keys() if found.get(name) != header.get(name))
-        if changed:
+    Samples are cut to `max_tokens`; those whose answers have fewer than two tokens are left out.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in SAMPLE_SCHEMA.names}
+    for id, prompt, answer in samples:
+        ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])[:max_tokens]
+        if len(ids) < len(prompt) + _MIN_ANSWER_TOKENS:
+            continue
+        columns["id"].append(id)
+        columns["input_ids"].append(ids)
+        columns["loss_mask"].append(np.arange(len(ids)) >= len(prompt))
+        columns["num_prompt_tokens"].append(len(prompt))
+    return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
+
+
+def _checksum(prompts: Iterable[Sequence[int]]) -> int:
+    checksum = 0
+    for prompt in prompts:
+        checksum = zlib.crc32(np.asarray([len(prompt), *prompt], dtype="<i8").tobytes(), checksum)
+    return checksum
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record).encode()[:-1]
+    return text + _CHECKSUM + b"%d}\n" % zlib.crc32(text)
+
+
+def _read(path: Path, header: dict[str, Any]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the answers of a file, and remove a last line that a killed run left incomplete."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    os.truncate(path, len(complete))
+    for number, line in enumerate(complete.splitlines(), start=1):
+        text, _, checksum = line.rpartition(_CHECKSUM)
+        if checksum != b"%d}" % zlib.crc32(text):
+            remedy = "The line is damaged; delete it and those below it, and run the same command again."
+            raise UserError(f"{path}:{number}", line[:40], remedy)
+        record = json.loads(text + b"}")
+        if number > 1:
+            yield from record["answers"]
+        elif changed := sorted(name for name in header if record.get(name) != header[name]):
             remedy = f"It was written with another {', '.join(changed)}; delete it or choose another file."
-            raise UserError("output", self.path, remedy)
-        return lines[1:]
-
-    def check_prompt(self, number: int, line: Mapping[str, Any], prompt: Sequence[int], name: str) -> None:
-        """Raise UserError if a line answers another prompt than this one."""
-        if line.get("prompt") != _hash(prompt):
-            raise self.of_another_prompt(number, name)
-
-    def of_another_prompt(self, number: int, name: str) -> UserError:
-        remedy = "This answer is for a prompt that the data does not have; delete the file or choose another."
-        return UserError(f"{self.path}:{number}", name, remedy)
-
-    @contextmanager
-    def appending(self) -> Iterator[Callable[[Sequence[dict[str, Any]]], None]]:
-        """Open the file for new lines, which are on disk when the yielded function returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as stream:
-
-            def append(lines: Sequence[dict[str, Any]]) -> None:
-                stream.writelines(json.dumps(line) + "\n" for line in lines)
-                stream.flush()
-                os.fsync(stream.fileno())
-
-            if stream.tell() == 0:
-                append([self._header])
-            yield append
+            raise UserError("output", path, remedy)
 
 
-def _hash(ids: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()[:16]
+@contextmanager
+def _appending(path: Path, header: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Open the file for new lines, each of which is on disk when the yielded function returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as stream:
 
+        def append(record: dict[str, Any]) -> None:
+            stream.write(_line(record))
+            stream.flush()
+            os.fsync(stream.fileno())
 
-def _parse(output: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        remedy = "The line is not JSON; delete the file and run again."
-        raise UserError(f"{output}:{number}", line[:40], remedy) from error
-    if not isinstance(content, dict) or (number > 1 and not _is_answer(content)):
-        raise UserError(f"{output}:{number}", line[:40], "It is no answer; delete the file and run again.")
-    if number > 1 and content.get("answer") != _hash(content["ids"]):
-        remedy = "The answer is damaged; delete this line and those below it, and run the same command again."
-        raise UserError(f"{output}:{number}", line[:40], remedy)
-    return content
-
-
-def _is_answer(line: dict[str, Any]) -> bool:
-    ids, numbers = line.get("ids"), (line.get("index"), line.get("turn", 0))
-    return isinstance(ids, list) and all(type(one) is int and 0 <= one < 2**31 for one in (*numbers, *ids))
+        if stream.tell() == 0:
+            append(header)
+        yield append

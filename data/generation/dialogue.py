@@ -1,29 +1,29 @@
-"""A conversation whose assistant turns the target writes again."""
+"""A conversation whose assistant turns the target writes again.
 
+What it wrote becomes a message for its chat template: reasoning, text and tool calls. The template decides
+what a completion means. A completion has several readings: a part of it is calls or reasoning, or all of it
+is text. The first reading is taken with which the template writes the completion again, character for
+character.
+"""
+
+import json
+import re
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.prompts import render_prompt
+from data.conversations.prompts import render_prompt, render_text
 from data.conversations.schemas import Conversation
-from data.conversations.template import TemplateRefused
-from data.generation.turns import parsed_turn, same_calls
+from data.conversations.template import TemplateRefused, decode
+
+_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # templates read one of them
 
 
-@dataclass(frozen=True)
-class AnsweredTurn:
-    """An assistant turn that the target has written."""
-
-    turn: int  # 0 for the first of the conversation
-    index: int  # of the conversation in its block
-    prompt: Sequence[int]
-    ids: Sequence[int]
-
-
-class Dialogue:
+class Regenerated:
     """The prompts of a conversation's assistant turns, each with the target's earlier completions.
 
     It ends after the last turn; where a prompt leaves no room for two tokens; where the template refuses;
@@ -32,6 +32,7 @@ class Dialogue:
 
     Args:
         max_tokens: the limit for prompt and completion together.
+        on_refused: called with (id, reason) if the template refuses; may raise UserError.
     """
 
     def __init__(
@@ -40,14 +41,16 @@ class Dialogue:
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any],
         max_tokens: int,
+        on_refused: Callable[[tuple[str, str]], None],
     ) -> None:
         self.conversation = conversation
-        self.refusal: tuple[str, str] | None = None  # (id, reason) if the template refuses
+        self.name = f"conversation {conversation.id}"
         self.ended_at_tools = False  # whether recorded tool results did not fit
         self.turn = 0  # of the next prompt
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self._max_tokens = max_tokens
+        self._on_refused = on_refused
         self._position = 0
         self._history: list[dict[str, Any]] = []
         self._prompt: Sequence[int] = ()
@@ -69,8 +72,8 @@ class Dialogue:
                 self.conversation.template,
             )
         except TemplateRefused as refused:
-            self.refusal = self.conversation.id, refused.remedy
             self._end()
+            self._on_refused((self.conversation.id, refused.remedy))
             return None
         if len(prompt) + 2 > self._max_tokens:
             self._end()
@@ -83,12 +86,6 @@ class Dialogue:
         """The number of assistant turns that are not answered yet, if none ends the conversation."""
         left = self.conversation.messages[self._position :]
         return sum(message["role"] == "assistant" for message in left)
-
-    def answered(self, index: int, ids: Sequence[int]) -> AnsweredTurn:
-        """Continue as `add_answer` does, and return the turn that the completion answers."""
-        turn = AnsweredTurn(self.turn, index, self._prompt, ids)
-        self.add_answer(ids)
-        return turn
 
     def add_answer(self, ids: Sequence[int]) -> None:
         """Continue after the target's completion of the latest prompt."""
@@ -119,3 +116,101 @@ class Dialogue:
 
     def _end(self) -> None:
         self._position = len(self.conversation.messages)
+
+
+def parsed_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    history: Sequence[dict[str, Any]],
+    conversation: Conversation,
+    template_kwargs: Mapping[str, Any],
+    prompt: Sequence[int],
+    answer: Sequence[int],
+) -> dict[str, Any]:
+    """Return the assistant's message after `history` with which the template writes the answer.
+
+    Where no reading gives the answer, the message is the answer's text without special tokens.
+
+    Args:
+        prompt: the token ids of the history and the generation prompt.
+        answer: the token ids of the target's completion.
+    """
+
+    def text(messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        return render_text(
+            tokenizer,
+            messages,
+            conversation.tools,
+            template_kwargs,
+            conversation.template,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    plain = {"role": "assistant", "content": tokenizer.decode(list(answer), skip_special_tokens=True)}
+    written = text(history, add_generation_prompt=True) + decode(tokenizer, list(answer))
+    for message in [*_readings(tokenizer, conversation.tools, prompt, answer), plain]:
+        try:
+            rendered = text([*history, message], add_generation_prompt=False)
+        except TemplateRefused:
+            continue
+        # The template closes a turn that ended at the length limit, and may write more after its end.
+        if rendered.startswith(written):
+            return message
+    return plain
+
+
+def same_calls(turn: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    """Return whether a turn makes the calls of the recorded one, to which recorded results belong.
+
+    A turn without calls is compared by its text, which may have calls in another format.
+    """
+    calls = _calls(turn), _calls(recorded)
+    return calls[0] == calls[1] if any(calls) else turn["content"].strip() == recorded["content"].strip()
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the name and arguments of each call, structured or in the text."""
+    calls = message.get("tool_calls") or [_call(one) for one in _CALL.findall(message["content"])]
+    functions = [call.get("function", call) for call in calls if call is not None]
+    return [(function.get("name"), function.get("arguments") or {}) for function in functions]
+
+
+def _readings(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] | None,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+) -> Iterator[dict[str, Any]]:
+    """Yield messages that the answer may be: the tokenizer's own reading, and those of common formats."""
+    if getattr(tokenizer, "response_template", None):
+        try:
+            parsed = tokenizer.parse_response(
+                list(answer), prefix=list(prompt), tools=list(tools) if tools else None
+            )
+            yield {"content": "", **parsed, "role": "assistant"}
+        except (ValueError, TypeError):  # it is not written as the format requires
+            pass
+    text = decode(tokenizer, list(answer))
+    for token in tokenizer.all_special_tokens:
+        if text.endswith(token):  # the end of the turn
+            text = text.removesuffix(token)
+            break
+    found = _REASONING.match(text)  # it may begin at the end of the prompt
+    reasoning = dict.fromkeys(_REASONING_KEYS, found[1].strip("\n")) if found else {}
+    rest = text[found.end() :] if found else text
+    calls = [_call(one) for one in _CALL.findall(rest)]
+    if calls and None not in calls:
+        content = _CALL.sub("", rest).strip()
+        yield {"role": "assistant", "content": content, **reasoning, "tool_calls": calls}
+    if reasoning:
+        yield {"role": "assistant", "content": rest.strip("\n"), **reasoning}
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    """Return the call that a JSON object describes, or None."""
+    try:
+        call = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}

@@ -3,8 +3,9 @@
 import ctypes
 import multiprocessing
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from multiprocessing.queues import SimpleQueue
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from data.generation.answers import Answers
 from data.sampling import Prompts, Sampling
 from data.target.loading import load_target
 from data.target.spec import TargetSpec
@@ -26,44 +28,61 @@ _model: PreTrainedModel | None = None  # of a process of `ProcessGenerator`
 class TransformersGenerator:
     """An `AnswerGenerator` that runs the model in this process.
 
-    A sampled answer depends on the other prompts of its batch.
+    Conversations whose indices follow each other make a group of at most `batch_size`, which is answered turn
+    by turn. A sampled answer depends on the group's other prompts of its turn, and on nothing else.
     """
 
     engine = "hf"
 
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
+        self._batch_size, self._num_running = batch_size, 1
         self._model = model
-        self._batch_size = batch_size
 
-    def generate(
+    def converse(
         self,
-        prompts: Prompts,
-        indices: Sequence[int],
+        first: Mapping[int, Sequence[int]],
         sampling: Sampling,
-        on_answers: Callable[[Mapping[int, list[int]]], None],
+        on_answers: Callable[[Answers], None],
+        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
+        seed: Callable[[int], tuple[int, ...]],
     ) -> dict[int, str]:
-        """Answer the prompts with the given indices; see `AnswerGenerator.generate`."""
-        unfinished = set(indices)
-        for batch in unfinished_batches(prompts, indices, self._batch_size):
-            answers = generate_batch(self._model, [prompts[i] for i in batch], sampling, batch[0])
-            on_answers({i: ids for i, ids in zip(batch, answers, strict=True) if i in unfinished})
+        """See `AnswerGenerator.converse`."""
+        by_number: dict[int, dict[int, Sequence[int]]] = {}
+        for index, prompt in first.items():
+            by_number.setdefault(index // self._batch_size, {})[index] = prompt
+        groups = deque(by_number.values())
+        running: dict[Future[list[list[int]]], list[int]] = {}
+        while groups or running:
+            while groups and len(running) < self._num_running:
+                group = groups.popleft()
+                batch = self._submit([list(prompt) for prompt in group.values()], sampling, seed(min(group)))
+                running[batch] = list(group)
+            for batch in wait(running, return_when=FIRST_COMPLETED).done:
+                answers = list(zip(running.pop(batch), batch.result(), strict=True))
+                on_answers(answers)
+                following = {index: next_prompt(index, ids) for index, ids in answers}
+                if left := {index: prompt for index, prompt in following.items() if prompt is not None}:
+                    groups.appendleft(left)
         return {}
 
+    def _submit(self, prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> Future:
+        finished: Future[list[list[int]]] = Future()
+        finished.set_result(generate_batch(self._model, prompts, sampling, number))
+        return finished
 
-class ProcessGenerator:
+
+class ProcessGenerator(TransformersGenerator):
     """An `AnswerGenerator` that runs the model in one process for each device.
 
-    The batches and their seeds are those of `TransformersGenerator`, so the answers do not depend on the
+    Its batches and their seeds are those of `TransformersGenerator`, so the answers do not depend on the
     number of processes. Where a process dies, so does the run; answers that were handed over are kept.
 
     Args:
         devices: one for each process; may name a device several times.
     """
 
-    engine = "hf"
-
     def __init__(self, spec: TargetSpec, devices: Sequence[torch.device], batch_size: int) -> None:
-        self._batch_size = batch_size
+        self._batch_size, self._num_running = batch_size, 2 * len(devices)
         context = multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
         for device in devices:
@@ -72,34 +91,23 @@ class ProcessGenerator:
             len(devices), mp_context=context, initializer=_load, initargs=(spec, queue)
         )
 
-    def generate(
-        self,
-        prompts: Prompts,
-        indices: Sequence[int],
-        sampling: Sampling,
-        on_answers: Callable[[Mapping[int, list[int]]], None],
-    ) -> dict[int, str]:
-        """Answer the prompts with the given indices; see `AnswerGenerator.generate`.
+    def converse(self, *arguments: Any) -> dict[int, str]:
+        """See `AnswerGenerator.converse`.
 
         Raises:
             UserError: a process has died.
         """
-        unfinished = set(indices)
-        running = {
-            self._pool.submit(_generate, [list(prompts[i]) for i in batch], sampling, batch[0]): batch
-            for batch in unfinished_batches(prompts, indices, self._batch_size)
-        }
         try:
-            for answered in as_completed(running):
-                answers = zip(running[answered], answered.result(), strict=True)
-                on_answers({i: ids for i, ids in answers if i in unfinished})
+            return super().converse(*arguments)
         except BrokenProcessPool as error:
             remedy = (
                 "A process that runs the target has died; its last output may say why. Run the same command "
                 "again, which keeps finished answers, or lower data.regenerate.batch_size."
             )
             raise UserError("target.engine", "hf", remedy) from error
-        return {}
+
+    def _submit(self, prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> Future:
+        return self._pool.submit(_generate, prompts, sampling, number)
 
     def close(self) -> None:
         """End the processes."""
@@ -116,7 +124,7 @@ def _load(spec: TargetSpec, devices: "SimpleQueue[str]") -> None:
     _model = load_target(spec, device)
 
 
-def _generate(prompts: Prompts, sampling: Sampling, number: int) -> list[list[int]]:
+def _generate(prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> list[list[int]]:
     assert _model is not None
     return generate_batch(_model, prompts, sampling, number)
 
@@ -143,12 +151,12 @@ def transformers_generator(
 
 
 def generate_batch(
-    model: PreTrainedModel, prompts: Prompts, sampling: Sampling, number: int
+    model: PreTrainedModel, prompts: Prompts, sampling: Sampling, number: tuple[int, ...]
 ) -> list[list[int]]:
     """Return the answers to one batch.
 
     Args:
-        number: of the batch, for its seed.
+        number: what the seed of the batch is made of, next to that of the sampling settings.
 
     Raises:
         UserError: the batch exceeds the device's memory.
@@ -159,7 +167,7 @@ def generate_batch(
     attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generate: Any = model.generate  # its declared type is that of any module attribute, a tensor
     try:
-        with _generation_defaults(model, config), _seeded((sampling.seed, number), model.device):
+        with _generation_defaults(model, config), _seeded((sampling.seed, *number), model.device):
             output = generate(
                 input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
@@ -210,21 +218,3 @@ def _seeded(seed: Sequence[int], device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         yield
-
-
-def unfinished_batches(prompts: Prompts, indices: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Yield the batches that have some of these prompts.
-
-    Other prompts of such a batch are generated again, because the answers depend on all of them.
-    """
-    unfinished = set(indices)
-    for batch in batches_by_length(prompts, batch_size):
-        if not unfinished.isdisjoint(batch):
-            yield batch
-
-
-def batches_by_length(prompts: Prompts, batch_size: int) -> Iterator[list[int]]:
-    """Yield batches of indices, longest prompts first: a batch that does not fit in memory fails early."""
-    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in range(0, len(by_length), batch_size):
-        yield by_length[start : start + batch_size]

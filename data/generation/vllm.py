@@ -10,7 +10,8 @@ import numpy as np
 from data.capture.vllm.client import ExpectedTarget, VllmClient, check_target
 from data.capture.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
 from data.capture.vllm.server_info import ServerInfo
-from data.sampling import Prompts, Sampling
+from data.generation.answers import Answers
+from data.sampling import Sampling
 from eagle31.errors import UserError
 
 _HAND_OVER_SECONDS = 0.5  # a killed run loses the answers of at most this time
@@ -39,47 +40,15 @@ class VllmGenerator:
         self._patience_seconds = patience_seconds
         self._loop = asyncio.new_event_loop()  # the clients outlive a call
 
-    def generate(
-        self,
-        prompts: Prompts,
-        indices: Sequence[int],
-        sampling: Sampling,
-        on_answers: Callable[[Mapping[int, list[int]]], None],
-    ) -> dict[int, str]:
-        """Answer the prompts with the given indices; see `AnswerGenerator.generate`.
-
-        Raises:
-            UserError: a server runs another target, or none was available for too long.
-        """
-        first = {index: prompts[index] for index in indices}
-        return self.converse(
-            first,
-            sampling,
-            lambda answers: on_answers(dict(answers)),
-            next_prompt=lambda index, ids: None,
-            seed=lambda index: (index,),
-        )
-
     def converse(
         self,
         first: Mapping[int, Sequence[int]],
         sampling: Sampling,
-        on_answers: Callable[[Sequence[tuple[int, list[int]]]], None],
+        on_answers: Callable[[Answers], None],
         next_prompt: Callable[[int, list[int]], Sequence[int] | None],
         seed: Callable[[int], tuple[int, ...]],
     ) -> dict[int, str]:
-        """Answer conversations, each of which continues as soon as its last prompt is answered.
-
-        Args:
-            first: each conversation's first prompt, by index.
-            on_answers: called with (index, token ids) of finished answers, in their order, about every half
-                second.
-            next_prompt: returns the prompt of a conversation after an answer, or None at its end. An error
-                that it raises ends the generation.
-            seed: returns what the seed of a conversation's next answer is made of.
-
-        Returns:
-            The reasons why a conversation's prompt was refused, by index.
+        """See `AnswerGenerator.converse`.
 
         Raises:
             UserError: a server runs another target, or none was available for too long.
@@ -100,14 +69,11 @@ class VllmGenerator:
         self,
         first: Mapping[int, Sequence[int]],
         sampling: Sampling,
-        on_answers: Callable[[Sequence[tuple[int, list[int]]]], None],
+        on_answers: Callable[[Answers], None],
         next_prompt: Callable[[int, list[int]], Sequence[int] | None],
         seed: Callable[[int], tuple[int, ...]],
     ) -> dict[int, str]:
-        # The longest prompts first: one that does not fit is refused early. A conversation that continues
-        # keeps its place, so that those that were begun end before others begin.
-        by_length = sorted(first, key=lambda index: -len(first[index]))
-        longest = len(first[by_length[0]]) + sampling.max_new_tokens
+        longest = max(map(len, first.values())) + sampling.max_new_tokens
         finished: list[tuple[int, list[int]]] = []
         refused: dict[int, str] = {}
         unfinished = set(first)
@@ -117,27 +83,32 @@ class VllmGenerator:
             check_target(client, info, self._expected, longest)
             check_unchanged(client, info, sampling.temperature)
 
-        def send(priority: int, prompt: Sequence[int]) -> None:
-            index = by_length[priority]
+        def send(index: int, prompt: Sequence[int]) -> None:
+            # A conversation that continues keeps its place: those that were begun end before others begin.
             seeded = replace(sampling, seed=_seed(sampling.seed, *seed(index)))
-            dispatcher.add(Prompt(priority, secrets.token_hex(8), list(prompt), seeded))
+            dispatcher.add(Prompt(index, secrets.token_hex(8), list(prompt), seeded))
 
         def answered(prompt: Prompt, ids: list[int]) -> None:
-            index = by_length[prompt.index]
-            finished.append((index, ids))
+            finished.append((prompt.index, ids))
             try:
-                following = next_prompt(index, ids)
+                following = next_prompt(prompt.index, ids)
             except BaseException as error:
                 failures.append(error)
                 return
             if following is None:
-                unfinished.discard(index)
+                unfinished.discard(prompt.index)
             else:
                 send(prompt.index, following)
 
         def refuse(prompt: Prompt, reason: str) -> None:
-            refused[by_length[prompt.index]] = reason
-            unfinished.discard(by_length[prompt.index])
+            refused[prompt.index] = reason
+            unfinished.discard(prompt.index)
+
+        def hand_over() -> None:
+            if finished:
+                answers = list(finished)
+                finished.clear()
+                on_answers(answers)
 
         dispatcher = Dispatcher(
             self._clients,
@@ -146,15 +117,15 @@ class VllmGenerator:
             refused=refuse,
             patience_seconds=self._patience_seconds,
         )
-        for priority, index in enumerate(by_length):
-            send(priority, first[index])
+        for index, prompt in first.items():
+            send(index, prompt)
         running = asyncio.create_task(dispatcher.run())
         try:
             while unfinished and not failures and not running.done():
                 await asyncio.wait([running], timeout=_HAND_OVER_SECONDS)
-                _hand_over(finished, on_answers)
+                hand_over()
         finally:
-            _hand_over(finished, on_answers)
+            hand_over()
             running.cancel()
             await asyncio.wait([running])
         if failures:
@@ -162,16 +133,6 @@ class VllmGenerator:
         if not running.cancelled():
             running.result()
         return refused
-
-
-def _hand_over(
-    finished: list[tuple[int, list[int]]], on_answers: Callable[[Sequence[tuple[int, list[int]]]], None]
-) -> None:
-    """Pass the finished answers on."""
-    answers = list(finished)
-    finished.clear()
-    if answers:
-        on_answers(answers)
 
 
 def check_unchanged(client: VllmClient, info: ServerInfo, temperature: float) -> None:

@@ -139,7 +139,7 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     assert f"{names[1]} " in format_matrix(result)
     # The completions are kept, so that the target writes none again.
-    monkeypatch.setattr(TransformersGenerator, "generate", lambda *_: pytest.fail("it was completed again"))
+    monkeypatch.setattr(TransformersGenerator, "converse", lambda *_: pytest.fail("it was completed again"))
     assert evaluate_matrix(settings, conditions) == result
 
 

@@ -74,7 +74,7 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     # Only held-out completions are in stores, and no training data.
     stores = {path.parent.name for path in directory.glob("artifacts/*/*/shard-*.safetensors")}
     assert stores == {"validation", "test"}
-    [answers] = directory.glob("artifacts/data-*/regenerated/block-00000-turn-000.jsonl")
+    [answers] = directory.glob("artifacts/data-*/regenerated/block-00000.jsonl")
     assert read_jsonl(answers)[0]["model"]
     records = [record for record in metrics_of(directory) if record["kind"] == "train"]
     losses = [record["loss"] for record in records]

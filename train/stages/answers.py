@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from data.generation.answers import AnswerGenerator, answer_prompts, answers_dataset
+import pyarrow as pa
+from datasets import Dataset
+
+from data.generation.answers import AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
@@ -45,8 +48,8 @@ def _answer_prompts(
         model_fingerprint=context.target.parts.fingerprint,
         progress=True,
     )
-    dataset = answers_dataset(token_ids, completions, [prompt["id"] for prompt in prompts])
-    dataset = dataset.filter(lambda mask: sum(mask) >= 2, input_columns="loss_mask")
+    batch = record_batch(zip([prompt["id"] for prompt in prompts], token_ids, completions, strict=True))
+    dataset = Dataset(pa.Table.from_batches([batch]))
     if not len(dataset):
         raise UserError("target.model", context.config.target.model, "It completes no held-out prompt.")
     save_dataset(dataset, directory / name)

@@ -22,10 +22,9 @@ from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused
 from data.conversations.tokenize import Enough, check_refused, tokenize
 from data.conversations.trial import try_rendering
-from data.generation.answers import AnswerGenerator, answer_prompts
-from data.generation.continuous import ContinuousGenerator, continuously
+from data.generation.answers import AnswerGenerator
 from data.generation.hf import transformers_generator
-from data.generation.regenerate import regenerate, repeated, turn_by_turn
+from data.generation.regenerate import regenerate, repeated
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
@@ -269,20 +268,12 @@ def _regenerated(context: RunContext, conversations: Iterable[Conversation], dir
         top_k=settings.top_k,
     )
     with open_generator(context) as generator:
-        fingerprint = context.target.parts.fingerprint
-
-        def answer(prompts: Sequence[Sequence[int]], output: Path) -> list[list[int]]:
-            return answer_prompts(
-                generator, prompts, sampling, output=output, model_fingerprint=fingerprint, progress=True
-            )
-
-        answer_turns = turn_by_turn(answer)
-        if isinstance(generator, ContinuousGenerator):
-            answer_turns = continuously(generator, sampling, fingerprint, progress=True)
         return regenerate(
             repeated(conversations, settings.completions),
             context.target.tokenizer,
-            answer_turns,
+            generator,
+            sampling,
+            model_fingerprint=context.target.parts.fingerprint,
             max_tokens=context.config.data.max_tokens,
             template_kwargs=context.target.template_kwargs,
             directory=directory,

@@ -1,6 +1,4 @@
-import multiprocessing
-import random
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -25,7 +23,7 @@ from data.capture.hf import HiddenStateCapture
 from data.capture.hf_source import TransformersStates, capture_samples
 from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
 from data.samples import CapturedSample
-from data.store import DamagedShard, HiddenStateStore
+from data.store import HiddenStateStore
 from data.store.codec import Encoding, decode, encode
 from data.store.manage import retry
 from data.store.shards import FinishedShards, read_sidecar, refuse
@@ -131,20 +129,6 @@ def test_resume_does_only_the_shard_that_is_gone(
     capture.batches = []
     _capture(capture, tmp_path)
     assert capture.batches == []
-
-
-def test_a_store_that_lost_a_shard_is_unfinished_until_it_is_captured_again(
-    tmp_path: Path, capture: CountingCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _capture(capture, tmp_path)
-    (tmp_path / "shard-rank-0-00001.safetensors").unlink()
-    with pytest.raises(DamagedShard):
-        HiddenStateStore(tmp_path).verify()
-    monkeypatch.setattr(capture, "capture", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        _capture(capture, tmp_path)
-    with pytest.raises(UserError, match="unfinished"):
-        HiddenStateStore(tmp_path)
 
 
 def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
@@ -281,25 +265,6 @@ def _finish_as_follower(store: StoreSpec, fields: dict) -> Thread:
     return follower
 
 
-def test_duplicates_that_are_written_late_change_no_finished_store_and_stop_no_rank(tmp_path: Path) -> None:
-    dataset = make_dataset()
-    store = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(store, FIELDS)
-    open_store(tmp_path, fields)
-    _fill(tmp_path, dataset, range(12), name="b")
-    _fill(tmp_path, dataset, [3, 4], name="c")  # all of it duplicates
-    finish_store(store, fields)
-    manifest = (tmp_path / "manifest.json").read_bytes()
-    assert [shard.file for shard in HiddenStateStore(tmp_path).shards] == ["shard-b-00000.safetensors"]
-    _fill(tmp_path, dataset, [0, 5], name="a")  # by name before the shard that counts
-    follower = _finish_as_follower(store, fields)
-    follower.join(timeout=10)
-    assert not follower.is_alive()
-    finish_store(store, fields)
-    assert (tmp_path / "manifest.json").read_bytes() == manifest
-    assert HiddenStateStore(tmp_path).sample_ids.tolist() == list(range(12))
-
-
 def test_a_rank_does_not_take_the_manifest_of_shards_that_are_gone(tmp_path: Path) -> None:
     dataset = make_dataset()
     store = StoreSpec(tmp_path, dataset, ENCODING)
@@ -343,53 +308,6 @@ def test_too_small_a_disk_is_refused_before_it_starts(
     assert "GB" in capsys.readouterr().err
     written = HiddenStateStore(tmp_path).manifest["num_bytes"]
     assert written == pytest.approx(needed, rel=0.1)
-
-
-def test_disk_that_fills_up_keeps_finished_shards(
-    tmp_path: Path, capture: CountingCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = StoreWriter._write
-
-    def fill_up(writer: StoreWriter) -> None:
-        if writer._next_number == 1:
-            (tmp_path / ".shard-rank-0-00001.safetensors.partial").symlink_to("/dev/full")
-        real(writer)
-
-    monkeypatch.setattr(StoreWriter, "_write", fill_up)
-    with pytest.raises(UserError, match="disk is full"):
-        _capture(capture, tmp_path)
-    monkeypatch.undo()
-    [first] = _shard_ids(tmp_path)
-    capture.batches = []
-    _capture(capture, tmp_path)
-    again = _captured(capture, make_dataset())
-    assert set(range(12)) - set(first) <= set(again)
-    assert (
-        len(again) < 12
-    )  # the last batch of the finished shard runs again, as its other samples are missing
-
-
-def test_killed_at_any_moment_the_same_command_resumes(tmp_path: Path, capture: CountingCapture) -> None:
-    dataset, rng = make_dataset(60), random.Random(0)
-    fork = multiprocessing.get_context("fork")
-    torch.set_num_threads(1)  # a fork does not have the parent's threads
-    for attempt in range(40):
-        held = _shard_ids(tmp_path) if tmp_path.exists() else []
-        process = fork.Process(target=_capture, args=(capture, tmp_path), kwargs={"dataset": dataset})
-        process.start()
-        process.join(timeout=rng.uniform(0.01, 0.2) if attempt < 8 else 60)
-        if process.exitcode is not None:
-            break
-        process.kill()
-        process.join()
-        assert set(held) <= set(_shard_ids(tmp_path))
-    assert process.exitcode == 0
-    assert Counter(chain(*_shard_ids(tmp_path))) == Counter(range(60))
-    store = HiddenStateStore(tmp_path)
-    store.verify()
-    for i, sample in enumerate(store.get_many(range(60))):
-        [(aux, _)] = capture.capture([torch.tensor(dataset[i]["input_ids"])])
-        torch.testing.assert_close(sample.aux_hidden_states, aux, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("encoding", [Encoding(), Encoding("fp8", "all")], ids=str)

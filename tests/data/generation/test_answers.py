@@ -1,131 +1,94 @@
 """The file of answers with any generator."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data.generation.answers import answer_prompts, answers_dataset
-from data.sampling import Prompts, Sampling
+from data.generation.answers import answer_prompts, record_batch
+from data.sampling import Sampling
 from eagle31.errors import UserError
+from eagle31.json_files import read_jsonl
+from tests.data.generation.generators import OneAtATime
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7]]
 SAMPLING = Sampling(max_new_tokens=9, stop_token_ids=(3, 2), temperature=0.5, seed=5)
 
 
-class Echo:
-    """A generator that answers each prompt with itself, the last prompt first.
-
-    Args:
-        refused: indices of prompts that get no answer.
-        num_answers: is interrupted after so many answers.
-    """
-
-    def __init__(self, engine: str = "echo", refused: Sequence[int] = (), num_answers: int = 99) -> None:
-        self.engine, self.refused, self.num_answers = engine, refused, num_answers
-        self.answered: list[int] = []
-
-    def generate(
-        self,
-        prompts: Prompts,
-        indices: Sequence[int],
-        sampling: Sampling,
-        on_answers: Callable[[Mapping[int, list[int]]], None],
-    ) -> dict[int, str]:
-        for i in reversed(indices):
-            if len(self.answered) == self.num_answers:
-                raise InterruptedError
-            self.answered.append(i)
-            if i not in self.refused:
-                on_answers({i: list(prompts[i])})
-        return dict.fromkeys(self.refused, "too long")
+def answers(output: Path, generator: OneAtATime | None = None, **changes: Any) -> list[list[int]]:
+    given = {"prompts": PROMPTS, "sampling": SAMPLING, "model_fingerprint": "f"} | changes
+    return answer_prompts(generator or OneAtATime(list), output=output, **given)
 
 
-def answers(
-    output: Path,
-    generator: Echo | None = None,
-    prompts: Prompts = PROMPTS,
-    sampling: Sampling = SAMPLING,
-    model: str = "f",
-) -> list[list[int]]:
-    return answer_prompts(generator or Echo(), prompts, sampling, output=output, model_fingerprint=model)
-
-
-def test_answers_come_in_the_order_of_their_prompts(tmp_path: Path) -> None:
-    assert answers(tmp_path / "a.jsonl") == PROMPTS
-    header, *lines = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
-    assert [line["index"] for line in lines] == [3, 2, 1, 0]
-    assert (header["engine"], header["model"], header["seed"]) == ("echo", "f", 5)
-    assert (header["temperature"], header["stop_token_ids"]) == (0.5, [2, 3])
-    assert not {"top_p", "top_k"} & header.keys()  # as in files that earlier versions wrote
-
-
-def test_existing_answers_are_not_generated_again(tmp_path: Path) -> None:
-    output, first, second, third = tmp_path / "a.jsonl", Echo(num_answers=2), Echo(), Echo()
+def test_an_interrupted_run_resumes_and_repeats_nothing(tmp_path: Path) -> None:
+    output, first, second, third = tmp_path / "a.jsonl", *(OneAtATime(list) for _ in range(3))
+    first.fails_after = 2
     with pytest.raises(InterruptedError):
         answers(output, first)
     with output.open("a") as file:
-        file.write('{"index": 1, "pro')
+        file.write('{"answers": [[1, [')  # as a killed process leaves it
     assert answers(output, second) == PROMPTS
-    assert (first.answered, second.answered) == ([3, 2], [1, 0])
+    assert sorted(first.order + second.order) == [0, 1, 2, 3]
+    header = read_jsonl(output)[0]
+    assert (header["engine"], header["model"], header["stop_token_ids"]) == ("one", "f", [2, 3])
     assert answers(output, third) == PROMPTS
-    assert third.answered == []
+    assert third.order == []
 
 
 def test_a_refused_prompt_is_reported_and_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert answers(tmp_path / "a.jsonl", Echo(refused=[1])) == [PROMPTS[0], [], *PROMPTS[2:]]
-    assert "1 of 4 prompts were refused:\n  prompt 1: too long" in capsys.readouterr().err
-    later = Echo()
+    longest = OneAtATime(list, refuses=[0])  # the longest comes first
+    assert answers(tmp_path / "a.jsonl", longest) == [[], *PROMPTS[1:]]
+    assert "1 of 4 were refused:\n  prompt 0: too long" in capsys.readouterr().err
+    later = OneAtATime(list)
     assert answers(tmp_path / "a.jsonl", later) == PROMPTS
-    assert later.answered == [1]
+    assert later.order == [0]
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change"),
     [
-        {"model": "g"},
-        {"generator": Echo("another")},
-        {"sampling": replace(SAMPLING, max_new_tokens=5)},
-        {"sampling": replace(SAMPLING, temperature=1.0)},
-        {"sampling": replace(SAMPLING, seed=1)},
-        {"sampling": replace(SAMPLING, top_p=0.9)},
-        {"sampling": replace(SAMPLING, top_k=3)},
+        ("model", {"model_fingerprint": "g"}),
+        ("engine", {"generator": OneAtATime(list, "another")}),
+        ("temperature", {"sampling": replace(SAMPLING, temperature=1.0)}),
+        ("prompts", {"prompts": PROMPTS[::-1]}),
+        ("prompts", {"prompts": PROMPTS[:2]}),
     ],
 )
-def test_a_file_with_other_settings_is_a_user_error(tmp_path: Path, change: dict) -> None:
+def test_a_file_of_other_answers_is_a_user_error(tmp_path: Path, name: str, change: dict) -> None:
     answers(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match="It was written with another"):
+    with pytest.raises(UserError, match=f"another {name};"):
         answers(tmp_path / "a.jsonl", **change)
 
 
-def test_a_file_for_other_prompts_or_a_damaged_one_is_a_user_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_damaged_line_is_named(tmp_path: Path, number: int) -> None:
     output = tmp_path / "a.jsonl"
     answers(output)
-    with pytest.raises(UserError, match="for a prompt that the data does not have"):
-        answers(output, prompts=PROMPTS[::-1])
-    with pytest.raises(UserError, match="for a prompt that the data does not have"):
-        answers(output, prompts=PROMPTS[:2])
-    lines = output.read_text().splitlines(keepends=True)
-    output.write_text("".join([lines[0], "{oops\n", *lines[2:]]))
-    with pytest.raises(UserError, match=r"a\.jsonl:2"):
-        answers(output)
-    record = json.loads(lines[2])
-    output.write_text("".join([*lines[:2], json.dumps(record | {"ids": [*record["ids"], 5]}) + "\n"]))
-    with pytest.raises(UserError, match=r"a\.jsonl:3.*\n?.*damaged; delete this line and those below it"):
+    lines = output.read_bytes().splitlines(keepends=True)
+    changed = lines[number - 1].replace(b"5", b"4") if number == 1 else lines[number - 1].replace(b"[", b"{")
+    assert changed != lines[number - 1]
+    output.write_bytes(b"".join([*lines[: number - 1], changed, *lines[number:]]))
+    with pytest.raises(UserError, match=rf"a\.jsonl:{number}=.*damaged"):
         answers(output)
 
 
 def test_the_mask_covers_exactly_the_answer() -> None:
-    dataset = answers_dataset([[1, 2, 3], [4]], [[5, 6], [7]], ["a", "b"])
-    assert dataset[0] == {
-        "id": "a",
-        "input_ids": [1, 2, 3, 5, 6],
-        "loss_mask": [False, False, False, True, True],
-        "num_prompt_tokens": 3,
-    }
-    assert dataset[1]["loss_mask"] == [False, True]
-    assert dataset.features["input_ids"].feature.dtype == "int32"
+    samples = [("a", [1, 2, 3], [5, 6]), ("long", [4], [7, 8, 9, 9]), ("short", [4], [7])]
+    assert record_batch(samples, max_tokens=5).to_pylist() == [
+        {
+            "id": "a",
+            "input_ids": [1, 2, 3, 5, 6],
+            "loss_mask": [False, False, False, True, True],
+            "num_prompt_tokens": 3,
+        },
+        {
+            "id": "long",
+            "input_ids": [4, 7, 8, 9, 9],
+            "loss_mask": [False, True, True, True, True],
+            "num_prompt_tokens": 1,
+        },
+    ]
+    assert len(record_batch(samples, max_tokens=4)) == 1

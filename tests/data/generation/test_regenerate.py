@@ -1,52 +1,47 @@
-import json
-from collections.abc import Callable
+"""The target's turns in place of the recorded ones."""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data.conversations.prompts import render_prompt
 from data.conversations.schemas import Conversation
-from data.generation.answers import answer_prompts
+from data.generation.answers import AnswerGenerator
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import BLOCK_TURNS, regenerate, repeated, turn_by_turn
+from data.generation.regenerate import regenerate, repeated
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import CHATML, STRICT, byte_level_tokenizer
-from tests.data.generation.tiny_llama import tiny_llama
+from tests.data.generation.generators import OneAtATime, greedy, tiny_llama
 
-MAX_NEW_TOKENS = 10
+MAX_NEW_TOKENS = 6
 
 
 def conversation(id: str, *turns: tuple[str, str]) -> Conversation:
     return Conversation(id, tuple({"role": role, "content": content} for role, content in turns))
 
 
+ANSWER = ("assistant", "XXXX")
 CONVERSATIONS = [
-    conversation("one", ("user", "what is two"), ("assistant", "XXXX")),
+    conversation("one", ("user", "what is two"), ANSWER),
     conversation(
         "two",
         ("system", "it is four"),
         ("user", "and"),
-        ("assistant", "XXXX"),
+        ANSWER,
         ("user", "three"),
-        ("assistant", "XXXX"),
-        ("user", "never answered"),
+        ANSWER,
+        ("user", "no answer"),
     ),
-    conversation(
-        "three",
-        ("user", "six"),
-        ("assistant", "XXXX"),
-        ("user", "seven"),
-        ("assistant", "XXXX"),
-        ("assistant", "XXXX"),
-    ),
-    conversation("another", ("user", "the lazy dog jumps"), ("assistant", "XXXX")),
+    conversation("three", ("user", "six"), ANSWER, ("user", "seven"), ANSWER, ANSWER),
+    conversation("another", ("user", "the lazy dog jumps"), ANSWER),
 ]
 TURNS = {"one": 1, "two": 2, "three": 3, "another": 1}
+NUM_TURNS = sum(TURNS.values())
 
 
 @pytest.fixture(scope="module")
@@ -59,46 +54,23 @@ def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return tiny_llama(tokenizer)
 
 
-def answerer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **changes: Any
-) -> Callable[[list[list[int]], Path], list[list[int]]]:
-    settings: dict[str, Any] = {"temperature": 0.0, "model_fingerprint": "the target"} | changes
-    sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), settings["temperature"], seed=0)
-    generator, fingerprint = TransformersGenerator(model, batch_size=2), settings["model_fingerprint"]
-    return lambda prompts, output: answer_prompts(
-        generator, prompts, sampling, output=output, model_fingerprint=fingerprint
-    )
+def one_at_a_time(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **settings: Any) -> OneAtATime:
+    stops = [tokenizer.eos_token_id]
+    return OneAtATime(lambda prompt: greedy(model, prompt, stops, MAX_NEW_TOKENS), **settings)
 
 
 def regenerated(
-    model: PreTrainedModel,
+    generator: AnswerGenerator,
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
-    *,
-    max_tokens: int = 500,
-    conversations: list[Conversation] = CONVERSATIONS,
-    block_turns: int = BLOCK_TURNS,
-    **changes: Any,
+    conversations: Sequence[Conversation] = CONVERSATIONS,
+    temperature: float = 0.0,
+    **settings: Any,
 ) -> Dataset:
-    return regenerate(
-        conversations,
-        tokenizer,
-        turn_by_turn(answerer(model, tokenizer, **changes)),
-        max_tokens=max_tokens,
-        template_kwargs={},
-        directory=directory,
-        on_refused=[].append,
-        block_turns=block_turns,
-    )
-
-
-@torch.no_grad()
-def greedy(model: PreTrainedModel, prompt: list[int], eos_token_id: int) -> list[int]:
-    answer: list[int] = []
-    while len(answer) < MAX_NEW_TOKENS and eos_token_id not in answer:
-        logits = model(input_ids=torch.tensor([prompt + answer])).logits
-        answer.append(int(logits[0, -1].argmax()))
-    return answer
+    sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), temperature, seed=0)
+    given: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
+    given |= {"directory": directory, "model_fingerprint": "f"} | settings
+    return regenerate(conversations, tokenizer, generator, sampling, **given)
 
 
 def expected(
@@ -114,7 +86,7 @@ def expected(
                 history.append(message)
                 continue
             prompt = render_prompt(tokenizer, history, None, {})
-            answer = greedy(model, prompt, tokenizer.eos_token_id)
+            answer = greedy(model, prompt, [tokenizer.eos_token_id], MAX_NEW_TOKENS)
             found[f"{conversation.id}/{turn}"] = (prompt, answer)
             completion = tokenizer.decode(answer, skip_special_tokens=True)
             history.append({"role": "assistant", "content": completion})
@@ -122,143 +94,121 @@ def expected(
     return found
 
 
+@pytest.mark.parametrize("in_batches", [True, False])
 def test_every_turn_is_generated_after_the_targets_earlier_completions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, in_batches: bool
 ) -> None:
-    dataset = regenerated(model, tokenizer, tmp_path)
+    one = one_at_a_time(model, tokenizer)
+    dataset = regenerated(TransformersGenerator(model, 2) if in_batches else one, tokenizer, tmp_path)
     by_id = expected(model, tokenizer)
-    assert len(by_id) == sum(TURNS.values())
-    assert set(dataset["id"]) == set(by_id)
+    assert {row["id"]: row["input_ids"] for row in dataset} == {id: [*p, *a] for id, (p, a) in by_id.items()}
     for row in dataset:
         prompt, answer = by_id[row["id"]]
-        assert row["input_ids"] == [*prompt, *answer]
         assert row["loss_mask"] == [False] * len(prompt) + [True] * len(answer)
         assert row["num_prompt_tokens"] == len(prompt)
-        assert "XXXX" not in tokenizer.decode(row["input_ids"])
     # The second turn's prompt contains the first completion.
-    [first, second] = [by_id[f"two/{turn}"] for turn in range(2)]
-    completion = tokenizer.decode(first[1], skip_special_tokens=True)
+    completion = tokenizer.decode(by_id["two/0"][1], skip_special_tokens=True)
     assert completion.strip()
-    assert f"<|im_start|>assistant\n{completion}<|im_end|>" in tokenizer.decode(second[0])
+    assert f"<|im_start|>assistant\n{completion}<|im_end|>" in tokenizer.decode(by_id["two/1"][0])
+    assert len(set(one.seeds)) == (0 if in_batches else NUM_TURNS)
 
 
-def test_an_interrupted_run_resumes_and_repeats_nothing(
+@pytest.mark.parametrize("after", [1, 4, NUM_TURNS])
+def test_an_interrupted_block_resumes_in_the_middle_of_its_conversations(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, after: int
+) -> None:
+    whole = regenerated(one_at_a_time(model, tokenizer), tokenizer, tmp_path / "whole").to_list()
+    with pytest.raises(InterruptedError):
+        regenerated(one_at_a_time(model, tokenizer, fails_after=after), tokenizer, tmp_path / "half")
+    assert not list((tmp_path / "half").glob("*.arrow"))
+    resumed, again = (one_at_a_time(model, tokenizer) for _ in range(2))
+    assert regenerated(resumed, tokenizer, tmp_path / "half").to_list() == whole
+    assert len(resumed.order) == NUM_TURNS - after
+    assert regenerated(again, tokenizer, tmp_path / "half").to_list() == whole
+    assert again.order == []
+
+
+def test_sampled_batches_are_the_same_after_an_interruption(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = regenerated(model, tokenizer, tmp_path / "whole").to_list()
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    answers = [f"block-00000-turn-00{turn}.jsonl" for turn in range(3)]
-    assert names == [*answers, "block-00000.arrow", "block-00000.json"]
-    lines = (tmp_path / "whole" / answers[0]).read_bytes().splitlines(keepends=True)
-    assert len(lines) == 1 + len(CONVERSATIONS)
-    (tmp_path / "half").mkdir()
-    half = tmp_path / "half" / answers[0]
-    half.write_bytes(b"".join(lines[:3]) + lines[3][:9])  # one batch, and an incomplete line
-    batch_sizes = []
+    settings: dict[str, Any] = {"temperature": 2.0, "block_turns": 6}
+    whole = regenerated(TransformersGenerator(model, 2), tokenizer, tmp_path / "whole", **settings).to_list()
     generate = model.generate
+    for after in range(5):
+        calls = iter(range(after))
 
-    def counting(input_ids: torch.Tensor, **options: Any) -> Any:
-        batch_sizes.append(len(input_ids))
-        return generate(input_ids, **options)
+        def failing(*arguments: Any, calls: Any = calls, **options: Any) -> Any:
+            if next(calls, None) is None:
+                raise InterruptedError
+            return generate(*arguments, **options)
 
-    monkeypatch.setattr(model, "generate", counting)
-    assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
-    assert half.read_bytes().startswith(b"".join(lines[:3]))
-    # Two remain in the first turn, two in the second and one in the third.
-    assert batch_sizes == [2, 2, 1]
-    assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
-    (tmp_path / "half" / "block-00000.arrow").unlink()
-    assert regenerated(model, tokenizer, tmp_path / "half").to_list() == whole
-    assert batch_sizes == [2, 2, 1]
-
-
-def test_the_file_of_answers_names_the_model_and_the_settings(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    regenerated(model, tokenizer, tmp_path)
-    for path in tmp_path.glob("*.jsonl"):
-        header = json.loads(path.read_text().splitlines()[0])
-        assert header["model"] == "the target"
-        assert header["temperature"] == 0.0
-        assert header["max_new_tokens"] == MAX_NEW_TOKENS
-    (tmp_path / "block-00000.arrow").unlink()
-    with pytest.raises(UserError, match="another model"):
-        regenerated(model, tokenizer, tmp_path, model_fingerprint="another")
-    with pytest.raises(UserError, match="another temperature"):
-        regenerated(model, tokenizer, tmp_path, temperature=1.0)
+        directory = tmp_path / str(after)
+        monkeypatch.setattr(model, "generate", failing)
+        with pytest.raises(InterruptedError):
+            regenerated(TransformersGenerator(model, 2), tokenizer, directory, **settings)
+        monkeypatch.setattr(model, "generate", generate)
+        rows = regenerated(TransformersGenerator(model, 2), tokenizer, directory, **settings).to_list()
+        assert rows == whole
 
 
 def test_long_answers_are_cut_and_prompts_without_room_are_left_out(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    by_id = expected(model, tokenizer)
+    generator, by_id = one_at_a_time(model, tokenizer), expected(model, tokenizer)
     # There is room for two tokens after the first turn's prompt, and for none after the second's.
     max_tokens = len(by_id["two/0"][0]) + 2
-    rows = {row["id"]: row for row in regenerated(model, tokenizer, tmp_path, max_tokens=max_tokens)}
+    rows = {row["id"]: row for row in regenerated(generator, tokenizer, tmp_path, max_tokens=max_tokens)}
     assert "two/1" not in rows
-    for name, row in rows.items():
-        prompt, answer = by_id[name]
-        assert row["input_ids"] == [*prompt, *answer][:max_tokens]
-        assert row["loss_mask"] == ([False] * len(prompt) + [True] * len(answer))[:max_tokens]
-    assert len(rows["two/0"]["input_ids"]) == max_tokens
     assert len(by_id["two/0"][1]) > 2
-    nothing = regenerated(model, tokenizer, tmp_path / "none", max_tokens=2)
+    assert rows["two/0"]["input_ids"] == [*by_id["two/0"][0], *by_id["two/0"][1]][:max_tokens]
+    nothing = regenerated(generator, tokenizer, tmp_path / "none", max_tokens=2)
     assert len(nothing) == 0
     assert nothing.column_names == ["id", "input_ids", "loss_mask", "num_prompt_tokens"]
 
 
-def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer(STRICT)
-    bad = conversation("bad", ("user", "six"), ("user", "seven"), ("assistant", "XXXX"))
-    good = [conversation(str(i), ("user", "six"), ("assistant", "XXXX")) for i in range(100)]
+    generator = OneAtATime(lambda prompt: [5, 6])
+    bad = conversation("bad", ("user", "six"), ANSWER, ("user", "six"), ("user", "seven"), ANSWER)
+    good = [conversation(str(i), ("user", "six"), ANSWER) for i in range(100)]
     reported: list[list[tuple[str, str]]] = []
-
-    def answer(prompts: list[list[int]], _output: Path) -> list[list[int]]:
-        return [[5, 6]] * len(prompts)
-
-    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": reported.append}
-    dataset = regenerate([bad, *good], tokenizer, turn_by_turn(answer), directory=tmp_path, **rest)
-    assert len(dataset) == len(good)
-    [[(name, _reason)]] = reported
-    assert name == "bad"
+    for _ in range(2):  # the second run reads a finished block
+        dataset = regenerated(generator, tokenizer, tmp_path, [bad, *good], on_refused=reported.append)
+        assert len(dataset) == 1 + len(good)
+    assert [[name for name, _ in one] for one in reported] == [["bad"], ["bad"]]
     with pytest.raises(UserError, match="1 of 2 conversations refused"):
-        regenerate([bad, good[0]], tokenizer, turn_by_turn(answer), directory=tmp_path / "two", **rest)
+        regenerated(generator, tokenizer, tmp_path / "two", [bad, good[0]])
     with pytest.raises(UserError, match="1 of 3 conversations refused"):
-        regenerate(
-            [*good[:2], bad], tokenizer, turn_by_turn(answer), directory=tmp_path / "3", block_turns=2, **rest
-        )
+        regenerated(generator, tokenizer, tmp_path / "three", [*good[:2], bad], block_turns=2)
 
 
 def test_a_conversation_ends_where_the_target_has_no_answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    generate = answerer(model, tokenizer)
+    def answer(prompt: Sequence[int]) -> list[int]:
+        return [5, 6] if tokenizer.decode(prompt).count("assistant") == 1 else []
 
-    def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
-        answers = generate(prompts, output)
-        return [[], []] if len(prompts) == 2 else answers  # two prompts are those of the second turn
-
-    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
-    rows = regenerate(CONVERSATIONS, tokenizer, turn_by_turn(answer), directory=tmp_path, **rest)
-    masks = {row["id"]: sum(row["loss_mask"]) for row in rows}
-    assert masks.keys() == {f"{name}/0" for name in TURNS}
-    assert all(length >= 2 for length in masks.values())
+    rows = regenerated(OneAtATime(answer), tokenizer, tmp_path / "empty")
+    assert set(rows["id"]) == {f"{name}/0" for name in TURNS}
+    # The longest conversation is the first of its block.
+    rows = regenerated(OneAtATime(lambda prompt: [5, 6], refuses=[0]), tokenizer, tmp_path / "refused")
+    assert {id.partition("/")[0] for id in rows["id"]} == TURNS.keys() - {"two"}
 
 
 @pytest.mark.parametrize("block_turns", [1, 3])
 def test_blocks_hold_the_same_samples_as_all_at_once(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, block_turns: int
 ) -> None:
-    whole = regenerated(model, tokenizer, tmp_path / "whole").to_list()
-    rows = regenerated(model, tokenizer, tmp_path / "blocks", block_turns=block_turns).to_list()
-    assert sorted(rows, key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
+    generator = one_at_a_time(model, tokenizer)
+    rows = regenerated(generator, tokenizer, tmp_path, block_turns=block_turns)
+    by_id = expected(model, tokenizer)
+    assert {row["id"]: row["input_ids"] for row in rows} == {id: [*p, *a] for id, (p, a) in by_id.items()}
     # The conversations have 1, 2, 3 and 1 turns.
-    assert len(list((tmp_path / "blocks").glob("*.arrow"))) == {1: 4, 3: 3}[block_turns]
+    assert len(list(tmp_path.glob("*.arrow"))) == {1: 4, 3: 3}[block_turns]
+    assert len(set(generator.seeds)) == NUM_TURNS
 
 
 def test_each_conversation_is_answered_several_times_independently(
@@ -266,9 +216,8 @@ def test_each_conversation_is_answered_several_times_independently(
 ) -> None:
     copies = list(repeated(CONVERSATIONS, 3))
     assert [one.id for one in copies[:4]] == ["one", "one~1", "one~2", "two"]
-    rows = regenerated(model, tokenizer, tmp_path, conversations=copies, temperature=3.0)
+    rows = regenerated(TransformersGenerator(model, 2), tokenizer, tmp_path, copies, temperature=3.0)
     by_id = {row["id"]: row for row in rows}
-    assert by_id.keys() >= {f"{name}{copy}/0" for name in TURNS for copy in ("", "~1", "~2")}
     # A second turn follows its own copy's first one.
     firsts, seconds = ([by_id[f"two{copy}/{turn}"] for copy in ("", "~1", "~2")] for turn in range(2))
     answers = [tokenizer.decode(row["input_ids"][row["num_prompt_tokens"] :]) for row in firsts]
@@ -276,48 +225,13 @@ def test_each_conversation_is_answered_several_times_independently(
     assert len({tuple(row["input_ids"][: row["num_prompt_tokens"]]) for row in seconds}) == 3
 
 
-def test_an_interrupted_block_resumes_after_the_finished_ones(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = regenerated(model, tokenizer, tmp_path / "whole", block_turns=3).to_list()
-    generate, num_calls = model.generate, 0
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 4:  # the first block takes two
-            raise InterruptedError
-        return generate(*arguments, **options)
-
-    monkeypatch.setattr(model, "generate", failing)
-    with pytest.raises(InterruptedError):
-        regenerated(model, tokenizer, tmp_path / "half", block_turns=3)
-    assert [path.name for path in (tmp_path / "half").glob("*.arrow")] == ["block-00000.arrow"]
-    assert regenerated(model, tokenizer, tmp_path / "half", block_turns=3).to_list() == whole
-
-
 def test_no_more_is_answered_than_max_samples_needs(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """One answer in four is too short, which the next block makes good."""
-    conversations = [
-        conversation(str(i), ("user", "six"), ("assistant", "X"), ("user", "ten"), ("assistant", "X"))
-        for i in range(400)
-    ]
-    num_prompts = 0
-
-    def answer(prompts: list[list[int]], _output: Path) -> list[list[int]]:
-        nonlocal num_prompts
-        num_prompts += len(prompts)
-        return [[5] if i % 4 == 3 else [5, 6] for i in range(len(prompts))]
-
-    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
-    rows = regenerate(
-        conversations, tokenizer, turn_by_turn(answer), directory=tmp_path, max_samples=300, **rest
-    )
+    some = [conversation(str(i), ("user", "six"), ANSWER, ("user", "ten"), ANSWER) for i in range(400)]
+    generator = OneAtATime(lambda prompt: [5, 6] if len(generator.order) % 4 else [5])
+    rows = regenerated(generator, tokenizer, tmp_path, some, max_samples=300)
     assert 300 <= len(rows) <= 304
-    assert num_prompts <= 300 * 4 / 3 + 8
+    assert len(generator.order) <= 300 * 4 / 3 + 8
     assert max(int(row["id"].partition("/")[0]) for row in rows) < (300 * 4 / 3 + 8) / 2

@@ -1,9 +1,6 @@
 import errno
-import json
 import multiprocessing
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -101,13 +98,6 @@ def test_append_waits_while_too_much_waits(
     assert captured_ids(tmp_path) == set(range(12))
 
 
-def test_a_sample_larger_than_the_queue_goes_through(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path, "a", EXACT, 1, queue_bytes=1) as writer:
-        for sample_id in range(3):
-            writer.append(sample_id, make_sample(3))
-    assert captured_ids(tmp_path) == {0, 1, 2}
-
-
 def test_a_failure_in_the_background_is_raised_and_finished_shards_stay(tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=5)
     writer.append(0, make_sample(0))
@@ -194,46 +184,6 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir() if "00001" in path.name} == set()
     append_all(tmp_path, [1])
     assert captured_ids(tmp_path) == {1, 3}
-
-
-FILL_A_DISK = """
-import json, subprocess, sys
-from pathlib import Path
-from data.store.index import missing_ids
-from data.store.shards import FinishedShards, check_content
-from data.store.writer import StoreWriter
-from eagle31.errors import UserError
-from tests.data.store.samples import EXACT, append_all
-directory = Path(sys.argv[1])
-def captured():
-    records = FinishedShards(directory).records()
-    for record in records:
-        check_content(directory, record.file, record.checksum)
-    return sum((record.sample_ids for record in records), ())
-try:
-    append_all(directory, range(300))
-    message = ""
-except UserError as error:
-    message = str(error)
-before = captured()
-subprocess.run(["mount", "-o", "remount,size=2m", str(directory)], check=True)
-append_all(directory, missing_ids(directory, FinishedShards(directory).records(), 300))
-print(json.dumps({"message": message, "before": before, "after": captured()}))
-"""
-
-
-def test_a_small_disk_fills_up_and_capture_continues_when_there_is_room(tmp_path: Path) -> None:
-    disk = f"mount -t tmpfs -o size=128k tmpfs {tmp_path}"
-    own_mounts = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
-    if subprocess.run([*own_mounts, disk], capture_output=True).returncode:
-        pytest.skip("needs user namespaces to mount a small disk")
-    command = [*own_mounts, f'{disk} && exec "$@"', "bash", sys.executable, "-c", FILL_A_DISK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert "disk is full" in found["message"]
-    assert 0 < len(found["before"]) < 300
-    assert sorted(found["after"]) == list(range(300))
 
 
 def _capture_missing(directory: Path, num_samples: int, log: Path) -> None:

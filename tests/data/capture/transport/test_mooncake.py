@@ -126,22 +126,6 @@ def test_what_one_run_left_is_removed_and_no_others(
     assert trainer._store.remove_all(force=True) == 0
 
 
-def test_a_producer_killed_while_the_store_is_full_is_succeeded(
-    master: Master, producer: MooncakeTransport, trainer: MooncakeTransport
-) -> None:
-    first = start_worker("put", master.settings(), range(10), LONG)
-    assert first.stdout is not None
-    assert [int(first.stdout.readline()) for _ in range(2)] == [0, 1]
-    first.kill()
-    first.wait()
-    # It may have done more than it reported.
-    check(trainer, 0, LONG)
-    check(trainer, 1, LONG)
-    for index in range(2, 10):
-        producer.put(*sample(index, LONG))
-        check(trainer, index, LONG)
-
-
 def test_what_a_producer_that_died_had_begun_to_put_is_replaced(
     master: Master, producer: MooncakeTransport, trainer: MooncakeTransport
 ) -> None:

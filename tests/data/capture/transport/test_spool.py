@@ -1,7 +1,5 @@
 import errno
-import multiprocessing
 import os
-import signal
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
@@ -109,35 +107,6 @@ def test_a_sample_may_be_discarded_while_it_is_put(base: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "write_columns", write_and_discard)
     spool.put(request, *_states(request))
     assert not list(base.iterdir())
-
-
-def test_a_writer_that_is_killed_in_the_middle_leaves_nothing_once_the_sample_comes(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(file: BinaryIO, *_: object) -> None:
-        file.write(b"half")
-        file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    spool, request = Spool(base, Encoding()), _request()
-    with monkeypatch.context() as patch:
-        patch.setattr("data.capture.transport.spool.write_columns", die)
-        writer = multiprocessing.get_context("fork").Process(
-            target=spool.put, args=(request, *_states(request))
-        )
-        writer.start()
-        writer.join()
-    assert writer.exitcode == -signal.SIGKILL
-    assert len(list(base.iterdir())) == 1
-    spool.put(request, *_states(request))
-    assert spool.take(request, timeout=0) is not None
-    assert not list(base.iterdir())
-
-
-def test_a_spool_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    request = _request()
-    with pytest.raises(FileNotFoundError, match="has ended"):
-        Spool(tmp_path / "gone", Encoding()).put(request, *_states(request))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

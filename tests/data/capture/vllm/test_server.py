@@ -42,7 +42,6 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from tests.data.capture.transport.mooncake_master import Master, running_master
 from tests.data.capture.vllm.client_process import ENCODING, KEY, capture_store
-from tests.data.capture.vllm.proxy import INTERRUPTIONS, interrupting
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
@@ -353,30 +352,6 @@ def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetS
     assert list(refused(store.directory)) == [3]
     assert [one["sample_id"] for one in store.manifest["refused"]] == [3]
     assert captured_ids(store.directory) == {0, 1, 2}
-
-
-def test_what_a_proxy_interrupts_is_captured(
-    server: ServerProcess, spec: TargetSpec, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data.capture.vllm.dispatch._LONGEST_RETRY_SECONDS", 0.1)
-    dataset, directory = make_samples(6), root / "interrupted"
-    with interrupting(server.url) as (url, proxy):
-        interrupted = VllmClient(url, 6, KEY, answer_seconds=2.0)
-        capture_store(interrupted, dataset, directory, expected_states(spec, IDS), root)
-    assert proxy.num_interrupted == dict.fromkeys(INTERRUPTIONS, len(dataset))
-    assert refused(directory) == {}
-    assert HiddenStateStore(directory).sample_ids.tolist() == list(range(len(dataset)))
-
-
-def test_a_server_that_rejects_everything_makes_no_finished_store(
-    server: ServerProcess, spec: TargetSpec, root: Path
-) -> None:
-    rows = [[VOCAB_SIZE, 1, number] for number in range(12)]
-    dataset = Dataset.from_dict({"input_ids": rows, "loss_mask": [[True] * 3] * len(rows)})
-    for _ in range(2):  # the same command again says the same
-        with pytest.raises(UserError, match=r"Too many: \d+ of 12 samples refused; .*scripts/store retry"):
-            capture(server, dataset, root / "rejected", spec)
-    assert not (root / "rejected" / "manifest.json").exists()
 
 
 def test_nothing_is_lost_when_the_client_is_killed(

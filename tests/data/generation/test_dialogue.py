@@ -8,9 +8,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.conversations.schemas import Conversation
-from data.generation.regenerate import regenerate, turn_by_turn
-from data.generation.turns import parsed_turn
+from data.generation.dialogue import parsed_turn
+from data.generation.regenerate import regenerate
+from data.sampling import Sampling
 from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer
+from tests.data.generation.generators import OneAtATime
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 # As templates of reasoning models with tools have it: earlier thoughts are left out.
@@ -51,14 +53,12 @@ def regenerated(
 ) -> list[dict[str, Any]]:
     """Return the samples of one conversation for which the target writes the given answers."""
 
-    def answer(prompts: list[list[int]], output: Path) -> list[list[int]]:
-        [turn] = [int(output.stem.rpartition("-")[2])]
-        return [tokenizer(answers[turn], add_special_tokens=False)["input_ids"] for _ in prompts]
-
+    left = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
+    generator = OneAtATime(lambda prompt: left.pop(0))
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
-    return regenerate(
-        [Conversation("c", tuple(messages))], tokenizer, turn_by_turn(answer), directory=directory, **rest
-    ).to_list()
+    rest |= {"directory": directory, "model_fingerprint": "f"}
+    sampling = Sampling(100, (), 0.0, seed=0)
+    return regenerate([Conversation("c", tuple(messages))], tokenizer, generator, sampling, **rest).to_list()
 
 
 def asked(*, calls: list[dict], content: str = "") -> list[dict]:

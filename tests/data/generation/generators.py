@@ -1,0 +1,79 @@
+"""Engines of the tests that answer in a few milliseconds."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from data.generation.answers import Answers
+from data.sampling import Sampling
+
+
+def tiny_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Return a random Llama for the tokenizer of the tests' templates."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: Sequence[int], limit: int) -> list[int]:
+    """Return the model's likeliest tokens, one at a time and without a cache."""
+    answer: list[int] = []
+    while len(answer) < limit and not (answer and answer[-1] in stops):
+        logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
+class OneAtATime:
+    """A generator that answers one random conversation after the other.
+
+    Args:
+        answer: maps a prompt to its answer.
+        fails_after: it is interrupted after so many answers.
+        refuses: indices of conversations that get no answer.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Sequence[int]], list[int]],
+        engine: str = "one",
+        fails_after: int | None = None,
+        refuses: Sequence[int] = (),
+    ) -> None:
+        self.answer, self.engine, self.fails_after, self.refuses = answer, engine, fails_after, refuses
+        self.order: list[int] = []
+        self.seeds: list[tuple[int, ...]] = []
+
+    def converse(
+        self,
+        first: Mapping[int, Sequence[int]],
+        sampling: Sampling,
+        on_answers: Callable[[Answers], None],
+        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
+        seed: Callable[[int], tuple[int, ...]],
+    ) -> dict[int, str]:
+        waiting = {index: prompt for index, prompt in first.items() if index not in self.refuses}
+        generator = random.Random(len(waiting))
+        while waiting:
+            index = generator.choice(sorted(waiting))
+            self.seeds.append(seed(index))
+            ids = self.answer(waiting.pop(index))
+            self.order.append(index)
+            following = next_prompt(index, ids)
+            on_answers([(index, ids)])
+            if following is not None:
+                waiting[index] = following
+            if len(self.order) == self.fails_after:
+                raise InterruptedError
+        return dict.fromkeys(sorted({*self.refuses} & first.keys()), "too long")
