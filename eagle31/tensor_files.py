@@ -193,10 +193,12 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     Args:
         tensors: contiguous, on the CPU.
     """
-    with open(path, "wb") as file:
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    save_file(dict(tensors), path, metadata)
-    os.chmod(path, mode)
+    save_file(dict(tensors), partial, metadata)
+    os.chmod(partial, mode)
+    partial.replace(path)
 
 
 def load_pickled(path: Path) -> Any:

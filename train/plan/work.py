@@ -137,12 +137,9 @@ def _measured_rate(output_dir: Path) -> float | None:
 
 def _data_tokens(config: RunConfig, data_summary: Mapping[str, Any]) -> tuple[int | None, str]:
     """Return the tokens as measured, else as limited by the recipe."""
+    if "num_tokens" in data_summary:
+        return data_summary["num_tokens"], "measured"
     limit = config.capture.max_samples
-    measured = data_summary.get("num_tokens")
-    if measured is not None:
-        num_samples = data_summary["num_samples"]
-        taken = num_samples if limit is None else min(limit, num_samples)
-        return measured * taken // num_samples, "measured"
     if limit is None:
         return None, "unknown before the data stage, without capture.max_samples"
     mean = config.plan.document_tokens or config.data.max_tokens

@@ -77,7 +77,9 @@ def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inch
             axes.set_title(lines, loc="left", fontsize=9, color=MUTED, pad=9)
             above = (0, 11.5 * num_lines + 11)
             _label(axes, panel.title, (0, 1), above, INK, fontsize=11.5, fontweight="bold", fraction=True)
-        figure.savefig(path, dpi=180, facecolor="white")
+        partial = path.with_name(f".{path.name}.partial")
+        figure.savefig(partial, dpi=180, facecolor="white", format="png")
+        partial.replace(path)
 
 
 def svg_uri(panel: Panel) -> str:

@@ -92,7 +92,7 @@ def test_script_passes_shellcheck_and_forwards_the_arguments(
         (("capture=vllm_online", "capture.transport=mooncake"), 50051),
         (("capture=vllm_online", "capture.transport=mooncake", "capture.mooncake.master=localhost:40"), 40),
         (("capture=vllm_online", "capture.transport=mooncake", "capture.mooncake.master=node7:50051"), None),
-        (("capture=vllm", "capture.transport=mooncake"), None),
+        (("capture=vllm", "capture.transport=mooncake"), 50051),
     ],
 )
 def test_a_job_starts_the_mooncake_master_that_its_run_needs(

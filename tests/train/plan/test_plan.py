@@ -13,7 +13,7 @@ import pytest
 
 from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
-from eagle31.json_files import write_json
+from eagle31.json_files import write_json, write_sealed_json
 from tests.runs.forked import ROOT
 from tests.train.torchrun import checked_config, composed, run_here
 from train.config.run import Stage, check
@@ -244,10 +244,10 @@ def test_a_recipe_that_contradicts_the_targets_config_is_refused(tmp_path: Path)
 
 
 def test_tokens_are_measured_after_the_data_stage(tmp_path: Path) -> None:
-    summary = {"num_tokens": 163_840_000, "num_samples": 800_000}  # the recipe takes 400,000
+    summary = {"num_tokens": 81_920_000, "num_samples": 200_000}
     stage = tmp_path / "artifacts" / "data-0123"
     stage.mkdir(parents=True)
-    (stage / "stage.json").write_text(json.dumps({"facts": summary}))
+    write_sealed_json(stage / "stage.json", {"facts": summary})
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
     assert work.steps == 81_920_000 // (16 * 8192)
