@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from eagle31.kernels.flash_support import flash_obstacle, warn_once
 from eagle31.kernels.merged_attention import CausalBlock, NoContext, merged_attention
-from eagle31.kernels.packed_attention import PackedBlock
+from eagle31.kernels.packed_attention import PackedBlock, flash_obstacle, warn_once
 from eagle31.kernels.query_run import context_window
 from eagle31.kernels.split_linear import TokenProjection
 from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks

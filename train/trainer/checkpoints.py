@@ -15,8 +15,7 @@ from torch import Tensor
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, file_within, read_json, write_json
 from eagle31.tensor_files import load_tensors
-from train.distributed import World
-from train.trainer.agreement import agreed, agreed_on_main, gathered
+from train.distributed import World, agreed, agreed_on_main, gathered
 from train.trainer.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
 from train.trainer.parts import (
     MANIFEST,

@@ -1,4 +1,13 @@
-"""The model engine: DeepSpeed around the drafter."""
+"""The model engine: DeepSpeed around the drafter.
+
+What is done here and in the files next to this one although DeepSpeed has a part for it, and why:
+
+    checkpoints   its own resume with the same ranks and ZeRO stage alone, and run code when they are read
+    clipping      it clips and skips differently at every ZeRO stage, and waits for the device at some
+    Muon          its own changes the gradient before the norm is computed, so clipping would see the result
+    rounding      at ZeRO 0 in bf16 it accumulates gradients in bf16, and keeps the float32 weights to itself
+    the last row  it counts micro-batches, and steps here may have fewer rows on some ranks
+"""
 
 import copy
 import io

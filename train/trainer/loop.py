@@ -12,12 +12,12 @@ from torch import Tensor
 
 from data.batches.device_rows import DeviceRows, StepRows
 from data.progress import Progress
+from eagle31.kernels.transfer import HostCopy, to_device
 from train.distributed import World, sum_over_ranks
 from train.stop import Stopped
 from train.tracking import Tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import full_state
-from train.trainer.host_copy import HostCopy, sent
 from train.trainer.learning_rate import LearningRate
 from train.trainer.metrics import Speed, WindowSums, source_metrics
 from train.trainer.optimizer import ClippedAdamW, divisor_correction
@@ -244,7 +244,8 @@ def optimizer_step(
         Over all ranks the number of supervised positions and the number of ranks that were asked to stop; and
         the gradient's norm before clipping.
     """
-    counts = sum_over_ranks(sent([step_rows.counts.num_supervised, stop], world.device))
+    own = torch.tensor([step_rows.counts.num_supervised, int(stop)])
+    counts = sum_over_ranks(to_device([own], world.device)[0])
     # DeepSpeed averages over ranks, and over as many micro-batches as the largest step has. But the loss is a
     # sum over all of them, divided once.
     micro_batches = model_engine.gradient_accumulation_steps()

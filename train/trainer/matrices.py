@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eagle31.kernels.newton_schulz import orthogonalization_elements, orthogonalization_flops, orthogonalize
-from train.trainer.fragments import Fragment
+from train.trainer.engine_state import Fragment
 
 HEAD = "lm_head.weight"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagle31.kernels.newton_schulz import orthogonalization_dtype
 from train.distributed import sum_over_ranks
-from train.trainer.fragments import flat_matrices
+from train.trainer.engine_state import flat_matrices
 from train.trainer.matrices import WholeMatrices
 
 _EPSILON = 1e-6  # added to the norm, as PyTorch and DeepSpeed do

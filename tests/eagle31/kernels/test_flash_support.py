@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle31.kernels.flash_support import flash_obstacle, warn_once
+from eagle31.kernels.packed_attention import flash_obstacle, warn_once
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)

@@ -17,8 +17,7 @@ from data.samples import StateShape
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
-from train.distributed import World, leave_process_group
-from train.trainer.agreement import gathered
+from train.distributed import World, gathered, leave_process_group
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import ensure_process_group
 from train.trainer.loop import optimizer_step

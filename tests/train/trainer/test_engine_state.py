@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from train.trainer.fragments import Fragment, UnexpectedLayoutError, check_cover
+from train.trainer.engine_state import Fragment, UnexpectedLayoutError, check_cover
 
 SHAPE = torch.Size((4, 6))
 WHOLE = [[Fragment(0, 10, 0)], [Fragment(10, 14, 3)], [Fragment(0, 0, 0)]]
