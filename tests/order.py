@@ -19,7 +19,6 @@ SLOW = (
     "tests/train/test_pipeline.py",
     "tests/train/engines/test_mooncake.py",
     "tests/train/test_combinations.py",
-    "tests/train/parity/test_mistakes.py",
     "tests/data/capture/vllm/test_server_process.py",
     "tests/data/capture/transport/test_mooncake.py",
     "tests/train/engines/test_vllm.py",

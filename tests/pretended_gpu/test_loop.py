@@ -68,7 +68,7 @@ class GpuWorld(World):
 
 @pytest.mark.parametrize(
     ("dtype", "count_outside_vocab", "muon"),
-    [(torch.bfloat16, True, False), (torch.float32, False, False), (torch.bfloat16, True, True)],
+    [(torch.float32, False, False), (torch.bfloat16, True, True)],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*matrix products")
@@ -116,8 +116,3 @@ def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: 
         step(0)  # makes optimizer states and RoPE's tables
         with gpu.no_waiting():
             step(1)
-        if muon:
-            assert isinstance(optimizer, Muon)
-            assert optimizer.num_orthogonalized == 2 * len(matrices)
-            products = [op for op in gpu.operations if op is torch.ops.aten.baddbmm.default]
-            assert products

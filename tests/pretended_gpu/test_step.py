@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from eagle31.kernels import packed_attention
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.objectives import Loss, Objective
 from eagle31.training.teacher_forced import greedy_hits
@@ -14,20 +13,20 @@ from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, 
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
-# attention, dtype, pruned, layers, metrics, checkpointing, loss
+# attention, dtype, pruned, layers, window, metrics, checkpointing, loss
 CASES = [
-    ("gqa", BF16, True, 1, False, False, *Loss),
-    ("gqa", FP32, False, 2, True, True),
-    ("mla", BF16, False, 2, False, True),
-    ("mla", FP32, True, 1, True, False),
+    ("gqa", BF16, True, 1, 7, False, False, *Loss),
+    ("gqa", FP32, False, 2, None, True, True),
+    ("mla", BF16, False, 2, None, False, True),
+    ("mla", FP32, True, 1, None, True, False),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:.*matrix products")
 def test_a_step_never_waits(case: tuple[Any, ...]) -> None:
-    attention, dtype, pruned, num_layers, metrics, checkpointed, *losses = case
-    config = configuration(attention, pruned=pruned, num_layers=num_layers)
+    attention, dtype, pruned, num_layers, window, metrics, checkpointed, *losses = case
+    config = configuration(attention, pruned=pruned, num_layers=num_layers, window=window)
     with PretendedGpu() as gpu:
         drafter, frozen = drafter_on_gpu(config, dtype)
         batch = host_batch(config, dtype)
@@ -44,46 +43,6 @@ def test_a_step_never_waits(case: tuple[Any, ...]) -> None:
         assert bool(flash) == (dtype is BF16)
         atomic = {aten.index_add_.default, aten.scatter_add_.default} & set(gpu.operations)
         assert not atomic, "the order of atomic additions changes from run to run"
-
-
-class RecordedWindows:
-    """PyTorch's operators; the windows of the flash kernel's calls are recorded."""
-
-    def __init__(self) -> None:
-        self.forward: list[tuple[Any, Any]] = []
-        self.backward: list[tuple[Any, Any]] = []
-
-    def _flash_attention_forward(self, *args: Any, **settings: Any) -> Any:
-        self.forward.append((settings.get("window_size_left"), settings.get("window_size_right")))
-        return aten._flash_attention_forward(*args, **settings)
-
-    def _flash_attention_backward(self, *args: Any, **settings: Any) -> Any:
-        self.backward.append((settings.get("window_size_left"), settings.get("window_size_right")))
-        return aten._flash_attention_backward(*args, **settings)
-
-
-@pytest.mark.parametrize(
-    ("window", "num_layers", "expected"),
-    [
-        (7, 2, [(6, 0), (6, 0), (5, 0), (5, 0), (4, 0), (4, 0)]),
-        (2, 1, [(1, 0), (0, 0)]),  # the third step reads its rollout keys alone
-        (1000, 1, [(None, None)] * 3),
-    ],
-)
-def test_the_kernel_is_given_each_steps_window(
-    window: int, num_layers: int, expected: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel counts the keys before the query's own; rollout keys are a part of the window."""
-    kernels = RecordedWindows()
-    monkeypatch.setattr(packed_attention, "kernels", kernels)
-    config = configuration("gqa", num_layers=num_layers, window=window)
-    with PretendedGpu():
-        drafter, frozen = drafter_on_gpu(config, BF16)
-        step(drafter, frozen, host_batch(config, BF16))
-    # One call for each segment of keys that the documents' turns have.
-    assert list(dict.fromkeys(kernels.forward)) == list(dict.fromkeys(expected))
-    assert sorted(kernels.backward, key=str) == sorted(kernels.forward, key=str)
-    assert len(kernels.forward) % len(expected) == 0
 
 
 def test_replay_waits_for_the_row_alone() -> None:

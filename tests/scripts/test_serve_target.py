@@ -8,10 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
+import pytest
 
 from data.capture.vllm.environment import KEY_VARIABLE, ROOT
 from data.target.spec import TargetSpec
 from tests.data.target.tiny_target import NUM_LAYERS, save_target
+from tests.runs.here import run_command
 
 KEY = "the-key-of-this-test"
 # Prints how it is called; the server on the port 8124 ends with a status, others stay.
@@ -21,24 +23,16 @@ variables = [os.environ.get(name) for name in ("PYTHONPATH", "VLLM_API_KEY")]
 print(json.dumps([os.getpid(), sys.argv[1:], *variables]), flush=True)
 if "8123" in sys.argv:
     time.sleep(600)
-sys.exit({status})
+sys.exit(1)
 """
 
 
-def serve(
-    tmp_path: Path,
-    *arguments: str,
-    key: str | None = None,
-    status: int = 1,
-) -> subprocess.CompletedProcess[str]:
-    """Run the command with a Python for vLLM that prints how it is called."""
-    python = tmp_path / "python"
-    python.write_text(f"#!{sys.executable}\n{FAKE.format(status=status)}")
+def fake_python(directory: Path) -> Path:
+    """Return a Python for vLLM that prints how it is called."""
+    python = directory / "python"
+    python.write_text(f"#!{sys.executable}\n{FAKE}")
     python.chmod(0o755)
-    command = [sys.executable, str(ROOT / "scripts" / "serve_target"), *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    environment |= {"EAGLE31_VLLM_PYTHON": str(python)} | ({} if key is None else {KEY_VARIABLE: key})
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return python
 
 
 def recipe(spec: TargetSpec, output_dir: Path) -> list[str]:
@@ -58,7 +52,14 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
     arguments = ["drafter.aux_layer_ids=[0,2]", "+vllm.engine_args.tensor_parallel_size=2", "--servers", "2"]
     command = [*recipe(spec, output_dir), *arguments, "--host", "0.0.0.0", "--port", "8123"]
-    done = serve(tmp_path, *command, key=KEY)
+    done = subprocess.run(
+        [sys.executable, "scripts/serve_target", *command],
+        cwd=ROOT,
+        env=os.environ | {"EAGLE31_VLLM_PYTHON": str(fake_python(tmp_path)), KEY_VARIABLE: KEY},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 2
     assert "vLLM ended with status 1 before it was ready" in done.stderr
     [printed] = done.stdout.splitlines()
@@ -93,18 +94,21 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     assert (settings["aux_layer_ids"], settings["roots"]) == ([0, 2], [str(output_dir), "/dev/shm"])
 
 
-def test_other_machines_are_served_with_a_key_only(tmp_path: Path) -> None:
-    done = serve(tmp_path, "any_target", "--host", "0.0.0.0")
-    assert done.returncode == 2
-    assert "VLLM_API_KEY=: Other machines reach the server at --host 0.0.0.0" in done.stderr
-    assert "export VLLM_API_KEY=$(openssl rand -hex 32)" in done.stderr
-    assert done.stdout == ""
+def test_other_machines_are_served_with_a_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    done = run_command("scripts/serve_target", "any_target", "--host", "0.0.0.0")
+    assert (done.status, done.out) == (2, "")
+    assert "VLLM_API_KEY=: Other machines reach the server at --host 0.0.0.0" in done.err
+    assert "export VLLM_API_KEY=$(openssl rand -hex 32)" in done.err
 
 
-def test_a_server_that_could_not_put_into_mooncake_is_not_started(tmp_path: Path) -> None:
+def test_a_server_that_could_not_put_into_mooncake_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(fake_python(tmp_path)))
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
     through = ["capture=vllm", "capture.transport=mooncake"]  # an online run may use it, too
-    done = serve(tmp_path, *recipe(spec, output_dir), *through, status=1)
-    assert done.returncode == 2
-    assert "pip install 'mooncake-transfer-engine" in done.stderr
-    assert "vllm.servers=" not in done.stdout
+    done = run_command("scripts/serve_target", *recipe(spec, output_dir), *through)
+    assert done.status == 2
+    assert "pip install 'mooncake-transfer-engine" in done.err
+    assert "vllm.servers=" not in done.out

@@ -1,22 +1,14 @@
-"""The small run of most tests here: its settings, starting and ending it, and its results."""
+"""The small run of most tests here: its settings and its results."""
 
-import signal
-import subprocess
 import time
 from pathlib import Path
 
-import psutil
-
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
-from tests.processes import environment_of
-from tests.runs.forked import ROOT, environment
-from tests.train.torchrun import torchrun_command
 
 MAIN = "train/main.py"
 RECIPE = "any_target"
 STEPS = 24
-RUN_VARIABLE = "EAGLE31_TEST_RUN"  # the output directory, in the environment of a run's processes
 TEXT_STAGES = "stages=[data,vocab,answers,capture]"
 
 
@@ -47,31 +39,6 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
     ]
 
 
-def start(
-    target: EmbeddedTarget,
-    directory: Path,
-    *extra: str,
-    num_processes: int = 1,
-) -> subprocess.Popen:
-    """Start a run with torchrun."""
-    command = torchrun_command(
-        MAIN, f"recipe={RECIPE}", *arguments(target, directory), *extra, num_processes=num_processes
-    )
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment() | {RUN_VARIABLE: str(directory)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def processes_of(directory: Path) -> list[psutil.Process]:
-    """Return the processes that a run has started as programs, torchrun among them."""
-    everything = psutil.process_iter()
-    return [one for one in everything if environment_of(one).get(RUN_VARIABLE) == str(directory)]
-
-
 def wait_for_step(directory: Path, step: int) -> None:
     """Wait until metrics.jsonl has a record of the step."""
     deadline = time.monotonic() + 240
@@ -83,17 +50,6 @@ def wait_for_step(directory: Path, step: int) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was never reached")
-
-
-def end_with(process: subprocess.Popen, directory: Path, number: int) -> None:
-    if number == signal.SIGKILL:
-        found = processes_of(directory)
-        assert len(found) > 1, "no rank is left that could be killed"
-        for one in found:
-            one.kill()
-    else:
-        process.send_signal(number)
-    process.wait(timeout=120)
 
 
 def metrics_of(directory: Path) -> list[dict]:

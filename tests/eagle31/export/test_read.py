@@ -141,6 +141,3 @@ def test_damaged_exports_are_refused(tmp_path: Path) -> None:
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"model\.safetensors=.*: It is damaged"):
         load_export(tmp_path / "e", CPU)
-    weights.unlink()
-    with pytest.raises(UserError, match="read"):
-        load_export(tmp_path / "e", CPU)

@@ -1,8 +1,6 @@
 """Each benchmark runs on something tiny, and its figures follow from what it measured."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,8 @@ import pytest
 from data.embedded.target import EmbeddedTarget
 from scripts.bench import step_inputs
 from scripts.bench.quality_runs import acceptance_lengths, minutes_until, parse_side
-from tests.scripts.bench.commands import BENCH, command
+from tests.runs.here import run_command
+from tests.scripts.bench.commands import command
 from tests.train.conftest import small_target
 from train.evaluation.intervals import Resamples
 
@@ -21,10 +20,9 @@ TINY = step_inputs.Shape("tiny", "chat", 256, 64, 4, 2, 16, 96, 512, 128, num_st
 
 
 def run(name: str, *arguments: str, cwd: Path) -> str:
-    line = [sys.executable, str(BENCH / name), *arguments, "--threads", "1"]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=cwd, env=os.environ, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = run_command(f"scripts/bench/{name}", *arguments, "--threads", "1", directory=cwd)
+    assert done.status == 0, done.err
+    return done.out
 
 
 def test_step_times_both_of_our_sides(

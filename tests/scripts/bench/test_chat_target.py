@@ -49,10 +49,7 @@ def test_a_small_qwen3_is_trained_once(conversations: Path, tmp_path: Path) -> N
     [
         ('{"question": "a", "answer": "b"}\nno JSON\n', "Line 2"),
         ('{"question": "a"}\n', "Line 1"),
-        ('{"question": "a", "answer": 3}\n', "Line 1"),
-        ("[]\n", "Line 1"),
         ("", "too few"),
-        ('{"question": "a", "answer": "b"}\n', "too few"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, remedy: str) -> None:
@@ -60,8 +57,3 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, remedy: str) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=remedy):
         read_chats(path)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        read_chats(tmp_path / "missing.jsonl")

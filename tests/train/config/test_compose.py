@@ -29,31 +29,19 @@ def test_a_value_that_the_recipe_leaves_open_is_named() -> None:
 @pytest.mark.parametrize(
     ("argument", "remedy"),
     [
-        ("train.max_step=3", "train.max_steps"),
         ("trian.max_steps=3", "train.max_steps"),
         ("zero_stage=1", "deepspeed.zero_stage"),
-        ("sed=1", "seed"),
         ("zzzzzzzz=1", "--cfg job"),
         ("hydra.verbose=true", "no such key"),
-        ("+train.later=1", "no such key"),
         ("train.max_steps.more=1", "no such key"),
-        ("data.template_kwargsenable_thinking=false", "no such key"),
         ("recipe=quikstart", "quickstart"),
-        ("drafter=eagle4", "eagle31"),
-        ("deepspeed=ds_config.json", "zero0"),
         ("capture=online", "hf_online"),
         ("train.max_steps=many", "many"),
-        ("train.ttt_steps=1.5", "1.5"),
         ("train.ttt_steps=null", "."),
-        ("optim.lr=fast", "fast"),
-        ("drafter.fc_norm=7.5", "7.5"),
         ("deepspeed.precision=fp16", "bf16"),
-        ("drafter.aux_layer_ids=[a]", "a"),
         ("stages=[fly]", "capture"),
-        ("train=3", "TrainConfig"),
         ("data.sources.a=3", "SourceConfig"),
         ("data.train=[a", "quotes"),
-        ("data.template_kwargs.x={a", "quotes"),
         ("train.max_steps=1,2", "1,2"),
         ("quickstart", "key=value"),
         ("output_dir=${nowhere}/runs", "nowhere"),
@@ -92,7 +80,7 @@ def test_free_mappings_take_any_key_and_named_members_any_name() -> None:
     assert config.data.sources["mine"].max_conversations == 3
 
 
-@pytest.mark.parametrize("text", ["train:\n  max_step: 3\n", "a: [1\n", "- 1\n", "\0\n"])
+@pytest.mark.parametrize("text", ["train:\n  max_step: 3\n", "a: [1\n"])
 def test_a_mistake_in_a_recipes_file_is_named(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

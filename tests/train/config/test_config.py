@@ -1,16 +1,13 @@
 """The checks of a recipe: types by Hydra, values by `check`."""
 
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import MissingMandatoryValue
 
 from data.conversations.choices import Overlong
 from eagle31.errors import UserError
 from tests.runs.forked import ROOT
-from tests.runs.here import run_command
 from tests.train.torchrun import composed
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, check
@@ -69,7 +66,6 @@ def test_overrides_reach_their_fields_with_the_right_types() -> None:
     assert config.train.max_steps is None
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "eagle31"])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -77,26 +73,10 @@ def test_overrides_reach_their_fields_with_the_right_types() -> None:
         ["drafter.rope_parameters.rope_type=default", "drafter.rope_parameters.rope_theta=1e6"],
     ],
 )
-def test_rope_parameters_can_be_set(drafter: str, arguments: list[str]) -> None:
-    assert composed("any_target", *NEEDED, f"drafter={drafter}").drafter.rope_parameters == {}
-    config = composed("any_target", *NEEDED, f"drafter={drafter}", *arguments)
+def test_rope_parameters_can_be_set(arguments: list[str]) -> None:
+    assert composed("any_target", *NEEDED).drafter.rope_parameters == {}
+    config = composed("any_target", *NEEDED, *arguments)
     assert config.drafter.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
-
-
-def test_template_kwargs_accept_any_key() -> None:
-    one_by_one = composed(
-        "any_target", *NEEDED, "data.template_kwargs.enable_thinking=false", "data.template_kwargs.a.b=1"
-    )
-    assert one_by_one.data.template_kwargs == {"enable_thinking": False, "a": {"b": 1}}
-    assert composed("any_target", *NEEDED, "data.template_kwargs={c: x}").data.template_kwargs == {"c": "x"}
-
-
-def test_main_refuses_a_wrong_value_before_any_work(tmp_path: Path) -> None:
-    arguments = ["recipe=any_target", f"output_dir={tmp_path / 'run'}", *NEEDED, "train.max_steps=many"]
-    done = run_command("train/main.py", *arguments)
-    assert done.status == 2
-    assert done.err.startswith("error: train.max_steps=many: ")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -127,12 +107,6 @@ def test_values_that_do_not_go_together_are_refused_with_their_field(key: str, v
         check(changed(key, value))
     assert caught.value.field.startswith(key)
     assert caught.value.remedy.endswith(".")
-
-
-def test_a_missing_required_value_is_named() -> None:
-    with pytest.raises(MissingMandatoryValue) as caught:
-        composed("any_target", "target.model=somewhere")
-    assert caught.value.full_key == "data.train"
 
 
 @pytest.mark.parametrize(
@@ -196,15 +170,9 @@ def test_windows_need_files_and_room_for_a_row(changes: dict[str, Any], remedy: 
     check(config)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "mode", "remedy"),
-    [
-        ("capture.store", "s3://bucket/store", CaptureMode.online, "Online training reads no store"),
-    ],
-)
-def test_reading_a_store_needs_one(key: str, value: Any, mode: CaptureMode, remedy: str) -> None:
-    config = changed(key, value)
-    config.capture.mode = mode
-    with pytest.raises(UserError, match=remedy) as caught:
+def test_online_training_reads_no_store() -> None:
+    config = changed("capture.store", "s3://bucket/store")
+    config.capture.mode = CaptureMode.online
+    with pytest.raises(UserError, match="Online training reads no store") as caught:
         check(config)
-    assert caught.value.field == key
+    assert caught.value.field == "capture.store"

@@ -13,11 +13,9 @@ KEY = "planted/secret:of+a@store"  # keys of object storage have such characters
     ("setting", "field"),
     [
         (f"vllm.servers=['http://user:{SECRET}@node1:8000']", "vllm.servers"),
-        (f"vllm.servers=['http://{SECRET}@node1:8000']", "vllm.servers"),
         (f"capture.store='s3://key:{SECRET}@bucket/store'", "capture.store"),
         (f"data.train='https://user:{SECRET}@host/data.jsonl'", "data.train"),
         (f"vllm.engine_args.api_key={SECRET}", "vllm.engine_args.api_key"),
-        (f"vllm.engine_args.hf_token={SECRET}", "vllm.engine_args.hf_token"),
     ],
 )
 def test_a_secret_in_a_configuration_is_refused_and_not_repeated(
@@ -32,14 +30,10 @@ def test_a_secret_in_a_configuration_is_refused_and_not_repeated(
     "argument",
     [
         f"HF_TOKEN={KEY}",
-        f"HF_TOKEN={SECRET}}}{{",
         f"tracking.api_key={KEY}",
         f"vllm.engine_args={{api_key: {SECRET}",
-        f"vllm.servers=[http://user:{KEY}@node1:8000]",
         f"vllm.server=http://user:{KEY}@node1:8000",
-        f"capture=s3://key:{KEY}@bucket/store",
         f"capture.store=s3://key:{KEY}@bucket/store",
-        f"capture.spool_gb=s3://key:{KEY}@bucket",
         f"train.max_steps={{password: {KEY}}}",
         f"recipe=https://user:{KEY}@host",
         "hf_plantedsecret0000000000",

@@ -1,8 +1,9 @@
 """Every number of the recipe, at values that hardly any setting has: it means something, or is refused."""
 
+import copy
 import math
 import typing
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from eagle31.errors import UserError
 from tests.train.torchrun import composed
 from train.config.compose import schema_keys
-from train.config.run import check
+from train.config.run import RunConfig, check
 from train.config.setting import check_settings
 
 WORDS: dict[object, tuple[float, ...]] = {
@@ -27,6 +28,11 @@ ZERO = {
     *("train.lk_eta", "train.diagnose_every"),
     "drafter.aux_layer_ids",
 }
+
+
+@cache
+def recipe() -> RunConfig:
+    return composed("any_target", "target.model=a/b", "data.train=c.jsonl")
 
 
 def numbers() -> list[tuple[str, object, bool]]:
@@ -47,7 +53,7 @@ def test_the_walk_finds_the_numbers_of_every_group() -> None:
 
 @pytest.mark.parametrize(("key", "kind", "is_list"), numbers(), ids=str)
 def test_a_number_means_something_or_is_refused_by_name(key: str, kind: object, is_list: bool) -> None:
-    config = composed("any_target", "target.model=a/b", "data.train=c.jsonl")
+    config = copy.deepcopy(recipe())
     *groups, name = key.split(".")
     owner: Any = reduce(getattr, groups, config)
     for word in WORDS[kind]:

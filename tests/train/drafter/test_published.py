@@ -154,8 +154,8 @@ def test_eagle31_starts_from_eagle3_with_new_norms(
 
 @pytest.mark.parametrize(
     ("before", "recipe", "after"),
-    [(6, None, 6), (None, 6, 6), (6, 9, 9), (None, None, None)],
-    ids=["kept", "new", "changed", "none"],
+    [(6, None, 6), (6, 9, 9), (None, None, None)],
+    ids=["kept", "changed", "none"],
 )
 def test_a_window_may_change(
     spec: TargetSpec,
@@ -177,7 +177,6 @@ def test_a_window_may_change(
     ("shape", "found"),
     [
         ({"intermediate_size": 48}, "24"),
-        ({"aux_layer_ids": [1, 2, 3]}, "[0, 2, 5]"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "llama3"),
     ],
 )
@@ -207,17 +206,6 @@ def test_another_target_is_refused_before_any_stage(checkpoint: Path, tmp_path: 
     (tmp_path / "t").mkdir()
     spec = save_target(tmp_path / "t" / "target")
     with pytest.raises(UserError, match=r"vocab_size: found 101, expected 100"):
-        context(spec, checkpoint, tmp_path).check_drafter()
-
-
-def test_weights_that_are_not_finite_are_refused(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
-    def damage(tensors: dict[str, Any]) -> None:
-        tensors["fc.weight"][0, :3] = torch.tensor([float("nan"), float("inf"), 1.0])
-
-    edit_tensors(checkpoint, damage)
-    with pytest.raises(
-        UserError, match=r"init_from=.*: 2 of the [0-9,]+ values of its fc.weight are not finite"
-    ):
         context(spec, checkpoint, tmp_path).check_drafter()
 
 

@@ -1,7 +1,6 @@
 """Runs whose hidden states go through a real Mooncake store."""
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from tests.data.capture.transport.mooncake_master import Master, free_ports, running_master
 from tests.processes import command_of
-from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of, start, wait_for_step
+from tests.runs.forked import Ranks, start
+from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of, wait_for_step
 from tests.train.torchrun import run_here, torchrun
 
 STEPS = 6
@@ -60,16 +60,18 @@ def test_two_ranks_train_through_the_store_though_the_engine_is_killed(
     shutil.copytree(with_answers, plain)
     torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, plain), *settings())
     shutil.copytree(with_answers, directory)
-    process = start(small_target, directory, *through(master.address), num_processes=2)
+    command = [MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *through(master.address)]
+    ranks = start(*command, log=tmp_path / "log", num_processes=2)
     wait_for_step(directory, 1)
-    engine_of(process).kill()
-    assert process.wait(timeout=600) == 0
+    engine_of(ranks).kill()
+    assert ranks.wait() == 0, ranks.printed()
     assert losses_of(directory) == pytest.approx(losses_of(plain), rel=1e-3)
 
 
-def engine_of(process: subprocess.Popen) -> psutil.Process:
+def engine_of(ranks: Ranks) -> psutil.Process:
     """Return vLLM's process that the run started."""
-    children = psutil.Process(process.pid).children(recursive=True)
+    parents = [psutil.Process(one.pid) for one in ranks.processes]
+    children = [child for one in parents for child in one.children(recursive=True)]
     [engine] = [one for one in children if "vllm.entrypoints.openai.api_server" in command_of(one)[2:5]]
     return engine
 

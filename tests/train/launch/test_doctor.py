@@ -127,13 +127,10 @@ def test_the_version_of_vllm_is_reported(
     ("starts", "settings"),
     [
         (True, (ANSWERED,)),
-        (True, (ANSWERED, "stages=[evaluate]")),
         (True, (ANSWERED, SERVERS)),  # no server has the export as its drafter
         (True, (ANSWERED, "stages=[data]", "data.regenerate.enabled=true")),
-        (False, (ANSWERED, "stages=[data]", "data.regenerate.enabled=false")),
         (False, (ANSWERED, "stages=[answers]", SERVERS)),
         (True, (CAPTURED, "stages=[capture]")),
-        (False, (CAPTURED, "stages=[capture]", SERVERS)),
         (False, (CAPTURED, "stages=[train]")),
         (True, (CAPTURED, "stages=[train]", "capture.mode=online")),
         (False, ()),

@@ -1,11 +1,18 @@
-"""vLLM serves what is trained: exports of every kind, compared with the real engine draft by draft."""
+"""vLLM serves what is trained: exports of every kind, compared with the real engine draft by draft.
+
+The classic mistakes in an export are found before vLLM starts, and show where vLLM serves them.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.train.parity.engines import EngineResults, decode_job, run_together
+from data.target.spec import TargetSpec
+from tests.data.capture.vllm.targets import KV_CACHE_BYTES
+from tests.runs.here import run_command
+from tests.train.parity.engines import EngineResults, K, decode_job, run_together
+from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import (
     CASES,
     PUBLISHED,
@@ -14,12 +21,28 @@ from tests.train.parity.parity_cases import (
     export_path,
     is_trained,
     require_export,
+    target_path,
 )
 from tests.train.parity.published import as_published
-from train.evaluation.parity import Comparison
+from train.drafter.published import validate_export
+from train.evaluation.parity import Comparison, check_case
 
 pytestmark = pytest.mark.timeout(7200)
 MIN_DRAFTS = 200
+# Served in every test run, the other mistakes with --full: wrong inputs, a wrong recursion, wrong tokens.
+CORE_MISTAKES = ("layer ids off by one", "pre-norm state fed back", "d2t as absolute ids")
+CASE = "eagle31_llama3_rope"  # pruned, with every norm, and RoPE scaled: most mistakes can be made in it
+WINDOW_CASE = "eagle3_yarn_window_pruned_norm_before_four_aux"
+
+
+def case_of(mistake: str) -> str:
+    """Return the case in whose export a mistake is made."""
+    return WINDOW_CASE if mistake == "sliding window dropped" else CASE
+
+
+def mistaken(name: str, trained: Path, directory: Path) -> Path:
+    """Return an export with this mistake in a directory, which is made."""
+    return mutate(require_export(case_of(name), trained), directory, MUTATIONS[name][0])
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +60,21 @@ def published(trained: Path, full: bool, tmp_path_factory: pytest.TempPathFactor
 def engines(
     case_names: Sequence[str],
     trained: Path,
+    full: bool,
     published: dict[str, Path],
     vllm_python: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineResults:
-    """Each target alone, with each of its exports, and with what others publish."""
+    """Each target alone, with each of its exports, with what others publish, and with each mistake."""
     names = [name for name in case_names if is_trained(name, trained)]
     of_target = {CASES[name].target: name for name in names}
     jobs = [decode_job(f"plain {target}", name, None, trained) for target, name in of_target.items()]
     jobs += [decode_job(name, name, export_path(name, trained).resolve(), trained) for name in names]
     jobs += [decode_job(f"published {name}", name, path, trained) for name, path in published.items()]
     logs = tmp_path_factory.mktemp("vllm")
+    for name in MUTATIONS if full else CORE_MISTAKES:
+        export = mistaken(name, trained, logs / name.replace(" ", "_"))
+        jobs.append(decode_job(name, case_of(name), export, trained))
     expanded = {name for name in names if CASES[name].expand_mla}
     results = run_together([job for job in jobs if job.name not in expanded], vllm_python, logs / "vllm.log")
     if expanded:
@@ -89,3 +116,36 @@ def test_what_others_publish_is_read_as_vllm_reads_it(
     assert comparison.num_compared >= MIN_DRAFTS
     # The weights are the same: whoever reads them, they draft as they were trained.
     assert comparison.vllm == compare(engines, name).vllm
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_classic_mistake_is_named_before_vllm_starts(name: str, trained: Path, tmp_path: Path) -> None:
+    export = mistaken(name, trained, tmp_path / "export")
+    findings = validate_export(export, TargetSpec(str(target_path(case_of(name), trained))))
+    assert any(MUTATIONS[name][1] in finding.field for finding in findings), findings
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_classic_mistake_shows_in_vllm(name: str, engines: EngineResults) -> None:
+    if name not in engines.results:
+        pytest.skip("part of scripts/test --full")
+    if engines.results[name].error is None:  # else vLLM itself refuses it
+        reference = engines.reference(case_of(name), require_export(case_of(name), engines.trained))
+        assert not check_case(reference, engines.served(name), None, K).passed
+
+
+@pytest.mark.full("it starts vLLM again for each of the two")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(CASE, "float32"), ("eagle3_norm_before_full_vocab_two_aux_bf16", "bfloat16")]
+)
+def test_check_serving_passes_a_good_export(
+    name: str, dtype: str, trained: Path, vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
+    done = run_command(
+        "scripts/check_serving",
+        *(require_export(name, trained), "--target", target_path(name, trained), "--dtype", dtype),
+        *("--json", tmp_path / "out.json", "--engine-args", f"kv_cache_memory_bytes={KV_CACHE_BYTES}"),
+    )
+    assert done.status == 0, done.out + done.err
+    assert "verdict: vLLM serves what was trained" in done.out

@@ -1,6 +1,4 @@
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +6,7 @@ from matplotlib.image import imread
 
 from eagle31.errors import UserError
 from eagle31.json_files import write_sealed_json
-from tests.runs.forked import ROOT
+from tests.runs.here import run_command
 from tests.train.report.finished_run import acceptance, evaluation, finished_metrics, run_info
 from train.report.comparison import comparison_lines, read_runs
 
@@ -63,15 +61,11 @@ def test_a_run_without_evaluation_is_refused(tmp_path: Path) -> None:
         read_runs([run])
 
 
-def test_the_command_draws_a_picture_of_several_runs_and_the_page_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [str(finished(tmp_path / name, rate)) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
-    for arguments in ([*runs, "--out", str(tmp_path / "c.png")], runs[:1]):
-        monkeypatch.setattr(sys, "argv", ["report", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "scripts" / "report"), run_name="__main__")
-        assert not ended.value.code
+def test_the_command_draws_a_picture_of_several_runs_and_the_page_of_one(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / name, rate) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
+    assert run_command("scripts/report", *runs, "--out", tmp_path / "c.png").status == 0
     height, width, _ = imread(tmp_path / "c.png").shape
     assert 2 < width / height < 4
-    assert str(tmp_path / "a" / "report" / "index.html") in capsys.readouterr().out
+    done = run_command("scripts/report", runs[0])
+    assert done.status == 0
+    assert str(tmp_path / "a" / "report" / "index.html") in done.out

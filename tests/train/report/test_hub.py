@@ -1,7 +1,5 @@
 """Pushes by the command: what is uploaded, and what must not be."""
 
-import runpy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from eagle31.json_files import read_json, write_json, write_sealed_json
-from tests.runs.forked import ROOT
+from tests.runs.here import run_command
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
 from tests.train.report.finished_run import evaluation, run_info
 
@@ -75,18 +73,15 @@ def finished(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def push(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Push:
+def push(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Push:
     """Return a function that runs `scripts/push_to_hub`."""
 
     def run(*arguments: object, token: str | None = TOKEN) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["push_to_hub", *map(str, arguments)])
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token is not None:
             monkeypatch.setenv("HF_TOKEN", token)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "scripts" / "push_to_hub"), run_name="__main__")
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
+        done = run_command("scripts/push_to_hub", *arguments)
+        return done.status, done.out, done.err
 
     return run
 

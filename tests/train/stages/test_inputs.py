@@ -1,27 +1,24 @@
 """What each stage's result depends on: a change makes exactly the stages run again that it affects."""
 
 import os
-import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from data.embedded.target import EmbeddedTarget
 from data.target.spec import TargetSpec
 from tests.train.drafter.tiny_export import make_published
 from tests.train.small_run import RECIPE, arguments
-from tests.train.torchrun import composed, run_here
+from tests.train.torchrun import composed
 from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import validate_export
-from train.pipeline import STAGES, StageRun
+from train.pipeline import STAGES
 
 ALL = set(STAGES)
 FROM_ANSWERS = {Stage.answers, Stage.capture, Stage.train, Stage.export, Stage.evaluate}
@@ -42,13 +39,6 @@ def _changed(one: dict[Stage, str], other: dict[Stage, str]) -> set[Stage]:
     return {stage for stage in one if one[stage] != other[stage]}
 
 
-def _scaled(weights: Path, names: str) -> None:
-    tensors = load_file(weights)
-    assert any(names in name for name in tensors)
-    scaled = {name: tensor * 1.5 if names in name else tensor for name, tensor in tensors.items()}
-    save_file(scaled, weights, metadata={"format": "pt"})
-
-
 def _changed_in_place(weights: Path) -> None:
     """Change one byte in the middle, and nothing that `ls -l` shows."""
     before = weights.stat()
@@ -59,66 +49,23 @@ def _changed_in_place(weights: Path) -> None:
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-WEIGHT_CHANGES: dict[str, Callable[[Path], None]] = {
-    "one tensor": lambda weights: _scaled(weights, "layers.3.mlp.down_proj"),
-    "all MLPs": lambda weights: _scaled(weights, ".mlp."),
-    "in place": _changed_in_place,
-}
-
-
 @pytest.fixture
 def own_target(small_target: EmbeddedTarget, tmp_path: Path) -> EmbeddedTarget:
     """A copy of the small target, whose weights a test may change."""
     return replace(small_target, model=Path(shutil.copytree(small_target.model, tmp_path / "model")))
 
 
-@pytest.mark.parametrize("change", WEIGHT_CHANGES.values(), ids=list(WEIGHT_CHANGES))
 def test_other_weights_of_the_target_are_another_target(
-    own_target: EmbeddedTarget, tmp_path: Path, change: Callable[[Path], None]
+    own_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     settings = arguments(own_target, tmp_path / "run")
     before, regenerated = _keys(*settings), _keys(*settings, REGENERATED)
     assert _keys(*settings) == before
-    change(own_target.model / "model.safetensors")
+    _changed_in_place(own_target.model / "model.safetensors")
     assert _changed(before, _keys(*settings)) == FROM_ANSWERS
     assert _changed(regenerated, _keys(*settings, REGENERATED)) == set(before)
-
-
-def test_a_run_with_other_weights_makes_everything_again_that_they_affect(
-    own_target: EmbeddedTarget,
-    finished: tuple[Path, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    directory = Path(shutil.copytree(finished[0], tmp_path / "run", symlinks=True))
-    settings = [
-        *arguments(own_target, directory),
-        "stages=[data,vocab,answers,capture,train,export,evaluate]",
-    ]
-    run_here(RECIPE, *settings)
-    assert capsys.readouterr().out.count(": reused, ") == len(ALL)
-    _scaled(own_target.model / "model.safetensors", "layers.3.mlp.down_proj")
-    # The stages up to capture are real. What follows needs to be started only.
-    ran: list[str] = []
-    for stage in (Stage.train, Stage.export, Stage.evaluate):
-
-        def noted(_: RunContext, directory: Path) -> dict[str, int]:
-            ran.append(directory.name.partition("-")[0])
-            return {}
-
-        monkeypatch.setitem(STAGES, stage, StageRun(STAGES[stage].inputs, noted))
-    run_here(RECIPE, *settings)
-    printed = capsys.readouterr().out
-    assert re.search(r"starts at the first step: .* other settings of these: target\.target: ", printed)
-    assert [stage for stage in STAGES if f"{stage.value}: reused, " in printed] == [Stage.data, Stage.vocab]
-    for stage in FROM_ANSWERS:
-        assert f"{stage.value}: done" in printed
-    assert ran == ["train", "export", "evaluate"]
-    stores = list(directory.glob("artifacts/capture-*/test/shard-*.safetensors"))
-    assert len({path.read_bytes() for path in stores}) == len(stores) == 2
-    [finding] = validate_export(finished[0] / "export", TargetSpec(str(own_target.model)))
-    assert finding.field == "target_fingerprint"
+    findings = validate_export(finished[0] / "export", TargetSpec(str(own_target.model)))
+    assert "target_fingerprint" in [finding.field for finding in findings]
 
 
 FROM_CAPTURE = FROM_ANSWERS - {Stage.answers}

@@ -11,20 +11,21 @@ NUM_MATRICES = 8  # fc, q, k, v, o, gate, up, down
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
-    full = ["--full"] if request.config.getoption("--full") else []
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     directory = tmp_path_factory.mktemp("parallel")
     found = {}
     for num_processes in (1, 2):
         path: Path = directory / f"{num_processes}.json"
-        torchrun(WORKER, str(path), *full, num_processes=num_processes)
+        torchrun(WORKER, str(path), num_processes=num_processes)
         found[num_processes] = json.loads(path.read_text())
     return found
 
 
 def runs(results: dict[int, dict], name: str) -> list[dict]:
     """The runs of one configuration, on one process and on two; one process has not all of them."""
-    return [found[name] for found in results.values() if name in found]
+    found = [one[name] for one in results.values() if name in one]
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -43,7 +44,7 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_bf16_reduces_and_accumulates_in_float32(results: dict[int, dict], stage: int) -> None:
     # Every micro-batch's gradient is the same bf16 tensor on one rank and on two. So runs differ only in the
     # order of float32 sums; sums in bf16 would differ by up to 2 ** -8.
@@ -64,7 +65,7 @@ def test_bf16_follows_float32(results: dict[int, dict]) -> None:
     assert run["grad_norms"][0] == pytest.approx(reference["grad_norms"][0], rel=2**-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_muon_trains_on_two_processes_as_on_one(results: dict[int, dict], stage: int) -> None:
     reference = results[1]["muon-zero0"]
     assert reference["losses"] != results[1]["zero0"]["losses"]
@@ -76,7 +77,7 @@ def test_muon_trains_on_two_processes_as_on_one(results: dict[int, dict], stage:
 
 def muon_results(results: dict[int, dict]) -> list[dict]:
     found = [run for one in results.values() for name, run in one.items() if name.startswith("muon-")]
-    assert len(found) >= 8
+    assert len(found) >= 6
     return found
 
 
@@ -92,7 +93,7 @@ def test_muon_orthogonalizes_whole_matrices(results: dict[int, dict]) -> None:
 
 def test_muon_resumes_exactly(results: dict[int, dict]) -> None:
     assert all(run.get("resumed", True) for run in muon_results(results))
-    assert sum("resumed" in run for run in muon_results(results)) >= 7
+    assert sum("resumed" in run for run in muon_results(results)) >= 5
 
 
 def test_muon_in_bf16_follows_float32(results: dict[int, dict]) -> None:
@@ -105,10 +106,9 @@ def test_muon_in_bf16_follows_float32(results: dict[int, dict]) -> None:
         assert not run["rounded"]
 
 
-STAGES = [f"{kind}zero{stage}" for kind in ("", "bf16-", "muon-") for stage in range(4)]
-
-
-@pytest.mark.parametrize("name", [*STAGES, "muon-bf16-zero1", "muon-bf16-offload-zero3"])
+@pytest.mark.parametrize(
+    "name", ["zero0", "zero1", "zero2", "zero3", "bf16-zero3", "muon-zero2", "muon-bf16-offload-zero3"]
+)
 def test_refused_steps_change_nothing(results: dict[int, dict], name: str) -> None:
     for run in runs(results, name):
         refused = run["refused"]
