@@ -40,7 +40,7 @@ class AttentionShape(ABC):
     name: ClassVar[str]  # as `drafter.attention` has it
     title: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]  # that vLLM loads as this kind; an export has the first
-    model_types: ClassVar[tuple[str, ...]]  # that vLLM serves; an export has the first
+    model_types: ClassVar[tuple[str, ...]]  # that are read here; an export has the first
     required_keys: ClassVar[tuple[str, ...]] = ()  # of config.json: vLLM has no default for them
     rope_keys: ClassVar[dict[str, tuple[str, ...]]]  # that vLLM reads, by rope_type
     has_window: ClassVar[bool]  # whether vLLM serves it with a sliding window
