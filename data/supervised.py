@@ -56,10 +56,6 @@ class Supervised:
         """The process between this one and the command; the command's processes are in its group."""
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def wait(self, seconds: float | None = None) -> int | None:
         """Return the command's exit status once no process of it is left; None after `seconds`.
 

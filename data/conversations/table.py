@@ -1,7 +1,7 @@
 """Conversations in an Arrow file, of which only a few are in memory."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -106,11 +106,3 @@ class Selection:
         """Return the conversations in the random order in which a run with a limit uses them."""
         order = np.random.default_rng(seed).permutation(len(self))
         return Selection(self._conversations, self._indices[order])
-
-
-def write_table(conversations: Iterable[Conversation], path: Path) -> ConversationTable:
-    """Write the conversations to a file, and open it."""
-    with ConversationWriter(path) as writer:
-        for conversation in conversations:
-            writer.add(conversation)
-    return ConversationTable(path)

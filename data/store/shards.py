@@ -169,11 +169,6 @@ class FinishedShards:
         return list(records.values())
 
 
-def captured_ids(directory: Path) -> set[int]:
-    """Return the ids of the samples in finished shards."""
-    return {sample_id for record in FinishedShards(directory).records() for sample_id in record.sample_ids}
-
-
 def refuse(directory: Path, name: str, sample_id: int, reason: str) -> None:
     """Record that a sample cannot be captured; it counts as done.
 

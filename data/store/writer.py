@@ -5,9 +5,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Condition, Thread
 from types import TracebackType
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from data.locks import try_lock
 from data.samples import CapturedSample
-from data.store.buffers import Buffers
 from data.store.codec import Encoding, encode
 from data.store.shards import FinishedShards, write_shard
 from eagle31.errors import UserError
@@ -30,31 +27,21 @@ _SHARD_FILE = re.compile(r"\.?(?P<stem>shard-(?P<writer>.+)-(?P<number>\d{5,}))\
 
 class _Waiting(NamedTuple):
     sample_id: int
-    content: CapturedSample | Mapping[str, Tensor]
-    num_tokens: int
+    sample: CapturedSample
     num_bytes: int
-    block: Tensor | None = None  # of the writer's buffers, which holds the content
-
-
-@dataclass
-class _OpenShard:
-    samples: list[tuple[int, Mapping[str, Tensor]]] = field(default_factory=list)
-    blocks: list[Tensor] = field(default_factory=list)
-    num_tokens: int = 0
 
 
 class StoreWriter:
     """Appends samples to a store. Other processes may append to it under other names.
 
     A thread encodes and writes. Memory holds the open shard, encoded, and the samples that wait to be
-    encoded: at most `queue_bytes` and at most another shard, or one sample. With several threads, it also
-    holds the shards that they write. If the process dies, only these are lost.
+    encoded: at most `queue_bytes` and at most another shard, or one sample. If the process dies, only these
+    are lost.
 
     Args:
         directory: the store's directory, which is created where it does not exist.
         name: letters, digits, - and _; one process at a time can have it.
         shard_tokens: a shard is closed once it holds this many tokens.
-        num_threads: how many shards are written at a time. With one, the thread that encodes writes as well.
 
     Raises:
         UserError: another process writes under this name.
@@ -67,7 +54,6 @@ class StoreWriter:
         encoding: Encoding,
         shard_tokens: int,
         queue_bytes: int = QUEUE_BYTES,
-        num_threads: int = 1,
     ) -> None:
         assert _WRITER_NAME.fullmatch(name), name
         self.directory, self.name, self.encoding = Path(directory), name, encoding
@@ -81,11 +67,8 @@ class StoreWriter:
         # take the new one for it.
         self._next_number = 1 + max(_numbers(self.directory, name), default=-1)
         remove_leftovers(self.directory, name)
-        self._open = _OpenShard()
-        self._buffers = Buffers()
-        self._pool = ThreadPoolExecutor(num_threads, "shard-writer") if num_threads > 1 else None
-        self._writing: deque[Future[None]] = deque()
-        self._max_writing = num_threads
+        self._open: list[tuple[int, Mapping[str, Tensor]]] = []  # the samples of the open shard, encoded
+        self._open_tokens = 0
         self._changed = Condition()  # guards the fields below
         self._waiting: deque[_Waiting] = deque()
         self._flushing = self._closing = False
@@ -103,18 +86,13 @@ class StoreWriter:
             Exception: whatever else failed while this or an earlier sample was written.
         """
         num_bytes = sample.aux_hidden_states.nbytes + sample.final_hidden_states.nbytes
-        self._put(_Waiting(sample_id, sample, len(sample.input_ids), num_bytes))
-
-    def append_copy(self, sample_id: int, sample: CapturedSample) -> None:
-        """Append a sample whose tensors may change afterwards: the caller's thread encodes and copies it.
-
-        It raises what `append` does.
-        """
+        new = _Waiting(sample_id, sample, num_bytes)
+        assert not self._closing
         with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._has_room(new))
             self._raise_failure()
-        tensors, block = self._buffers.copy(encode(sample, self.encoding))
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._put(_Waiting(sample_id, tensors, len(sample.input_ids), num_bytes, block))
+            self._waiting.append(new)
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Close the open shard and return when everything appended is on disk. Raise what `append` does."""
@@ -135,8 +113,6 @@ class StoreWriter:
                 self._closing = True
                 self._changed.notify_all()
             self._thread.join()
-            if self._pool is not None:
-                self._pool.shutdown()
             self._lock.close()
 
     def __enter__(self) -> "StoreWriter":
@@ -152,17 +128,9 @@ class StoreWriter:
         with suppress(Exception):
             self.close()
 
-    def _put(self, new: _Waiting) -> None:
-        assert not self._closing
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._has_room(new))
-            self._raise_failure()
-            self._waiting.append(new)
-            self._changed.notify_all()
-
     def _has_room(self, new: _Waiting) -> bool:
         num_bytes = sum(one.num_bytes for one in self._waiting) + new.num_bytes
-        num_tokens = sum(one.num_tokens for one in self._waiting) + new.num_tokens
+        num_tokens = sum(len(one.sample.input_ids) for one in [*self._waiting, new])
         fits = num_bytes <= self.queue_bytes and num_tokens <= self.shard_tokens
         return fits or not self._waiting
 
@@ -178,7 +146,7 @@ class StoreWriter:
             with self._changed:
                 self._failure = self._explained(error)
                 self._waiting.clear()
-                self._open = _OpenShard()
+                self._open = []
                 self._changed.notify_all()
 
     def _step(self) -> bool:
@@ -192,9 +160,8 @@ class StoreWriter:
                 self._waiting.popleft()
                 self._changed.notify_all()
             return True
-        if self._open.samples:
+        if self._open:
             self._write()
-        self._finish_writing(0)
         with self._changed:
             # A sample may have come in the meantime: the flush ends when nothing waits.
             if not self._waiting:
@@ -203,33 +170,17 @@ class StoreWriter:
             return bool(self._waiting) or not self._closing
 
     def _take(self, new: _Waiting) -> None:
-        sample = new.content
-        tensors = encode(sample, self.encoding) if isinstance(sample, CapturedSample) else sample
-        self._open.samples.append((new.sample_id, {name: tensor.cpu() for name, tensor in tensors.items()}))
-        self._open.blocks += [] if new.block is None else [new.block]
-        self._open.num_tokens += new.num_tokens
-        if self._open.num_tokens >= self.shard_tokens:
+        tensors = encode(new.sample, self.encoding)
+        self._open.append((new.sample_id, {name: tensor.cpu() for name, tensor in tensors.items()}))
+        self._open_tokens += len(new.sample.input_ids)
+        if self._open_tokens >= self.shard_tokens:
             self._write()
 
     def _write(self) -> None:
         path = self.directory / f"shard-{self.name}-{self._next_number:05d}.safetensors"
         self._next_number += 1
-        shard, self._open = self._open, _OpenShard()
-        if self._pool is None:
-            self._write_shard(path, shard)
-            return
-        self._finish_writing(self._max_writing - 1)
-        self._writing.append(self._pool.submit(self._write_shard, path, shard))
-
-    def _write_shard(self, path: Path, shard: _OpenShard) -> None:
-        write_shard(path, self.encoding, shard.samples)
-        for block in shard.blocks:
-            self._buffers.give(block)
-
-    def _finish_writing(self, num_left: int) -> None:
-        """Wait until this many shards are being written; raise the error of one that could not be."""
-        while len(self._writing) > num_left:
-            self._writing.popleft().result()
+        write_shard(path, self.encoding, self._open)
+        self._open, self._open_tokens = [], 0
 
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

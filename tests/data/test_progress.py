@@ -43,15 +43,6 @@ def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> 
     ]
 
 
-def test_a_slow_unit_has_a_line_each() -> None:
-    assert [line.split(",")[0] for line in run(3, 600.0, 3)] == [
-        "capture: 1/3 tokens (33%)",
-        "capture: 2/3 tokens (67%)",
-        "capture: 3/3 tokens (100%)",
-        "capture: 3 tokens in 30 min 00 s",
-    ]
-
-
 def test_the_rate_leaves_out_what_an_earlier_run_finished() -> None:
     first, *_ = run(100, 10.0, 1, initial=50)
     assert first == "capture: 51/100 tokens (51%), 0.1 tokens/s, 8 min 10 s left"
@@ -85,20 +76,6 @@ def test_a_log_is_silent(seconds: float, units: int, shown: bool) -> None:
     assert run(9, seconds, units, shown=shown) == []
 
 
-def test_a_note_ends_the_lines_after_it() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress("train", 10, "steps", stream=stream, clock=clock) as bar:
-        clock.now += 6
-        bar.update()
-        bar.note("loss 2.310")
-        clock.now += 30
-        bar.update()
-    first, *others = stream.getvalue().splitlines()
-    assert "loss" not in first
-    assert len(others) == 2
-    assert all(line.endswith(", loss 2.310") for line in others)
-
-
 def test_a_terminal_has_a_bar_with_the_note_and_no_lines() -> None:
     stream = Terminal()
     with Progress("train", 2, "steps", stream=stream) as bar:
@@ -111,13 +88,6 @@ def test_a_terminal_has_a_bar_with_the_note_and_no_lines() -> None:
     assert re.search(r"2\.00/2\.00 .*loss 2\.310", shown)
     assert "sample 3 is refused\n" in shown
     assert " left" not in shown
-
-
-def test_a_written_line_reaches_a_log() -> None:
-    stream = io.StringIO()
-    with Progress("capture", 2, "tokens", stream=stream, shown=False) as bar:
-        bar.write("sample 3 is refused")
-    assert stream.getvalue() == "sample 3 is refused\n"
 
 
 def test_tracked_yields_every_item_and_counts_it(

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.conversations.reading import Source, read_conversations
-from data.conversations.table import write_table
 from eagle31.errors import UserError
-from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl
+from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl, write_table
 
 
 def contents(path: Path, **settings: Any) -> list[tuple[str, ...]]:
@@ -152,18 +150,6 @@ def test_the_fingerprint_covers_the_content(tmp_path: Path) -> None:
     [arrow] = (tmp_path / "saved").glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes().replace(b"zebra", b"cobra"))
     assert source.fingerprint() != saved
-
-
-def test_the_memory_does_not_depend_on_the_number_of_conversations(tmp_path: Path) -> None:
-    peaks = []
-    for number in (300, 3000):
-        file = write_jsonl(tmp_path / f"{number}.jsonl", [pair(f"{i} " + "x" * 2000) for i in range(number)])
-        tracemalloc.start()
-        table = write_table(Source(file).reader(0.0), tmp_path / f"{number}.arrow")
-        assert sum(1 for _ in table) == number
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 2700 * 200  # a conversation's text alone takes 2,000 bytes
 
 
 texts = st.text(alphabet=st.characters(codec=None, exclude_categories=()), max_size=20)  # surrogates too

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from data.conversations.schemas import Conversation
-from data.conversations.table import Selection, write_table
+from data.conversations.table import Selection
+from tests.data.conversations.jsonl_files import write_table
 
 
 def conversations(number: int) -> list[Conversation]:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.embedded import target as target_module
-from data.embedded.target import EmbeddedTarget, ensure_embedded_target
+from data.embedded.target import EmbeddedTarget
 from tests.data.embedded.tiny_embedded import TINY, body_of, ensure
 
 
@@ -48,14 +48,6 @@ def test_the_fingerprint_changes_with_settings_and_modules(library: Path, tmp_pa
     assert target_module.fingerprint(library, replace(TINY, num_layers=3)) != key
     (tmp_path / "m.py").write_text("x = 1\n")
     assert target_module.fingerprint(tmp_path, TINY) != key
-
-
-def test_a_build_draws_no_bar_if_stderr_is_not_a_terminal(
-    library: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    settings = replace(TINY, training=replace(TINY.training, steps=1))
-    ensure_embedded_target(tmp_path, num_threads=1, progress=True, source=library, settings=settings)
-    assert "%|" not in capfd.readouterr().err
 
 
 def test_a_build_that_was_killed_is_made_again_with_the_same_weights(

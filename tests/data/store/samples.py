@@ -9,6 +9,7 @@ import torch
 from data.samples import CapturedSample
 from data.store.codec import Encoding, decode, encode
 from data.store.index import claim, write_manifest
+from data.store.shards import FinishedShards
 from data.store.writer import StoreWriter
 
 LENGTHS = [5, 9, 3, 14, 2, 1, 8]
@@ -70,3 +71,8 @@ def flip_last_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def captured_ids(directory: Path) -> set[int]:
+    """Return the ids of the samples in finished shards."""
+    return {sample_id for record in FinishedShards(directory).records() for sample_id in record.sample_ids}

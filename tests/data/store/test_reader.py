@@ -20,12 +20,13 @@ from data.store.index import (
     write_manifest,
 )
 from data.store.reader import SampleReader
-from data.store.shards import FinishedShards, captured_ids, read_sidecar, refuse, refused
+from data.store.shards import FinishedShards, read_sidecar, refuse, refused
 from eagle31.errors import UserError
 from tests.data.store.samples import (
     LENGTHS,
     append_all,
     assert_equal,
+    captured_ids,
     encoded,
     flip_last_byte,
     make_sample,

@@ -1,12 +1,10 @@
-import errno
 import multiprocessing
 import random
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier, Thread
-from typing import Any
+from threading import Thread
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from data.store import HiddenStateStore
 from data.store import writer as writer_module
 from data.store.codec import encode
 from data.store.index import missing_ids, write_manifest
-from data.store.shards import FinishedShards, captured_ids, check_content, check_sidecar
+from data.store.shards import FinishedShards, check_content, check_sidecar
 from data.store.writer import StoreWriter, remove_all_leftovers
 from eagle31.errors import UserError
 from tests.data.store.samples import (
@@ -23,7 +21,7 @@ from tests.data.store.samples import (
     LENGTHS,
     append_all,
     assert_equal,
-    encoded,
+    captured_ids,
     make_sample,
     settings,
 )
@@ -123,53 +121,6 @@ def test_what_was_captured_before_the_caller_failed_is_kept(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="out of memory"):
         capture()
     assert captured_ids(tmp_path) == {2}
-
-
-def test_copied_samples_may_change_and_memory_is_used_again(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path, "a", EXACT, shard_tokens=15, num_threads=2) as writer:
-        for sample_id in range(7):
-            sample = make_sample(sample_id)
-            writer.append_copy(sample_id, sample)
-            for states in (sample.aux_hidden_states, sample.final_hidden_states, sample.input_ids):
-                states.zero_()
-        writer.flush()
-        [blocks] = writer._buffers._spare.values()
-        num_blocks = len(blocks)
-        for _ in range(20):
-            writer.append_copy(0, make_sample(0))
-            writer.flush()
-        assert len(blocks) == num_blocks <= 7
-    write_manifest(tmp_path, settings())
-    for sample_id, sample in enumerate(HiddenStateStore(tmp_path).get_many(range(7))):
-        assert_equal(sample, encoded(sample_id, EXACT))
-
-
-def test_several_threads_write_shards_at_a_time_and_no_more_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_writing, most, both = 0, 0, Barrier(2)
-
-    def write_with_another(path: Path, *rest: Any) -> None:
-        nonlocal num_writing, most
-        num_writing += 1
-        most = max(most, num_writing)
-        both.wait(timeout=30)  # passes once two shards are being written
-        write(path, *rest)
-        num_writing -= 1
-        if path.name.endswith("00003.safetensors"):
-            raise OSError(errno.ENOSPC, "no space")
-
-    write = writer_module.write_shard
-    monkeypatch.setattr(writer_module, "write_shard", write_with_another)
-    writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=1, num_threads=2)
-    for sample_id in range(4):
-        writer.append_copy(sample_id, make_sample(sample_id))
-    with pytest.raises(UserError, match="The disk is full"):
-        writer.flush()
-    with pytest.raises(UserError, match="The disk is full"):
-        writer.close()
-    assert most == 2
-    assert {0, 1, 2} <= captured_ids(tmp_path)
 
 
 def test_a_full_disk_is_said_and_finished_shards_are_kept(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from data.generation.vllm import VllmGenerator
 from data.samples import StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
-from data.store.shards import FinishedShards, captured_ids, refused
+from data.store.shards import FinishedShards, refused
 from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.spec import TargetSpec
@@ -56,6 +56,7 @@ from tests.data.capture.vllm.targets import (
     make_samples,
     save_hybrid,
 )
+from tests.data.store.samples import captured_ids
 from tests.processes import command_of
 
 IDS = (0, 1, 2, 3, 4)

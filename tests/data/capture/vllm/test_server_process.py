@@ -21,7 +21,6 @@ from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_process import ServerProcess
 from data.store import HiddenStateStore
-from data.store.shards import captured_ids
 from data.target.loading import load_target
 from data.target.modules import locate
 from eagle31.errors import UserError
@@ -35,6 +34,7 @@ from tests.data.capture.vllm.targets import (
     make_samples,
     save_mla,
 )
+from tests.data.store.samples import captured_ids
 from tests.processes import EVERY_ADDRESS, listening
 
 IDS = (1, 2, 3, 4)
