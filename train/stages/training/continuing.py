@@ -7,7 +7,7 @@ command with the same settings finds it again. Rank 0 decides, and the other ran
     a training with these inputs was begun     resumes [1]              resumes [1]        resumes [1]
     a checkpoint with the same fixed inputs    the newest continues     it continues       first step
     ... after which no step is left            first step, and why [2]  refused            first step
-    only checkpoints with other fixed inputs   first step, and why [2]  refused            first step
+    only checkpoints with other fixed inputs   first step, and why      refused            first step
     no checkpoint                              first step               refused            first step
 
 [1] With DIRECTORY if it continues a training there, and with none if it continues none.
