@@ -1,8 +1,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -218,16 +216,3 @@ def test_a_shard_whose_size_comes_late_is_seen_then(tmp_path: Path) -> None:
     with path.open("r+b") as file:  # the same inode
         file.write(content)
     assert [record.sample_ids for record in finished.records()] == [(5,)]
-
-
-LEAN = """
-import sys
-import data.store, data.store.codec, data.store.shards, data.store.writer, data.capture.transport.protocol
-heavy = {"transformers", "datasets", "pyarrow", "hydra", "deepspeed"} & sys.modules.keys()
-assert not heavy, heavy
-"""
-
-
-def test_writers_need_little_of_their_environment() -> None:
-    """They run inside vLLM as well."""
-    subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, check=True, timeout=60)

@@ -2,7 +2,6 @@ import errno
 import os
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,15 +16,6 @@ from eagle31.errors import UserError
 
 NUM_LAYERS, HIDDEN_SIZE = 3, 64
 ENCODINGS = [Encoding(codec, final_states) for codec in CODECS for final_states in ("all", "supervised")]
-
-
-@pytest.fixture(params=["memory", "disk"])
-def base(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    if request.param == "disk":
-        yield tmp_path
-    else:
-        with open_spool(None, f"test-{tmp_path.name}", Encoding(), 0) as spool:
-            yield spool.directory
 
 
 def _request(key: str = "run-0-0", length: int = 40, seed: int = 0) -> StateRequest:
@@ -49,22 +39,22 @@ def assert_equal(found: CapturedSample | None, expected: CapturedSample) -> None
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-def test_what_is_put_is_taken_once(base: Path, encoding: Encoding) -> None:
+def test_what_is_put_is_taken_once(tmp_path: Path, encoding: Encoding) -> None:
     request = _request()
-    Spool(base, encoding).put(request, *_states(request))
-    trainer = Spool.from_json(Spool(base, encoding).to_json())
+    Spool(tmp_path, encoding).put(request, *_states(request))
+    trainer = Spool.from_json(Spool(tmp_path, encoding).to_json())
     assert trainer.arrived(request.key)
     expected = decode(
         encode(CapturedSample(request.input_ids, request.loss_mask, *_states(request)), encoding)
     )
     assert_equal(trainer.take(request, timeout=0), expected)
-    assert not list(base.iterdir())
+    assert not list(tmp_path.iterdir())
     assert not trainer.arrived(request.key)
     assert trainer.take(request, timeout=0) is None
 
 
-def test_take_waits_for_a_put_that_comes_later(base: Path) -> None:
-    spool, request = Spool(base, Encoding()), _request()
+def test_take_waits_for_a_put_that_comes_later(tmp_path: Path) -> None:
+    spool, request = Spool(tmp_path, Encoding()), _request()
     thread = threading.Timer(0.2, spool.put, (request, *_states(request)))
     thread.start()
     assert spool.take(request, timeout=30) is not None
@@ -83,21 +73,21 @@ def test_a_torn_file_on_a_disk_is_not_there_yet(tmp_path: Path, damage: str) -> 
     assert spool.take(request, timeout=0) is not None
 
 
-def test_what_a_dead_producer_left_half_written_goes(base: Path) -> None:
-    spool, request, other = Spool(base, Encoding()), _request(), _request("run-0-00")
+def test_what_a_dead_producer_left_half_written_goes(tmp_path: Path) -> None:
+    spool, request, other = Spool(tmp_path, Encoding()), _request(), _request("run-0-00")
     for left in (request.key, other.key):
-        (base / f"{left}.1.tmp").write_bytes(b"half")
+        (tmp_path / f"{left}.1.tmp").write_bytes(b"half")
     spool.put(request, *_states(request))
-    assert sorted(path.name for path in base.iterdir()) == ["run-0-0.safetensors", "run-0-00.1.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0-0.safetensors", "run-0-00.1.tmp"]
     spool.discard(other.key)
     spool.discard(request.key)
-    assert not list(base.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_sample_may_be_discarded_while_it_is_put(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_may_be_discarded_while_it_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data.capture.transport import spool as module
 
-    spool, request = Spool(base, Encoding()), _request()
+    spool, request = Spool(tmp_path, Encoding()), _request()
     write_columns = module.write_columns
 
     def write_and_discard(*arguments: object) -> None:
@@ -106,11 +96,11 @@ def test_a_sample_may_be_discarded_while_it_is_put(base: Path, monkeypatch: pyte
 
     monkeypatch.setattr(module, "write_columns", write_and_discard)
     spool.put(request, *_states(request))
-    assert not list(base.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fail(file: BinaryIO, *_: object) -> None:
         file.write(b"half")
         raise OSError(number, os.strerror(number))
@@ -118,17 +108,17 @@ def test_a_full_disk_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, numbe
     monkeypatch.setattr("data.capture.transport.spool.write_columns", fail)
     request = _request()
     with pytest.raises(UserError, match=r"capture\.spool_dir=.*disk is full"):
-        Spool(base, Encoding()).put(request, *_states(request))
-    assert not list(base.iterdir())
+        Spool(tmp_path, Encoding()).put(request, *_states(request))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-def test_size_is_known_beforehand(base: Path, encoding: Encoding) -> None:
-    spool = Spool(base, encoding)
+def test_size_is_known_beforehand(tmp_path: Path, encoding: Encoding) -> None:
+    spool = Spool(tmp_path, encoding)
     for length in (1, 2, 40, 333):
         request = _request(length=length)
         spool.put(request, *_states(request))
-        [path] = base.iterdir()
+        [path] = tmp_path.iterdir()
         most = file_bytes(encoding, request.loss_mask, NUM_LAYERS, HIDDEN_SIZE, torch.float32)
         assert path.stat().st_blocks * 512 <= most
         assert path.stat().st_size > most - 8192
