@@ -61,10 +61,6 @@ MACHINES = [
     ),
     Machine(Case("output_disk_full", (KEPT,), ("output_dir=kept/run", "No space left on device")), full),
     Machine(
-        Case("spool_of_another", ("capture.spool_dir=kept",), ("capture.spool_dir=kept: ", "denied")),
-        forbidden,
-    ),
-    Machine(
         Case(
             "cache_of_another_and_a_target_to_train",
             ("target.model=embedded", "cache_dir=kept/cache"),
@@ -75,7 +71,6 @@ MACHINES = [
     Machine(
         Case("submit_output", (KEPT, "--gpus-per-node=0"), ("file=", "kept/run: "), script=SUBMIT), forbidden
     ),
-    Machine(Case("serve_output", (KEPT,), ("output_dir=kept/run", "denied"), script=SERVE), forbidden),
     Machine(
         Case(
             "disk_too_small_to_capture",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
+from tests.runs.forked import RUN_SECONDS
 
 MAIN = "train/main.py"
 RECIPE = "any_target"
@@ -41,7 +42,7 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
 
 def wait_for_step(directory: Path, step: int) -> None:
     """Wait until metrics.jsonl has a record of the step."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + RUN_SECONDS
     while time.monotonic() < deadline:
         if any(
             f'"step": {step},' in path.read_text()

@@ -104,4 +104,4 @@ def test_the_processes_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait()
-    process.wait(timeout=60)
+    process.wait(timeout=280)

@@ -184,6 +184,6 @@ def test_the_drafter_is_read_without_deepspeed(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=True
     )
     assert done.stdout.strip() == str(SHAPES)

@@ -46,7 +46,7 @@ def test_a_run_on_one_node_listens_on_loopback_unless_told_otherwise(
             env=os.environ | environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
             check=True,
         ).stdout
     assert {line for line in printed.splitlines() if line.startswith("listens")} == {f"listens {expected}"}
