@@ -218,7 +218,8 @@ def _read(path: Path, header: dict[str, Any]) -> Iterator[tuple[int, list[int]]]
         return
     content = path.read_bytes()
     complete = content[: content.rfind(b"\n") + 1]
-    os.truncate(path, len(complete))
+    if len(complete) < len(content):
+        os.truncate(path, len(complete))
     for number, line in enumerate(complete.splitlines(), start=1):
         text, _, checksum = line.rpartition(_CHECKSUM)
         if checksum != b"%d}" % zlib.crc32(text):

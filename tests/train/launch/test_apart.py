@@ -39,13 +39,13 @@ def keys_of_servers(output_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "transport", ["auto", pytest.param("mooncake", marks=pytest.mark.full("another run on two nodes"))]
+    "transport", ["spool", pytest.param("mooncake", marks=pytest.mark.full("another run on two nodes"))]
 )
 def test_a_server_on_another_node(
     transport: str, vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes share the output directory, or nothing but a Mooncake store."""
-    shared = transport == "auto"
+    shared = transport == "spool"
     if not shared:
         check_mooncake(vllm_python)
     stand_in = save_stand_in(RECIPE, tmp_path / "stand_in", num_hidden_layers=NUM_LAYERS)
