@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import socket
 from pathlib import Path
 from typing import IO
 
@@ -15,13 +16,13 @@ _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 def try_lock(path: Path) -> IO[str] | None:
     """Return the lock of a file, which is created where it does not exist; None where another process has it.
 
-    The kernel releases the lock when it is closed, or when the process ends.
+    The kernel releases the lock when it is closed, or when the process ends: forked processes do not have it.
 
     Raises:
         UserError: the file system has no flock.
         OSError: the file cannot be created.
     """
-    file = open(path, "w")  # noqa: SIM115
+    file = open(path, "a")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -36,4 +37,12 @@ def try_lock(path: Path) -> IO[str] | None:
             "Lustre with `-o flock`, or give a directory on another one."
         )
         raise UserError("lock", path, remedy) from error
+    os.register_at_fork(after_in_child=file.close)
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
+
+
+def holder(path: Path) -> str:
+    """Return the process that took the lock last, for messages."""
+    return path.read_text().strip() or "an unknown process"

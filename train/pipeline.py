@@ -15,7 +15,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from data.locks import try_lock
+from data.locks import holder, try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
@@ -269,9 +269,9 @@ def exclusive(output_dir: Path) -> Iterator[None]:
     output_dir.mkdir(parents=True, exist_ok=True)
     lock = try_lock(output_dir / LOCK_FILE)
     if lock is None:
-        raise UserError(
-            "output_dir", output_dir, "Another run is using this directory; wait for it or end it."
-        )
+        who = holder(output_dir / LOCK_FILE)
+        remedy = f"Another run is using this directory: {who}. Wait for it or end it."
+        raise UserError("output_dir", output_dir, remedy)
     with lock:
         yield
 

@@ -1,8 +1,10 @@
 """Functions in forked processes: one alone, or one for each chunk of data with the results in order."""
 
+import ctypes
 import multiprocessing
 import os
 import resource
+import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,6 +19,7 @@ _CHUNKS_PER_WORKER = 4
 # what it computes: `{{ 'x' * 10 ** 10 }}` takes 10 GB, and `{{ 10 ** (10 ** 10) }}` never ends.
 ISOLATED_SECONDS, _CHUNK_SECONDS = 60.0, 1800.0
 _MEMORY_BYTES = 1 << 32  # that a worker may take in addition to what it has inherited
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _Result = TypeVar("_Result")
 _Chunk = TypeVar("_Chunk")
 
@@ -27,6 +30,15 @@ _worker_function: Callable[[Any], Any] | None = None
 
 class ProcessKilled(Exception):
     """The error of a process that ended without a result."""
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process, which multiprocessing has started, as soon as its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if os.getppid() != parent.pid:  # it has ended before
+        os._exit(1)
 
 
 def isolated(function: Callable[[], _Result], seconds: float = ISOLATED_SECONDS) -> _Result:
@@ -56,6 +68,7 @@ def isolated(function: Callable[[], _Result], seconds: float = ISOLATED_SECONDS)
 
 
 def _send_result(function: Callable[[], Any], sender: "Connection[Any, Any]") -> None:
+    end_with_parent()
     _limit_memory()
     try:
         sender.send((function(), None))
@@ -109,6 +122,7 @@ def _limit_memory() -> None:
 def _start_worker(function: Callable[[Any], Any]) -> None:
     global _worker_function
     _worker_function = function
+    end_with_parent()
     _limit_memory()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -1,8 +1,6 @@
 """Generating answers with transformers, in batches, in this process or in one for each device."""
 
-import ctypes
 import multiprocessing
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -15,13 +13,13 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from data.conversations.workers import end_with_parent
 from data.generation.answers import Answers
 from data.sampling import Prompts, Sampling
 from data.target.loading import load_target
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 
-_PR_SET_PDEATHSIG = 1
 _model: PreTrainedModel | None = None  # of a process of `ProcessGenerator`
 
 
@@ -117,7 +115,7 @@ class ProcessGenerator(TransformersGenerator):
 def _load(spec: TargetSpec, devices: "SimpleQueue[str]") -> None:
     """Load the target on the next device, in a process of `ProcessGenerator`."""
     global _model
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the run ends
+    end_with_parent()
     device = torch.device(devices.get())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels that name no device use the current one

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 from torch import Tensor
 
-from data.locks import try_lock
+from data.locks import holder, try_lock
 from data.samples import CapturedSample
 from data.store.codec import Encoding, encode
 from data.store.shards import FinishedShards, write_shard
@@ -61,7 +61,10 @@ class StoreWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = hold_name(self.directory, name)
         if lock is None:
-            raise UserError("capture", self.directory, f"Another process writes to it as {name}; end it.")
+            who = holder(_lock_file(self.directory, name))
+            raise UserError(
+                "capture", self.directory, f"Another process writes to it as {name}: {who}; end it."
+            )
         self._lock = lock
         # A number is not used again, not even that of a shard that is gone: whoever has seen that shard would
         # take the new one for it.
@@ -195,7 +198,11 @@ def disk_full(directory: Path, what: str) -> UserError:
 
 def hold_name(directory: Path, name: str) -> IO[str] | None:
     """Reserve a writer's name until the lock is closed or the process ends; return None where it is taken."""
-    return try_lock(directory / f".writer-{name}.lock")
+    return try_lock(_lock_file(directory, name))
+
+
+def _lock_file(directory: Path, name: str) -> Path:
+    return directory / f".writer-{name}.lock"
 
 
 def _numbers(directory: Path, name: str) -> list[int]:

@@ -2,35 +2,49 @@ import errno
 import fcntl
 import multiprocessing
 import os
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 
-from data.locks import try_lock
+from data.locks import holder, try_lock
 from eagle31.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
 
 
-def hold(path: Path, taken: multiprocessing.synchronize.Event) -> None:
+def hold(path: Path, taken: Event, child: Callable[[], object]) -> None:
     lock = try_lock(path)
     assert lock is not None
+    FORK.Process(target=child).start()
     taken.set()
     multiprocessing.Event().wait()
 
 
 def test_a_lock_is_free_once_its_holder_is_killed_and_not_before(tmp_path: Path) -> None:
-    path, taken = tmp_path / "lock", FORK.Event()
-    holder = FORK.Process(target=hold, args=(path, taken), daemon=True)
-    holder.start()
+    path, taken, child_runs = tmp_path / "lock", FORK.Event(), FORK.Event()
+    reading, writing = os.pipe()
+
+    def child() -> None:
+        os.close(writing)
+        child_runs.set()
+        os.read(reading, 1)  # until the test ends
+
+    process = FORK.Process(target=hold, args=(path, taken, child))
+    process.start()
     taken.wait()
+    child_runs.wait()
     assert try_lock(path) is None
-    holder.kill()
-    holder.join()
+    assert holder(path).startswith(f"process {process.pid} on ")
+    process.kill()
+    process.join()
     lock = try_lock(path)
     assert lock is not None
     with lock:
         assert try_lock(path) is None
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

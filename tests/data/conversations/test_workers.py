@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import time
 
@@ -31,6 +32,26 @@ def test_a_process_that_is_killed_or_takes_too_long_is_an_error() -> None:
         list(map_in_order(lambda _: os._exit(1), range(4), 2))
     with pytest.raises(KeyError):
         isolated(lambda: {}["a"])
+
+
+def test_processes_end_with_the_one_that_started_them() -> None:
+    reading, writing = os.pipe()
+
+    def work(_: int) -> None:
+        while True:
+            os.write(writing, b".")
+            time.sleep(0.1)
+
+    for run in (lambda: list(map_in_order(work, range(2), 2)), lambda: isolated(lambda: work(0))):
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        os.read(reading, 1)
+        process.kill()
+        process.join()
+    os.close(writing)
+    while os.read(reading, 1 << 16):  # until nobody has the other end
+        pass
+    os.close(reading)
 
 
 def rendered(source: str, seconds: float = 60.0) -> object:
