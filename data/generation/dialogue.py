@@ -3,13 +3,13 @@
 What it wrote becomes a message for its chat template: reasoning, text and tool calls. The template decides
 what a completion means. A completion has several readings: a part of it is calls or reasoning, or all of it
 is text. The first reading is taken with which the template writes the completion again, character for
-character.
+character. Where no reading does, the conversation ends: its next prompt would have what nobody wrote.
 """
 
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,10 @@ from data.conversations.template import TemplateRefused, decode
 
 _REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+# Why a conversation ends before its last turn.
+CUT = "an answer reaches data.regenerate.max_new_tokens"
+UNREADABLE = "the chat template does not write an answer again as the target wrote it"
+OTHER_CALLS = "the recorded results of tools do not fit the target's calls"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # templates read one of them
 
 
@@ -27,10 +31,12 @@ class Regenerated:
     """The prompts of a conversation's assistant turns, each with the target's earlier completions.
 
     It ends after the last turn; where a prompt leaves no room for two tokens; where the template refuses;
-    after an empty completion; and where recorded messages do not fit what the target wrote: the results of
-    tool calls that it did not make, or no results of calls that it made.
+    after a completion that is empty, has no end, or cannot be part of a prompt as it is; and where recorded
+    messages do not fit what the target wrote: the results of tool calls that it did not make, or no results
+    of calls that it made.
 
     Args:
+        stop_token_ids: the tokens that end a completion.
         max_tokens: the limit for prompt and completion together.
         on_refused: called with (id, reason) if the template refuses; may raise UserError.
     """
@@ -40,16 +46,17 @@ class Regenerated:
         conversation: Conversation,
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any],
+        stop_token_ids: Collection[int],
         max_tokens: int,
         on_refused: Callable[[tuple[str, str]], None],
     ) -> None:
         self.conversation = conversation
         self.name = f"conversation {conversation.id}"
-        self.ended_at_tools = False  # whether recorded tool results did not fit
+        self.ended: str | None = None  # why it ended early: one of the reasons above
         self.turn = 0  # of the next prompt
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
-        self._max_tokens = max_tokens
+        self._stop_token_ids, self._max_tokens = stop_token_ids, max_tokens
         self._on_refused = on_refused
         self._position = 0
         self._history: list[dict[str, Any]] = []
@@ -99,6 +106,9 @@ class Regenerated:
         if all(message["role"] != "assistant" for message in messages[self._position :]):
             self._end()  # nothing reads this turn
             return
+        if ids[-1] not in self._stop_token_ids:
+            self._end(CUT)
+            return
         turn = parsed_turn(
             self._tokenizer,
             self._history,
@@ -107,14 +117,17 @@ class Regenerated:
             self._prompt,
             ids,
         )
+        if turn is None:
+            self._end(UNREADABLE)
+            return
         has_results = messages[self._position]["role"] == "tool"
         if not (same_calls(turn, recorded) if has_results else not turn.get("tool_calls")):
-            self.ended_at_tools = True
-            self._end()
+            self._end(OTHER_CALLS)
             return
         self._history.append(turn)
 
-    def _end(self) -> None:
+    def _end(self, reason: str | None = None) -> None:
+        self.ended = reason
         self._position = len(self.conversation.messages)
 
 
@@ -125,10 +138,8 @@ def parsed_turn(
     template_kwargs: Mapping[str, Any],
     prompt: Sequence[int],
     answer: Sequence[int],
-) -> dict[str, Any]:
-    """Return the assistant's message after `history` with which the template writes the answer.
-
-    Where no reading gives the answer, the message is the answer's text without special tokens.
+) -> dict[str, Any] | None:
+    """Return the assistant's message after `history` with which the template writes the answer, or None.
 
     Args:
         prompt: the token ids of the history and the generation prompt.
@@ -145,17 +156,20 @@ def parsed_turn(
             add_generation_prompt=add_generation_prompt,
         )
 
-    plain = {"role": "assistant", "content": tokenizer.decode(list(answer), skip_special_tokens=True)}
-    written = text(history, add_generation_prompt=True) + decode(tokenizer, list(answer))
-    for message in [*_readings(tokenizer, conversation.tools, prompt, answer), plain]:
+    plain = str(tokenizer.decode(list(answer), skip_special_tokens=True))
+    # Some templates put spaces around a text.
+    texts = [{"role": "assistant", "content": content} for content in (plain, plain.strip())]
+    # Decoded after the prompt, because some tokenizers drop a text's first space.
+    answered = decode(tokenizer, [*prompt, *answer]).removeprefix(decode(tokenizer, list(prompt)))
+    written = text(history, add_generation_prompt=True) + answered
+    for message in [*_readings(tokenizer, conversation.tools, prompt, answer), *texts]:
         try:
             rendered = text([*history, message], add_generation_prompt=False)
         except TemplateRefused:
             continue
-        # The template closes a turn that ended at the length limit, and may write more after its end.
-        if rendered.startswith(written):
+        if rendered.startswith(written):  # it may write more after the turn's end
             return message
-    return plain
+    return None
 
 
 def same_calls(turn: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """On-policy training data: the target answers the conversations again, turn by turn."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,8 @@ def regenerate(
     remaining = iter(conversations)
     parts: list[Dataset] = []
     refusals: Refusals = []
-    num_samples = num_conversations = num_at_tools = 0
+    ends: Counter[str] = Counter()  # by reason
+    num_samples = num_conversations = 0
 
     def refuse(refusal: tuple[str, str]) -> None:
         refusals.append(refusal)
@@ -80,11 +82,14 @@ def regenerate(
         path = directory / f"block-{len(parts):05d}.arrow"
         record = path.with_suffix(".json")  # how the conversations of a finished block ended
         if path.exists():
-            ended = read_json(record)
-            refusals += [(id, reason) for id, reason in ended["refused"]]
+            found = read_json(record)
+            refusals += [(id, reason) for id, reason in found["refused"]]
         else:
             num_before = len(refusals)
-            dialogues = [Regenerated(one, tokenizer, template_kwargs, max_tokens, refuse) for one in block]
+            stops = frozenset(sampling.stop_token_ids)
+            dialogues = [
+                Regenerated(one, tokenizer, template_kwargs, stops, max_tokens, refuse) for one in block
+            ]
             turns = answer_dialogues(
                 generator,
                 dialogues,
@@ -101,21 +106,20 @@ def regenerate(
                     some = turns[start : start + _BATCH_SAMPLES]
                     named = [(f"{block[one.index].id}/{one.turn}", one.prompt, one.ids) for one in some]
                     writer.write_batch(record_batch(named, max_tokens))
-            ended = {
+            found = {
                 "refused": refusals[num_before:],
-                "at_tools": sum(one.ended_at_tools for one in dialogues),
+                "ends": Counter(one.ended for one in dialogues if one.ended is not None),
             }
-            write_json(record, ended)
+            write_json(record, found)
             partial.replace(path)
-        num_at_tools += ended["at_tools"]
+        ends.update(found["ends"])
         parts.append(Dataset.from_file(str(path)))
         num_samples += len(parts[-1])
         if progress:
             total = "" if max_samples is None else f" of at most {max_samples:,}"
             print(f"regenerate: {num_samples:,}{total} samples", file=sys.stderr, flush=True)
-    if num_at_tools:
-        what = "conversations end where the recorded results of tools do not fit the target's calls"
-        print(f"regenerate: {num_at_tools:,} {what}", file=sys.stderr, flush=True)
+    for reason, count in ends.items():
+        print(f"regenerate: {count:,} conversations end where {reason}", file=sys.stderr, flush=True)
     if refusals:
         on_refused(refusals)
     return concatenate_datasets(parts) if parts else Dataset(SAMPLE_SCHEMA.empty_table())

@@ -4,14 +4,16 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from data.generation.answers import Answers
 from data.sampling import Sampling
 
 
 def tiny_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return a random Llama for the tokenizer of the tests' templates."""
+    """Return a random Llama for the tokenizer of the tests' templates, which ends its turn now and then."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=24,
@@ -22,7 +24,14 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         initializer_range=0.3,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+
+    def end_turns(_: nn.Module, __: tuple, inputs: dict, output: CausalLMOutputWithPast) -> None:
+        assert output.logits is not None
+        output.logits[inputs["input_ids"][:, -1] % 3 == 2, -1, tokenizer.eos_token_id] = 1e4
+
+    model.register_forward_hook(end_turns, with_kwargs=True)
+    return model
 
 
 @torch.no_grad()

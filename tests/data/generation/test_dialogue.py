@@ -8,10 +8,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.conversations.schemas import Conversation
-from data.generation.dialogue import parsed_turn
+from data.generation.dialogue import CUT, OTHER_CALLS, UNREADABLE, parsed_turn
 from data.generation.regenerate import regenerate
 from data.sampling import Sampling
-from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer
+from tests.data.conversations.chat_templates import (
+    CHATML,
+    INSTRUCTIONS,
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+)
 from tests.data.generation.generators import OneAtATime
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -57,7 +62,7 @@ def regenerated(
     generator = OneAtATime(lambda prompt: left.pop(0))
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
     rest |= {"directory": directory, "model_fingerprint": "f"}
-    sampling = Sampling(100, (), 0.0, seed=0)
+    sampling = Sampling(100, (tokenizer.eos_token_id,), 0.0, seed=0)
     return regenerate([Conversation("c", tuple(messages))], tokenizer, generator, sampling, **rest).to_list()
 
 
@@ -105,7 +110,7 @@ def test_results_that_do_not_fit_end_the_sample(
 ) -> None:
     rows = regenerated(tokenizer, tmp_path, messages, answers)
     assert [row["id"] for row in rows] == ["c/0"]
-    assert "1 conversations end where the recorded results of tools do not fit" in capsys.readouterr().err
+    assert f"1 conversations end where {OTHER_CALLS}" in capsys.readouterr().err
 
 
 def test_results_follow_the_same_text_where_calls_are_text(
@@ -117,7 +122,48 @@ def test_results_follow_the_same_text_where_calls_are_text(
     assert [row["id"] for row in rows] == ["c/0", "c/1"]
 
 
-def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any]:
+TWO_TURNS = [
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "x"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "x"},
+]
+# As that of gpt-oss: an answer has several messages, of which the history has the last.
+CHANNELS = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role }}
+{%- if message.role == 'assistant' %}{{- '<channel>final' }}{%- endif %}
+{{- '<message>' + message.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}"""
+CHANNEL_ANSWER = (
+    "<channel>analysis<message>Two.<end><|im_start|>assistant<channel>final<message>four<|im_end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "reason"),
+    [
+        (STRUCTURED, "<think>\nI add", CUT),
+        (STRUCTURED, "four", CUT),
+        (STRUCTURED, "<think>\nI add<|im_end|>", UNREADABLE),
+        (STRUCTURED, "<think>I add.</think>four<|im_end|>", UNREADABLE),
+        (CHANNELS, CHANNEL_ANSWER, UNREADABLE),
+        (CHANNELS, "<channel>final<message>four<|im_end|>", UNREADABLE),
+    ],
+)
+def test_a_conversation_ends_where_its_history_would_have_what_the_target_did_not_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, answer: str, reason: str
+) -> None:
+    tokenizer = byte_level_tokenizer(template)
+    marks = [*MARKS, "<channel>", "<message>", "<end>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [answer, "no"])
+    assert [row["id"] for row in rows] == ["c/0"]
+    assert f"1 conversations end where {reason}" in capsys.readouterr().err
+
+
+def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any] | None:
     history = [{"role": "user", "content": "two"}]
     prompt = tokenizer("<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     answer = tokenizer(text)["input_ids"]
@@ -126,15 +172,16 @@ def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any]:
 
 def test_the_reading_is_one_that_the_template_writes_so(tokenizer: PreTrainedTokenizerFast) -> None:
     whole = parsed(tokenizer, written(2))
+    assert whole is not None
     assert (whole["content"], whole["reasoning_content"], whole["tool_calls"]) == ("", "I add.", [call(2)])
     assert parsed(tokenizer, "four<|im_end|>") == {"role": "assistant", "content": "four"}
-    # Cut off at the length limit, and not what the template would write: the text.
-    assert parsed(tokenizer, "four") == {"role": "assistant", "content": "four"}
-    assert parsed(tokenizer, "<think>I add.</think>four<|im_end|>").keys() == {"role", "content"}
-    assert "tool_calls" not in parsed(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>")
+    assert parsed(tokenizer, "<think>I add.</think>four<|im_end|>") is None
+    unreadable = parsed(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>")
+    assert unreadable is None
     # A template that writes the text as it is needs no other reading.
-    plain = byte_level_tokenizer(CHATML)
-    assert "<tool_call>" in parsed(plain, written(2))["content"]
+    plain = parsed(byte_level_tokenizer(CHATML), written(2))
+    assert plain is not None
+    assert "<tool_call>" in plain["content"]
 
 
 def test_a_tokenizers_own_rules_read_formats_that_no_other_reading_knows() -> None:
@@ -150,6 +197,17 @@ def test_a_tokenizers_own_rules_read_formats_that_no_other_reading_knows() -> No
         },
     }
     found = parsed(tokenizer, answer)
+    assert found is not None
     assert (found["reasoning_content"], found["content"].strip()) == ("I add.", "four")
     # What is not written in the format is text.
-    assert parsed(tokenizer, "]] four")["content"] == "]] four"
+    assert parsed(tokenizer, "]] four<|im_end|>") == {"role": "assistant", "content": "]] four"}
+
+
+def test_a_text_that_begins_with_a_space_is_read_again() -> None:
+    tokenizer = sentencepiece_tokenizer(INSTRUCTIONS)
+    history = [{"role": "user", "content": "two"}]
+    prompt = tokenizer("<s>[INST] two [/INST]", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("<s>[INST] two [/INST] four </s>", add_special_tokens=False)["input_ids"]
+    assert whole[: len(prompt)] == prompt
+    turn = parsed_turn(tokenizer, history, Conversation("c", ()), {}, prompt, whole[len(prompt) :])
+    assert turn == {"role": "assistant", "content": "four"}

@@ -171,7 +171,7 @@ def test_long_answers_are_cut_and_prompts_without_room_are_left_out(
 
 def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer(STRICT)
-    generator = OneAtATime(lambda prompt: [5, 6])
+    generator = OneAtATime(lambda prompt: [70, 1])
     bad = conversation("bad", ("user", "six"), ANSWER, ("user", "six"), ("user", "seven"), ANSWER)
     good = [conversation(str(i), ("user", "six"), ANSWER) for i in range(100)]
     reported: list[list[tuple[str, str]]] = []
@@ -189,12 +189,12 @@ def test_a_conversation_ends_where_the_target_has_no_answer(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     def answer(prompt: Sequence[int]) -> list[int]:
-        return [5, 6] if tokenizer.decode(prompt).count("assistant") == 1 else []
+        return [70, 1] if tokenizer.decode(prompt).count("assistant") == 1 else []
 
     rows = regenerated(OneAtATime(answer), tokenizer, tmp_path / "empty")
     assert set(rows["id"]) == {f"{name}/0" for name in TURNS}
     # The longest conversation is the first of its block.
-    rows = regenerated(OneAtATime(lambda prompt: [5, 6], refuses=[0]), tokenizer, tmp_path / "refused")
+    rows = regenerated(OneAtATime(lambda prompt: [70, 1], refuses=[0]), tokenizer, tmp_path / "refused")
     assert {id.partition("/")[0] for id in rows["id"]} == TURNS.keys() - {"two"}
 
 
@@ -230,7 +230,7 @@ def test_no_more_is_answered_than_max_samples_needs(
 ) -> None:
     """One answer in four is too short, which the next block makes good."""
     some = [conversation(str(i), ("user", "six"), ANSWER, ("user", "ten"), ANSWER) for i in range(400)]
-    generator = OneAtATime(lambda prompt: [5, 6] if len(generator.order) % 4 else [5])
+    generator = OneAtATime(lambda prompt: [70, 1] if len(generator.order) % 4 else [1])
     rows = regenerated(generator, tokenizer, tmp_path, some, max_samples=300)
     assert 300 <= len(rows) <= 304
     assert len(generator.order) <= 300 * 4 / 3 + 8
