@@ -16,7 +16,7 @@ from torch import Tensor
 from data.addresses import is_url
 from data.samples import CapturedSample, StateShape
 from data.store.codec import STATES, check_encoded, decode, decode_into, decoded_dtype
-from data.store.index import INDEX, MANIFEST, ShardTable, read_index, read_manifest
+from data.store.index import MANIFEST, ShardTable, read_index, read_manifest
 from data.store.shard_file import ShardFile, new_memory
 from data.store.shards import DamagedShard, check_size, open_shard
 from eagle31.errors import UserError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # Open files of a reader: a process may have 1,024 by default.
 _MAX_OPEN_SHARDS = 128
-# An object of a remote store holds no file open, only its header.
-_MAX_REMOTE_SHARDS = 1 << 14
 
 
 class SampleReader:
@@ -38,6 +36,7 @@ class SampleReader:
     Args:
         index: from `read_index` or `build_index`.
         open_file: opens a shard's file by its name; by default it is in the directory.
+        max_open_shards: None keeps the headers of all, 2 kB each, where no file is open.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class SampleReader:
         index: Mapping[str, NDArray],
         *,
         open_file: Callable[[str], ShardFile] | None = None,
-        max_open_shards: int = _MAX_OPEN_SHARDS,
+        max_open_shards: int | None = _MAX_OPEN_SHARDS,
     ) -> None:
         self._directory = Path(directory)
         self._open_file = open_file or (lambda name: open_shard(self._directory / name))
@@ -94,7 +93,7 @@ class SampleReader:
         opened = self._open_file(self._table.file(shard))
         with self._lock:
             self._open_shards[shard] = opened
-            while len(self._open_shards) > self._max_open_shards:
+            if self._max_open_shards is not None and len(self._open_shards) > self._max_open_shards:
                 # A thread that is reading from it keeps it open.
                 self._open_shards.popitem(last=False)
         return opened
@@ -145,7 +144,7 @@ def _opened(location: Path | str) -> "tuple[RemoteDirectory | None, Path]":
     from data.store.remote import RemoteDirectory, local_description
 
     remote = RemoteDirectory(str(location))
-    return remote, local_description(remote, MANIFEST, INDEX)
+    return remote, local_description(remote)
 
 
 class HiddenStateStore:
@@ -189,7 +188,7 @@ class HiddenStateStore:
             self.directory,
             index,
             open_file=self._open_file,
-            max_open_shards=_MAX_OPEN_SHARDS if self._remote is None else _MAX_REMOTE_SHARDS,
+            max_open_shards=_MAX_OPEN_SHARDS if self._remote is None else None,
         )
         self._memory = _ThreadMemory()
         self._threads = ThreadPoolExecutor(num_threads, "read-samples") if num_threads > 1 else None
@@ -227,19 +226,24 @@ class HiddenStateStore:
             decode_into(self._reader.encoded(task[0], self._memory.of_size), task[1])
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
-        """Check that this rank's part of the shards is there with the sizes that were recorded.
+        """Check that the shards are there with the sizes that were recorded.
+
+        A rank checks its part of a local store. Of one elsewhere, rank 0 lists all shards at once.
 
         Raises:
             DamagedShard: a shard is missing or has another size.
             UserError: the same of a store that was given.
         """
-        sizes = None if self._remote is None else self._remote.sizes()
         with self._explained():
-            for shard in self.shards[rank::world_size]:
-                if sizes is None:
+            if self._remote is None:
+                for shard in self.shards[rank::world_size]:
                     check_size(self.directory, shard.file, shard.num_bytes)
-                elif sizes.get(shard.file) != shard.num_bytes:
-                    raise DamagedShard(shard.file, sizes.get(shard.file), f"It had {shard.num_bytes} bytes.")
+            elif rank == 0:
+                sizes = self._remote.sizes()
+                for shard in self.shards:
+                    if sizes.get(shard.file) != shard.num_bytes:
+                        found = sizes.get(shard.file)
+                        raise DamagedShard(shard.file, found, f"It had {shard.num_bytes} bytes.")
 
     def _open_file(self, name: str) -> ShardFile:
         return open_shard(self.directory / name if self._remote is None else self._remote.file(name))

@@ -2,44 +2,80 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
 
 import fsspec
 
 from data.cache import cache_directory
+from data.store.index import INDEX, MANIFEST, read_manifest
+from data.store.shard_file import MAX_HEADER_BYTES, file_checksum
 from eagle31.credentials import has_url_credentials
 from eagle31.errors import UserError
+from eagle31.tensor_files import TensorEntry, read_header
 
 # The package that fsspec needs for a protocol, where its own message does not name the right one.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
+_PAUSES_SECONDS = (1.0, 5.0, 25.0)  # between the attempts of a request
+_Result = TypeVar("_Result")
+
+
+def _requested(url: str, request: Callable[[], _Result]) -> _Result:
+    """Return what a request gives, which is sent again where the service fails.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+        UserError: the service refuses, or does not answer; or `request` raises it.
+    """
+    for pause in (*_PAUSES_SECONDS, None):
+        try:
+            return request()
+        except (FileNotFoundError, UserError):
+            raise
+        except Exception as error:  # of the protocol's package, whose errors have no common type
+            what = f"It cannot be read ({type(error).__name__}: {error})"
+            if pause is None or isinstance(error, PermissionError):
+                remedy = f"{what}; check address and credentials, and run the same command again."
+                raise UserError("capture.store", url, remedy) from error
+            print(f"{url}: {what}; next attempt in {pause:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
+    raise AssertionError
+
+
 class RemoteFile:
-    """An object that any number of threads can read at any position. size: in bytes."""
+    """An object that any number of threads can read at any position. It has nothing open."""
 
     def __init__(self, system: Any, path: str) -> None:
         self.path = path
         self._system = system
 
-    def open(self) -> BinaryIO:
-        """Open it for reading from the start, a little at a time."""
-        return self._system.open(self.path, "rb", cache_type="readahead", block_size=1 << 16)
+    def header(self) -> dict[str, TensorEntry]:
+        """Return what `read_header` does; raise what `fill` does."""
+
+        def read() -> dict[str, TensorEntry]:
+            with self._system.open(self.path, "rb", cache_type="readahead", block_size=1 << 16) as file:
+                return read_header(file, self.path, MAX_HEADER_BYTES)
+
+        return _requested(self.path, read)
 
     def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
         """Fill memory with the bytes from a position on, all pieces at once.
 
         Raises:
-            OSError: the object is missing or ends before these bytes, or the service does not answer.
+            OSError: the object is missing or ends before these bytes.
+            UserError: the service refuses or does not answer.
         """
         wanted = [(view, position) for view, position in pieces if len(view)]
-        found = self._system.cat_ranges(
-            [self.path] * len(wanted),
-            [position for _, position in wanted],
-            [position + len(view) for view, position in wanted],
-        )
+        starts = [position for _, position in wanted]
+        ends = [position + len(view) for view, position in wanted]
+        paths = [self.path] * len(wanted)
+        found = _requested(self.path, lambda: self._system.cat_ranges(paths, starts, ends, on_error="raise"))
         for (view, position), content in zip(wanted, found, strict=True):
             if len(content) != len(view):
                 raise OSError(f"{self.path} ends at byte {position + len(content)}")
@@ -98,18 +134,19 @@ class RemoteDirectory:
             UserError: the service refuses or does not answer.
         """
         try:
-            return self._system.cat_file(f"{self._path}/{name}")
+            return _requested(self.url, lambda: self._system.cat_file(f"{self._path}/{name}"))
         except FileNotFoundError:
             return None
-        except Exception as error:  # of the protocol's package, whose errors have no common type
-            remedy = f"It cannot be read ({type(error).__name__}: {error}); check address and credentials."
-            raise UserError("capture.store", self.url, remedy) from error
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the files by name, in bytes; nothing where there is no such directory."""
+        """Return the sizes of the files by name, in bytes; nothing where there is no such directory.
+
+        Raises:
+            UserError: the service refuses or does not answer.
+        """
         self._system.invalidate_cache(self._path)
         try:
-            listed = self._system.ls(self._path, detail=True)
+            listed = _requested(self.url, lambda: self._system.ls(self._path, detail=True))
         except FileNotFoundError:
             return {}
         return {
@@ -117,27 +154,30 @@ class RemoteDirectory:
         }
 
 
-def local_description(remote: RemoteDirectory, manifest: str, index: str) -> Path:
+def local_description(remote: RemoteDirectory) -> Path:
     """Return a directory with a copy of the store's manifest and index, which the processes here share.
-
-    Args:
-        manifest, index: the names of the two files.
 
     Raises:
         UserError: the store is unfinished or cannot be read.
     """
-    content = remote.read(manifest)
+    content = remote.read(MANIFEST)
     if content is None:
-        remedy = f"There is no {manifest}: no store, or one that was not copied to its end."
+        remedy = f"There is no {MANIFEST}: no store, or one that was not copied to its end."
         raise UserError("capture.store", remote.url, remedy)
     directory = cache_directory() / "stores" / hashlib.sha256(content).hexdigest()[:32]
     directory.mkdir(parents=True, exist_ok=True)
-    for name in (index, manifest):
-        if not (directory / name).exists():
-            partial = directory / f".{name}.{os.getpid()}.partial"
-            try:
-                partial.write_bytes(content if name == manifest else remote.read(name) or b"")
-                partial.replace(directory / name)
-            finally:
-                partial.unlink(missing_ok=True)
+    _save(directory / MANIFEST, content)
+    manifest, index = read_manifest(directory), directory / INDEX
+    assert manifest is not None
+    if not index.exists() or file_checksum(index) != manifest["index_checksum"]:
+        _save(index, remote.read(INDEX) or b"")
     return directory
+
+
+def _save(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

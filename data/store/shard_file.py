@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.store.codec import ROWS_OF, STATES, Rows
 from eagle31.errors import UserError
-from eagle31.tensor_files import read_header
+from eagle31.tensor_files import TensorEntry, read_header
 
 SAMPLE_IDS, ROWS = "sample_ids", "rows"
 # The kinds of rows, in the order of the column `rows`.
@@ -165,12 +165,12 @@ class PositionedFile(Protocol):
     @property
     def path(self) -> Path | str: ...
 
-    def open(self) -> BinaryIO:
-        """Open it for reading from the start."""
+    def header(self) -> dict[str, TensorEntry]:
+        """Return what `read_header` does."""
         ...
 
     def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
-        """Fill memory with the bytes from a position on; raise OSError where they cannot be read."""
+        """Fill memory with the bytes from a position on; raise OSError where the file ends before them."""
         ...
 
 
@@ -189,8 +189,9 @@ class LocalFile:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
-    def open(self) -> BinaryIO:
-        return open(self.path, "rb")
+    def header(self) -> dict[str, TensorEntry]:
+        with open(self.path, "rb") as file:
+            return read_header(file, self.path, MAX_HEADER_BYTES)
 
     def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
         for view, position in pieces:
@@ -219,8 +220,7 @@ class ShardFile:
     def __init__(self, source: Path | PositionedFile) -> None:
         self._file: PositionedFile = LocalFile(source) if isinstance(source, Path) else source
         self.path = self._file.path
-        with self._file.open() as file:
-            entries = read_header(file, self.path, MAX_HEADER_BYTES)
+        entries = self._file.header()
         strange = [name for name, one in entries.items() if one.dtype not in _DTYPES_BY_NAME or not one.shape]
         if strange or not {*STATES, "input_ids", "loss_mask", SAMPLE_IDS, ROWS} <= entries.keys():
             raise UserError("file", self.path, "It has not the tensors of a shard.")

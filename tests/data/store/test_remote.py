@@ -6,12 +6,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from data.store import HiddenStateStore
+from data.store import HiddenStateStore, reader, remote
 from data.store.codec import CODECS, Encoding
 from data.store.remote import RemoteDirectory
 from eagle31.errors import UserError
 from tests.data.store.s3 import s3_bucket
-from tests.data.store.samples import LENGTHS, assert_equal, encoded, flip_last_byte, write_store
+from tests.data.store.samples import LENGTHS, assert_equal, encoded, flip_last_byte, make_sample, write_store
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,62 @@ def test_a_shard_that_is_gone_or_altered_is_named(tmp_path: Path, bucket: str) -
     fsspec.filesystem("s3").rm(f"{url}/shard-a-00000.safetensors")
     with pytest.raises(UserError, match=r"capture\.store=.*shard-a-00000.*copy the store again"):
         store.verify()
+
+
+def test_what_the_service_fails_to_answer_is_requested_again_and_then_named(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path / "store")
+    url = f"{bucket}/slow"
+    upload(tmp_path / "store", url)
+    monkeypatch.setattr(remote, "_PAUSES_SECONDS", (0.0, 0.0))
+    system, num_failures = fsspec.filesystem("s3"), 0
+    request = system._cat_file
+
+    async def failing(*arguments: object, **options: object) -> bytes:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
+            raise OSError(16, "Please reduce your request rate.")
+        return await request(*arguments, **options)
+
+    store = HiddenStateStore(url, given=True)
+    assert_equal(store[5], make_sample(5))  # its shard is open
+    monkeypatch.setattr(system, "_cat_file", failing)
+    num_failures = 1
+    assert_equal(store[5], make_sample(5))
+    assert num_failures < 0
+    num_failures = 100
+    with pytest.raises(UserError, match=r"reduce your request rate.*run the same command again") as named:
+        store[5]
+    assert named.value.field == "capture.store"
+
+
+def test_each_shard_s_header_is_read_once_and_one_rank_lists_the_shards(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path / "store")
+    url = f"{bucket}/once"
+    upload(tmp_path / "store", url)
+    monkeypatch.setattr(reader, "_MAX_OPEN_SHARDS", 1)
+    read: list[str] = []
+    header = remote.RemoteFile.header
+    monkeypatch.setattr(remote.RemoteFile, "header", lambda file: read.append(file.path) or header(file))
+    store = HiddenStateStore(url)
+    store.get_many([*range(7), *range(7)])
+    assert len(read) == len(set(read)) == len(store.shards) > 1
+    monkeypatch.setattr(RemoteDirectory, "sizes", None)
+    store.verify(rank=1, world_size=2)
+
+
+@pytest.mark.parametrize("file", ["index.safetensors", "manifest.json"])
+def test_a_damaged_copy_of_the_index_is_fetched_again(tmp_path: Path, bucket: str, file: str) -> None:
+    write_store(tmp_path / "store")
+    url = f"{bucket}/index"
+    upload(tmp_path / "store", url)
+    first = HiddenStateStore(url)
+    flip_last_byte(first.directory / file)
+    assert_equal(HiddenStateStore(url)[3], first[3])
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, bucket: str) -> None:
