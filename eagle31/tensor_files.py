@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import pickle
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -192,11 +193,20 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
     Args:
         tensors: contiguous, on the CPU.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    save_file(dict(tensors), partial, metadata)
+    try:
+        save_file(dict(tensors), partial, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     os.chmod(partial, mode)
     partial.replace(path)
 

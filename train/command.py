@@ -35,11 +35,12 @@ INTERRUPTED = 130
 _REMEDIES = {
     errno.EACCES: "Give a path that this account can use, or change its owner or mode.",
     errno.EROFS: "Give a path on a file system that can be written to.",
-    errno.ENOSPC: "Free some space and give the same command again; finished work is kept.",
+    errno.ENOSPC: "Free some space there and give the same command again; finished work is kept.",
     errno.EDQUOT: "Free some of the quota and give the same command again; finished work is kept.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n) and give the same command again.",
     errno.ENOTDIR: "A part of this path is a file; give another path.",
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _OUR_PACKAGES = ("eagle31", "data", "train", "tests")
@@ -101,10 +102,12 @@ def run_command(main: Callable[[], int | None], failures: tuple[type[Exception],
     except KeyboardInterrupt:
         status = INTERRUPTED
     except OSError as error:
-        if error.errno not in _REMEDIES or error.filename is None:
+        if error.errno not in _REMEDIES or (error.filename is None and error.errno not in _FULL):
             raise
         reason = f"{os.strerror(error.errno)}. {_REMEDIES[error.errno]}"
-        status = _report(f"error: file={os.fspath(error.filename)}: {reason}", MISTAKE)
+        # A write names no file; it is on the disk of the results, of a cache or of temporary files.
+        where = "" if error.filename is None else f"file={os.fspath(error.filename)}: "
+        status = _report(f"error: {where}{reason}", MISTAKE)
     sys.exit(status)
 
 

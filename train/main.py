@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import compose_config, composed, parse_arguments
 from train.distributed import World, leave_process_group
+from train.stop import Stopped
 
 
 @record  # hands an unexpected exception's traceback to torchrun
@@ -30,8 +31,15 @@ def main() -> None:
     resume_collection()
     try:
         run_pipeline(config, world)
-    finally:
+    except Stopped:
         leave_process_group()
+        raise
+    except KeyboardInterrupt:
+        if world.is_main:
+            print("interrupted; the same command resumes", file=sys.stderr)
+        raise
+    # Not after an error: it could wait for ranks that have ended, or fail, and hide that error.
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -15,15 +15,24 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
+from data.capture.vllm.environment import check_engine_args, find_python
 from data.locks import holder, try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact, check_links, link_result, remove_leftovers
-from train.config.run import RunConfig, Stage, needed_stages, pushes, selected_stages, uses_servers
+from train.config.run import (
+    RunConfig,
+    Stage,
+    needed_stages,
+    pushes,
+    selected_stages,
+    starts_vllm,
+    uses_servers,
+)
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
-from train.launch.doctor import check_environment, check_start, check_store
+from train.launch.doctor import check_environment, check_named, check_start, check_store
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
@@ -96,7 +105,9 @@ def run_pipeline(config: RunConfig, world: World) -> None:
             (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
             print(format_plan(write_plan(context)), flush=True)
             write_configuration(config)
-        if set(config.stages) != {Stage.plan}:
+        if set(config.stages) == {Stage.plan}:
+            check_named(config)
+        else:
             try:
                 run_stages(context)
             except Stopped as stopped:
@@ -161,9 +172,11 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     context.check_drafter()
     if pushes(config):
         check_push(config.hub)
-    problem = share_earlier(context) if Stage.vocab in stages else None
-    unfinished = unfinished_stages(context, stages, problem)
+    unfinished = unfinished_stages(context, stages)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
+    if world.is_main and config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
+        engine = context.capture_engine()
+        check_engine_args(find_python(), engine.plain_command_line(), config.vllm.engine_args)
     for stage in unfinished:
         if stage not in config.stages:
             remedy = f"They need stage '{stage.value}', which has no result for this configuration; add it."
@@ -171,19 +184,17 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     return unfinished
 
 
-def unfinished_stages(
-    context: RunContext, stages: Sequence[Stage], problem: UserError | None = None
-) -> list[Stage]:
+def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it.
-
-    Args:
-        problem: why there is no training to continue.
 
     Raises:
         UserError: the training to continue cannot be continued with these settings.
     """
     located = [stage for stage in stages if stage in STAGES]
+    problem = None
     for stage in located:
+        if stage is Stage.vocab:
+            problem = share_earlier(context)
         if stage is Stage.train:
             share_continued(context, STAGES[stage].inputs(context), problem)
         inputs = STAGES[stage].inputs(context)

@@ -16,7 +16,7 @@ from eagle31.json_files import write_json
 STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the same command succeeds later
 # In the output directory. torchrun's own status is 1 whatever that of its processes is.
 STOPPED_FILE = "stopped.json"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Of the time that a Slurm job has left, the part that is kept for saving, and the longest such time.
 _SAVING_FRACTION, _SAVING_SECONDS = 0.1, 120.0
 

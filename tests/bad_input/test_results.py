@@ -24,7 +24,6 @@ from train.config.run import Stage, needed_stages, selected_stages
 from train.context import RunContext
 from train.distributed import World
 from train.pipeline import unfinished_stages
-from train.stages.training.continuing import share_earlier
 
 # A file of each stage, and one way to damage it for each.
 FILES = {
@@ -63,8 +62,7 @@ class FinishedRun:
         context.__dict__["target"] = self.context.target
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr):
-            problem = share_earlier(context)
-            found = unfinished_stages(context, needed_stages(context.config), problem)
+            found = unfinished_stages(context, needed_stages(context.config))
         return found, stderr.getvalue()
 
 

@@ -19,6 +19,10 @@ KEY = "the-key-of-this-test"
 # Prints how it is called; the server on the port 8124 ends with a status, others stay.
 FAKE = """
 import json, os, sys, time
+if "-c" in sys.argv:  # a check of vLLM's environment, which has no Mooncake, or of the arguments
+    if "mooncake" in sys.argv[sys.argv.index("-c") + 1]:
+        sys.exit(1)
+    sys.exit("serve: error: unrecognized arguments: --a-typo 2" if "--a-typo" in sys.argv else 0)
 variables = [os.environ.get(name) for name in ("PYTHONPATH", "VLLM_API_KEY")]
 print(json.dumps([os.getpid(), sys.argv[1:], *variables]), flush=True)
 if "8123" in sys.argv:
@@ -92,6 +96,17 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     settings = json.loads(given["--kv-transfer-config"])["kv_connector_extra_config"]
     # An online run of the recipe finds its spool below one of the roots.
     assert (settings["aux_layer_ids"], settings["roots"]) == ([0, 2], [str(output_dir), "/dev/shm"])
+
+
+def test_arguments_that_vllm_refuses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(fake_python(tmp_path)))
+    given = [
+        *recipe(save_target(tmp_path / "target"), tmp_path / "out"),
+        "vllm.engine_args={a_typo: 2, b: 3}",
+    ]
+    done = run_command("scripts/serve_target", *given)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: vllm.engine_args.a_typo=2: vLLM refuses it: unrecognized arguments")
 
 
 def test_other_machines_are_served_with_a_key_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs.forked import ROOT
+from tests.runs.here import run_command
+from train import distributed
 from train.command import set_thread_defaults
 
 START = f"""
@@ -62,8 +64,21 @@ def test_what_the_machine_refuses_is_a_message_with_the_file() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: file=/full/x: No space left on device. Free some space")
     unnamed = run("raise OSError(28, 'written')")
-    assert unnamed.returncode == 1
-    assert "Traceback" in unnamed.stderr
+    assert unnamed.returncode == 2
+    assert unnamed.stderr.startswith("error: No space left on device. Free some space")
+    refused = run("raise OSError(13, 'written')")
+    assert refused.returncode == 1
+    assert "Traceback" in refused.stderr
+
+
+def test_the_end_of_the_ranks_does_not_replace_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "leave_process_group", lambda: pytest.fail("it waits for the ranks"))
+    (tmp_path / "file").touch()
+    settings = ["target.model=a/b", "data.train=c/d", f"output_dir={tmp_path}/file/run"]
+    outcome = run_command("train/main.py", "recipe=any_target", *settings)
+    assert (outcome.status, outcome.err.startswith("error: output_dir=")) == (2, True)
 
 
 def test_an_unexpected_exception_keeps_its_traceback() -> None:

@@ -8,14 +8,16 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
 from tests.runs.forked import ROOT, environment, start
 from tests.train.small_run import MAIN, RECIPE, STEPS, arguments, metrics_of, saved_steps, wait_for_step
 from tests.train.torchrun import torchrun, torchrun_command
+from train.command import INTERRUPTED
 from train.pipeline import LOCK_FILE
-from train.stop import STOPPED, STOPPED_FILE, time_limit
+from train.stop import STOPPED, STOPPED_FILE, stop_reasons, time_limit
 
 
 def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_resumes(
@@ -67,9 +69,19 @@ def test_a_signal_outside_of_training_ends_a_run_at_once(
     while not (directory / LOCK_FILE).exists():
         assert ranks.processes[0].is_alive(), ranks.printed()
         time.sleep(0.01)
-    ranks.send_signal(signal.SIGTERM)
-    assert ranks.wait() == -signal.SIGTERM
+    ranks.send_signal(signal.SIGINT)
+    assert ranks.wait() == INTERRUPTED
+    assert "the same command resumes" in ranks.printed()
     assert not (directory / STOPPED_FILE).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_every_signal_waits_for_the_step_in_training(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with stop_reasons(None) as reason:
+        os.kill(os.getpid(), number)
+        assert reason() == number.name
+    assert signal.getsignal(number) is before
 
 
 def test_a_slurm_job_stops_before_its_end() -> None:

@@ -4,16 +4,18 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import os
 import re
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra import initialize_config_dir
 from hydra.compose import compose
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -23,6 +25,7 @@ from train.config.run import RunConfig, check, register
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = CHECKOUT / "recipes"
+_HOME = "~/"
 # Mappings whose keys are not ours: of groups of settings under names, and of arguments for others.
 NAMED = ("data.evaluation_sets", "data.sources")
 FREE_FORM = (
@@ -62,8 +65,19 @@ def compose_config(arguments: Sequence[str]) -> DictConfig:
         initialize_config_dir(version_base="1.3", config_dir=str(RECIPES)),
     ):
         config = compose("train", [*for_hydra(arguments), f"recipe_name={name}"])
+        _expand_home(config)
         _check_secrets(OmegaConf.to_container(config))
     return config
+
+
+def _expand_home(config: Any) -> None:
+    """Replace `~/` at the beginning of a path by the home directory."""
+    for key in config if isinstance(config, DictConfig) else range(len(config)):
+        value = None if OmegaConf.is_missing(config, key) else config[key]
+        if isinstance(value, DictConfig | ListConfig):
+            _expand_home(value)
+        elif isinstance(value, str) and value.startswith(_HOME):
+            config[key] = os.path.expanduser(value)
 
 
 def composed(arguments: Sequence[str]) -> RunConfig:
@@ -118,6 +132,9 @@ def _for_hydra(argument: str) -> str:
         return argument
     if not equals:
         raise UserError("argument", argument, "Write it as key=value.")
+    if value.startswith(_HOME):  # Hydra's grammar has no such character outside of quotes
+        value = f"'{value}'"
+        argument = f"{argument.partition('=')[0]}={value}"
     if any(key == name or key.startswith(f"{name}.") for name in FREE_FORM):
         member = re.fullmatch(rf"({'|'.join(map(re.escape, NAMED))})\.([\w-]+)(?:\.(\w+))?", key)
         if member is None:

@@ -9,6 +9,14 @@ from eagle31.errors import UserError
 from train.config.setting import setting
 
 MAX_TEMPERATURE = 2.0  # vLLM refuses higher ones
+# What the plan computes with; vLLM checks the other arguments.
+_SIZES = (
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "pipeline_parallel_size",
+)
+_FRACTION = "gpu_memory_utilization"
 _SET_BY_RUN = ("model", "speculative_config", "kv_transfer_config", "max_model_len")
 
 
@@ -52,6 +60,13 @@ def check_vllm(vllm: VllmConfig) -> None:
         if name in vllm.engine_args:
             remedy = "The run sets it; leave it out."
             raise UserError(f"vllm.engine_args.{name}", vllm.engine_args[name], remedy)
+    for name in _SIZES:
+        size = vllm.engine_args.get(name, 1)
+        if type(size) is not int or size < 1:
+            raise UserError(f"vllm.engine_args.{name}", size, "Give a whole number of at least 1.")
+    fraction = vllm.engine_args.get(_FRACTION, 1)
+    if type(fraction) not in (int, float) or not 0 < fraction <= 1:
+        raise UserError(f"vllm.engine_args.{_FRACTION}", fraction, "Give a number above 0 and at most 1.")
     for url in vllm.servers:
         _check_url(url)
     _check_fraction(vllm)
@@ -72,8 +87,8 @@ def _check_fraction(vllm: VllmConfig) -> None:
     fraction = vllm.gpu_memory_fraction
     if fraction is None:
         return
-    if "gpu_memory_utilization" in vllm.engine_args:
-        remedy = "Leave out vllm.engine_args.gpu_memory_utilization, which means the same."
+    if _FRACTION in vllm.engine_args:
+        remedy = f"Leave out vllm.engine_args.{_FRACTION}, which means the same."
         raise UserError("vllm.gpu_memory_fraction", fraction, remedy)
 
 

@@ -28,18 +28,22 @@ from data.conversations.reading import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
+from data.target.checkpoint import is_hub_id
+from data.target.loading import check_attention
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
 from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_vllm
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
+from train.drafter.published import fetch_checkpoint
 from train.plan.disk import cached_repositories, disks, download_bytes, existing
 from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
 from train.plan.work import newest_data_summary
 from train.report.hub import check_push
 from train.tables import aligned, gigabytes
+from train.target import Target
 from train.tracking import has_wandb_key, wandb_mode
 from train.versions import missing_packages, package_versions
 
@@ -104,6 +108,28 @@ def check_start(config: RunConfig) -> None:
         check_writable(field, directory)
     if config.capture.spool_dir is not None:
         check_own("capture.spool_dir", Path(config.capture.spool_dir))
+
+
+def check_named(config: RunConfig) -> None:
+    """Refuse what the settings name and this machine lacks. It takes a second; nothing is downloaded.
+
+    Raises:
+        UserError: the first that cannot be used.
+    """
+    for field, source in _sources(config).items():
+        if source != EMBEDDED:
+            _check_here(field, source)
+    if config.target.model != EMBEDDED:
+        spec = Target(config.target, Path(config.cache_dir)).spec
+        _ = spec.torch_dtype
+        check_attention(spec)
+        if Path(spec.checkpoint.path).is_dir():
+            spec.checkpoint.tensor_files()
+    start = config.drafter.init_from
+    if start is not None and not is_hub_id(start):
+        fetch_checkpoint(start, None, "drafter.init_from")
+    if config.hub.repo_id is not None:
+        check_push(config.hub, needs_token=False)
 
 
 def check_environment(config: RunConfig) -> None:
@@ -297,16 +323,25 @@ def _check_source(field: str, source: str) -> None:
     """Raise UserError if a source is not here and cannot be downloaded."""
     if source == EMBEDDED:
         return
+    here = _check_here(field, source)
     if is_url(source):
         check_protocol(source)
-    elif field == "capture.store" and not Path(source).expanduser().is_dir():
-        raise UserError(field, source, "Give a finished store, or null to capture.")
-    elif is_file(source, field) or Path(source).expanduser().is_dir():
+    elif here:
         if not os.access(Path(source).expanduser(), os.R_OK):
             raise UserError(field, source, "This account may not read it: change its mode or its owner.")
     elif constants.HF_HUB_OFFLINE and ("dataset", source) not in cached_repositories():
         remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {source} --repo-type dataset)."
         raise UserError(field, source, remedy)
+
+
+def _check_here(field: str, source: str) -> bool:
+    """Return whether a source is on this machine, else on the Hub; raise UserError if it cannot be either."""
+    if is_url(source):
+        return False
+    there = Path(source).expanduser().is_dir()
+    if field == "capture.store" and not there:
+        raise UserError(field, source, "Give a finished store, or null to capture.")
+    return there or is_file(source, field)
 
 
 def _lacks_embedded(config: RunConfig) -> bool:

@@ -84,7 +84,8 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     config = sizes.config
     capture, output_dir = config.capture, Path(config.output_dir)
     if capture.mode is CaptureMode.offline and work.store_bytes:
-        left = work.store_bytes - _bytes_below(output_dir, "artifacts/capture-*")
+        finished = any(output_dir.glob("artifacts/capture-*/stage.json"))
+        left = 0 if finished else work.store_bytes - _bytes_below(output_dir, "artifacts/capture-*")
         smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
         remedy = f"Set {smaller}capture.mode=online or a lower capture.max_samples, or free some space."
         yield DiskUse("the store", output_dir, left, remedy)

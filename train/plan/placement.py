@@ -97,6 +97,7 @@ def place_servers(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
         UserError: the servers cannot run there.
     """
     config, vllm = sizes.config, sizes.config.vllm
+    _check_heads(sizes)
     _check_evaluation(config, cluster)
     if vllm.servers or cluster.target_nodes:
         return _apart(sizes, cluster)
@@ -231,6 +232,15 @@ def _check_gpus(config: RunConfig, parallel: Parallelism, gpus: int, of_what: st
         name = "tensor_parallel_size" if parallel.tensor > gpus else "data_parallel_size"
         remedy = f"A server takes {parallel.gpus} GPUs, and there are {gpus} {of_what}: lower it."
         raise UserError(f"vllm.engine_args.{name}", config.vllm.engine_args.get(name), remedy)
+
+
+def _check_heads(sizes: RunSizes) -> None:
+    """Check that vLLM can divide the target among the GPUs of an engine."""
+    tensor = Parallelism.of(sizes.config.vllm.engine_args).tensor
+    heads = sizes.target_config.get_text_config().num_attention_heads
+    if heads % tensor:
+        remedy = f"It must divide the target's {heads} attention heads, which these GPUs share equally."
+        raise UserError("vllm.engine_args.tensor_parallel_size", tensor, remedy)
 
 
 def _check_evaluation(config: RunConfig, cluster: Cluster) -> None:

@@ -72,7 +72,7 @@ def _memory_of(way: Way) -> str:
 
 
 def hours_lines(found: Hours | None) -> list[_Line]:
-    """Return name and value of the line about a run's hours."""
+    """Return name and value of the lines about a run's hours, and the disk that they need."""
     if found is None:
         return []
     if found.how is None:
@@ -87,7 +87,13 @@ def hours_lines(found: Hours | None) -> list[_Line]:
         bound = "at least "
         parts.append(f"regeneration {bound}{shown(found.regenerate)}")
     total = "" if found.total is None else f"{bound}{found.total:.3g} in all: "
-    return [("hours", f"{total}{', '.join(parts)} ({found.how})")]
+    lines = [("hours", f"{total}{', '.join(parts)} ({found.how})")]
+    if found.written is not None and found.read is not None:
+        written, read = gigabytes(found.written), gigabytes(found.read)
+        lines.append(
+            ("disk", f"capture writes {written}/s and training reads {read}/s; a slower disk takes longer")
+        )
+    return lines
 
 
 def _drafter_lines(plan: Plan) -> list[_Line]:

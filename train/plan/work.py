@@ -47,6 +47,9 @@ class Hours:
     train: float | None
     total: float | None
     how: str | None  # in words, the speed that they are computed with
+    # Bytes per second of the disk with the store, below which the stages take longer; None without a store.
+    written: float | None = None
+    read: float | None = None
 
 
 def newest_data_summary(output_dir: Path) -> dict[str, Any]:
@@ -120,7 +123,13 @@ def run_hours(config: RunConfig, work: Work, train_gpus: int, target_gpus: int, 
     total = None
     if regenerate is not None and capture is not None and train is not None:
         total = regenerate + (max(capture, train) if at_once else capture + train)
-    return Hours(regenerate, capture, train, total, how)
+    stored = 0 if work.online else work.store_bytes or 0
+    read = stored * (work.trained_tokens or 0) / (work.tokens or 1)
+    written_rate, read_rate = (
+        num_bytes / hours / _HOUR if num_bytes and hours else None
+        for num_bytes, hours in ((stored, capture), (read, train))
+    )
+    return Hours(regenerate, capture, train, total, how, written_rate, read_rate)
 
 
 def _measured_rate(output_dir: Path) -> float | None:

@@ -31,14 +31,7 @@ from train.stages.training.building import (
     row_loader,
     sample_names,
 )
-from train.stages.training.continuing import (
-    CHANGEABLE_OPTIM,
-    CONTINUED,
-    fixed_inputs,
-    keep_vocab,
-    plain,
-    prepared,
-)
+from train.stages.training.continuing import CONTINUED, keep_vocab, prepared, training_inputs
 from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_vocab
 from train.stop import stop_reasons, time_limit
@@ -55,30 +48,11 @@ _OPENED = "stages/train/opened"
 
 
 def train_inputs(context: RunContext) -> dict[str, Any]:
-    config = context.config
-    training = asdict(config.train)
-    # These change no weights, or are a separate input: what is in fact continued. validate_every stays in: it
-    # affects which step is chosen as the best.
-    for name in (
-        "log_every",
-        "diagnose_every",
-        "save_every",
-        "keep_checkpoints",
-        "continue_from",
-        "keep_weights_every",
-        "seed",
-    ):
-        training.pop(name)
-    optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
-    return {
-        "fixed": fixed_inputs(context),
-        "capture": context.artifacts[Stage.capture].key,
-        "max_samples": config.capture.max_samples,
-        "vocab": context.artifacts[Stage.vocab].key,
-        "optim": plain(optim),
-        "train": plain(training),
-        "draft_tokens": config.evaluate.draft_tokens,
-    } | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
+    return (
+        training_inputs(context)
+        | {"capture": context.artifacts[Stage.capture].key, "vocab": context.artifacts[Stage.vocab].key}
+        | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
+    )
 
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from data.capture.transport.mooncake_store import REQUIREMENT
 from data.supervised import without_launcher
@@ -14,6 +16,20 @@ SETUP = ROOT / "scripts" / "setup" / "vllm"
 LOADER = ROOT / "data" / "capture" / "vllm" / "plugin" / "path" / "eagle31_vllm.py"
 KEY_VARIABLE = "VLLM_API_KEY"  # the key that a server demands and a client sends; vLLM's own name
 # Python's settings are for our processes and not for vLLM's.
+# Makes an engine's configuration as a server does, from the arguments that follow.
+_CONFIGURE = """
+import sys
+from pydantic import ValidationError
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+arguments = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args()
+try:
+    AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+except ValidationError as error:
+    sys.exit("error: " + "; ".join(" ".join([*map(str, one["loc"]), one["msg"]]) for one in error.errors()))
+except Exception as error:
+    sys.exit(f"error: {error}")
+"""
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
 
 
@@ -52,6 +68,26 @@ def check_mooncake(python: Path) -> None:
     if subprocess.run([str(python), "-I", "-c", probe]).returncode:
         remedy = f"vLLM's environment lacks its Python package: {python} -m pip install '{REQUIREMENT}'."
         raise UserError("capture.transport", "mooncake", remedy)
+
+
+def check_engine_args(python: Path, command_line: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Have vLLM check the arguments of an engine, without its weights.
+
+    Args:
+        command_line: all arguments of the engine, from `CaptureEngine`.
+        given: those of the user, by the names that `vllm.LLM` has for them.
+
+    Raises:
+        UserError: vLLM refuses them, with its reason.
+    """
+    command = [str(python), "-I", "-c", _CONFIGURE, *command_line]
+    done = subprocess.run(command, env=environment(python), capture_output=True, text=True)
+    if not done.returncode:
+        return
+    reason = " ".join(done.stderr.rpartition("error: ")[2].split()) or f"status {done.returncode}"
+    named = [one for one in given if one in reason or one.replace("_", "-") in reason]
+    field, value = (f"vllm.engine_args.{named[0]}", given[named[0]]) if named else ("vllm.engine_args", given)
+    raise UserError(field, value, f"vLLM refuses it: {reason}")
 
 
 def environment(python: Path) -> dict[str, str]:

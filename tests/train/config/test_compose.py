@@ -64,6 +64,14 @@ def test_hydras_syntax_is_accepted(argument: str) -> None:
     composed([*NEEDED, argument])
 
 
+def test_a_path_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/one")
+    named = ["data.train=null", "data.sources.mine.source=~/a.jsonl", "capture.store='~/store'"]
+    config = composed([*NEEDED, "output_dir=~/x", *named])
+    assert (config.output_dir, config.capture.store) == ("/home/one/x", "/home/one/store")
+    assert config.data.sources["mine"].source == "/home/one/a.jsonl"
+
+
 def test_free_mappings_take_any_key_and_named_members_any_name() -> None:
     config = composed(
         [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,29 @@ def test_a_target_that_cannot_be_reached_is_lacking(
     assert outcome.status == 1
     found = rows(outcome)
     assert (found["plan"], found["data.train"]) == ("lacking", "ok")
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("data.train=none.jsonl", "no such file"),
+        ("capture.store=none", "finished store"),
+        ("target.model=bare", "convert its weights"),
+        ("target.dtype=float99", "torch dtype"),
+        ("hub.repo_id=noowner", "OWNER/NAME"),
+        ("drafter.init_from=/none/at/all", "No such directory"),
+    ],
+)
+def test_the_plan_alone_checks_what_takes_a_second(
+    small_target: EmbeddedTarget, tmp_path: Path, setting: str, remedy: str
+) -> None:
+    (tmp_path / "bare").mkdir()
+    shutil.copy(small_target.model / "config.json", tmp_path / "bare")
+    settings = [*arguments(small_target, Path("run")), "stages=[plan]", setting]
+    outcome = run_command("train/main.py", "recipe=any_target", *settings, directory=tmp_path)
+    assert outcome.status == 2, outcome.err
+    assert outcome.err.startswith(f"error: {setting}: ")
+    assert remedy in outcome.err
 
 
 def test_a_recipe_that_is_none_is_a_mistake(tmp_path: Path) -> None:

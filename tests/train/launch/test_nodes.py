@@ -104,10 +104,14 @@ def start(
 def test_a_job_that_fails_or_is_cancelled_does_not_queue_again(
     cluster: Cluster, tmp_path: Path, trainer: str, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, text = Job(gpus_per_node=0, sbatch=["--cpus-per-task=1"]), f"print('here', flush=True); {trainer}"
+    job, text = (
+        Job(gpus_per_node=0, sbatch=["--cpus-per-task=1", "--comment=a 'b'"]),
+        f"print('here', flush=True); {trainer}",
+    )
     number, log = start(cluster, tmp_path, job, "train/main.py", text, monkeypatch)
     wait_for(lambda: log.exists() and "here" in log.read_text())
     if state == "CANCELLED":
+        assert " Comment=a 'b' " in cluster.call("scontrol", "--oneliner", "show", "job", number)
         cluster.call("scancel", number)
     assert cluster.wait(number, JobState=state)["Restarts"] == "0"
     assert "queued again" not in log.read_text()

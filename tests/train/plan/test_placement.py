@@ -106,6 +106,7 @@ def test_offline_servers_have_what_waiting_processes_leave() -> None:
         (CPU, ("vllm.placement=split",), "vllm.placement", "vllm.placement=auto"),
         (NODE, ("vllm.gpu_memory_fraction=0.9",), "vllm.gpu_memory_fraction", "training 36.5 GB"),
         (NODE, (f"{TENSOR}=16",), TENSOR, "there are 8 on a node"),
+        (NODE, (f"{TENSOR}=7",), TENSOR, "64 attention heads"),
         (SMALL, (), "vllm.placement", "vLLM needs 84.2 GB (weights 74.4)"),
         (replace(APART, gpu_bytes=80 * GB), (), TENSOR, "vLLM needs 84.2 GB of each of 8 GPUs"),
     ],

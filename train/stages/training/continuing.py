@@ -5,13 +5,14 @@ command with the same settings finds it again. Rank 0 decides, and the other ran
 
     in output_dir, or in DIRECTORY             auto                     DIRECTORY[@STEP]   none
     a training with these inputs was begun     resumes [1]              resumes [1]        resumes [1]
-    a checkpoint with the same fixed inputs    the newest continues     it continues       first step
+    a checkpoint with the same fixed inputs    the newest continues [3] it continues       first step
     ... after which no step is left            first step, and why [2]  refused            first step
     only checkpoints with other fixed inputs   first step, and why      refused            first step
     no checkpoint                              first step               refused            first step
 
 [1] With DIRECTORY if it continues a training there, and with none if it continues none.
 [2] Refused where the vocab stage kept the earlier draft vocabulary for other data: it is not for a new head.
+[3] Of those with equal settings and data, apart from the number of steps; without any, of all.
 """
 
 import hashlib
@@ -46,6 +47,7 @@ _BEGUN, _METRICS, _FIELD = "begun.json", "metrics.jsonl", "train.continue_from"
 _EARLIER, _CONTINUED = "stages/train/earlier", "stages/train/continued"
 _LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 _SHOWN = 6  # settings that a message names
+_LENGTHS = ("max_steps", "num_epochs")  # settings of `train` that differ where a training is made longer
 # Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
 CHANGEABLE_OPTIM = frozenset(
     {
@@ -83,6 +85,33 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
     return json.loads(json.dumps(fixed))  # as it is read from a file
 
 
+def training_inputs(context: RunContext) -> dict[str, Any]:
+    """Return what a training depends on, apart from the vocabulary, the states and what it continues."""
+    config = context.config
+    training = asdict(config.train)
+    # These change no weights, or are a separate input: what is in fact continued. validate_every stays in: it
+    # affects which step is chosen as the best.
+    for name in (
+        "log_every",
+        "diagnose_every",
+        "save_every",
+        "keep_checkpoints",
+        "continue_from",
+        "keep_weights_every",
+        "seed",
+    ):
+        training.pop(name)
+    optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
+    return {
+        "fixed": fixed_inputs(context),
+        "data": context.artifacts[Stage.data].key,
+        "max_samples": config.capture.max_samples,
+        "optim": plain(optim),
+        "train": plain(training),
+        "draft_tokens": config.evaluate.draft_tokens,
+    }
+
+
 def plain(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the values of enums."""
     return {key: getattr(value, "value", value) for key, value in values.items()}
@@ -104,7 +133,7 @@ def _validation_key(context: RunContext) -> str:
 
 
 def share_earlier(context: RunContext) -> UserError | None:
-    """Set `context.earlier` as rank 0 finds it. Every rank calls, before the stages are located.
+    """Set `context.earlier` as rank 0 finds it. Every rank calls, once the data are located.
 
     Returns:
         Why there is no earlier training, on rank 0; it matters only if this run has to begin one.
@@ -122,15 +151,15 @@ def _earlier(context: RunContext) -> tuple[EarlierTraining | None, UserError | N
     origin = context.config.train.continue_from
     if origin == NONE:
         return None, None
-    fixed, problem = fixed_inputs(context), None
+    inputs, problem = json.loads(json.dumps(training_inputs(context))), None  # as they are read from a file
     if origin != AUTO:
         try:
-            return _newest(*_parsed(origin), fixed, named=True), None
+            return _newest(*_parsed(origin), inputs, named=True), None
         except UserError as error:
             problem = error
     # The checkpoint that this run once continued may be gone; the run's own training has its vocabulary.
     try:
-        return _newest(context.output_dir, None, fixed, named=False), problem
+        return _newest(context.output_dir, None, inputs, named=False), problem
     except UserError as error:
         return None, problem or error
 
@@ -142,13 +171,15 @@ def _parsed(origin: str) -> tuple[Path, int | None]:
 
 
 def _newest(
-    output_dir: Path, step: int | None, fixed: dict[str, Any], *, named: bool
+    output_dir: Path, step: int | None, inputs: dict[str, Any], *, named: bool
 ) -> EarlierTraining | None:
     """Return the newest training in an output directory that has the same fixed settings.
 
+    One that differs in its number of steps alone comes before those with other settings or data.
+
     Args:
         step: of the checkpoint; None for the newest.
-        fixed: the settings that must not change when a training is continued.
+        inputs: of the training that continues it, from `training_inputs`.
         named: whether the user named the directory.
 
     Raises:
@@ -160,9 +191,11 @@ def _newest(
         if named:
             raise UserError(_FIELD, output_dir, "No training there has a checkpoint yet; give an output_dir.")
         return None
-    same = [one for one in trainings if _fixed(one) == fixed]
+    theirs = {one: _begun(one / _BEGUN)["inputs"] for one in trainings}
+    same = [one for one in trainings if theirs[one]["fixed"] == inputs["fixed"]]
+    same.sort(key=lambda one: not _equal_but_longer(theirs[one], inputs))
     if not same:
-        shown = _differences(_fixed(trainings[0]), fixed)
+        shown = _differences(theirs[trainings[0]]["fixed"], inputs["fixed"])
         raise UserError(
             _FIELD,
             output_dir if named else "auto",
@@ -191,9 +224,12 @@ def _newest_time(directory: Path) -> float:
     return max(path.stat().st_mtime for path in directory.glob(f"{CHECKPOINTS}/step-*"))
 
 
-def _fixed(directory: Path) -> dict[str, Any]:
-    """Return the settings of a training that a continuation keeps."""
-    return _begun(directory / _BEGUN)["inputs"]["fixed"]
+def _equal_but_longer(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Return whether two trainings have the same settings and data, apart from their number of steps."""
+    lengths = dict.fromkeys(_LENGTHS)
+    return all(theirs.get(name) == value for name, value in ours.items() if name != "train") and (
+        theirs["train"] | lengths == ours["train"] | lengths
+    )
 
 
 def _begun(path: Path) -> dict[str, Any]:
@@ -340,7 +376,9 @@ def begin_training(context: RunContext) -> None:
         others = [step for step in saved_steps(earlier.directory / CHECKPOINTS) if step != earlier.step]
         remedy = f"This checkpoint is damaged: {error}. Give another one with @STEP: the steps {others}."
         raise UserError(_FIELD, checkpoint, remedy) from None
-    print(f"train: continues {earlier.directory} after step {earlier.step}", flush=True)
+    before = _comparable(_begun(earlier.directory / _BEGUN)["inputs"])
+    changed = _differences(before, _comparable(artifact.inputs))
+    print(f"train: continues {earlier.directory} after step {earlier.step} ({changed})", flush=True)
 
 
 def _take_over(earlier: EarlierTraining, directory: Path) -> None:

@@ -1,13 +1,17 @@
 """Engines that would give other states, or change a completion."""
 
+from pathlib import Path
+
 import pytest
 
 from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import VllmClient
+from data.capture.vllm.environment import check_engine_args
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
 from eagle31.errors import UserError
 from tests.data.capture.vllm.servers import INFO
+from tests.data.target.tiny_target import save_target
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,18 @@ def test_arguments_that_divide_or_change_the_states_are_refused(
         CaptureEngine("target", (1,), 4, 100, [], extra={name: value})
     harmless = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "kv_cache_dtype": "auto"}
     assert CaptureEngine("target", (1,), 4, 100, [], extra=harmless).arguments()["async_scheduling"] is False
+
+
+def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_path: Path) -> None:
+    target = save_target(tmp_path).checkpoint.path
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    given = {"max_num_seqs": 0}
+    engine = CaptureEngine(target, (1,), 4, 100, [], extra=given)
+    with pytest.raises(UserError, match=r"vllm\.engine_args\.max_num_seqs=0: .*greater than or equal to 1"):
+        check_engine_args(vllm_python, engine.plain_command_line(), given)
+    sound = CaptureEngine(target, (1,), 4, 100, [], extra={"max_num_seqs": 4})
+    check_engine_args(vllm_python, sound.plain_command_line(), sound.extra)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.pipeline import unfinished_stages
-from train.stages.training.continuing import share_earlier
 from train.trainer.parts import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"
@@ -195,12 +194,25 @@ def test_all_ranks_know_that_nothing_is_continued(runs: Runs, small_target: Embe
     stages = [Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.train]
     contexts = [RunContext(config, World(rank, rank, size=2)) for rank in range(2)]
     for context in contexts:
-        problem = share_earlier(context)
+        assert Stage.train in unfinished_stages(context, stages)
         assert context.earlier is not None  # but it has four steps
-        assert Stage.train in unfinished_stages(context, stages, problem)
         assert context.continued is None
     main, other = contexts
     assert other.artifacts[Stage.train].directory == main.artifacts[Stage.train].directory
+
+
+def test_equal_settings_come_before_a_newer_training_with_others(
+    runs: Runs, small_target: EmbeddedTarget
+) -> None:
+    settings = [*CONSTANT, "train.validate_every=4", "optim=adamw", "train.max_steps=30"]
+    config = composed(RECIPE, *arguments(small_target, runs.root / "extended"), *settings)
+    context = RunContext(config, World(0, 0, size=1))
+    unfinished_stages(context, [Stage.data, Stage.vocab])
+    assert context.earlier is not None
+    assert context.earlier.directory == runs.training("extended", max_steps=2)
+    # What differs is named.
+    assert "optim.schedule: constant -> wsd" in runs.printed["second"]
+    assert "train.max_steps: 8 -> 16" in runs.printed["second"]
 
 
 def test_what_cannot_be_continued_starts_at_the_first_step(runs: Runs) -> None:
@@ -209,8 +221,8 @@ def test_what_cannot_be_continued_starts_at_the_first_step(runs: Runs) -> None:
     assert "drafter.num_hidden_layers: 1 -> 2" in printed
     assert runs.steps("extended", max_steps=1) == [0, 1, 1]
     printed = runs.printed["as many steps"]
-    assert "is at step 20 already" in printed
-    assert "optim.lr: 0.001 -> 0.003" in printed
+    assert "is at step 8 already" in printed
+    assert "train.max_steps: 8 -> 2" in printed
     assert runs.steps("extended", max_steps=2) == [0, 1, 2, 2]
     assert "continues" not in runs.printed["from the first step"]
     assert runs.metrics("extended", max_steps=21)[0]["step"] == 0
