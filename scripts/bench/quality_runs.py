@@ -321,6 +321,7 @@ def _own_drafter(data: Data, side: Side) -> tuple[Drafter, FrozenParts]:
         data.vocab(),
         data.parts,
         None,
+        {},
         train_lm_head=config.drafter.train_lm_head,
         seed=0,
         device=torch.device("cpu"),

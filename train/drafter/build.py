@@ -1,5 +1,7 @@
 """Building the drafter, and the frozen tensors that it needs."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ def build_drafter(
     vocab: DraftVocab,
     parts: TargetParts,
     initial: LoadedExport | None,
+    projected: Mapping[str, Tensor],
     *,
     train_lm_head: bool,
     seed: int,
@@ -28,6 +31,7 @@ def build_drafter(
     Args:
         initial: the checkpoint whose weights training starts from; None for random ones, which depend on the
             seed alone.
+        projected: see `frozen_rows`.
         train_lm_head: whether the draft head is a part of the drafter, or frozen.
         dtype: of the frozen tensors.
     """
@@ -36,7 +40,7 @@ def build_drafter(
     initialize(drafter)
     if initial is not None:
         start_from(drafter, initial.drafter)
-    embed_tokens, head_rows = frozen_rows(config, vocab, parts, initial)
+    embed_tokens, head_rows = frozen_rows(vocab, parts, initial, projected)
     lm_head = (
         drafter.lm_head
         if train_lm_head
@@ -58,25 +62,32 @@ def build_drafter(
 
 
 def frozen_rows(
-    config: DrafterConfig, vocab: DraftVocab, parts: TargetParts, initial: LoadedExport | None
+    vocab: DraftVocab, parts: TargetParts, initial: LoadedExport | None, projected: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the embedding [V, H] in the target's dtype, and the draft head's first rows float32 [Vd, H].
 
-    Both are the target's, projected to the drafter's width. A checkpoint to start from brings its own head,
-    and its own embedding where the widths differ, because its weights would not fit another projection.
+    Both are the target's. A checkpoint to start from brings its own head, and its own embedding where the
+    widths differ, because its weights would not fit another projection.
+
+    Args:
+        projected: `projected_rows` as the training keeps them; empty where the widths are the same.
     """
-    width = config.hidden_size
-    if initial is None:
-        head_rows = project_width(draft_rows(parts.head.weight, vocab).float(), width)
-        return project_width(parts.embed_tokens, width), head_rows
-    same_width = width == parts.hidden_size
-    embed_tokens = parts.embed_tokens if same_width else initial.embed_tokens
-    return embed_tokens, initial.drafter.lm_head.weight.detach()
+    if initial is not None:
+        same_width = initial.drafter.config.hidden_size == parts.hidden_size
+        embed_tokens = parts.embed_tokens if same_width else initial.embed_tokens
+        return embed_tokens, initial.drafter.lm_head.weight.detach()
+    if projected:
+        return projected["embed_tokens"], projected["lm_head"]
+    return parts.embed_tokens, parts.head.weight[vocab.target_ids].float()
 
 
-def draft_rows(rows: Tensor, vocab: DraftVocab) -> Tensor:
-    """Select the draft vocabulary's rows. [V, Ht] -> [Vd, Ht]."""
-    return rows[vocab.target_ids]
+def projected_rows(width: int, vocab: DraftVocab, parts: TargetParts) -> dict[str, Tensor]:
+    """Return `embed_tokens` and `lm_head` of `frozen_rows`, projected to another width.
+
+    The directions of a projection depend on the number of threads, so that it is made once and kept.
+    """
+    rows = {"embed_tokens": parts.embed_tokens, "lm_head": parts.head.weight[vocab.target_ids].float()}
+    return {name: project_width(one, width).contiguous() for name, one in rows.items()}
 
 
 def initialize(drafter: Drafter, std: float = 0.02) -> None:

@@ -35,7 +35,7 @@ from train.evaluation.replay import CompletingTarget, longest_draft, packed, rep
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.report.results import at_draft_length, warnings_of
 from train.stages.training.building import new_drafter
-from train.stages.vocab import load_vocab
+from train.stages.vocab import load_projected, load_vocab
 
 Candidate = tuple[Drafter, FrozenParts]
 
@@ -213,6 +213,7 @@ def exported_drafter(context: RunContext) -> Candidate:
 
 def untrained_drafter(context: RunContext) -> Candidate:
     """Build the drafter as it was before the first step."""
-    drafter, frozen = new_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
+    vocab = load_vocab(context.artifacts[Stage.vocab])
+    drafter, frozen = new_drafter(context, vocab, load_projected(context.artifacts[Stage.train].directory))
     drafter = drafter.to(device=context.world.device, dtype=frozen.embed_tokens.dtype)
     return drafter.requires_grad_(False), frozen

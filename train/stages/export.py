@@ -12,7 +12,7 @@ from train.context import RunContext
 from train.drafter.build import frozen_rows
 from train.report.card import untrained_warning, write_model_card
 from train.stages.report import describe_run
-from train.stages.vocab import load_vocab
+from train.stages.vocab import load_projected, load_vocab
 from train.trainer.checkpoints import CheckpointDirectory
 
 
@@ -39,7 +39,8 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     weights, best = checkpoints.best_weights()
     vocab = load_vocab(context.artifacts[Stage.vocab])
     config = context.drafter.config(len(vocab.d2t))
-    embed_tokens, head_rows = frozen_rows(config, vocab, context.target.parts, context.drafter.initial)
+    projected = load_projected(trained)
+    embed_tokens, head_rows = frozen_rows(vocab, context.target.parts, context.drafter.initial, projected)
     weights.setdefault("lm_head.weight", head_rows)
     write_export(
         directory / "checkpoint",

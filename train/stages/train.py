@@ -33,7 +33,7 @@ from train.stages.training.building import (
 )
 from train.stages.training.continuing import CONTINUED, keep_vocab, prepared, training_inputs
 from train.stages.training.states import open_store, opened_source, training_samples
-from train.stages.vocab import load_vocab
+from train.stages.vocab import load_projected, load_vocab
 from train.stop import stop_reasons, time_limit
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
@@ -75,7 +75,9 @@ def train_on(
     ensure_process_group(config.deepspeed.timeout_minutes)
     use_compiled("inductor" if config.train.compile else None)
     keep_vocab(context.artifacts[Stage.vocab], directory, world)
-    drafter, frozen = new_drafter(context, load_vocab(context.artifacts[Stage.vocab]))
+    drafter, frozen = new_drafter(
+        context, load_vocab(context.artifacts[Stage.vocab]), load_projected(directory)
+    )
     tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}
     speed = expected_speed(context, drafter.config, tensors)
     engine = new_engine(context, drafter, frozen)

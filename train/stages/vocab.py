@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
 from eagle31.tensor_files import load_tensors, save_tensors
 from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
+from train.drafter.build import projected_rows
 from train.drafter.published import starting_vocab
 from train.stages.data import TOKEN_COUNTS
 from train.stages.training.continuing import KEPT, VOCAB, kept_vocab
@@ -21,12 +24,19 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
     }
     if context.drafter.initial_fingerprint is not None:
         inputs["init_from"] = context.drafter.initial_fingerprint
+    elif projects(context):
+        inputs["projection"] = {
+            "hidden_size": context.config.drafter.hidden_size,
+            "target": context.target.parts.fingerprint,
+        }
     kept = kept_vocab(context, f"{Stage.vocab.value}-{fingerprint(inputs)}")
     return inputs if kept is None else inputs | {KEPT: kept}
 
 
 def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     """Choose the assistant's most frequent tokens and write `vocab.safetensors` with d2t and t2d.
+
+    For a drafter of another width it has the target's rows too, projected to that width.
 
     A drafter that starts from a checkpoint keeps its vocabulary, for which the checkpoint's head was trained,
     and so does a training that continues on other data.
@@ -41,10 +51,28 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     else:
         size = context.config.drafter.draft_vocab_size
         vocab = build_draft_vocab(counts, size, special)
-    save_tensors({"d2t": vocab.d2t, "t2d": vocab.t2d}, directory / VOCAB)
+    tensors = {"d2t": vocab.d2t, "t2d": vocab.t2d}
+    if projects(context):
+        width = context.config.drafter.hidden_size
+        assert width is not None
+        tensors |= projected_rows(width, vocab, context.target.parts)
+    save_tensors(tensors, directory / VOCAB)
     summary = {"draft_vocab_size": len(vocab.d2t), "coverage": vocab.coverage}
     write_json(directory / "vocab.json", summary)
     return summary
+
+
+def projects(context: RunContext) -> bool:
+    """Whether the drafter has another width than the target, and no checkpoint that brings its rows."""
+    drafter = context.config.drafter
+    widths = (None, context.target.parts.hidden_size)
+    return drafter.init_from is None and drafter.hidden_size not in widths
+
+
+def load_projected(training: Path) -> dict[str, Tensor]:
+    """Return the projected rows that a training keeps; none for a drafter of the target's width."""
+    tensors = load_tensors(training / VOCAB)
+    return {name: tensors[name] for name in tensors.keys() - {"d2t", "t2d"}}
 
 
 def load_vocab(artifact: Artifact) -> DraftVocab:

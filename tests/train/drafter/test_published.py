@@ -34,7 +34,7 @@ from train.drafter.build import frozen_rows
 from train.stages.data import TOKEN_COUNTS
 from train.stages.train import train_inputs
 from train.stages.training.building import new_drafter
-from train.stages.vocab import load_vocab, run_vocab, vocab_inputs
+from train.stages.vocab import load_projected, load_vocab, run_vocab, vocab_inputs
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def started(made: RunContext, directory: Path) -> tuple[Drafter, dict[str, torch
     save_file({"counts": torch.ones(made.target.parts.vocab_size, dtype=torch.int64)}, data / TOKEN_COUNTS)
     run_vocab(made, directory)
     vocab = load_vocab(Artifact("vocab", {}, directory))
-    drafter, _ = new_drafter(made, vocab)
+    drafter, _ = new_drafter(made, vocab, load_projected(directory))
     return drafter, load_file(directory / "vocab.safetensors")
 
 
@@ -114,15 +114,33 @@ def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: P
     made = context(spec, checkpoint, tmp_path, train_lm_head=False)
     started(made, tmp_path / "vocab")
     vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
-    _, frozen = new_drafter(made, vocab)
+    _, frozen = new_drafter(made, vocab, {})
     saved = load_file(checkpoint / "model.safetensors")
     assert frozen.lm_head is not None
     assert torch.equal(frozen.lm_head.weight, saved["lm_head.weight"])
-    config = made.drafter.config(len(vocab.d2t))
     # The head that is exported.
-    assert torch.equal(
-        frozen_rows(config, vocab, made.target.parts, made.drafter.initial)[1], saved["lm_head.weight"]
-    )
+    _, head = frozen_rows(vocab, made.target.parts, made.drafter.initial, {})
+    assert torch.equal(head, saved["lm_head.weight"])
+
+
+def test_the_rows_of_a_narrower_drafter_are_projected_once(
+    spec: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another number of threads a projection has other signs."""
+    made = context(spec, None, tmp_path, hidden_size=16, draft_vocab_size=40, train_lm_head=False)
+    _, saved = started(made, tmp_path / "vocab")
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *_: pytest.fail("they were projected again"))
+    vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
+    projected = load_projected(tmp_path / "vocab")
+    _, frozen = new_drafter(made, vocab, projected)
+    embed_tokens, lm_head = frozen_rows(vocab, made.target.parts, None, projected)  # what is exported
+    assert frozen.lm_head is not None
+    assert torch.equal(frozen.embed_tokens, embed_tokens)
+    assert torch.equal(frozen.lm_head.weight, lm_head)
+    assert (embed_tokens.shape, lm_head.shape) == ((100, 16), (40, 16))
+    assert torch.equal(embed_tokens, saved["embed_tokens"])
+    wider = context(spec, None, tmp_path, hidden_size=24, draft_vocab_size=40)
+    assert vocab_inputs(made) != vocab_inputs(wider)
 
 
 def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: Path) -> None:
@@ -131,7 +149,7 @@ def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: P
     edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
     made = context(spec, tmp_path / "e", tmp_path)
     started(made, tmp_path / "vocab")
-    _, frozen = new_drafter(made, load_vocab(Artifact("vocab", {}, tmp_path / "vocab")))
+    _, frozen = new_drafter(made, load_vocab(Artifact("vocab", {}, tmp_path / "vocab")), {})
     saved = load_file(tmp_path / "e" / "model.safetensors")
     assert torch.equal(frozen.embed_tokens, saved["embed_tokens.weight"])
 

@@ -1,10 +1,11 @@
 """Building what trains: the drafter, the model engine around it, the loader of its rows."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import deepspeed
 import torch
+from torch import Tensor
 
 from data.batches.loader import RowLoader, RowPosition, files_of
 from data.batches.row_order import RowOrder
@@ -31,13 +32,16 @@ from train.trainer.optimizer import MuonSettings
 from train.trainer.validation import DriftDiagnosis
 
 
-def new_drafter(context: RunContext, vocab: DraftVocab) -> tuple[Drafter, FrozenParts]:
+def new_drafter(
+    context: RunContext, vocab: DraftVocab, projected: Mapping[str, Tensor]
+) -> tuple[Drafter, FrozenParts]:
     """Return the drafter before its first step, and its frozen tensors on this rank's device."""
     return build_drafter(
         context.drafter.config(len(vocab.d2t)),
         vocab,
         context.target.parts,
         context.drafter.initial,
+        projected,
         train_lm_head=context.config.drafter.train_lm_head,
         seed=context.train_seed,
         device=context.world.device,

@@ -462,7 +462,7 @@ def kept_vocab(context: RunContext, natural_key: str) -> str | None:
 
 
 def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
-    """Keep the draft vocabulary with the checkpoints, for trainings that continue them.
+    """Keep what the vocab stage made with the checkpoints, for the export and trainings that continue them.
 
     Raises:
         UserError: the training that this one continues has another one.
