@@ -12,7 +12,7 @@ import torch
 
 from data.capture.vllm.arguments import CaptureEngine
 from data.target.architecture import check_architecture
-from eagle31.export.layouts import check_layout
+from eagle31.export.write import check_config
 from train.artifact import Artifact
 from train.config.capture import TransportKind
 from train.config.run import RunConfig, Stage
@@ -140,4 +140,4 @@ class RunContext:
             UserError: names what does not fit.
         """
         check_architecture(self.config.target.architecture, self.target.parts.config)
-        check_layout(self.drafter.config(), self.config.export.layout)
+        check_config(self.drafter.config(), self.config.export.layout)

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from eagle31.export.layouts import IDS, Layout, Verifier, check_layout
+from eagle31.errors import UserError
+from eagle31.export.layouts import IDS, Layout, Verifier
 from eagle31.model.config import DrafterConfig
 
 SLIDING = "sliding_attention"  # among the layer_types
@@ -26,7 +27,9 @@ def config_json(
     drafter = _drafter_json(config, dtype)
     if layout is Layout.vllm:
         return drafter
-    check_layout(config, layout)
+    if not config.attention.in_speculators:
+        remedy = f"vLLM does not read this layout for {config.attention.title}; use export.layout=vllm."
+        raise UserError("export.layout", layout.value, remedy)
     assert verifier is not None
     # vLLM reads the norms and the ids from the top level and everything else from the layer's config.
     at_top = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output", IDS)

@@ -9,7 +9,6 @@ from torch import Tensor
 from eagle31.choice import Choice
 from eagle31.errors import UserError
 from eagle31.json_files import read_json_object
-from eagle31.model.config import DrafterConfig
 from eagle31.tensor_files import check_pointer, load_pickled_tensors, load_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,13 +32,6 @@ class Verifier:
     name_or_path: str  # the target
     architectures: tuple[str, ...]
     draft_tokens: int
-
-
-def check_layout(config: DrafterConfig, layout: Layout) -> None:
-    """Raise UserError when vLLM does not read this layout for this drafter."""
-    if layout is Layout.speculators and not config.attention.in_speculators:
-        remedy = f"vLLM does not read this layout for {config.attention.title}; use export.layout=vllm."
-        raise UserError("export.layout", layout.value, remedy)
 
 
 def layout_of(raw: dict[str, Any]) -> Layout:

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
-from eagle31.export.layouts import check_layout
+from eagle31.export.write import check_config
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import RunConfig
@@ -57,7 +57,7 @@ class RunSizes:
             text.vocab_size,
             shape.draft_vocab_size or text.vocab_size,
         )
-        check_layout(drafter, self.config.export.layout)
+        check_config(drafter, self.config.export.layout)
         check_positions(self.config)
         return drafter
 

@@ -232,6 +232,11 @@ def test_the_plan_stage_alone_writes_only_the_plan(
     assert not (tmp_path / "artifacts").exists()
 
 
+def test_a_drafter_that_cannot_be_exported_is_refused() -> None:
+    with pytest.raises(UserError, match=r"drafter\.hidden_size=1001"):
+        planned("qwen3_8b", "drafter.hidden_size=1001")
+
+
 def test_a_recipe_that_contradicts_the_targets_config_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
