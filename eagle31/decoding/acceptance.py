@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """The accepted tokens of `num_drafts` chain drafts of up to `k` tokens.
+    """The accepted tokens of `num_drafts` chain drafts of `k` tokens each.
 
-    A draft that reaches the end of the text is cut there: tokens after it are neither accepted nor rejected.
+    A draft counts if its k tokens are all within the text. Of one that reaches past the end nobody knows how
+    many tokens would have been accepted, and counting those within would make short texts look hard to draft.
     Expected numbers are fractions.
     """
 

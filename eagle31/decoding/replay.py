@@ -6,12 +6,14 @@ from eagle31.decoding.acceptance import AcceptanceStats
 
 
 def replay(hits: Tensor, supervised: Tensor, k: int) -> AcceptanceStats:
-    """Return the statistics of `replayed_drafts`."""
-    return AcceptanceStats.from_lengths(k, replayed_drafts(hits, supervised, k))
+    """Return the statistics of those of `replayed_drafts` that are within the text."""
+    within = supervised[:, k - 1].tolist()
+    drafts = replayed_drafts(hits, supervised, k)
+    return AcceptanceStats.from_lengths(k, [accepted for row, accepted in drafts if within[row]])
 
 
-def replayed_drafts(hits: Tensor, supervised: Tensor, k: int) -> list[int]:
-    """Go through teacher-forced predictions as decoding does; return the accepted tokens of each draft.
+def replayed_drafts(hits: Tensor, supervised: Tensor, k: int) -> list[tuple[int, int]]:
+    """Go through teacher-forced predictions as decoding does; return each draft's row and accepted tokens.
 
     On a completion that the target wrote greedily, the inputs up to a row's first miss are the drafts
     themselves, so serving accepts as many tokens as there are leading hits. Decoding then resumes after the
@@ -37,7 +39,7 @@ def replayed_drafts(hits: Tensor, supervised: Tensor, k: int) -> list[int]:
         if not drafts[row]:
             row += 1
             continue
-        accepted.append(leading[row])
+        accepted.append((row, leading[row]))
         row += leading[row] + 1
     return accepted
 
@@ -50,7 +52,8 @@ def expected_replay(probabilities: Tensor, supervised: Tensor, k: int) -> Accept
     accepts at least n tokens with probability w[t, 0] * ... * w[t, n-1]. The probability v[t] that a draft
     starts at row t follows from the first row on: after n accepted tokens the next draft starts at row
     t + n + 1. The expected number of drafts is the sum of v, and that of accepted tokens the sum of v[t]
-    times the expected tokens of row t. With w of 0 and 1 this is `replay`.
+    times the expected tokens of row t, over the rows whose k tokens are all within the text. With w of 0 and
+    1 this is `replay`.
 
     Args:
         probabilities: float [T, K], w; the rows of one document.
@@ -59,7 +62,7 @@ def expected_replay(probabilities: Tensor, supervised: Tensor, k: int) -> Accept
     """
     assert 0 < k <= probabilities.shape[1]
     chains = (probabilities * supervised)[:, :k].double().cumprod(dim=1).tolist()
-    drafts = supervised[:, 0].tolist()
+    drafts, within = supervised[:, 0].tolist(), supervised[:, k - 1].tolist()
     starts = [1.0] + [0.0] * (len(drafts) + k)
     num_drafts, accepted = 0.0, [0.0] * k
     for row, at_least in enumerate(chains):
@@ -67,11 +70,11 @@ def expected_replay(probabilities: Tensor, supervised: Tensor, k: int) -> Accept
         if not drafts[row]:
             starts[row + 1] += start
             continue
-        num_drafts += start
+        num_drafts += start * within[row]
         before = start
         for position, probability in enumerate(at_least):
             now = start * probability
-            accepted[position] += now
+            accepted[position] += now * within[row]
             starts[row + position + 1] += before - now
             before = now
         starts[row + k + 1] += before

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.chain import ChainDrafter, draw, margins_and_bounds, sampling_probs
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -32,8 +31,7 @@ class Decoded:
     """The completion of one prompt."""
 
     token_ids: list[int]
-    accepted: list[int]  # accepted tokens of each draft; empty for plain decoding
-    num_target_forwards: int
+    accepted: list[int]  # accepted tokens of each draft, within the completion; empty for plain decoding
     seconds: float
     margins: list[float]  # the target's top logit minus its second, for each token
     drafts: list[list[int]] = field(default_factory=list)  # target ids; empty for plain decoding
@@ -101,7 +99,7 @@ def decode_speculatively(
     target.start()
     logits, aux = target.forward(torch.tensor(prompt, device=device))
     first = _choose(logits[-1], temperature, generator)
-    completion, accepted, num_forwards = [first], [], 1
+    completion, accepted = [first], []
     margins, bounds = margins_and_bounds(logits[-1:], logits.dtype)
     drafts: list[list[int]] = []
     draft_margins: list[list[float]] = []
@@ -110,7 +108,6 @@ def decode_speculatively(
     while len(completion) < max_new_tokens and completion[-1] not in eos_token_ids:
         draft = chain.draft(aux, following, draft_tokens, temperature, generator)
         logits, aux = target.forward(torch.tensor([completion[-1], *draft.token_ids], device=device))
-        num_forwards += 1
         if temperature == 0.0:
             num_accepted, next_token = verify_greedy(draft.token_ids, logits)
         else:
@@ -134,9 +131,7 @@ def decode_speculatively(
         aux = aux[: num_accepted + 1]
         following = torch.tensor(emitted, device=device)
     seconds = time.perf_counter() - started
-    return Decoded(
-        completion, accepted, num_forwards, seconds, margins, drafts, draft_margins, bounds, draft_bounds
-    )
+    return Decoded(completion, accepted, seconds, margins, drafts, draft_margins, bounds, draft_bounds)
 
 
 @torch.inference_mode()
@@ -164,12 +159,7 @@ def decode_plainly(
         completion.append(_choose(logits[-1], temperature, generator))
         inputs = torch.tensor(completion[-1:], device=device)
     seconds = time.perf_counter() - started
-    return Decoded(completion, [], len(completion), seconds, margins, bounds=bounds)
-
-
-def acceptance(decoded: Sequence[Decoded], draft_tokens: int) -> AcceptanceStats:
-    """Return the statistics over all drafts of all prompts."""
-    return AcceptanceStats.from_lengths(draft_tokens, [n for one in decoded for n in one.accepted])
+    return Decoded(completion, [], seconds, margins, bounds=bounds)
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:

@@ -64,7 +64,7 @@ def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> N
     assert_agreement(result)
     assert result["num_prompts"] == 3
     assert result["decoding"]["num_prompts"] == 2
-    assert [row["k"] for row in result["trained"]["by_draft_length"]] == list(range(1, 9))
+    assert [row["k"] for row in result["trained"]["by_draft_length"]] == list(range(1, 8))
     assert result["trained"]["by_draft_length"][1]["num_drafts"] >= 3
     assert result["aux_layer_ids"] == [0, 2, 5]
     printed = format_evaluation(result)

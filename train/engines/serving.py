@@ -1,7 +1,7 @@
 """vLLM with a drafter, driven from outside: jobs for `serving_worker.py`, and their results."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from data.capture.vllm.arguments import attention_backend
 from data.capture.vllm.environment import environment
 from data.supervised import run_supervised
+from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json, write_json
 
@@ -132,7 +133,7 @@ class Served:
 
     @property
     def drafts_within_completions(self) -> list[list[PlacedDraft]]:
-        """The drafts, counted as the evaluator counts them."""
+        """The drafts with the accepted tokens that are within the completion: the engine accepts more."""
         return [
             cut_to_completion(drafts, len(completion))
             for drafts, completion in zip(self.drafts, self.completions, strict=True)
@@ -267,6 +268,19 @@ def placed_drafts(decoded: Decoded) -> list[PlacedDraft]:
         placed.append(PlacedDraft(position, token_ids, num_accepted))
         position += num_accepted + 1
     return placed
+
+
+def acceptance(
+    k: int, drafts: Iterable[Sequence[PlacedDraft]], completions: Iterable[Sequence[int]]
+) -> AcceptanceStats:
+    """Return the statistics of the drafts of k tokens that are within the completions of their prompts."""
+    accepted = [
+        draft.num_accepted
+        for placed, completion in zip(drafts, completions, strict=True)
+        for draft in placed
+        if draft.position + k <= len(completion)
+    ]
+    return AcceptanceStats.from_lengths(k, accepted)
 
 
 def cut_to_completion(drafts: Sequence[PlacedDraft], num_tokens: int) -> list[PlacedDraft]:

@@ -72,8 +72,9 @@ def replay_verdict(
     text = sample.input_ids[num_prompt_tokens:].tolist()
     parted = common_length(text, decoded.token_ids)
     drafts = {draft.position: draft for draft in decoded.drafts}
-    position, num_compared = 1, 0  # the first token needs no draft
-    for num_accepted in replayed_drafts(hits, supervised, draft_tokens):
+    num_compared = 0
+    for row, num_accepted in replayed_drafts(hits, supervised, draft_tokens):
+        position = row + 2 - num_prompt_tokens
         if position >= parted:
             break
         draft = drafts.get(position)
@@ -83,10 +84,8 @@ def replay_verdict(
             step = min(draft.num_accepted, num_accepted)
             if position + step >= parted:
                 break
-            row = num_prompt_tokens + position - 2
             logits = logits_of_draft(drafter, frozen, batch, row, step)
             return _judged(*_margin(logits, dtype))
-        position += num_accepted + 1
         num_compared += 1
     if parted == len(text) == len(decoded.token_ids):
         return "identical" if num_compared == len(drafts) else "different"

@@ -157,9 +157,10 @@ def evaluate_matrix(settings: CheckpointEvaluation, conditions: Sequence[PromptS
     greedy = Sampling(settings.max_new_tokens, checked.eos_token_ids, 0.0, settings.seed)
     longest = longest_draft(settings.draft_tokens)
     with _scratch(settings.output) as scratch:
-        completed = complete_cells(cells, opened.completing, greedy, scratch / "matrix.jsonl")
+        output = scratch / "matrix.jsonl"
+        completed = complete_cells(cells, opened.completing, greedy, output, settings.draft_tokens)
         left_out |= {
-            name: "The target completes none of its prompts."
+            name: "All of the target's completions are too short for a draft."
             for name in [one.name for one in cells]
             if name not in [one.name for one in completed]
         }
@@ -264,16 +265,17 @@ def measured(
     """Return the results, in the form of evaluation.json.
 
     Raises:
-        UserError: the target completes no prompt.
+        UserError: all completions are too short for a draft.
     """
     candidate, completing = (opened.drafter, opened.frozen), opened.completing
     longest = longest_draft(settings.draft_tokens)
     greedy = Sampling(settings.max_new_tokens, eos_token_ids, 0.0, settings.seed)
     completions = completing.complete(prompts, greedy, scratch / "greedy.jsonl")
+    if (longest_completion := max(map(len, completions))) <= settings.draft_tokens:
+        remedy = f"The longest of the target's completions has {longest_completion} tokens; give fewer."
+        raise UserError("--draft-tokens", settings.draft_tokens, remedy)
     # Where a completion ends at its first token there is no draft.
     kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
-    if not kept:
-        raise UserError("--data", ", ".join(settings.data), "The target completes none of its prompts.")
     prompts, completions = [prompts[i] for i in kept], [completions[i] for i in kept]
     trained = replay_greedily(*candidate, packed(completing.samples(prompts, completions)), longest)
 

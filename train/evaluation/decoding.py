@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from data.progress import tracked
-from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import (
     CachedTarget,
     Decoded,
-    acceptance,
     decode_plainly,
     decode_speculatively,
 )
@@ -21,6 +19,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json, write_sealed_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from train.engines.serving import acceptance, placed_drafts
 from train.evaluation.intervals import Resamples, median_interval
 
 MIN_PROMPTS = 5  # the median of fewer says little
@@ -146,11 +145,7 @@ def fastest_threads(plain: Decode, prompt: Sequence[int]) -> Iterator[None]:
 def decoding_report(pairs: Sequence[DecodedPair], draft_tokens: int) -> dict[str, Any]:
     """Return acceptance, whether the completions are the target's, and the time."""
     drafted = [pair.drafted for pair in pairs]
-    numbers = decoding_numbers(
-        acceptance(drafted, draft_tokens),
-        num_tokens=sum(len(one.token_ids) for one in drafted),
-        num_target_forwards=sum(one.num_target_forwards for one in drafted),
-    )
+    completions = [one.token_ids for one in drafted]
     timed = [
         TimedPrompt(
             len(pair.drafted.token_ids),
@@ -163,7 +158,8 @@ def decoding_report(pairs: Sequence[DecodedPair], draft_tokens: int) -> dict[str
     verdicts = [completion_verdict(pair.drafted, pair.plain) for pair in pairs]
     return {
         "num_prompts": len(pairs),
-        **numbers,
+        **acceptance(draft_tokens, map(placed_drafts, drafted), completions).to_json(),
+        "num_tokens": sum(map(len, completions)),
         "completions": count_verdicts(verdicts),
         "timing": paired_timing(timed, IN_TURNS),
     }
@@ -199,15 +195,6 @@ def verdict(drafted: Sequence[int], plain: Sequence[int], margin: float | None, 
 def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
     """Return the number of prompts with each verdict."""
     return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
-
-
-def decoding_numbers(stats: AcceptanceStats, *, num_tokens: int, num_target_forwards: int) -> dict[str, Any]:
-    """Return the numbers that every decoding run has."""
-    return stats.to_json() | {
-        "num_tokens": num_tokens,
-        "num_target_forwards": num_target_forwards,
-        "tokens_per_target_forward": num_tokens / num_target_forwards,
-    }
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def interval(values: Floats) -> Interval:
 
 
 def acceptance_lengths(drafts: ArrayLike, accepted: ArrayLike, resamples: Resamples) -> Floats:
-    """Return the acceptance length of all drafts in each resample. [1 + B]
+    """Return the acceptance length of all drafts in each resample, NaN where there is none. [1 + B]
 
     Args:
         drafts: [P], the number of each prompt's drafts.
@@ -52,7 +52,8 @@ def acceptance_lengths(drafts: ArrayLike, accepted: ArrayLike, resamples: Resamp
     """
     num_drafts: Floats = resamples.prompts @ np.asarray(drafts, float)
     num_accepted: Floats = resamples.prompts @ np.asarray(accepted, float)
-    found: Floats = 1 + num_accepted / num_drafts.clip(min=1)
+    with np.errstate(invalid="ignore"):
+        found: Floats = 1 + num_accepted / num_drafts
     return found
 
 

@@ -193,9 +193,9 @@ def render_cells(
 
 
 def complete_cells(
-    cells: Sequence[Cell], completing: CompletingTarget, sampling: Sampling, output: Path
+    cells: Sequence[Cell], completing: CompletingTarget, sampling: Sampling, output: Path, draft_tokens: int
 ) -> list[Cell]:
-    """Return the cells with the target's completions, without those of which it completes no prompt.
+    """Return the cells with the target's completions, without those where all are too short for a draft.
 
     Args:
         output: the file of finished completions, which are not written again.
@@ -210,7 +210,7 @@ def complete_cells(
             for name, prompt in zip(cell.prompt_ids, cell.prompts, strict=True)
             if len(completion := next(completions)) > 1
         ]
-        if kept:
+        if any(len(completion) > draft_tokens for _, _, completion in kept):
             names, of_cell, written = zip(*kept, strict=True)
             found.append(replace(cell, prompt_ids=names, prompts=of_cell, completions=written))
     return found

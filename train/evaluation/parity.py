@@ -20,7 +20,7 @@ from eagle31.decoding.speculative import Decoded, decode_speculatively
 from eagle31.export.read import load_export
 from eagle31.model.frozen import FrozenParts
 from train.drafter.published import target_defaults
-from train.engines.serving import PlacedDraft, Served, common_length, placed_drafts
+from train.engines.serving import PlacedDraft, Served, acceptance, common_length, placed_drafts
 from train.tables import aligned
 
 _NUM_SHOWN = 8  # differences in a list
@@ -150,8 +150,8 @@ def check_case(
         num_compared += compared
         differences += found
     return Comparison(
-        ours=_stats(ours, k),
-        vllm=_stats(theirs, k),
+        ours=acceptance(k, ours, [one.token_ids for one in reference]),
+        vllm=acceptance(k, theirs, served.completions),
         num_compared=num_compared,
         drafts=differences,
         plain_completions=compare_completions(reference, plain.completions, served.completions)
@@ -268,10 +268,6 @@ def _difference(
 def _margin(margins: Sequence[tuple[float, float]], index: int) -> tuple[float | None, float]:
     """Return a margin and its bound; None past the end, where one side stopped and the other did not."""
     return margins[index] if index < len(margins) else (None, 0.0)
-
-
-def _stats(drafts: Sequence[Sequence[PlacedDraft]], k: int) -> AcceptanceStats:
-    return AcceptanceStats.from_lengths(k, [d.num_accepted for one in drafts for d in one])
 
 
 def _without_near_ties(differences: Sequence[Difference]) -> list[Difference]:

@@ -52,12 +52,16 @@ class PromptAcceptance:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the statistics at each draft length with 95 % intervals over prompts, and the counts."""
+        """Return the statistics at each draft length with 95 % intervals over prompts, and the counts.
+
+        Lengths for which all completions are too short are left out.
+        """
         counts, resamples = self.counts(), Resamples(len(self.by_prompt))
         rows = []
         for total, drafts, accepted in zip(self.totals(), *counts.values(), strict=True):
-            found = acceptance_interval(drafts, accepted, resamples)
-            rows.append(total.to_json() | {"low": found.low, "high": found.high})
+            if total.num_drafts:
+                found = acceptance_interval(drafts, accepted, resamples)
+                rows.append(total.to_json() | {"low": found.low, "high": found.high})
         return {"by_draft_length": rows, "by_prompt": counts, "prompts_hash": self.prompts_hash}
 
 

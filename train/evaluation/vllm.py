@@ -20,13 +20,13 @@ from train.engines.serving import (
     EngineSpec,
     JobResult,
     Sampling,
-    Served,
+    acceptance,
     draft_room,
     require,
     run_jobs,
 )
 from train.evaluation.agreement import DecodedSubset, DraftedCompletion
-from train.evaluation.decoding import TimedPrompt, count_verdicts, decoding_numbers, paired_timing, verdict
+from train.evaluation.decoding import TimedPrompt, count_verdicts, paired_timing, verdict
 from train.evaluation.replay import PromptAcceptance
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
@@ -72,7 +72,7 @@ def decode_in_vllm(
     jobs = evaluation_jobs(settings, [prompts[index] for index in indices])
     drafted, plain = [require(result, log) for result in run_jobs(jobs, find_python(), log)]
     for one in drafted.passes:
-        check_recorded(one)
+        check_recorded(one, settings.draft_tokens)
     dtype = engine_dtype(settings, jobs[0].engine)
     verdicts = completion_verdicts(drafted, plain, dtype)
     served = drafted.passes[0].served
@@ -80,13 +80,8 @@ def decode_in_vllm(
         engine=engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
         report={
             "num_prompts": len(indices),
-            **decoding_numbers(
-                AcceptanceStats.from_lengths(
-                    settings.draft_tokens, [n for accepted in accepted_by_prompt(served) for n in accepted]
-                ),
-                num_tokens=num_tokens(served),
-                num_target_forwards=num_target_forwards(served),
-            ),
+            **acceptance(settings.draft_tokens, served.drafts, served.completions).to_json(),
+            "num_tokens": sum(map(len, served.completions)),
             "completions": count_verdicts(verdicts),
             "timing": paired_timing(timed_prompts(drafted.passes[0], plain.passes[0]), IN_TWO_ENGINES),
         },
@@ -202,24 +197,26 @@ def engine_name(engine: EngineSpec, version: str, device: str) -> str:
     return f"vLLM {version}, {arguments['dtype']}, {device}, {arguments['max_num_seqs']} at a time"
 
 
-def check_recorded(drafted: DecodedPass) -> None:
-    """Raise EngineFailure if the number of recorded drafts is not the number that vLLM counts."""
-    num_recorded = sum(map(len, drafted.served.drafts))
-    if num_recorded != drafted.counters.num_drafts:
-        num_drafts = drafted.counters.num_drafts
-        raise EngineFailure(f"{num_recorded} drafts were recorded and vLLM counts {num_drafts}.")
+def check_recorded(drafted: DecodedPass, k: int) -> None:
+    """Raise EngineFailure if the recorded drafts and their accepted tokens are not those that vLLM counts.
 
-
-def accepted_by_prompt(served: Served) -> list[list[int]]:
-    """Return the accepted tokens of each prompt's drafts."""
-    return [[draft.num_accepted for draft in drafts] for drafts in served.drafts_within_completions]
+    vLLM counts all of them, also past the end of a completion.
+    """
+    accepted = [draft.num_accepted for drafts in drafted.served.drafts for draft in drafts]
+    recorded, counters = AcceptanceStats.from_lengths(k, accepted), drafted.counters
+    if (recorded.num_drafts, recorded.accepted_per_position) != (
+        counters.num_drafts,
+        counters.accepted_per_position,
+    ):
+        raise EngineFailure(f"The recorded drafts ({recorded}) are not those that vLLM counts ({counters}).")
 
 
 def sampled_report(drafted: DecodedPass, settings: VllmEvaluation) -> dict[str, Any]:
     """Return what sampling in vLLM gave, whose drafts are greedy."""
+    served, k = drafted.served, settings.draft_tokens
     stats = [
-        (AcceptanceStats.from_lengths(settings.draft_tokens, accepted),)
-        for accepted in accepted_by_prompt(drafted.served)
+        (acceptance(k, [drafts], [completion]),)
+        for drafts, completion in zip(served.drafts, served.completions, strict=True)
     ]
     return {
         "temperature": settings.temperature,
@@ -240,22 +237,6 @@ def timed_prompts(drafted: DecodedPass, plain: DecodedPass) -> list[TimedPrompt]
         strict=True,
     )
     return [TimedPrompt(len(ours), ours_s, len(theirs), theirs_s) for ours, ours_s, theirs, theirs_s in both]
-
-
-def num_tokens(served: Served) -> int:
-    return sum(map(len, served.completions))
-
-
-def num_target_forwards(served: Served) -> int:
-    """Return the number of target forward passes: one for each draft and for each token without a draft.
-
-    A forward pass that several prompts share counts for each of them, as if they were decoded one by one.
-    """
-    total = 0
-    for completion, drafts in zip(served.completions, served.drafts, strict=True):
-        drafted = sum(min(draft.num_accepted + 1, len(completion) - draft.position) for draft in drafts)
-        total += len(drafts) + len(completion) - drafted
-    return total
 
 
 def completion_verdicts(drafted: JobResult, plain: JobResult, dtype: torch.dtype) -> list[str]:

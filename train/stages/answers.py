@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
+from data.conversations.saved import load_saved
 from data.generation.answers import AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
@@ -32,6 +33,17 @@ def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
         return {
             name: _answer_prompts(context, generator, name, prompts[name], directory) for name in HELD_OUT
         }
+
+
+def check_answers(context: RunContext) -> None:
+    """Raise UserError if all held-out completions are too short for a draft, before they are captured."""
+    k = context.config.evaluate.draft_tokens
+    for name in HELD_OUT:
+        rows = load_saved(context.artifacts[Stage.answers].directory / name)
+        longest = max(len(row["input_ids"]) - row["num_prompt_tokens"] for row in rows)
+        if longest <= k:
+            remedy = f"The longest of the target's {name} completions has {longest} tokens; give fewer."
+            raise UserError("evaluate.draft_tokens", k, remedy)
 
 
 def _answer_prompts(

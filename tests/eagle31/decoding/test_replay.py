@@ -6,7 +6,7 @@ from eagle31.decoding.replay import expected_replay, replay
 
 
 def walk(hits: list[list[bool]], supervised: list[list[bool]], k: int) -> list[int]:
-    """Return the accepted tokens of each draft, token by token as decoding does it."""
+    """Return the accepted tokens of each draft that counts, token by token as decoding does it."""
     accepted = []
     row = 0
     while row < len(hits):
@@ -16,7 +16,8 @@ def walk(hits: list[list[bool]], supervised: list[list[bool]], k: int) -> list[i
         n = 0
         while n < k and supervised[row][n] and hits[row][n]:
             n += 1
-        accepted.append(n)
+        if supervised[row][k - 1]:
+            accepted.append(n)
         row += n + 1
     return accepted
 
@@ -30,6 +31,17 @@ def test_replay_accepts_what_decoding_accepts() -> None:
         for k in (1, 3, 5):
             expected = AcceptanceStats.from_lengths(k, walk(hits.tolist(), supervised.tolist(), k))
             assert replay(hits, supervised, k) == expected
+
+
+@pytest.mark.parametrize("num_tokens", [9, 10, 23, 95])
+def test_a_perfect_drafter_is_perfect_however_short_the_completion(num_tokens: int) -> None:
+    # Row t drafts from the completion's token t + 1 on.
+    supervised = torch.arange(num_tokens - 1)[:, None] + torch.arange(8) + 1 < num_tokens
+    hits = torch.ones_like(supervised)
+    for k in (1, 4, 8):
+        for found in (replay(hits, supervised, k), expected_replay(hits.float(), supervised, k)):
+            assert found.acceptance_length == k + 1
+            assert found.conditional_acceptance == (1.0,) * k
 
 
 def random_rows(seed: int, num_rows: int = 12, k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +60,8 @@ def expected_by_enumeration(
         return 0.0, [0.0] * k
     if not supervised[row][0]:
         return expected_by_enumeration(probabilities, supervised, k, row + 1)
-    num_drafts, accepted = 1.0, [0.0] * k
+    within = supervised[row][k - 1]
+    num_drafts, accepted = float(within), [0.0] * k
     reach = 1.0
     for n in range(k + 1):
         ends = n == k or not supervised[row][n]
@@ -59,7 +72,7 @@ def expected_by_enumeration(
         if ends:
             break
         reach *= probabilities[row][n]
-        accepted[n] += reach
+        accepted[n] += reach * within
     return num_drafts, accepted
 
 

@@ -42,10 +42,9 @@ class Case:
 
 def drafted(drafter: Drafter, frozen: FrozenParts, sample: CapturedSample) -> DraftedCompletion:
     batch = pack_row([sample], len(sample.input_ids))
-    drafts, position = [], 1
-    for num_accepted in replayed_drafts(*greedy_hits(drafter, frozen, batch, K), K):
-        drafts.append(PlacedDraft(position, [0] * K, num_accepted))
-        position += num_accepted + 1
+    drafts = []
+    for row, num_accepted in replayed_drafts(*greedy_hits(drafter, frozen, batch, K), K):
+        drafts.append(PlacedDraft(row + 2 - NUM_PROMPT_TOKENS, [0] * K, num_accepted))
     return DraftedCompletion(sample.input_ids[NUM_PROMPT_TOKENS:].tolist(), drafts)
 
 

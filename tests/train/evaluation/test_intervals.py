@@ -20,7 +20,9 @@ def test_the_acceptance_length_is_that_of_all_drafts_and_its_interval_that_of_pr
     wide = acceptance_interval(np.full(64, 2), accepted, Resamples(64))
     error = accepted.std() / 2 / 8  # of the mean over 64 prompts with 2 drafts each
     assert wide.high - wide.low == pytest.approx(2 * 1.96 * error, rel=0.15)
-    assert acceptance_interval([0, 0], [0, 0], Resamples(2)).value == 1.0
+    # A resample of prompts that are all shorter than a draft says nothing.
+    short = acceptance_interval([0, 6], [0, 12], Resamples(2))
+    assert short.value == short.low == short.high == 3.0
 
 
 def test_the_median_of_few_values_is_no_outlier() -> None:

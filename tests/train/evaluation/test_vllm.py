@@ -20,21 +20,20 @@ from train.engines.serving import (
     JobResult,
     PlacedDraft,
     Served,
+    acceptance,
     draft_room,
 )
 from train.evaluation.vllm import (
-    accepted_by_prompt,
     check_recorded,
     completion_verdicts,
     fitting_prompts,
-    num_target_forwards,
     sampled_report,
     timed_prompts,
 )
 from train.stages.evaluate import evaluate_inputs, vllm_evaluation
 
 IN_VLLM = "target.engine=vllm"
-# Drafts of three tokens: the second was accepted past the end; tokens 4 and 5 were written without a draft.
+# Drafts of three tokens: the second was accepted past the end, so that it does not count.
 COMPLETION = list(range(10, 18))
 DRAFTS = [PlacedDraft(1, [11, 12, 99], 2), PlacedDraft(6, [16, 17, 18], 3)]
 
@@ -53,47 +52,46 @@ def context(spec: TargetSpec, *overrides: str, rank: int = 0) -> RunContext:
 
 
 def decoded(
-    completions: list[list[int]], drafts: list[list[PlacedDraft]], num_drafts: int, seconds: float = 2.0
+    completions: list[list[int]],
+    drafts: list[list[PlacedDraft]],
+    accepted_per_position: tuple[int, ...] = (2, 2, 1),
+    seconds: float = 2.0,
 ) -> DecodedPass:
-    return DecodedPass(
-        Served(completions, drafts), Counters(num_drafts, 0, ()), (seconds,) * len(completions)
-    )
+    counters = Counters(sum(map(len, drafts)), sum(accepted_per_position), accepted_per_position)
+    return DecodedPass(Served(completions, drafts), counters, (seconds,) * len(completions))
 
 
-def test_drafts_are_counted_to_the_end_of_the_completion() -> None:
-    drafted = decoded([COMPLETION], [DRAFTS], 2)
-    assert accepted_by_prompt(drafted.served) == [[2, 2]]
-    assert num_target_forwards(drafted.served) == 5  # the prompt, a draft, two tokens without one, a draft
+def test_drafts_count_that_end_within_the_completion() -> None:
+    drafts = [*DRAFTS, PlacedDraft(5, [15, 16, 17], 3)]
+    stats = acceptance(3, [drafts, [PlacedDraft(1, [4, 5, 6], 3)]], [COMPLETION, [3, 4, 5]])
+    assert (stats.num_drafts, stats.accepted_per_position) == (2, (2, 2, 1))
 
 
 def test_prompts_are_timed_in_pairs() -> None:
-    [timed] = timed_prompts(decoded([COMPLETION], [DRAFTS], 2), decoded([COMPLETION[:4]], [[]], 0, 5.0))
+    [timed] = timed_prompts(decoded([COMPLETION], [DRAFTS]), decoded([COMPLETION[:4]], [[]], seconds=5.0))
     assert timed.ratio == pytest.approx((8 / 2.0) / (4 / 5.0))
 
 
-def test_each_token_is_a_forward_pass_without_drafts() -> None:
-    assert num_target_forwards(Served([[7], COMPLETION], [[], []])) == 1 + len(COMPLETION)
-
-
-def test_unrecorded_drafts_raise() -> None:
-    check_recorded(decoded([COMPLETION], [DRAFTS], 2))
-    with pytest.raises(EngineFailure, match="2 drafts were recorded and vLLM counts 3"):
-        check_recorded(decoded([COMPLETION], [DRAFTS], 3))
+def test_drafts_that_are_not_those_of_the_counters_raise() -> None:
+    check_recorded(decoded([COMPLETION], [DRAFTS]), 3)
+    for drafts, counted in ((DRAFTS[:1], (2, 2, 1)), (DRAFTS, (2, 2, 0))):
+        with pytest.raises(EngineFailure, match="not those that vLLM counts"):
+            check_recorded(decoded([COMPLETION], [drafts], counted), 3)
 
 
 def test_sampling_in_vllm_has_greedy_drafts_alone(spec: TargetSpec) -> None:
     run = context(spec, "evaluate.draft_tokens=3", "evaluate.temperature=0.5")
     run.artifacts[Stage.export] = Artifact("export", {}, Path("export"))
-    report = sampled_report(decoded([COMPLETION], [DRAFTS], 2), vllm_evaluation(run, Path("passes")))
+    report = sampled_report(decoded([COMPLETION], [DRAFTS]), vllm_evaluation(run, Path("passes")))
     [row] = report["greedy_drafts"]["by_draft_length"]
-    assert (row["k"], row["num_drafts"], row["accepted_per_position"]) == (3, 2, (2, 2, 0))
+    assert (row["k"], row["num_drafts"], row["accepted_per_position"]) == (3, 1, (1, 1, 0))
     assert (report["temperature"], report["source"], report["sampled_drafts"]) == (0.5, "decoding", None)
 
 
 def test_completions_are_identical_near_ties_or_different() -> None:
     parted = [*COMPLETION[:3], 77]
-    drafted = JobResult("a", (decoded([COMPLETION] * 4, [[]] * 4, 0),), (), 1.0, "0")
-    completions = decoded([COMPLETION, parted, parted, COMPLETION[:3]], [[]] * 4, 0)
+    drafted = JobResult("a", (decoded([COMPLETION] * 4, [[]] * 4),), (), 1.0, "0")
+    completions = decoded([COMPLETION, parted, parted, COMPLETION[:3]], [[]] * 4)
     plain = JobResult("b", (completions,), (None, (0.2, 8.0), (0.5, 8.0), None), 1.0, "0")
     verdicts = completion_verdicts(drafted, plain, torch.bfloat16)
     assert verdicts == ["identical", "near_tie", "different", "different"]
