@@ -15,9 +15,10 @@ from typing import Any
 
 from data.file_hashes import hash_files
 from eagle31.errors import UserError
-from eagle31.json_files import read_sealed_json, write_sealed_json
+from eagle31.json_files import read_json, read_sealed_json, write_json, write_sealed_json
 
 MANIFEST = "stage.json"
+_STARTED = "started.json"  # when an unfinished stage was started, and how long its earlier starts took
 # How this project, and how safetensors, names what is being written.
 _LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
 # Whoever writes a store looks after its leftovers.
@@ -74,6 +75,15 @@ class Artifact:
         """The name by which later stages include this result in their inputs."""
         return self.directory.name
 
+    def begin(self) -> float:
+        """Begin a start; return the seconds of the killed ones before, each up to its last written file."""
+        path, before = self.directory / _STARTED, 0.0
+        if path.exists():
+            earlier = read_json(path)
+            before = earlier["before"] + max(map(_written_at, self.directory.rglob("*"))) - earlier["at"]
+        write_json(path, {"before": before, "at": time.time()})
+        return before
+
     def finish(
         self,
         seconds: float,
@@ -84,6 +94,7 @@ class Artifact:
         """Write the manifest, which marks the result as complete.
 
         Args:
+            seconds: of all starts.
             files: patterns of the files that later stages read, and whose hashes the manifest gets.
             cache_dir: the directory in which hashes are remembered; see `hash_files`.
         """
@@ -98,6 +109,7 @@ class Artifact:
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_sealed_json(self.manifest_path, manifest)
+        (self.directory / _STARTED).unlink(missing_ok=True)
 
     def damage(self, files: Sequence[str] = ("*",), cache_dir: Path | None = None) -> str | None:
         """Return which file of a finished result was changed since, and how; None if none was.
@@ -189,6 +201,14 @@ def remove_leftovers(directory: Path) -> None:
                 path.unlink(missing_ok=True)
         elif entry.is_dir(follow_symlinks=False) and entry.name != _REFUSED:
             remove_leftovers(path)
+
+
+def _written_at(path: Path) -> float:
+    """Return when a file was last written; 0 for directories, whose times change at each start."""
+    try:
+        return path.stat().st_mtime if path.is_file() else 0.0
+    except FileNotFoundError:  # another rank has just removed it
+        return 0.0
 
 
 def _hashes(paths: Sequence[Path], cache_dir: Path | None) -> dict[Path, str]:

@@ -39,7 +39,7 @@ from train.plan.sizes import RunSizes
 from train.plan.table import format_plan, hours_lines, work_lines
 from train.plan.work import newest_data_summary
 from train.report.hub import check_push, push_run
-from train.stages.answers import answers_inputs, run_answers
+from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
@@ -129,9 +129,9 @@ def run_stages(context: RunContext) -> None:
         for stage in stages:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
+                started = time.perf_counter() - (artifact.begin() if world.is_main else 0.0)
                 begin_stage(context, stage, unfinished)
                 if world.is_main or definition.every_rank:
-                    started = time.perf_counter()
                     try:
                         summary = definition.run(context, artifact.directory)
                     except DamagedShard:
@@ -254,6 +254,8 @@ def conclude(context: RunContext, stage: Stage) -> None:
             print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
         if Stage.train in config.stages:
             check_rows(context)
+    elif stage is Stage.answers:
+        check_answers(context)
     elif stage is Stage.export:
         link_result(context.output_dir, _EXPORT, context.artifacts[stage].directory / "checkpoint")
     elif stage is Stage.report:

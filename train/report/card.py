@@ -55,7 +55,8 @@ def model_card(
     )
     drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
     k, layout = evaluation.get("k", DRAFT_TOKENS), layout_of(config).value
-    data = public_name(run_info["train_data"])
+    data = " and ".join(f"`{public_name(one)}`" for one in run_info["train_data"])
+    target = run_info["target"] if is_hub_id(run_info["target"]) else "TARGET"
     return environment.get_template("card.md").render(
         front_matter=_front_matter(run_info),
         variant="EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3",
@@ -68,11 +69,12 @@ def model_card(
         completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
         serving=serving,
         served=_table(*_served(serving)) if serving else "",
-        serve=serve_command(public_name(run_info["target"]), drafter, k, layout),
+        serve=serve_command(target, drafter, k, layout),
+        target_is_local=target != run_info["target"],
         data=data,
         training=_table(
             ("", ""),
-            ("data", f"`{data}`"),
+            ("data", data),
             ("trained on", describe_samples(run_info)),
             ("optimizer steps", describe_steps(run_info)),
             ("speculation steps per position", str(run_info["ttt_steps"])),
@@ -107,30 +109,27 @@ def _front_matter(run_info: dict[str, Any]) -> str:
     fields |= {"library_name": "vllm", "pipeline_tag": "text-generation"}
     if run_info.get("license"):
         fields["license"] = run_info["license"]
-    if is_hub_id(run_info["train_data"]):
-        fields["datasets"] = [run_info["train_data"]]
+    if datasets := [one for one in run_info["train_data"] if is_hub_id(one)]:
+        fields["datasets"] = datasets
     fields["tags"] = ["eagle3", "speculative-decoding", "vllm"]
     return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
 
 
 def _results(evaluation: dict[str, Any]) -> list[Sequence[str]]:
-    k, measured = evaluation["k"], acceptances(evaluation)
-    longest = measured[0].longest["k"]
+    k = evaluation["k"]
     rows: list[Sequence[str]] = [
         (
             "drafter",
             "drafts",
             "temperature",
             f"acceptance length at k = {k} (95 % interval)",
-            f"at k = {longest}",
-            f"accepted at positions 1 to {longest}",
+            f"accepted at positions 1 to {k}",
         )
     ]
-    for one in measured:
-        length = with_interval(one.longest) if one.longest["k"] == longest else ""
-        rates = ", ".join(f"{100 * rate:.0f} %" for rate in one.longest["absolute_acceptance"])
-        name = (one.drafter, one.drafts, f"{one.temperature:g}")
-        rows.append((*name, with_interval(one.at(k)), length, rates))
+    for one in acceptances(evaluation):
+        stats = one.at(k)
+        rates = ", ".join(f"{100 * rate:.0f} %" for rate in stats["absolute_acceptance"])
+        rows.append((one.drafter, one.drafts, f"{one.temperature:g}", with_interval(stats), rates))
     return rows
 
 

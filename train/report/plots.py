@@ -131,8 +131,9 @@ def run_panels(
         draw = lambda axes: _draw_draft_length(axes, trained, untrained)  # noqa: E731
         shaded = f"{note}; shaded: 95 % interval over prompts"
         found.append(Panel("draft_length", "Acceptance length by draft length", shaded, draw))
-        draw = lambda axes: _draw_positions(axes, trained[-1])  # noqa: E731
-        note = f"k = {trained[-1]['k']}, {note}"
+        stats = trained[evaluation["k"] - 1]
+        draw = lambda axes: _draw_positions(axes, stats)  # noqa: E731
+        note = f"k = {stats['k']}, {note}"
         found.append(Panel("positions", "Acceptance by position in the draft", note, draw))
     return {panel.name: panel for panel in found}
 

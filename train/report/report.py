@@ -94,7 +94,7 @@ def write_page(output_dir: Path) -> Path:
         serving=read_serving(Path(output_dir)),
         title=target_name(run_info),
         configuration=_configuration(run_info) + training_speed(metrics),
-        total_seconds=sum(stage["seconds"] for stage in run_info["stages"] if not stage["reused"]),
+        total_seconds=sum(stage["seconds"] for stage in run_info["stages"]),
         serve=serve_command(
             str(run_info["target"]),
             str(run_info["export"]),
@@ -151,16 +151,14 @@ def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _position_table(evaluation: dict[str, Any]) -> list[list[str]]:
-    """Return a header, and a row for each position in the longest drafts."""
-    measured = acceptances(evaluation)
-    rows = [["position", *map(str, measured)]]
-    for position in range(max((one.longest["k"] for one in measured), default=0)):
-        cells = []
-        for one in measured:
-            rates = [one.longest[f"{kind}_acceptance"] for kind in ("absolute", "conditional")]
-            known = position < one.longest["k"]
-            cells.append("{:.1f} % ({:.1f} %)".format(*(100 * r[position] for r in rates)) if known else "")
-        rows.append([str(position + 1), *cells])
+    """Return a header, and a row for each position in the draft."""
+    measured = [(str(one), one.at(evaluation["k"])) for one in acceptances(evaluation)]
+    rows = [["position", *(name for name, _ in measured)]]
+    for position in range(evaluation.get("k", 0)):
+        rates = [
+            (s["absolute_acceptance"][position], s["conditional_acceptance"][position]) for _, s in measured
+        ]
+        rows.append([str(position + 1), *(f"{100 * a:.1f} % ({100 * c:.1f} %)" for a, c in rates)])
     return rows
 
 
@@ -183,7 +181,7 @@ def _configuration(run_info: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("recipe", run_info["recipe"]),
         ("target", run_info["target"]),
-        ("training data", run_info["train_data"]),
+        ("training data", ", ".join(run_info["train_data"])),
         ("trained on", describe_samples(run_info)),
         ("optimizer steps", describe_steps(run_info)),
         ("drafter", f"{run_info['drafter_parameters']:,} parameters"),

@@ -28,11 +28,6 @@ class Acceptance:
     def at(self, draft_tokens: int) -> dict[str, Any]:
         return at_draft_length(self.measured, draft_tokens)
 
-    @property
-    def longest(self) -> dict[str, Any]:
-        """The statistics of the longest drafts, which show the most positions."""
-        return self.measured["by_draft_length"][-1]
-
 
 def read_report(output_dir: Path) -> dict[str, Any]:
     """Return the report's metrics.json: the evaluation, the run and its metrics.
@@ -70,7 +65,9 @@ def acceptances(evaluation: dict[str, Any]) -> list[Acceptance]:
     found = [Acceptance("trained", GREEDY, 0.0, evaluation["trained"])]
     sampling: dict[str, Any] = evaluation.get("sampling") or {}
     for drafts in (GREEDY, SAMPLED):
-        if measured := sampling.get(f"{drafts}_drafts"):
+        measured = sampling.get(f"{drafts}_drafts")
+        # All sampled completions may be shorter than a draft.
+        if measured and any(row["k"] == evaluation["k"] for row in measured["by_draft_length"]):
             found.append(Acceptance("trained", drafts, sampling["temperature"], measured))
     if evaluation.get("untrained"):
         found.append(Acceptance("untrained", GREEDY, 0.0, evaluation["untrained"]))
@@ -146,17 +143,17 @@ def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
         ("decoding, compared with replay", describe_counts(decoding["replay"])),
         ("speed-up", describe_speed(timing)),
         ("speed-up measured on", f"{timing['num_prompts']} prompts: {timing['how']}"),
-        ("tokens per target forward", f"{decoding['tokens_per_target_forward']:.2f}, when decoded"),
     ]
 
 
 def format_evaluation(result: dict[str, Any]) -> str:
     """Return a table of all that was measured, and its conditions."""
     measured = acceptances(result)
-    rows = [["positions", *(str(n) for n in range(1, measured[0].longest["k"] + 1))]]
+    rows = [["positions", *(str(n) for n in range(1, result["k"] + 1))]]
     for one in measured:
-        rates = [f"{100 * rate:.0f} %" for rate in one.longest["absolute_acceptance"]]
-        rows.append([str(one), *rates, *[""] * (len(rows[0]) - 1 - len(rates))])
+        rows.append(
+            [str(one), *(f"{100 * rate:.0f} %" for rate in one.at(result["k"])["absolute_acceptance"])]
+        )
     lines = [*aligned(acceptance_table(result), text_columns=2), "", *aligned(rows), ""]
     rest = [
         *details(result),

@@ -1,6 +1,7 @@
 """The report stage: writes the report and the model card. Rank 0 runs it."""
 
 import platform
+from pathlib import Path
 from typing import Any
 
 from eagle31.json_files import read_json
@@ -31,13 +32,14 @@ def describe_run(context: RunContext) -> dict[str, Any]:
     config = context.config
     artifacts = context.artifacts
     data, vocab, training = (artifacts[stage].summary for stage in (Stage.data, Stage.vocab, Stage.train))
+    sources = [config.data.train] if config.data.train else [o.source for o in config.data.sources.values()]
     captured = artifacts[Stage.capture].summary if config.capture.mode is CaptureMode.offline else {}
     return {
         "recipe": config.recipe_name,
-        "target": context.target.spec.model,
+        "target": _located(context.target.spec.model),
         "target_fingerprint": context.target.parts.fingerprint,
         "target_embedded": config.target.model == EMBEDDED,
-        "train_data": config.data.train or ", ".join(one.source for one in config.data.sources.values()),
+        "train_data": [_located(name) for name in sources],
         "drafter_parameters": training["drafter_parameters"],
         "aux_layer_ids": list(context.drafter.aux_layer_ids),
         "draft_vocab_size": vocab["draft_vocab_size"],
@@ -53,12 +55,14 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "python": platform.python_version(),
         "git_revision": git_revision(),
         "stages": [
-            {
-                "name": stage.value,
-                "seconds": artifact.manifest["seconds"],
-                "reused": stage.value in context.reused,
-            }
+            {"name": stage.value, "seconds": artifact.manifest["seconds"]}
             for stage, artifact in artifacts.items()
             if artifact.finished
         ],
     }
+
+
+def _located(name: str) -> str:
+    """Return a local path as an absolute one, which nothing takes for a Hub id, and another name as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name

@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ def front_matter(card: str) -> dict[str, Any]:
 
 
 def test_front_matter_parses_back() -> None:
-    hub = {"target": "Qwen/Qwen3-8B", "train_data": "openai/gsm8k", "license": "other: ask # first"}
-    assert front_matter(model_card(run_info() | hub, evaluation(), CONFIG)) == {
+    data = ["openai/gsm8k", "/data/private/chat.jsonl", "org/chat"]
+    hub = {"target": "Qwen/Qwen3-8B", "train_data": data, "license": "other: ask # first"}
+    card = model_card(run_info() | hub, evaluation(), CONFIG)
+    assert "`openai/gsm8k` and `chat.jsonl` and `org/chat`" in card
+    assert front_matter(card) == {
         "base_model": "Qwen/Qwen3-8B",
         "library_name": "vllm",
         "pipeline_tag": "text-generation",
         "license": "other: ask # first",
-        "datasets": ["openai/gsm8k"],
+        "datasets": ["openai/gsm8k", "org/chat"],
         "tags": ["eagle3", "speculative-decoding", "vllm"],
     }
 
@@ -33,10 +37,12 @@ def test_paths_are_not_hub_ids_and_are_not_published(tmp_path: Path, monkeypatch
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for target in ("models/mine", str(tmp_path / "models" / "mine")):
-        known = run_info() | {"target": target, "train_data": "/data/private/chat.jsonl"}
+        known = run_info() | {"target": target, "train_data": ["/data/private/chat.jsonl"]}
         card = model_card(known, evaluation(), CONFIG)
         assert not {"base_model", "datasets", "license"} & front_matter(card).keys()
         assert not [path for path in (str(tmp_path), "/data/private", "/home/someone") if path in card]
+        assert "vllm serve TARGET" in card
+        assert "TARGET is the directory of mine." in card
 
 
 def test_every_number_has_k_temperature_and_engine() -> None:
@@ -50,7 +56,9 @@ def test_every_number_has_k_temperature_and_engine() -> None:
         ["trained", "sampled", "1", "2.15 (2.04 to 2.27)"],
         ["untrained", "greedy", "0", "1.00 (0.89 to 1.12)"],
     ]
-    assert all(row[5].count("%") == 8 for row in rows)
+    for row in rows:  # the acceptance length is one more than the sum over the positions
+        rates = [int(one) for one in re.findall(r"(\d+) %", row[4])]
+        assert 1 + sum(rates) / 100 == pytest.approx(float(row[3][:4]), abs=0.02)
     for shown in ("acceptance length at k = 4", "1.80x (1.62 to 1.97)", "7 of 8 identical", "not from vLLM"):
         assert shown in card
     engine = "vLLM 0.32.0, bfloat16, cuda, 8 at a time"

@@ -63,8 +63,8 @@ def test_a_run_without_evaluation_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_draws_a_picture_of_several_runs_and_the_page_of_one(tmp_path: Path) -> None:
     runs = [finished(tmp_path / name, rate) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
-    assert run_command("scripts/report", *runs, "--out", tmp_path / "c.png").status == 0
-    height, width, _ = imread(tmp_path / "c.png").shape
+    assert run_command("scripts/report", *runs).status == 0
+    height, width, _ = imread(runs[0] / "report" / "comparison.png").shape
     assert 2 < width / height < 4
     done = run_command("scripts/report", runs[0])
     assert done.status == 0

@@ -63,7 +63,7 @@ def test_full_report(tmp_path: Path) -> None:
         "7/8",
         "temperature 1",
         "eagle31 (transformers, float32, cpu)",
-        "3.2 % (65.5 %)",  # at position 8
+        "17.9 % (65.0 %)",  # at position 4
         "vllm serve /home/someone/.cache/eagle31/embedded-3f2a91",
     ):
         assert shown in page.text
@@ -110,6 +110,9 @@ def test_drafts_of_vllm_have_one_length(tmp_path: Path) -> None:
     text = report(tmp_path, [], measured).text
     assert f"{rows[3]['acceptance_length']:.2f}" in text
     assert f"{rows[7]['acceptance_length']:.2f}" not in text
+    # All sampled completions were shorter than a draft of k tokens.
+    measured["sampling"]["greedy_drafts"]["by_draft_length"] = rows[:3]
+    assert "temperature 1" not in report(tmp_path, [], measured).text
 
 
 def test_a_speed_that_is_not_known_is_not_shown(tmp_path: Path) -> None:
