@@ -14,9 +14,9 @@ from datasets import Dataset
 from torch import Tensor
 
 from data.batches.loader import SourceStats
-from data.capture.refusals import MAX_REFUSED_FRACTION, check_refusals
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.capture.transport.protocol import Producer, StateRequest, Transport
+from data.refusals import MAX_REFUSED_FRACTION, check_refusals
 from data.samples import CapturedSample, StateShape
 from eagle31.errors import UserError
 

@@ -15,9 +15,9 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from data.capture.refusals import MAX_REFUSED_FRACTION, check_refusals, refusal_lines, retry_remedy
 from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
 from data.progress import STALL_SECONDS, Progress, format_seconds, tracked
+from data.refusals import MAX_REFUSED_FRACTION, check_refusals, refusal_lines, retry_remedy
 from data.samples import CapturedSample
 from data.store.codec import Encoding, Rows, encoded_bytes
 from data.store.index import MANIFEST, as_read_back, claim, describes, missing_ids, write_manifest

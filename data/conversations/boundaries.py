@@ -7,9 +7,8 @@ from operator import itemgetter
 from typing import Any
 
 from data.conversations.choices import Turns
-from data.conversations.template import FIELD, Messages, Template, decode
+from data.conversations.template import FIELD, Messages, Template, TemplateRefused, decode
 from data.conversations.token_bytes import token_ends
-from eagle31.errors import UserError
 
 _NUM_EXCERPT_CHARACTERS = 40
 
@@ -42,7 +41,7 @@ def boundary(
         token between them crosses the boundary.
 
     Raises:
-        UserError: the history's text is no prefix of the full one.
+        TemplateRefused: the history's text is no prefix of the full one.
     """
     text = template.text(history, add_generation_prompt=add_generation_prompt)
     rendered_as = "as a prompt" if add_generation_prompt else "as the last message"
@@ -92,7 +91,7 @@ def _require_prefix(template: Template, prefix: str, full_text: str, rendered_as
             remedies.insert(
                 1, "set data.template_kwargs.enable_thinking=false if that makes the prefix stable"
             )
-    raise UserError(
+    raise TemplateRefused(
         FIELD,
         template.name,
         f"The template writes the start of a turn in two ways, so that its tokens cannot be found: "

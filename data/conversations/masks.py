@@ -62,8 +62,8 @@ def render(
         eos_token_ids: the tokens that end a turn.
 
     Raises:
-        TemplateRefused: the template raises on this conversation.
-        UserError: the tokenizer has no template, or a turn's prompt is not a prefix of the conversation.
+        TemplateRefused: the template raises on this conversation, or a turn's prompt is not a prefix of it.
+        UserError: the tokenizer has no template.
     """
     messages, tools = conversation.messages, conversation.tools
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

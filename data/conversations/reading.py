@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import fsspec
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from data.addresses import check_hub
 from data.conversations.schemas import (
     Columns,
     Conversation,
@@ -205,11 +206,14 @@ def _load(source: Source) -> Dataset:
     path, split = Path(source.location).expanduser(), source.split
     try:
         if not path.is_dir():
+            check_hub(source.field, source.location, "dataset")
             return load_dataset(source.location, source.subset, split=split)
         loaded = load_from_disk(str(path))
         found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
         found.data.table.validate(full=True)  # lists with wrong offsets would be read beyond their ends
         return found
+    except UserError:
+        raise
     except Exception as error:  # `datasets` believes what the files say, and raises whatever comes of it
         reason = f"`datasets` cannot load it (split {split}): {_one_line(error)}"
         raise UserError(source.field, source.location, reason) from error

@@ -12,6 +12,7 @@ from data.conversations.perturbation import UNCHANGED
 from eagle31.errors import UserError
 
 _SHOWN_CHARACTERS, _SHOWN_NAMES = 80, 40
+MAX_CHARACTERS = 1 << 23  # of a conversation: more than 2,000,000 tokens of English
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -180,16 +181,21 @@ def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -
 def _check_text(values: Any) -> None:
     """Raise MalformedRow for what no template and no tokenizer can read.
 
-    These are halves of UTF-16 pairs, which JSON can write, bytes that are not UTF-8, and values that are
-    nested too deeply.
+    These are halves of UTF-16 pairs, which JSON can write, bytes that are not UTF-8, values that are nested
+    too deeply, and more than can be tokenized.
     """
     try:
-        json.dumps(values, ensure_ascii=False, default=str).encode()
+        text = json.dumps(values, ensure_ascii=False, default=str)
+        text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise MalformedRow(f"a text has {half}, which is no character") from error
     except RecursionError as error:
         raise MalformedRow("its values are nested too deeply") from error
+    if len(text) > MAX_CHARACTERS:
+        raise MalformedRow(
+            f"it has {len(text):,} characters, more than the {MAX_CHARACTERS:,} that are tokenized"
+        )
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:

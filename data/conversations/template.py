@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -17,9 +18,8 @@ from eagle31.errors import UserError
 
 FIELD = "target.chat_template"
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Of one conversation. Tokenizers take about 100 bytes for each, and this is more than 2,000,000 tokens of
-# English.
-MAX_CHARACTERS = 1 << 23
+# Tokenizers take about 100 bytes for each. It is twice what a conversation may have.
+_MAX_CHARACTERS = 1 << 24
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -77,10 +77,9 @@ class Template:
         return text, joined
 
     def _check_length(self, text: str) -> None:
-        if len(text) > MAX_CHARACTERS:
+        if len(text) > _MAX_CHARACTERS:
             remedy = (
-                f"The conversation has {len(text):,} characters, more than the {MAX_CHARACTERS:,} that are "
-                "tokenized. Shorten it or leave it out."
+                f"It writes {len(text):,} characters, more than the {_MAX_CHARACTERS:,} that are tokenized."
             )
             raise TemplateRefused(FIELD, self.name, remedy)
 
@@ -104,6 +103,22 @@ class Template:
     def name(self) -> str:
         """The tokenizer's name in messages."""
         return _name_of(self.tokenizer)
+
+
+def has_markers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> bool:
+    """Return whether the text of a message has special tokens, apart from the assistant's.
+
+    The target reads them as those of its template. They do not change which tokens are the assistant's.
+    """
+    special = _special_tokens(tokenizer)
+    return any(special.search(message["content"]) for message in messages if message["role"] != "assistant")
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return what finds the tokens that no text should have."""
+    tokens = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(tokens) or r"(?!)")
 
 
 @contextmanager

@@ -20,10 +20,11 @@ from data.conversations.choices import Overlong, Turns
 from data.conversations.masks import RenderedConversation, render
 from data.conversations.reading import first_reasons
 from data.conversations.schemas import Conversations
-from data.conversations.template import TemplateRefused, surviving, template_fingerprint
+from data.conversations.template import TemplateRefused, has_markers, surviving, template_fingerprint
 from data.conversations.token_bytes import token_ends
 from data.conversations.workers import map_in_order
 from data.progress import Progress
+from data.refusals import num_allowed
 from data.target.spec import TargetSpec
 from data.target.tokenizer import check_ids, load_tokenizer
 from eagle31.errors import UserError
@@ -38,7 +39,6 @@ SAMPLE_SCHEMA = pa.schema(
         "num_prompt_tokens": pa.int64(),
     }
 )
-MAX_REFUSED_FRACTION = 0.01
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class TokenizeReport:
     num_overlong: int  # samples that were cut or dropped because of their length
     num_unsupervised: int  # samples dropped because they have no supervised position
     num_straddling: int  # tokens that are masked because they cross the boundary of a turn
+    num_with_markers: int  # conversations with special tokens in another text than the assistant's
     template_fingerprint: str
 
 
@@ -102,7 +103,6 @@ def tokenize(
     output_dir: Path,
     eos_token_ids: Collection[int] | None = None,
     vocab_size: int | None = None,
-    max_refused_fraction: float = MAX_REFUSED_FRACTION,
     enough: Enough | None = None,
     progress: bool = False,
     on_refused: Callable[[list[tuple[str, str]]], None] = lambda _: None,
@@ -120,7 +120,6 @@ def tokenize(
         output_dir: must not exist; it appears when it is complete.
         eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
         vocab_size: that of the target, which has every token of the data; None: any token is right.
-        max_refused_fraction: the fraction of the conversations that the template may refuse.
         enough: leaves out the conversations that follow, the same ones for any number of workers.
         progress: reports progress on stderr.
         on_refused: called once with (id, reason) of the refused conversations, if there are any.
@@ -156,14 +155,15 @@ def tokenize(
                 writer.write_batch(chunk.samples)
                 counts += chunk.counts
                 refused += chunk.refused
-                check_refused(refused, len(conversations), max_refused_fraction)
+                check_refused(refused, len(conversations))
                 bar.update(chunk.counts["num_conversations"])
                 if enough is not None and enough.reached(counts):
                     break
         report = _report(counts, len(refused), fingerprint)
-        _check(report, refused, max_refused_fraction, max_tokens, tokenizer)
+        _check(report, refused, max_tokens, tokenizer)
         if refused:
             on_refused(refused)
+        print_markers(report.num_with_markers)
         with _datasets_bars(progress and sys.stderr.isatty()):
             datasets.Dataset.from_file(str(stream)).save_to_disk(str(directory))
         shutil.rmtree(stream.parent)
@@ -181,6 +181,7 @@ def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: 
     refused: list[tuple[str, str]] = []
     samples: list[tuple[str, RenderedConversation]] = []
     for conversation in map(conversations.__getitem__, indices):
+        counts["num_with_markers"] += has_markers(settings.tokenizer, conversation.messages)
         try:
             rendered = render(
                 settings.tokenizer,
@@ -238,6 +239,7 @@ def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> Tokeniz
         num_overlong=counts["num_overlong"],
         num_unsupervised=counts["num_unsupervised"],
         num_straddling=counts["num_straddling"],
+        num_with_markers=counts["num_with_markers"],
         template_fingerprint=fingerprint,
     )
 
@@ -245,11 +247,10 @@ def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> Tokeniz
 def _check(
     report: TokenizeReport,
     refused: list[tuple[str, str]],
-    max_refused_fraction: float,
     max_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    check_refused(refused, report.num_conversations, max_refused_fraction)
+    check_refused(refused, report.num_conversations)
     if report.num_samples == 0 and not report.num_overlong:
         remedy = (
             f"No sample is left of {report.num_conversations} conversations: none has two assistant tokens "
@@ -266,16 +267,22 @@ def _check(
         )
 
 
-def check_refused(
-    refused: list[tuple[str, str]], num_conversations: int, max_fraction: float = MAX_REFUSED_FRACTION
-) -> None:
+def print_markers(num_conversations: int) -> None:
+    """Say how many conversations have special tokens in their text, if any."""
+    if num_conversations:
+        what = (
+            "conversations have special tokens in the text of a user, a tool or the system, which the target"
+        )
+        print(f"data: {num_conversations:,} {what} reads as its template's", file=sys.stderr, flush=True)
+
+
+def check_refused(refused: list[tuple[str, str]], num_conversations: int) -> None:
     """Raise UserError if the template refused too many conversations; `refused` has (id, reason) pairs."""
-    if len(refused) > max_fraction * num_conversations:
+    if len(refused) > num_allowed(num_conversations):
         raise UserError(
             "target.chat_template",
             f"{len(refused)} of {num_conversations} conversations refused",
-            f"The target's template refuses more than {max_fraction:.1%} of the data. The first ones:"
-            f"{first_reasons(refused)}",
+            f"These are too many. {refused[0][1]} The first ones:{first_reasons(refused)}",
         )
 
 

@@ -35,8 +35,7 @@ def try_rendering(
         vocab_size: of the target.
 
     Raises:
-        UserError: the template refuses all of them or is not prefix-stable, or the tokenizer is not the
-            target's.
+        UserError: the template refuses all of them, or the tokenizer is not the target's.
     """
     first = list(islice(conversations, _CONVERSATIONS))
     trial = partial(

@@ -12,7 +12,8 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations.schemas import Conversation
-from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused
+from data.conversations.template import has_markers
+from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
 from data.generation.answers import AnswerGenerator, answer_dialogues, record_batch
 from data.generation.dialogue import Regenerated
 from data.sampling import Sampling
@@ -68,7 +69,7 @@ def regenerate(
     parts: list[Dataset] = []
     refusals: Refusals = []
     ends: Counter[str] = Counter()  # by reason
-    num_samples = num_conversations = 0
+    num_samples = num_conversations = num_with_markers = 0
 
     def refuse(refusal: tuple[str, str]) -> None:
         refusals.append(refusal)
@@ -79,6 +80,7 @@ def regenerate(
         if not block:
             break
         num_conversations += len(block)
+        num_with_markers += sum(has_markers(tokenizer, one.messages) for one in block)
         path = directory / f"block-{len(parts):05d}.arrow"
         record = path.with_suffix(".json")  # how the conversations of a finished block ended
         if path.exists():
@@ -120,6 +122,7 @@ def regenerate(
             print(f"regenerate: {num_samples:,}{total} samples", file=sys.stderr, flush=True)
     for reason, count in ends.items():
         print(f"regenerate: {count:,} conversations end where {reason}", file=sys.stderr, flush=True)
+    print_markers(num_with_markers)
     if refusals:
         on_refused(refusals)
     return concatenate_datasets(parts) if parts else Dataset(SAMPLE_SCHEMA.empty_table())

@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from data.addresses import check_hub
 from data.file_hashes import hash_files
 from eagle31.errors import UserError
 from eagle31.json_files import file_within, read_json
@@ -75,6 +76,8 @@ class Checkpoint:
 
     def find_file(self, name: str, local: bool = False) -> Path | None:
         """Return the file's path, or None if it does not exist; download it if needed, unless `local`."""
+        if not local and not os.path.isdir(self.path):
+            check_hub("target.model", self.model, "model")
         with self.loading():
             found = cached_file(
                 self.path,
@@ -222,7 +225,12 @@ def read_modules(
         stored = {key: names.find(f"{paths[module]}.{key}") for key in module.state_dict()}
         for key, name in stored.items():
             if name is None:
-                remedy = f"The checkpoint has no tensor {paths[module]}.{key}; is it quantized?"
+                similar = [one for one in files if one.startswith(f"{paths[module]}.")]
+                remedy = f"The checkpoint has no tensor {paths[module]}.{key}" + (
+                    f" but {', '.join(similar)}: a weight that is read alone must not be quantized."
+                    if similar
+                    else ": a file or its index is incomplete; download it again."
+                )
                 raise UserError("target.model", checkpoint.model, remedy)
         states.append({k: checkpoint.read_tensor(files[name], name) for k, name in stored.items() if name})
     return states

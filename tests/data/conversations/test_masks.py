@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
+from data.conversations import template as template_module
 from data.conversations.choices import Turns
 from data.conversations.masks import RenderedConversation, render
 from data.conversations.prompts import render_prompt
@@ -218,10 +219,11 @@ def test_a_value_of_a_type_that_the_template_does_not_expect_is_refused():
 
 
 @pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
-def test_a_conversation_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatch):
+def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatch):
     monkeypatch.setattr(Template, "encode", pytest.fail)
-    with pytest.raises(TemplateRefused, match=r"has 8,388,6\d\d characters, more than the 8,388,608"):
-        rendered(template, of=conversation("q", "a" * (1 << 23)))
+    monkeypatch.setattr(template_module, "_MAX_CHARACTERS", 1000)
+    with pytest.raises(TemplateRefused, match="more than the 1,000"):
+        rendered(template, of=conversation("q", "a" * 1000))
 
 
 def test_a_tokenizer_without_a_template_is_a_user_error():

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.conversations.reading import Source, read_conversations
+from data.conversations.schemas import MAX_CHARACTERS
 from eagle31.errors import UserError
 from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl, write_table
 
@@ -95,8 +96,9 @@ NESTED = "[" * 100_000 + "]" * 100_000
         json.dumps({"messages": [USER, ANSWER | {"content": "\ud800"}]}),
         json.dumps({"messages": [USER, ANSWER], "tools": [{"a": "\udfff"}]}),
         json.dumps({"messages": [USER, ANSWER | {"content": "é"}]}, ensure_ascii=False).encode("latin-1"),
+        json.dumps({"messages": [USER, ANSWER | {"content": "x" * MAX_CHARACTERS}]}),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_row_that_cannot_be_used_is_left_out_and_named(tmp_path: Path, line: str | bytes) -> None:
     path = tmp_path / "a.jsonl"

@@ -173,16 +173,14 @@ def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported
     tokenizer = byte_level_tokenizer(STRICT)
     generator = OneAtATime(lambda prompt: [70, 1])
     bad = conversation("bad", ("user", "six"), ANSWER, ("user", "six"), ("user", "seven"), ANSWER)
-    good = [conversation(str(i), ("user", "six"), ANSWER) for i in range(100)]
+    good = [conversation(str(i), ("user", "six"), ANSWER) for i in range(5)]
     reported: list[list[tuple[str, str]]] = []
     for _ in range(2):  # the second run reads a finished block
         dataset = regenerated(generator, tokenizer, tmp_path, [bad, *good], on_refused=reported.append)
         assert len(dataset) == 1 + len(good)
     assert [[name for name, _ in one] for one in reported] == [["bad"], ["bad"]]
-    with pytest.raises(UserError, match="1 of 2 conversations refused"):
-        regenerated(generator, tokenizer, tmp_path / "two", [bad, good[0]])
-    with pytest.raises(UserError, match="1 of 3 conversations refused"):
-        regenerated(generator, tokenizer, tmp_path / "three", [*good[:2], bad], block_turns=2)
+    with pytest.raises(UserError, match="2 of 3 conversations refused"):
+        regenerated(generator, tokenizer, tmp_path / "three", [good[0], bad, bad], block_turns=2)
 
 
 def test_a_conversation_ends_where_the_target_has_no_answer(

@@ -265,3 +265,17 @@ def test_a_quantized_head_is_a_user_error_that_names_it(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lm_head\.weight is torch\.float8_e4m3fn"):
         load_target_parts(TargetSpec(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"), [("lm_head.weight_packed", "must not be quantized"), (None, "download it again")]
+)
+def test_a_missing_tensor_is_blamed_on_what_is_there_instead(
+    tmp_path: Path, stored: str | None, says: str
+) -> None:
+    spec, path = save_target(tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors.pop("lm_head.weight")
+    save_file(tensors | ({stored: head} if stored else {}), path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"no tensor lm_head\.weight.*{says}"):
+        load_target_parts(spec)

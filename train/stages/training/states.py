@@ -9,12 +9,12 @@ from datasets import Dataset
 from data.capture.arriving import ArrivingStates
 from data.capture.hf import HiddenStateCapture, check_head
 from data.capture.hf_source import TransformersStates
-from data.capture.refusals import refusal_lines
 from data.capture.tokens import dataset_lengths
 from data.capture.vllm.client import VllmClient, check_states
 from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_info import ServerInfo
 from data.conversations.saved import load_saved
+from data.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding

@@ -1,4 +1,4 @@
-"""The samples that a target does not take: how many a capture may leave out, and what it says about them."""
+"""The data that a target does not take: how much a run may leave out, and what it says about them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +10,11 @@ _ALWAYS_ALLOWED = 8  # a small dataset may lack this many, unless they are more 
 _SHOWN_REASONS, _SHOWN_SAMPLES = 5, 8
 
 
+def num_allowed(num_samples: int, fraction: float = MAX_REFUSED_FRACTION) -> float:
+    """Return how many samples, or conversations, may be left out."""
+    return max(fraction * num_samples, min(_ALWAYS_ALLOWED, num_samples // 2))
+
+
 def check_refusals(refused: Mapping[int, str], num_samples: int, fraction: float, remedy: str = "") -> None:
     """Raise UserError where more samples are refused than a capture may leave out.
 
@@ -19,7 +24,7 @@ def check_refusals(refused: Mapping[int, str], num_samples: int, fraction: float
         fraction: `capture.max_refused_fraction`.
         remedy: what to do once the reason is removed.
     """
-    if len(refused) <= max(fraction * num_samples, min(_ALWAYS_ALLOWED, num_samples // 2)):
+    if len(refused) <= num_allowed(num_samples, fraction):
         return
     what = f"{len(refused):,} of {num_samples:,} samples refused"
     *_, last = refused.values()
