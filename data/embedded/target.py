@@ -9,24 +9,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.embedded.corpus import Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
-from data.embedded.training import CausalModel, TrainingSettings, encode, evaluate, initialize, pretrain
+from data.embedded.training import CausalModel, TrainingSettings, encode, initialize, pretrain
 from data.locks import try_lock
 
-Model = TypeVar("Model", bound=CausalModel)
-FORMAT_VERSION = 2  # raise it for changes of corpus, tokenizer or training that do not change the settings
+FORMAT_VERSION = 3  # raise it for changes of corpus, tokenizer or training that do not change the settings
 
 
 @dataclass(frozen=True)
@@ -46,12 +39,34 @@ class TargetSettings:
     max_positions: int = 1024
     training: TrainingSettings = field(default_factory=TrainingSettings)
 
+    def arguments(self, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+        """Return the arguments of transformers' configuration of a decoder."""
+        return {
+            "vocab_size": len(tokenizer),
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "max_position_embeddings": self.max_positions,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "dtype": "float32",
+        }
+
+    def new_model(self, tokenizer: PreTrainedTokenizerFast) -> CausalModel:
+        """Return the model that is trained, with any weights."""
+        return LlamaForCausalLM(LlamaConfig(**self.arguments(tokenizer)))
+
 
 @dataclass(frozen=True)
 class EmbeddedTarget:
     """The paths of a finished target."""
 
-    model: Path  # for `from_pretrained`: weights, tokenizer, chat template, and training.json
+    model: Path  # for `from_pretrained`: weights, tokenizer and chat template
     train: Path  # JSONL with "id" and "messages"
     held_out: Path  # the same for functions whose bodies are not in the training data
 
@@ -59,7 +74,6 @@ class EmbeddedTarget:
 def ensure_embedded_target(
     cache_dir: Path,
     *,
-    num_threads: int | None = None,
     progress: bool = True,
     source: Path | None = None,
     settings: TargetSettings | None = None,
@@ -68,7 +82,6 @@ def ensure_embedded_target(
 
     Args:
         cache_dir: has one directory per fingerprint of Python's version, its library and the settings.
-        num_threads: the number of threads for the training; None keeps torch's setting.
         progress: a bar on stderr when that is a terminal.
         source: a directory of Python modules; by default the running Python's standard library.
         settings: the shape and training; None uses the defaults.
@@ -77,35 +90,8 @@ def ensure_embedded_target(
         UserError: `source` has too few documented functions.
     """
     source, settings = source or standard_library(), settings or TargetSettings()
-
-    def build(partial: Path) -> None:
-        build_target(partial, read_corpus(source), _initial_model, settings, progress)
-
-    return ensure_built(cache_dir / fingerprint(source, settings), build, num_threads)
-
-
-def ensure_built(finished: Path, build: Callable[[Path], None], num_threads: int | None) -> EmbeddedTarget:
-    """Return the target in `finished`; call `build` with an empty directory to build it in if it is missing.
-
-    If there are several callers, one builds and the others wait.
-    """
-    if not finished.is_dir():
-        finished.parent.mkdir(parents=True, exist_ok=True)
-        threads = torch.get_num_threads()
-        while (lock := try_lock(finished.with_name(f"{finished.name}.lock"))) is None:
-            time.sleep(0.1)
-        with lock:
-            if not finished.is_dir():
-                partial = finished.with_name(f"{finished.name}.partial")
-                shutil.rmtree(partial, ignore_errors=True)  # what a process that died has left
-                (partial / "model").mkdir(parents=True)
-                torch.set_num_threads(num_threads or threads)
-                try:
-                    build(partial)
-                finally:
-                    torch.set_num_threads(threads)
-                os.replace(partial, finished)
-    return EmbeddedTarget(finished / "model", finished / "train.jsonl", finished / "held_out.jsonl")
+    finished = cache_dir / fingerprint(source, settings)
+    return ensure_built(finished, lambda: read_corpus(source), settings, progress)
 
 
 def fingerprint(source: Path, settings: TargetSettings) -> str:
@@ -115,76 +101,42 @@ def fingerprint(source: Path, settings: TargetSettings) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def build_target(
-    directory: Path,
-    corpus: Corpus,
-    initial_model: Callable[[PreTrainedTokenizerFast, TargetSettings], CausalModel],
-    settings: TargetSettings,
-    progress: bool,
-) -> None:
+def ensure_built(
+    finished: Path, read: Callable[[], Corpus], settings: TargetSettings, progress: bool
+) -> EmbeddedTarget:
+    """Return the target in `finished`; train it on what `read` returns if it is missing.
+
+    If there are several callers, one builds and the others wait.
+    """
+    if not finished.is_dir():
+        finished.parent.mkdir(parents=True, exist_ok=True)
+        while (lock := try_lock(finished.with_name(f"{finished.name}.lock"))) is None:
+            time.sleep(0.1)
+        with lock:
+            if not finished.is_dir():
+                partial = finished.with_name(f"{finished.name}.partial")
+                shutil.rmtree(partial, ignore_errors=True)  # what a process that died has left
+                (partial / "model").mkdir(parents=True)
+                _build(partial, read(), settings, progress)
+                os.replace(partial, finished)
+    return EmbeddedTarget(finished / "model", finished / "train.jsonl", finished / "held_out.jsonl")
+
+
+def _build(directory: Path, corpus: Corpus, settings: TargetSettings, progress: bool) -> None:
     """Write the corpus, the tokenizer and the trained model."""
-    started = time.monotonic()
     for name, examples in (("train", corpus.train), ("held_out", corpus.held_out)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
-    save_tokenizer(
-        train_tokenizer(corpus.train, settings.vocab_size, settings.max_positions), directory / "model"
-    )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "model")
-    training = settings.training
-    documents = encode(tokenizer, corpus.train, training.max_document_tokens)
-    model = initial_model(tokenizer, settings)
-    pretrain(model, documents, training, progress)
-    figures = {
-        "steps": training.steps,
-        "seconds": round(time.monotonic() - started, 1),
-        "num_parameters": model.num_parameters(),
-        "train_documents": len(corpus.train),
-        "train_tokens": sum(len(ids) for ids, _ in documents),
-        "held_out_documents": len(corpus.held_out),
-        "held_out_loss": evaluate(model, encode(tokenizer, corpus.held_out, training.max_document_tokens)),
-    }
-    bars_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    model.save_pretrained(directory / "model")
-    if bars_shown:
-        transformers_logging.enable_progress_bar()
-    for weights in (directory / "model").glob("*.safetensors"):  # safetensors lets the owner alone read them
-        weights.chmod((directory / "model" / "config.json").stat().st_mode)
-    (directory / "model" / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def _initial_model(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings) -> LlamaForCausalLM:
-    config = LlamaConfig(**model_arguments(tokenizer, settings))
-    return initialized(lambda: LlamaForCausalLM(config), tokenizer, settings)
-
-
-def model_arguments(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings) -> dict[str, Any]:
-    """Return the arguments of transformers' configuration of a decoder."""
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.intermediate_size,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
-        "num_key_value_heads": settings.num_kv_heads,
-        "max_position_embeddings": settings.max_positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "float32",
-    }
-
-
-def initialized(
-    make: Callable[[], Model], tokenizer: PreTrainedTokenizerFast, settings: TargetSettings
-) -> Model:
-    """Return a new float32 model with seeded weights, without changing the caller's random state."""
-    with torch.random.fork_rng(devices=[]):
-        model = make()
-    initialize(model, settings.training.seed)
+    path = directory / "model"
+    save_tokenizer(train_tokenizer(corpus.train, settings.vocab_size, settings.max_positions), path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays
+        model = settings.new_model(tokenizer)
+    initialize(model, seed=0)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    return model
+    documents = encode(tokenizer, corpus.train, settings.training.max_document_tokens)
+    pretrain(model, documents, settings.training, progress)
+    model.save_pretrained(path)
+    for weights in path.glob("*.safetensors"):  # safetensors lets the owner alone read them
+        weights.chmod((path / "config.json").stat().st_mode)

@@ -1,6 +1,5 @@
 """Pre-training the embedded target."""
 
-import copy
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,11 @@ from eagle31.kernels.newton_schulz import orthogonalize
 CausalModel: TypeAlias = LlamaForCausalLM | Qwen3ForCausalLM
 Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bool [T]
 
+_MATRIX_RATE, _MOMENTUM = 0.03, 0.95  # Muon, for the layers' matrices
+_EMBEDDING_RATE = 0.03  # AdamW; high, because a rare token is updated only a few times
+_REST_RATE = 6e-3  # AdamW, for lm_head and norms
+_MAX_GRAD_NORM = 1.0
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -25,13 +29,8 @@ class TrainingSettings:
 
     steps: int = 400
     batch_tokens: int = 2048
-    matrix_learning_rate: float = 0.03  # Muon, for the layers' matrices
-    embedding_learning_rate: float = 0.03  # AdamW; high, because a rare token is updated only a few times
-    learning_rate: float = 6e-3  # AdamW, for lm_head and norms
     warmup_steps: int = 10
     max_document_tokens: int = 512
-    max_grad_norm: float = 1.0
-    seed: int = 0
 
 
 def encode(
@@ -49,13 +48,13 @@ def encode(
     return [(torch.tensor(ids), torch.tensor(mask, dtype=torch.bool)) for ids, mask in pairs]
 
 
-def schedule_batches(lengths: list[int], batch_tokens: int, steps: int, seed: int) -> list[list[int]]:
+def schedule_batches(lengths: list[int], batch_tokens: int, steps: int) -> list[list[int]]:
     """Return the document indices of each step.
 
     A step's documents have similar lengths and, with padding, at most `batch_tokens` tokens. The steps of an
     epoch are shuffled.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     batches: list[list[int]] = []
     while len(batches) < steps:
         order = list(range(len(lengths)))
@@ -88,19 +87,6 @@ def answer_loss(model: CausalModel, documents: list[Document]) -> Tensor:
     return F.cross_entropy(logits, ids[:, 1:][mask], reduction="sum")
 
 
-def num_answer_tokens(documents: list[Document]) -> int:
-    """Return the number of tokens that `answer_loss` sums over."""
-    return sum(int(mask[1:].sum()) for _, mask in documents)
-
-
-@torch.no_grad()
-def evaluate(model: CausalModel, documents: list[Document], rows: int = 8) -> float:
-    """Return the loss in nats per answer token."""
-    starts = range(0, len(documents), rows)
-    total = sum(float(answer_loss(model, documents[start : start + rows])) for start in starts)
-    return total / num_answer_tokens(documents)
-
-
 def initialize(model: torch.nn.Module, seed: int) -> None:
     """Initialize for a short run: layers start as the identity, inputs have unit scale, logits are small."""
     generator = torch.Generator().manual_seed(seed)
@@ -115,106 +101,76 @@ def initialize(model: torch.nn.Module, seed: int) -> None:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon in the parameters' dtype, for matrices of one shape in each group.
+@torch.no_grad()
+def muon_step(matrices: list[Tensor], momenta: list[Tensor], learning_rate: float) -> None:
+    """Update matrices of one shape, and their momenta.
 
     torch.optim.Muon computes in bfloat16, which processors without bfloat16 units emulate at a hundredth of
     the speed.
 
     Source: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
     """
-
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
-        for parameter in matrices:
-            by_shape.setdefault(parameter.shape, []).append(parameter)
-        super().__init__([{"params": group} for group in by_shape.values()], {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            directions = []
-            for parameter in group["params"]:
-                buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                directions.append(parameter.grad.lerp(buffer, group["momentum"]))
-            rows, columns = directions[0].shape
-            step_size = group["lr"] * max(1.0, rows / columns) ** 0.5
-            for parameter, update in zip(
-                group["params"], orthogonalize(torch.stack(directions)), strict=True
-            ):
-                parameter.add_(update, alpha=-step_size)
+    directions = []
+    for parameter, momentum in zip(matrices, momenta, strict=True):
+        assert parameter.grad is not None
+        momentum.lerp_(parameter.grad, 1 - _MOMENTUM)
+        directions.append(parameter.grad.lerp(momentum, _MOMENTUM))
+    rows, columns = matrices[0].shape
+    step_size = learning_rate * max(1.0, rows / columns) ** 0.5
+    for parameter, update in zip(matrices, orthogonalize(torch.stack(directions)), strict=True):
+        parameter.add_(update, alpha=-step_size)
 
 
-def build_optimizers(
-    model: CausalModel, settings: TrainingSettings
-) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Return Muon for the layers' matrices and AdamW for the other parameters."""
-    named = dict(model.named_parameters())
-    matrices = [p for name, p in named.items() if ".layers." in name and p.ndim == 2]
-    embeddings = [p for name, p in named.items() if "embed_tokens" in name]
-    taken = {id(p) for p in (*matrices, *embeddings)}
-    groups = [
-        {"params": embeddings, "lr": settings.embedding_learning_rate},
-        {"params": [p for p in named.values() if id(p) not in taken], "lr": settings.learning_rate},
-    ]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    return Muon(matrices, lr=settings.matrix_learning_rate), adamw
+def set_gradients(model: CausalModel, documents: list[Document], pool: ThreadPoolExecutor) -> float:
+    """Set the model's gradients to those of the mean loss per answer token, and return that loss.
 
-
-class GradientWorkers:
-    """Two threads that each compute the gradient of half a batch with half of torch's threads.
-
-    For such small matrices this is faster than using all cores for each product. The replica shares the
-    model's weights and has separate gradients. There are two on every machine, so that every machine sums in
-    the same order.
+    Two threads each compute the gradient of half the documents with half of torch's threads. For such small
+    matrices this is faster than using all cores for each product. There are two on every machine, so that
+    every machine sums in the same order.
     """
+    parameters = list(model.parameters())
+    num_tokens = sum(int(mask[1:].sum()) for _, mask in documents)
 
-    def __init__(self, model: CausalModel) -> None:
-        self.num_threads = torch.get_num_threads()
-        self.replicas = (model, copy.deepcopy(model))
-        for original, replicated in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            replicated.data = original.data
-        self.pool = ThreadPoolExecutor(max_workers=2)
+    def gradient(half: list[Document]) -> tuple[float, tuple[Tensor, ...]]:
+        loss = answer_loss(model, half) / num_tokens
+        return loss.item(), torch.autograd.grad(loss, parameters)
 
-    def __call__(self, documents: list[Document]) -> float:
-        """Set the model's gradients to those of the mean loss per answer token, and return that loss."""
-        num_tokens = num_answer_tokens(documents)
-        halves = [half for half in (documents[0::2], documents[1::2]) if half]
-
-        def backward(replica: CausalModel, half: list[Document]) -> float:
-            loss = answer_loss(replica, half) / num_tokens
-            loss.backward()
-            return loss.item()
-
-        torch.set_num_threads(max(self.num_threads // 2, 1))
-        loss = sum(self.pool.map(backward, self.replicas, halves))
-        torch.set_num_threads(self.num_threads)
-        for original, replicated in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            if len(halves) == 2:
-                original.grad.add_(replicated.grad)
-                replicated.grad = None
-        return loss
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(num_threads // 2, 1))
+    found = list(pool.map(gradient, filter(None, (documents[0::2], documents[1::2]))))
+    torch.set_num_threads(num_threads)
+    for parameter, *parts in zip(parameters, *(gradients for _, gradients in found), strict=True):
+        parameter.grad = sum(parts[1:], start=parts[0])
+    return sum(loss for loss, _ in found)
 
 
 def pretrain(
     model: CausalModel, documents: list[Document], settings: TrainingSettings, progress: bool = True
 ) -> None:
     """Train `model` in place; the learning rates warm up and fall linearly to 0."""
-    optimizers = build_optimizers(model, settings)
-    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    lengths = [len(ids) for ids, _ in documents]
-    batches = schedule_batches(lengths, settings.batch_tokens, settings.steps, settings.seed)
-    gradients = GradientWorkers(model)
-    with Progress("train the embedded target", settings.steps, "steps", shown=progress) as bar:
+    matrices: dict[torch.Size, list[Tensor]] = {}
+    embeddings: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        if ".layers." in name and parameter.ndim == 2:
+            matrices.setdefault(parameter.shape, []).append(parameter)
+        else:
+            (embeddings if "embed_tokens" in name else rest).append(parameter)
+    momenta = {shape: [torch.zeros_like(one) for one in some] for shape, some in matrices.items()}
+    adamw = torch.optim.AdamW([{"params": embeddings}, {"params": rest}], betas=(0.9, 0.95), weight_decay=0.0)
+    batches = schedule_batches([len(ids) for ids, _ in documents], settings.batch_tokens, settings.steps)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        Progress("train the embedded target", settings.steps, "steps", shown=progress) as bar,
+    ):
         for step, batch in enumerate(batches):
-            loss = gradients([documents[i] for i in batch])
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            loss = set_gradients(model, [documents[i] for i in batch], pool)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
             factor = min(1.0, (step + 1) / settings.warmup_steps) * (1 - step / settings.steps)
-            for optimizer, rates in zip(optimizers, peaks, strict=True):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * factor
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            for shape, some in matrices.items():
+                muon_step(some, momenta[shape], _MATRIX_RATE * factor)
+            for group, rate in zip(adamw.param_groups, (_EMBEDDING_RATE, _REST_RATE), strict=True):
+                group["lr"] = rate * factor
+            adamw.step()
             bar.note(f"loss {loss:.2f}")
             bar.update()

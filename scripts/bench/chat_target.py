@@ -8,18 +8,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data.embedded.corpus import ChatExample, Corpus, Message, is_held_out
-from data.embedded.target import (
-    EmbeddedTarget,
-    TargetSettings,
-    build_target,
-    ensure_built,
-    initialized,
-    model_arguments,
-)
+from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_built
 from data.embedded.training import TrainingSettings
 from eagle31.errors import UserError
 
-FORMAT_VERSION = 2  # raise it for changes that do not change the settings
+FORMAT_VERSION = 3  # raise it for changes that do not change the settings
 
 
 @dataclass(frozen=True)
@@ -32,12 +25,16 @@ class ChatTargetSettings(TargetSettings):
     intermediate_size: int = 352
     training: TrainingSettings = field(default_factory=lambda: TrainingSettings(steps=440))
 
+    def new_model(self, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+        """Return the model that is trained, with any weights."""
+        head_dim = self.hidden_size // self.num_heads  # Qwen3's default is 128 for every width
+        return Qwen3ForCausalLM(Qwen3Config(**self.arguments(tokenizer), head_dim=head_dim))
+
 
 def ensure_chat_target(
     cache_dir: Path,
     conversations: Path,
     *,
-    num_threads: int | None = None,
     settings: ChatTargetSettings | None = None,
 ) -> EmbeddedTarget:
     """Return the target that is trained on the conversations; train it first if needed.
@@ -45,7 +42,6 @@ def ensure_chat_target(
     Args:
         cache_dir: has one directory per fingerprint of the file's content and the settings.
         conversations: JSON lines with `question` and `answer`.
-        num_threads: the number of threads for the training; None keeps torch's setting.
         settings: the shape and training; None uses the defaults.
 
     Raises:
@@ -56,11 +52,7 @@ def ensure_chat_target(
     # The split is part of the content.
     key = json.dumps([FORMAT_VERSION, "qwen3", corpus.train, corpus.held_out, asdict(settings)])
     finished = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
-
-    def build(partial: Path) -> None:
-        build_target(partial, corpus, _initial_model, settings, True)
-
-    return ensure_built(finished, build, num_threads)
+    return ensure_built(finished, lambda: corpus, settings, progress=True)
 
 
 def read_chats(path: Path) -> Corpus:
@@ -102,9 +94,3 @@ def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
     if not (isinstance(question, str) and isinstance(answer, str) and question.strip() and answer.strip()):
         raise UserError("--conversations", path, remedy)
     return question, answer
-
-
-def _initial_model(tokenizer: PreTrainedTokenizerFast, settings: TargetSettings) -> Qwen3ForCausalLM:
-    head_dim = settings.hidden_size // settings.num_heads  # Qwen3's default is 128 for every width
-    config = Qwen3Config(**model_arguments(tokenizer, settings), head_dim=head_dim)
-    return initialized(lambda: Qwen3ForCausalLM(config), tokenizer, settings)

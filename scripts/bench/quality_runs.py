@@ -132,13 +132,14 @@ def prepare_data(
             embedded target.
         extra: overrides of the recipe for all sides of eagle31.
     """
+    torch.set_num_threads(threads)
     cache = cache_directory() / "embedded"
     overrides = ["recipe=quickstart", "data.num_validation=4", f"data.num_test={num_prompts}"]
     overrides += [f"capture.max_samples={num_samples}"]
     if conversations is None:
-        target = ensure_embedded_target(cache, num_threads=threads)
+        target = ensure_embedded_target(cache)
     else:
-        target = ensure_chat_target(cache, conversations, num_threads=threads)
+        target = ensure_chat_target(cache, conversations)
         overrides += [
             *("target=hub", f"target.model={target.model}", "target.dtype=float32"),
             *(f"data.train={target.train}", f"data.eval={target.held_out}"),

@@ -15,6 +15,8 @@ def test_the_corpus_has_each_documented_body_once(library: Path) -> None:
     bodies = [answer.split("\n", 1)[1] for answer in answers]
     assert sorted(bodies) == sorted(f"    y = x + {i}\n    return y" for i in range(80))
     assert len({c["id"] for c in conversations}) == 80
+    assert all(is_held_out(body_of(c["messages"][1]["content"])) for c in corpus.held_out)
+    assert not any(is_held_out(body_of(c["messages"][1]["content"])) for c in corpus.train)
 
 
 def test_a_request_has_class_signature_and_summary(tmp_path: Path) -> None:
@@ -29,14 +31,6 @@ def test_a_request_has_class_signature_and_summary(tmp_path: Path) -> None:
     summary = '    """Adds 0\n    twice."""'
     assert user["content"] == f"Write this function.\n\n# class A\n{signature}\n{summary}"
     assert assistant["content"] == f"{signature}\n    return 0"
-
-
-def test_the_split_is_deterministic_and_by_body(library: Path) -> None:
-    corpus = read_corpus(library)
-    assert read_corpus(library) == corpus
-    assert corpus.held_out
-    assert all(is_held_out(body_of(c["messages"][1]["content"])) for c in corpus.held_out)
-    assert not any(is_held_out(body_of(c["messages"][1]["content"])) for c in corpus.train)
 
 
 def test_a_source_without_functions_is_a_user_error(tmp_path: Path) -> None:

@@ -40,12 +40,6 @@ def test_the_assistant_mask_covers_answers_and_end_tokens(built: EmbeddedTarget)
     assert answers == "y = x + 1<|im_end|>return é<|im_end|>"
 
 
-def test_the_template_refuses_unknown_roles(built: EmbeddedTarget) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(built.model)
-    with pytest.raises(Exception, match="unknown role: robot"):
-        tokenizer.apply_chat_template([{"role": "robot", "content": "x"}])
-
-
 def test_the_tokenizer_keeps_every_byte_and_its_special_tokens(library: Path) -> None:
     tokenizer = train_tokenizer(read_corpus(library).train, 300, 256)
     text = "naïve\t\x00 \U0001f600\r\n\n    x"

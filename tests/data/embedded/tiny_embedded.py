@@ -20,7 +20,7 @@ TINY = TargetSettings(
 
 
 def ensure(cache: Path, library: Path, settings: TargetSettings = TINY) -> EmbeddedTarget:
-    return ensure_embedded_target(cache, num_threads=1, progress=False, source=library, settings=settings)
+    return ensure_embedded_target(cache, progress=False, source=library, settings=settings)
 
 
 def body_of(answer: str) -> str:

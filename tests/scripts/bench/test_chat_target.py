@@ -29,7 +29,7 @@ def conversations(tmp_path: Path) -> Path:
 
 
 def test_a_small_qwen3_is_trained_once(conversations: Path, tmp_path: Path) -> None:
-    built = ensure_chat_target(tmp_path / "cache", conversations, num_threads=1, settings=TINY)
+    built = ensure_chat_target(tmp_path / "cache", conversations, settings=TINY)
     model = AutoModelForCausalLM.from_pretrained(built.model)
     assert model.config.model_type == "qwen3"
     assert model.config.head_dim == 8
