@@ -1,7 +1,6 @@
 """The matrices that Muon updates: which rank orthogonalizes which, and what that takes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -52,15 +51,6 @@ def rounds(shapes: Sequence[Sequence[int]], num_owners: int) -> list[list[list[i
             batches[owner].append([index])
     num_rounds = max(map(len, batches))
     return [[one[number] if number < len(one) else [] for one in batches] for number in range(num_rounds)]
-
-
-def busiest_owner_flops(shapes: Sequence[Sequence[int]], num_owners: int) -> int:
-    """Return the FLOPs of orthogonalization on the rank that has the most of them."""
-    owned: list[list[int]] = [[] for _ in range(num_owners)]
-    for batches in rounds(shapes, num_owners):
-        for owner, batch in enumerate(batches):
-            owned[owner] += batch
-    return max(sum(orthogonalization_flops(*shapes[index]) for index in one) for one in owned)
 
 
 class WholeMatrices:
@@ -178,32 +168,9 @@ def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-@dataclass(frozen=True)
-class OrthogonalizationWork:
-    """The work of one optimizer step on the rank that has the most of it."""
-
-    flops: int
-    fraction: float  # of the rank's FLOPs of the step, forward and backward included
-
-
 def matrix_shapes(tensors: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
     """Return the shapes of the weights that Muon updates, from those of all trained weights by name."""
     return [shape for name, shape in tensors.items() if is_matrix(name, shape)]
-
-
-def orthogonalization_work(
-    tensors: Mapping[str, Sequence[int]], *, num_ranks: int, rows_per_step: float, row_flops: int
-) -> OrthogonalizationWork:
-    """Return the work of orthogonalization.
-
-    Args:
-        tensors: shapes of the trained weights by name.
-        rows_per_step: over all ranks, on average over the steps.
-        row_flops: FLOPs of forward and backward of one row.
-    """
-    flops = busiest_owner_flops(matrix_shapes(tensors), num_ranks)
-    step = row_flops * rows_per_step / num_ranks
-    return OrthogonalizationWork(flops, flops / (flops + step))
 
 
 def orthogonalization_bytes(

@@ -110,10 +110,7 @@ class ClippedAdamW(torch.optim.AdamW):
             norm = torch.as_tensor(self.reduced_norm())
         if self._gradient_scale is not None:
             norm = norm * self._gradient_scale.to(norm.device)
-        if self.reduced_norm is None:
-            factor = (self.max_grad_norm / (norm + _EPSILON)).clamp(max=1)
-        else:
-            factor = 1 / ((norm + _EPSILON) / self.max_grad_norm).clamp(min=1)
+        factor = (self.max_grad_norm / (norm + _EPSILON)).clamp(max=1)
         if self._gradient_scale is not None:
             factor = factor * self._gradient_scale.to(norm.device)
         # DeepSpeed replaces the norm of a gradient that is not finite by -1 at some ZeRO stages.
@@ -196,11 +193,7 @@ class Muon(ClippedAdamW):
         return sum(one.num_orthogonalized for one in [self._replicated, *self._partitioned.values()])
 
     def attach(self, model_engine: deepspeed.DeepSpeedEngine, matrices: Sequence[nn.Parameter]) -> None:
-        """Read where DeepSpeed has put the matrices. Call before the first step. Every rank calls.
-
-        Raises:
-            UnexpectedLayoutError: DeepSpeed's partitions are not as expected.
-        """
+        """Read where DeepSpeed has put the matrices. Call before the first step. Every rank calls."""
         if model_engine.zero_optimization():
             self._partitioned = {
                 one.flat: WholeMatrices(one.shapes, one.fragments, self.device, self._dtype)
@@ -248,7 +241,6 @@ class Muon(ClippedAdamW):
         state, gradient = self.state[tensor], _gradient(tensor)
         if _MOMENTUM not in state:
             state[_MOMENTUM] = torch.zeros_like(tensor)
-            state["step"] = torch.zeros(())  # unused, but AdamW loads no state without it
         if self.defaults["fused"]:
             assert self._refused is not None
             gradient.masked_fill_(self._refused, 0)  # it may not be finite

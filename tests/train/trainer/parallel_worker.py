@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from data.batches.device_rows import DeviceRows
+from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
 from eagle31.training.objectives import Objective
 from eagle31.training.step import rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
-from tests.train.trainer.engine_checks import refused_steps, snapshot
 from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
 from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
@@ -32,7 +32,9 @@ from train.trainer.engine import (
     ensure_process_group,
     full_state,
 )
+from train.trainer.engine_state import master_weights
 from train.trainer.loop import optimizer_step
+from train.trainer.matrices import is_matrix
 from train.trainer.metrics import WindowSums
 from train.trainer.optimizer import MuonSettings
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
@@ -66,6 +68,45 @@ def reference_step(objective: Objective) -> dict[str, float]:
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in drafter.parameters() if p.grad is not None])
     return {"loss": float(loss), "grad_norm": float(norm)}
+
+
+def snapshot(model_engine: Any) -> list[Tensor]:
+    """Copies of the float32 weights and of this rank's optimizer states."""
+    states = map(model_engine.basic_optimizer.state.__getitem__, master_weights(model_engine))
+    copies = [state[name].clone() for state in states for name in sorted(state)]
+    return [*full_state(model_engine, keep=True).values(), *copies]
+
+
+def refused_steps(model_engine: Any, step: StepRows, world: World) -> dict:
+    """A step with NaN on the last rank, which must change nothing, and one that is taken."""
+    rows = list(step.rows)
+    damaged = list(rows)
+    if world.rank == world.size - 1:
+        batch = rows[0].batch
+        damaged[0] = replace(
+            rows[0], batch=replace(batch, final_hidden_states=batch.final_hidden_states * torch.nan)
+        )
+    found: dict[str, Any] = {}
+    before = snapshot(model_engine)
+    for name, some in {"damaged": damaged, "sound": rows}.items():
+        weights = full_state(model_engine, keep=True)
+        window, one = WindowSums(3, world.device), replace(step, rows=iter(some))
+        optimizer_step(model_engine, one, LR, window, world, with_metrics=False)
+        unchanged = all(map(torch.equal, before, snapshot(model_engine)))
+        found[name] = {"refused": bool(model_engine.basic_optimizer.refused), "unchanged": unchanged}
+        found["singular values"] = singular_values(weights, full_state(model_engine, keep=True))
+    return found
+
+
+def singular_values(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Smallest and largest singular value of each matrix's update, by its rate and scale, by name."""
+    found = {}
+    for name, old in before.items():
+        if is_matrix(name, old.shape):
+            scale = MUON.matrix_lr * max(1, old.shape[0] / old.shape[1]) ** 0.5
+            values = torch.linalg.svdvals((old - after[name]) / scale)
+            found[name] = [float(values.min()), float(values.max())]
+    return found
 
 
 def losses_at(
