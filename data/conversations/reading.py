@@ -12,7 +12,6 @@ from typing import Any, TextIO
 import fsspec
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from data.addresses import check_hub
 from data.conversations.schemas import (
     Columns,
     Conversation,
@@ -22,6 +21,7 @@ from data.conversations.schemas import (
     to_conversation,
 )
 from data.file_hashes import hash_files
+from data.hub import check_hub
 from eagle31.errors import UserError
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}

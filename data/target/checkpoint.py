@@ -15,8 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from data.addresses import check_hub
 from data.file_hashes import hash_files
+from data.hub import check_hub
 from eagle31.errors import UserError
 from eagle31.json_files import file_within, read_json
 from eagle31.tensor_files import check_pointer, open_tensors, read_header
