@@ -7,8 +7,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -38,7 +40,7 @@ from tests.data.store.samples import captured_ids
 from tests.processes import EVERY_ADDRESS, listening
 
 IDS = (1, 2, 3, 4)
-NUM_SAMPLES = 400
+NUM_SAMPLES = 160
 END_SECONDS = 30.0  # for all processes of a server whose run was killed
 FIELDS = {"target": "tiny"}
 
@@ -107,62 +109,85 @@ def test_a_server_ends_with_its_run(vllm_python: Path, tmp_path: Path) -> None:
     assert largest_difference(finished, dataset, spec, IDS) < 1e-5
 
 
-def start(tmp_path: Path, *arguments: str, limit_seconds: float = START_SECONDS) -> ServerProcess:
-    return ServerProcess(
-        arguments,
-        host="127.0.0.1",
-        port=None,
-        key=KEY,
-        devices=None,
-        log=tmp_path / "logs" / "server.log",
-        limit_seconds=limit_seconds,
-    )
+# It does what its argument says: ends, never listens, or answers whatever it is asked.
+STUB = """
+import http.server, sys, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "stub"}]}')
+    do_POST = do_GET
+
+if "ends" in sys.argv:
+    sys.exit("there is no such model")
+if "sleeps" in sys.argv:
+    time.sleep(600)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
 
 
-def test_a_server_that_cannot_start_says_why(
-    vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
-    server = start(tmp_path, "--model", str(tmp_path / "target"))
-    for _ in range(2):  # the reason is kept
-        with pytest.raises(UserError, match=r"status 1 before it was ready:\n  \| (.|\n)*server\.log"):
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the run takes for the Python of vLLM's environment."""
+    (tmp_path / "stub.py").write_text(STUB)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {tmp_path}/stub.py "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(python))
+
+
+def start(tmp_path: Path, does: str, **changes: Any) -> ServerProcess:
+    settings: dict[str, Any] = {"port": None, "limit_seconds": START_SECONDS, "stall_seconds": 3.0} | changes
+    log = tmp_path / "logs" / "server.log"
+    return ServerProcess([does], host="127.0.0.1", key=KEY, devices=None, log=log, **settings)
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(tmp_path: Path) -> None:
+    with closing(start(tmp_path, "answers")) as server:
+        for number, end in enumerate((psutil.Process.kill, psutil.Process.suspend), start=1):
             server.wait_until_ready(progress=False)
-    client, expected = (
-        VllmClient(server.url, 1, KEY, server.check),
-        expected_states(save_mla(tmp_path / "a"), IDS),
-    )
-    with pytest.raises(UserError, match="before it was ready"):
-        capture_store(client, make_samples(2), tmp_path / "store", expected, tmp_path)
-    server.close()
+            [process] = psutil.Process(server.process_id).children()
+            end(process)
+            wait_for(lambda number=number: server.num_starts > number)
+        server.wait_until_ready(progress=False)
+        server.check()
+        assert server.num_starts == 3
 
 
+@pytest.mark.usefixtures("stub")
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with closing(start(tmp_path, "ends")) as server:
+        for _ in range(2):  # the reason is kept
+            with pytest.raises(UserError, match=r"status 1 before it was ready:\n.*no such model"):
+                server.wait_until_ready(progress=False)
+        client = VllmClient(server.url, 1, KEY, server.check)
+        expected = expected_states(save_mla(tmp_path / "a"), IDS)
+        with pytest.raises(UserError, match="before it was ready"):
+            capture_store(client, make_samples(2), tmp_path / "store", expected, tmp_path)
+
+
+@pytest.mark.usefixtures("stub")
 def test_a_start_has_a_time_limit(
-    vllm_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data.capture.vllm.server_process.FIRST_LINE_SECONDS", 0.0)
-    # A test before this one may have started multiprocessing's resource tracker, which stays.
-    others = set(psutil.Process().children())
-    server = start(tmp_path, limit_seconds=1.0)
-    [supervisor] = set(psutil.Process().children()) - others
+    server = start(tmp_path, "sleeps", limit_seconds=1.0)
+    supervisor = psutil.Process(server.process_id)
     with pytest.raises(UserError, match=r"not ready within 1\.0 s; vllm\.start_minutes sets the limit"):
         server.wait_until_ready(progress=True)
     assert not supervisor.is_running()
     assert "vLLM: loading, 0 s of at most 1 s" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_refused_at_once(vllm_python: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("stub")
+def test_a_port_that_is_taken_is_refused_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: A vLLM server cannot listen there"):
-            ServerProcess(
-                [],
-                host="127.0.0.1",
-                port=port,
-                key=None,
-                devices=None,
-                log=tmp_path / "log",
-                limit_seconds=1.0,
-            )
+            start(tmp_path, "answers", port=port)
 
 
 def test_what_vllm_cannot_give_is_refused(tmp_path: Path) -> None:
