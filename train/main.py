@@ -30,7 +30,7 @@ def main() -> None:
 
     resume_collection()
     try:
-        run_pipeline(config, world)
+        run_pipeline(config, world, arguments.overrides)
     except Stopped:
         leave_process_group()
         raise

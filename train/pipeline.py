@@ -87,8 +87,11 @@ STAGES = {
 }
 
 
-def run_pipeline(config: RunConfig, world: World) -> None:
+def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> None:
     """Run the selected stages. Every rank calls.
+
+    Args:
+        given: the arguments of the command, for the commands that the plan prints.
 
     Raises:
         UserError: bad input, or a selected stage needs one that is neither selected nor finished.
@@ -103,7 +106,7 @@ def run_pipeline(config: RunConfig, world: World) -> None:
         if world.is_main:
             remove_leftovers(Path(config.output_dir))
             (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
-            print(format_plan(write_plan(context)), flush=True)
+            print(format_plan(write_plan(context, given)), flush=True)
             write_configuration(config)
         if set(config.stages) == {Stage.plan}:
             check_named(config)
@@ -296,11 +299,11 @@ def quiet_libraries(world: World) -> None:
         datasets.disable_progress_bars()
 
 
-def write_plan(context: RunContext) -> Plan:
+def write_plan(context: RunContext, given: Sequence[str] = ()) -> Plan:
     """Write the plan to the output directory, with what its data is known to have."""
     data = context.artifacts.get(Stage.data)
     summary = newest_data_summary(context.output_dir) if data is None else data.summary
-    plan = make_plan(context.config, context.world, summary)
+    plan = make_plan(context.config, context.world, summary, given)
     write_json(context.output_dir / "plan.json", plan.to_json())
     return plan
 

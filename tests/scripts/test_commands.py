@@ -43,7 +43,7 @@ def test_cfg_prints_the_full_configuration_and_runs_nothing(tmp_path: Path) -> N
 
 
 def test_torchrun_shows_the_message_once_before_its_table_and_in_it() -> None:
-    command = torchrun_command(MAIN, "recipe=quick", num_processes=2)
+    command = torchrun_command(MAIN, "recipe=quick")
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, "torchrun's own status of any failed process"
     before, _, table = done.stderr.partition("train/main.py FAILED")

@@ -1,23 +1,15 @@
 """The commands that start a run on given nodes."""
 
-import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-
-from train.config.compose import compose_config
 from train.config.run import RunConfig
 from train.config.vllm import Placement
 from train.plan.placement import Cluster, ServerPlacement
 
 _PORT, _RENDEZVOUS_PORT = 8000, 29500
-_PLAIN = re.compile(r"[\w./:@%+-]+")
-_LEFT_OUT = ("plan.", "recipe_name", "stages")
+_LEFT_OUT = ("plan.", "recipe=", "stages=")  # of what the user gave for the plan
 
 
 @dataclass(frozen=True)
@@ -28,17 +20,22 @@ class Command:
     line: str
 
 
-def commands(config: RunConfig, cluster: Cluster, placement: ServerPlacement | None) -> list[Command]:
+def commands(
+    given: Sequence[str], config: RunConfig, cluster: Cluster, placement: ServerPlacement | None
+) -> list[Command]:
     """Return the commands that start a run, by hand, and with Slurm for several nodes.
 
     TRAIN1 and TARGET1 stand for the names of the first nodes that train and that run the target; /shared is a
     directory that every node reaches.
+
+    Args:
+        given: the arguments of the command that prints the plan.
     """
-    given, recipe = overrides_of(config), f"recipe={config.recipe_name}"
+    recipe = f"recipe={config.recipe_name}"
+    arguments = [one for one in given if not one.lstrip("+").startswith(_LEFT_OUT)]
     several = cluster.num_nodes + cluster.target_nodes > 1
-    if several:
-        given.setdefault("output_dir", f"/shared/{config.recipe_name}")
-    arguments = [f"{key}={value}" for key, value in given.items()]
+    if several and not any(one.startswith("output_dir=") for one in arguments):
+        arguments.append(f"output_dir=/shared/{config.recipe_name}")
     found, servers, per_node = [], [], 1
     if cluster.target_nodes:
         assert placement is not None
@@ -67,45 +64,3 @@ def commands(config: RunConfig, cluster: Cluster, placement: ServerPlacement | N
         submit += ["--gpus-per-node", str(cluster.gpus_per_node)]
         found.append(Command("Slurm", shlex.join([*submit, recipe, *arguments])))
     return found
-
-
-def overrides_of(config: RunConfig) -> dict[str, str]:
-    """Return the values in which a configuration differs from its recipe, as the command line takes them.
-
-    Keys of the plan and `stages` are left out.
-    """
-    recipe = compose_config([f"recipe={config.recipe_name}"])
-    theirs = dict(_leaves(OmegaConf.to_container(recipe, resolve=True, enum_to_str=True)))
-    ours = dict(_leaves(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
-    return {
-        key: assigned(value)
-        for key, value in ours.items()
-        if not key.startswith(_LEFT_OUT) and (key not in theirs or theirs[key] != value)
-    }
-
-
-def assigned(value: Any) -> str:
-    """Return a value as Hydra reads it after `key=`."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(assigned, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{assigned(key)}:{assigned(one)}" for key, one in value.items()) + "}"
-    if not isinstance(value, str):
-        return str(value)
-    if _PLAIN.fullmatch(value) and isinstance(yaml.safe_load(value), str):
-        return value
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is not a mapping, by its dotted key; empty mappings say nothing."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + str(key), value

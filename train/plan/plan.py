@@ -1,6 +1,6 @@
 """The plan of a run: the drafter's shape, the work, what it takes, and the commands that start it."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,7 +107,9 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) -> Plan:
+def make_plan(
+    config: RunConfig, world: World, data_summary: Mapping[str, Any], given: Sequence[str] = ()
+) -> Plan:
     """Return the plan from the recipe and the target's config; the drafter is built without memory.
 
     A run is planned for the GPUs that it was started on. With stages=[plan], what `plan` says of the nodes
@@ -115,6 +117,7 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
 
     Args:
         data_summary: what the data stage recorded; empty before it has run.
+        given: the arguments of the command, which start the run that is planned.
 
     Raises:
         UserError: the recipe contradicts the target's config, or no drafter can be made from them.
@@ -122,7 +125,7 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
     sizes = RunSizes(config)
     work = run_work(sizes, data_summary)
     if config.stages == [Stage.plan]:
-        ways = [run_way(sizes, work, one, with_commands=True) for one in _planned(config, world)]
+        ways = [run_way(sizes, work, one, given) for one in _planned(config, world)]
     else:
         ways = [run_way(sizes, work, cluster_at_hand(world))]
     here = config.plan.gpu_memory_gb is None or config.stages != [Stage.plan] or torch.cuda.is_available()
@@ -141,8 +144,8 @@ def make_plan(config: RunConfig, world: World, data_summary: Mapping[str, Any]) 
     )
 
 
-def run_way(sizes: RunSizes, work: Work, cluster: Cluster, with_commands: bool = False) -> Way:
-    """Return what the run takes on these nodes."""
+def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] | None = None) -> Way:
+    """Return what the run takes on these nodes, with its commands if the user's arguments are given."""
     config = sizes.config
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
     placement, server, target, refusal = None, None, None, _rows_refusal(config, cluster)
@@ -171,7 +174,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, with_commands: bool =
         hours=hours,
         refusal=refusal,
         shortages=shortages,
-        commands=commands(config, cluster, placement) if with_commands and works else [],
+        commands=[] if given is None or not works else commands(given, config, cluster, placement),
     )
 
 

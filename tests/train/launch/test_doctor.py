@@ -111,12 +111,6 @@ def test_the_plan_alone_checks_what_takes_a_second(
     assert remedy in outcome.err
 
 
-def test_a_recipe_that_is_none_is_a_mistake(tmp_path: Path) -> None:
-    outcome = run_command("scripts/doctor", "recipe=quick", directory=tmp_path)
-    assert (outcome.status, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: recipe=quick: ")
-
-
 def test_gpus_that_the_recipe_is_planned_for_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_driver_version", lambda: None)
     check = doctor._gpus(composed("qwen3_8b"))

@@ -57,9 +57,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def planned(recipe: str, *arguments: str) -> Plan:
     """Return the plan of stages=[plan], of a run that has not begun unless it has an output_dir."""
-    config = composed(recipe, "output_dir=/nothing/has/run/here", "stages=[plan]", *arguments)
+    given = ["output_dir=/nothing/has/run/here", "stages=[plan]", *arguments]
+    config = composed(recipe, *given)
     check(config)
-    return make_plan(config, World(0, 0, 1), newest_data_summary(Path(config.output_dir)))
+    return make_plan(config, World(0, 0, 1), newest_data_summary(Path(config.output_dir)), given)
 
 
 @pytest.mark.parametrize("recipe", NAMED)
