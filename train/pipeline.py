@@ -47,7 +47,13 @@ from train.stages.export import export_inputs, run_export
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_servers, prepare_servers
 from train.stages.train import check_ranks, check_rows, run_train, train_inputs
-from train.stages.training.continuing import begin_training, link_results, share_continued, share_earlier
+from train.stages.training.continuing import (
+    VOCAB,
+    begin_training,
+    link_results,
+    share_continued,
+    share_earlier,
+)
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.trainer.learning_rate import with_rates
@@ -76,7 +82,7 @@ STAGES = {
     Stage.vocab: StageRun(vocab_inputs, run_vocab, ("vocab.json", "vocab.safetensors")),
     Stage.answers: StageRun(answers_inputs, run_answers, ("validation/*", "test/*")),
     Stage.capture: StageRun(capture_inputs, run_capture, _STORES, every_rank=True),
-    Stage.train: StageRun(train_inputs, run_train, (METRICS, BEST), every_rank=True),
+    Stage.train: StageRun(train_inputs, run_train, (METRICS, BEST, VOCAB), every_rank=True),
     Stage.export: StageRun(
         # Not README.md, which the report writes again.
         export_inputs,
@@ -225,7 +231,7 @@ def check_training(context: RunContext, *, exports: bool) -> None:
         UserError: one is missing or was altered.
     """
     artifact = context.artifacts[Stage.train]
-    files = ([BEST] if exports else []) + ([METRICS] if Stage.report in context.config.stages else [])
+    files = ([BEST, VOCAB] if exports else []) + ([METRICS] if Stage.report in context.config.stages else [])
     damage = artifact.damage(files, context.cache_dir)
     if damage is not None:
         remedy = f"{damage}. Restore the file, or delete this directory to train again."

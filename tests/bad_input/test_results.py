@@ -42,6 +42,7 @@ KEPT = {
     "metrics": ("metrics.jsonl", False),
     "best": ("checkpoints/best/best.json", True),
     "best_drafter": ("checkpoints/best/drafter-*.safetensors", True),
+    "vocab": ("vocab.safetensors", True),
 }
 
 
@@ -131,7 +132,8 @@ def test_a_directory_in_the_place_of_a_file_is_named(run: FinishedRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("metrics", "missing"), ("best", "flipped"), ("best_drafter", "missing")]
+    ("name", "how"),
+    [("metrics", "missing"), ("best", "flipped"), ("best_drafter", "missing"), ("vocab", "flipped")],
 )
 def test_a_training_is_not_repeated_without_a_word_from_the_user(
     run: FinishedRun, name: str, how: str
