@@ -21,8 +21,9 @@ def export_findings(directory: Path, target: TargetDefaults | None = None) -> li
     findings: list[Finding] = []
     try:
         raw = read_raw_config(directory)
-        findings += schema_findings(raw) if "eagle31" in raw else []
-        config = read_config(raw, num_target_layers=target.num_layers if target else None).config
+        guessed = target and "eagle31" not in raw  # an export has its aux layer ids
+        config = read_config(raw, num_target_layers=target.num_layers if target and guessed else None).config
+        findings += schema_findings(raw, config) if "eagle31" in raw else []
         if target is not None:
             findings += target_findings(config, target)
         tensors = read_tensors(directory)

@@ -1,19 +1,20 @@
 """What vLLM requires of a drafter's checkpoint, whatever its target: its keys, tensors and vocabulary."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle31.export.config_json import SLIDING
-from eagle31.export.layouts import IDS, Layout, layer_config, layout_of, served_name
-from eagle31.model.config import ATTENTIONS, DrafterConfig
+from eagle31.export.config_json import config_json
+from eagle31.export.layouts import Layout, Verifier, layout_of, served_name
+from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
-from eagle31.model.gqa import GqaShape
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+# The target's name, and RoPE, which has several spellings: the drafts show it.
+_NOT_COMPARED = {"speculators_config", "rope_scaling", "rope_theta"}
 
 
 @dataclass(frozen=True)
@@ -36,54 +37,22 @@ def finding(field: str, found: object, expected: object, remedy: str) -> Finding
     return Finding(field, shown[0], shown[1], remedy)
 
 
-def schema_findings(raw: dict[str, Any]) -> list[Finding]:
-    """Find missing keys that vLLM would guess, and keys that contradict each other."""
-    speculators = layout_of(raw) is Layout.speculators
-    layer = layer_config(raw)
-    missing = "Export again; vLLM uses its default for a missing key."
-    findings = []
+def schema_findings(raw: dict[str, Any], config: DrafterConfig) -> list[Finding]:
+    """Compare an export's config.json with that of the drafter as which vLLM reads it.
 
-    def expect(field: str, found: object, expected: object, remedy: str = missing) -> None:
-        if type(found) is not type(expected) or found != expected:
-            findings.append(finding(field, found, expected, remedy))
-
-    attention = next((kind for kind in ATTENTIONS.values() if {*kind.widths()} & {*layer}), GqaShape)
-    architecture = "Eagle3Speculator" if speculators else attention.architectures[0]
-    expect("architectures", raw.get("architectures"), [architecture])
-    expect("model_type", layer.get("model_type"), attention.model_types[0])
-    expect("tie_word_embeddings", raw.get("tie_word_embeddings"), False)
-    for flag in FLAGS:
-        if not isinstance(raw.get(flag), bool):
-            findings.append(finding(flag, raw.get(flag), "true or false", missing))
-    ids = raw.get(IDS)
-    if not ids or ids != sorted(set(ids)):
-        remedy = "vLLM guesses the layers if there are no ids, and sorts the ids if there are."
-        findings.append(finding(IDS, ids, "ascending aux layer ids", remedy))
-        return findings
-    both = "config.json has the ids twice, for two readers; export again."
-    expect(f"eagle_config.{IDS}", (layer.get("eagle_config") or {}).get(IDS), ids, both)
-    expect("num_aux_hidden_states", layer.get("num_aux_hidden_states"), len(ids))
-    findings += window_findings(layer)
-    if speculators:
-        expect(f"transformer_layer_config.{IDS}", raw["transformer_layer_config"].get(IDS), ids, both)
-        for flag in FLAGS:
-            expect(
-                f"transformer_layer_config.{flag}",
-                raw["transformer_layer_config"].get(flag),
-                raw.get(flag),
-                "config.json has the flags twice, for two readers; export again.",
-            )
-    return findings
+    vLLM guesses missing keys, and reads some that are there twice in one of the places only.
+    """
+    expected = config_json(config, layout_of(raw), str(raw.get("torch_dtype")), Verifier("", (), 1))
+    return list(_key_findings(raw, expected))
 
 
-def window_findings(layer: dict[str, Any]) -> list[Finding]:
-    """Find a sliding window of which vLLM would read only a part."""
-    window, types = layer.get("sliding_window"), layer.get("layer_types")
-    expected = None if window is None else [SLIDING] * (layer.get("num_hidden_layers") or 1)
-    if types == expected:
-        return []
-    remedy = "vLLM reads sliding_window only for layers of this type; export again."
-    return [finding("layer_types", types, expected, remedy)]
+def _key_findings(found: dict[str, Any], expected: dict[str, Any], within: str = "") -> Iterator[Finding]:
+    for key in expected.keys() - _NOT_COMPARED:
+        if isinstance(expected[key], dict) and isinstance(found.get(key), dict):
+            yield from _key_findings(found[key], expected[key], f"{within}{key}.")
+        elif found.get(key) != expected[key]:
+            remedy = "The other keys say something else, or vLLM would guess it; export again."
+            yield finding(f"{within}{key}", found.get(key), expected[key], remedy)
 
 
 def expected_shapes(config: DrafterConfig, layout: Layout) -> dict[str, tuple[int, ...]]:

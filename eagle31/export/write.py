@@ -15,7 +15,7 @@ from eagle31.export.config_json import config_json
 from eagle31.export.drafts import made_up_drafts
 from eagle31.export.layouts import WEIGHTS, Layout, Verifier, read_raw_config, served_name
 from eagle31.export.published_config import read_config
-from eagle31.export.rules import Finding, finding, schema_findings
+from eagle31.export.rules import Finding, finding
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -29,7 +29,7 @@ def check_config(config: DrafterConfig, layout: Layout) -> None:
     """Raise UserError for a drafter that could not be exported, whatever its weights."""
     raw = config_json(config, layout, "float32", Verifier("", (), 1))
     try:
-        findings = schema_findings(raw) + _config_findings(read_config(raw).config, config)
+        findings = _config_findings(read_config(raw).config, config)
     except UserError as error:
         raise UserError(f"drafter.{error.field}", error.value, error.remedy) from None
     if findings:

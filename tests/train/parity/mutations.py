@@ -59,16 +59,15 @@ def drop_window(config: Config, tensors: Tensors) -> None:
     del config["layer_types"]
 
 
-# Each mistake, and the word that its finding must contain.
-MUTATIONS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
-    "layer ids off by one": (shift_layer_ids, "drafts"),
-    "layer ids left out": (drop_layer_ids, "eagle_aux_hidden_state_layer_ids"),
-    "pre-norm state fed back": (feed_back_pre_norm, "drafts"),
-    "d2t as absolute ids": (absolute_d2t, "d2t"),
-    "fc_norm dropped": (drop_fc_norm, "fc_norm"),
-    "embedding random": (random_embedding, "embed_tokens"),
-    "RoPE scaling dropped": (drop_rope_scaling, "drafts"),
-    "sliding window dropped": (drop_window, "layer_types"),
+MUTATIONS: dict[str, Callable[[Config, Tensors], None]] = {
+    "layer ids off by one": shift_layer_ids,
+    "layer ids left out": drop_layer_ids,
+    "pre-norm state fed back": feed_back_pre_norm,
+    "d2t as absolute ids": absolute_d2t,
+    "fc_norm dropped": drop_fc_norm,
+    "embedding random": random_embedding,
+    "RoPE scaling dropped": drop_rope_scaling,
+    "sliding window dropped": drop_window,
 }
 
 
