@@ -217,16 +217,3 @@ def _projections(
     first = (tokens + keys) * hidden * of.key_width + (query_tokens + computed) * hidden * of.query_width
     second = keys * of.key_products + computed * of.query_products
     return 6 * (first + second + computed * heads * config.value_width * hidden)
-
-
-def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int, int]]:
-    """Return (m, k, n) of the step's main products [m, k] @ [k, n], to measure the machine's peak with."""
-    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
-    first = counts.rows[0]
-    return [
-        (counts.keys, len(config.aux_layer_ids) * config.target_hidden_size, hidden),
-        (first, hidden, query),
-        (first, hidden, config.intermediate_size),
-        (first, config.intermediate_size, hidden),
-        (first, hidden, config.draft_vocab_size),
-    ]

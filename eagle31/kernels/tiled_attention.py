@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,42 +17,19 @@ _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Kernel(Protocol):
-    """Attention of one tile under an additive mask.
+@dataclass(frozen=True)
+class FlashKernel:
+    """Attention of one tile under an additive mask, by PyTorch's flash kernel for the CPU.
+
+    It takes fewer key heads than query heads without repeating them. Values are as wide as keys.
 
     query: [1, Hq, n, D], key: [1, Hkv, s, D], value: [1, Hkv, s, Dv], mask: [n, s].
     """
 
-    @property
-    def scale(self) -> float:
-        """Return the factor of the scores."""
+    scale: float  # of the scores
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return output [1, Hq, n, Dv] and log-sum-exp [1, Hq, n]."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
-
-
-@dataclass(frozen=True)
-class FlashKernel:
-    """PyTorch's flash kernel for the CPU.
-
-    It takes fewer key heads than query heads without repeating them. Values are as wide as keys.
-    """
-
-    scale: float
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return _flash_forward(query, key, value, attn_mask=mask, scale=self.scale)
 
     def backward(
@@ -72,7 +49,7 @@ class FlashKernel:
 
 @dataclass(frozen=True)
 class PlainKernel:
-    """Matrix products for any device, dtype and width of values; holds the scores of one tile."""
+    """The same by matrix products for any device, dtype and width of values; holds the scores of a tile."""
 
     scale: float
 
@@ -107,6 +84,9 @@ class PlainKernel:
         """Return the scores [1, Hkv, group, n, s], float32 or wider."""
         scores = query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).mT
         return scores.to(widened(scores.dtype)) * self.scale + mask
+
+
+Kernel: TypeAlias = FlashKernel | PlainKernel
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,3 @@
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +84,7 @@ def cases() -> list[Case]:
     model, modules = tiny_target()
     target, capture = TargetDecoder(model, modules, AUX), HiddenStateCapture(model, modules, AUX)
     found = []
-    for seed in range(12):
+    for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(VOCAB - 1, (3 + seed,), generator=generator).tolist()
         plain = decode_plainly(target, prompt, device=CPU, **LIMITS)
@@ -99,7 +98,7 @@ def cases() -> list[Case]:
 @pytest.mark.parametrize(
     ("changes", "lengths"),
     [
-        ({}, range(1, 9)),
+        ({}, [1, 2, 4, 8]),
         ({"fc_norm": False, "norm_output": False}, [4]),
         ({"num_hidden_layers": 2, "norm_before_residual": True}, [4]),
         ({"draft_vocab_size": VOCAB}, [4]),
@@ -113,7 +112,7 @@ def test_completions_are_the_targets_and_replay_equals_decoding(
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules, **changes)
-    cases = cases[: 12 if len(lengths) == 1 else 4]  # decoding takes time
+    cases = cases[:4]  # decoding takes time
     batches = [pack_row([case.sample], len(case.sample.input_ids)) for case in cases]
     compared = [greedy_hits(drafter, frozen, batch, max(lengths)) for batch in batches]
     for k in lengths:
@@ -163,45 +162,6 @@ def test_drafts_and_margins_are_kept() -> None:
     assert sampled.draft_margins == [[]] * len(sampled.drafts)
 
 
-def test_a_draft_margin_is_the_drafters() -> None:
-    """Moving the second-best logit up by the margin makes a tie."""
-    model, modules = tiny_target()
-    target = TargetDecoder(model, modules, AUX)
-    drafter, frozen = drafter_for(modules, draft_vocab_size=VOCAB)
-    arguments = (target, drafter, frozen, [1, 2, 3])
-    options = {"draft_tokens": 1, "max_new_tokens": 2, "eos_token_ids": []}
-    before = decode_speculatively(*arguments, **options)
-    ((token,),), ((margin,),) = before.drafts, before.draft_margins
-
-    def logits_biased(bias: float) -> list[list[int]]:
-        head = drafter.lm_head
-        drafter.lm_head = torch.nn.Linear(head.in_features, head.out_features)
-        drafter.lm_head.weight = head.weight
-        drafter.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB), requires_grad=False)
-        drafter.lm_head.bias[token] = bias
-        drafts = decode_speculatively(*arguments, **options).drafts
-        drafter.lm_head = head
-        return drafts
-
-    assert logits_biased(-0.99 * margin) == before.drafts
-    assert logits_biased(-1.01 * margin) != before.drafts
-
-
-def test_rejection_sampling_keeps_the_targets_distribution() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4]])
-    q = torch.tensor([[0.1, 0.1, 0.4, 0.4]])
-    counts: Counter[int] = Counter()
-    num = 3000
-    drafts = torch.multinomial(q[0], num, replacement=True, generator=generator).tolist()
-    for draft in drafts:
-        num_accepted, next_token = verify_sampled([draft], q, p, generator)
-        counts[draft if num_accepted else next_token] += 1
-    assert counts[3] == 0
-    chi_square = sum((counts[i] - num * float(p[0, i])) ** 2 / (num * float(p[0, i])) for i in range(3))
-    assert chi_square < 27.6  # two degrees of freedom: one in a million
-
-
 def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft with a grid of the uniform variable; distributions replace the draws from them."""
     generator = torch.Generator().manual_seed(0)
@@ -240,7 +200,7 @@ def test_sampled_completions_follow_the_target_and_replay_expects_their_acceptan
     temperature, k = 1.5, 2
     emitted, expected, excess_counts = [], [], []
     num_accepted = 0
-    for start in range(24):
+    for start in range(12):
         prompt = [start % 6, 2, 3]
         ours = decode_speculatively(
             target,
@@ -271,7 +231,7 @@ def test_sampled_completions_follow_the_target_and_replay_expects_their_acceptan
         ]
         excess_counts.append(counts[0] - counts[1])
     tokens, probs = torch.cat(emitted), torch.cat(expected).double()  # [N], [N, V]
-    assert num_accepted > 100
+    assert num_accepted > 50
     # Each token is drawn from its row given its prefix, so its deviations from the mean are a martingale.
     hits = torch.nn.functional.one_hot(tokens, VOCAB)
     deviations = (hits - probs).sum(0) / (probs * (1 - probs)).sum(0).sqrt()
@@ -285,7 +245,7 @@ def test_sampled_completions_follow_the_target_and_replay_expects_their_acceptan
     # independent, and the error of their mean follows from their number.
     differences = torch.stack(excess_counts)
     errors = differences.std(0) / len(differences) ** 0.5
-    assert (errors < 1.0).all()  # of about 15 drafts and 25 accepted tokens
+    assert (errors < 1.4).all()  # of about 15 drafts and 25 accepted tokens
     assert (differences.mean(0).abs() < 4.5 * errors).all()
 
 

@@ -1,4 +1,4 @@
-"""Compiled memory-bound operations give the step's values and gradients."""
+"""Compiled memory-bound operations give what they give uncompiled."""
 
 import copy
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle31.kernels import elementwise, merged_attention
 from eagle31.kernels.compiled import use_compiled, uses_compiled
 from eagle31.training.step import rollout_loss
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
@@ -62,9 +63,25 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
-def test_the_step_can_be_traced() -> None:
-    plain = step({}, torch.float64, 2)
-    assert distance(compiled_step({}, torch.float64, 2, "aot_eager"), plain) < 1e-12
+def test_every_compiled_function_can_be_traced() -> None:
+    torch.manual_seed(0)
+    wide, rows = (torch.randn(5, 4, 6), torch.randn(5, 4, 6), torch.randn(5, 4, 6)), torch.randn(3, 5, 6)
+    keys, values, lse = [torch.randn(5, 2, 6)], [torch.randn(5, 2, 6)], torch.randn(5, 4)
+    cases: list[tuple[Any, tuple[Any, ...]]] = [
+        (elementwise._gated, (rows[0], rows[1])),
+        (elementwise._gated_backward, (rows[0], rows[1], rows[2])),
+        (elementwise._turn, (wide[0], rows[0], rows[1], 1)),
+        (merged_attention._merge, (wide[0], lse, wide[1], keys, values, 0.4)),
+        (merged_attention._rollout_backward, (*wide[:2], keys, values, wide[2], lse, wide[0], 0.4)),
+    ]
+    before = copy.deepcopy(cases)
+    for function, arguments in cases:
+        use_compiled(None)
+        expected = function(*arguments)
+        use_compiled("aot_eager")
+        torch.testing.assert_close(function(*arguments), expected)
+    for (_, arguments), (_, kept) in zip(cases, before, strict=True):
+        torch.testing.assert_close(arguments, kept, rtol=0, atol=0)  # none is changed
 
 
 @pytest.mark.full("compiling takes minutes")

@@ -12,7 +12,7 @@ from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKern
 from eagle31.model.attention import LayerKeys, rollout_attention
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
-DIM = 8
+DIM = 6  # which the packed kernel pads to 8
 SCALE = 0.4  # other than DIM ** -0.5
 STEPS = 4
 
@@ -160,7 +160,7 @@ def test_values_and_gradients_equal_the_definition(
 
 # Shorter than the draft, than most documents, longer than a tile, than every document. Every second window is
 # without the keys that no query reaches.
-@pytest.mark.parametrize("window", [1, 2, 3, 11, 40, TILE + 30, 3 * TILE])
+@pytest.mark.parametrize("window", [1, 2, 11, TILE + 30, 3 * TILE])
 @pytest.mark.parametrize("name", ["flash", "plain", "packed", "packed in calls"])
 def test_a_window_equals_the_definition(name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_block, "kernels", CudaKernel())
@@ -252,20 +252,6 @@ def random_tensors(
     return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("name", ["flash", "plain"])
-def test_no_queries_give_no_gradient(name: str) -> None:
-    document_ids = torch.zeros(6, dtype=torch.long)
-    supervised = torch.zeros(6, 2, dtype=torch.bool)
-    supervised[2, 0] = True
-    schedule = schedule_rollout(supervised, document_ids)
-    tensors = random_tensors(schedule, 1, (4, 2), torch.float64)
-    block = block_of(name, schedule, 1, torch.float64)
-    found = merged_attention(block, *tensors[:3], tensors[3:4], tensors[4:], [None])
-    assert found.shape == (0, 4, DIM)
-    grads = torch.autograd.grad(found, tensors, torch.zeros_like(found))
-    assert all(not grad.any() for grad in grads)
-
-
 def test_runs_of_a_document_share_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 turns read the keys of their document in place: what is passed to the kernel is a part of them."""
     passed: list[tuple[Tensor, Tensor]] = []
@@ -284,32 +270,9 @@ def test_runs_of_a_document_share_its_keys(monkeypatch: pytest.MonkeyPatch) -> N
         supervised[130 + 180 * turn : 140 + 180 * turn] = True
     schedule = schedule_rollout(supervised, document_ids)
     assert len(schedule.steps[0].runs) == 22
-    query, keys, values, *_ = random_tensors(schedule, 0, (4, 2), torch.float64)
-    block = PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE)
-    block.forward(query.detach(), keys.detach(), values.detach())
+    query = torch.randn(len(schedule.steps[0].rows), 4, 8)
+    keys, values = torch.randn(2, len(schedule.key_rows), 2, 8)
+    PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE).forward(query, keys, values)
     assert len(passed) == 10  # the last call has the third document too
     assert all(k.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr() for _, k in passed)
     assert sum(len(q) for q, _ in passed) == 18 + 18 + 10 * (10 + 20 + 10)
-
-
-def test_heads_of_another_width_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Checked(CudaKernel):
-        def _flash_attention_forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: object, scale: float):
-            assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 16
-            return super()._flash_attention_forward(q, k, v, *rest, scale=scale)
-
-    monkeypatch.setattr(packed_block, "kernels", Checked())
-    runs = (
-        schedule_rollout(torch.ones(9, 1, dtype=torch.bool), torch.zeros(9, dtype=torch.long)).steps[0].runs
-    )
-    packed = PackedBlock(runs, torch.device("cpu"), SCALE)
-    plain = TiledBlock(runs, TileMasks.for_keys(9, torch.zeros(0, dtype=torch.float64)), PlainKernel(SCALE))
-    tensors = [torch.randn(9, heads, 10, dtype=torch.float64) for heads in (4, 2, 2)]
-    output, lse = packed.forward(*tensors)
-    expected, expected_lse = plain.forward(*tensors)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(lse, expected_lse)
-    grad = torch.randn_like(output)
-    found = packed.backward(grad, *tensors, output, lse)
-    for one, other in zip(found, plain.backward(grad, *tensors, output, lse), strict=True):
-        torch.testing.assert_close(one, other)

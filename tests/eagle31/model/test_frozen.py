@@ -38,14 +38,6 @@ def test_a_narrower_one_keeps_inner_products_as_well_as_possible(width: int) -> 
     torch.testing.assert_close(error, best, rtol=1e-3, atol=1e-4 * float(singular[0] ** 2))
 
 
-def test_the_strongest_direction_comes_first_whatever_the_width() -> None:
-    rows = embedding_rows()
-    energy = project_width(rows, 8).pow(2).sum(0)
-    assert torch.equal(energy, energy.sort(descending=True).values)
-    # A narrower projection is the beginning of a wider one.
-    torch.testing.assert_close(project_width(rows, 8)[:, :3], project_width(rows, 3))
-
-
 def test_a_narrower_one_keeps_the_dtype() -> None:
     rows = embedding_rows(torch.bfloat16)
     narrow = project_width(rows, 6)

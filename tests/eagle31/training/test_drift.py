@@ -111,42 +111,6 @@ def test_attention_equals_a_softmax_over_each_row(
         torch.testing.assert_close(found.attention[step, layer], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_drafter_that_attends_to_everything_alike_has_the_counts_of_the_keys() -> None:
-    drafter, frozen, chosen = small()
-    torch.nn.init.zeros_(drafter.decoder_layers[0].self_attn.q_proj.weight)
-    attention = measured(drafter, frozen, chosen).attention[:, 0]
-    context = chosen.batch.position_ids[chosen.rows].double()
-    for step in range(NUM_STEPS):
-        num_keys = context + 1 + step
-        for kind, counts in ((SINK, 1 / num_keys), (CONTEXT, context / num_keys), (OWN, step / num_keys)):
-            torch.testing.assert_close(attention[step, kind], counts.mean().expand(4))
-
-
-def test_a_drafter_that_reads_a_mark_attends_to_the_sink_alone() -> None:
-    """Keys read a mark that only the first token's captured states have, queries one that all others have."""
-    drafter, frozen, chosen = small(
-        fc_norm=False, rope_parameters={"rope_type": "default", "rope_theta": 1e30}
-    )
-    config, layer = drafter.config, drafter.decoder_layers[0]
-    aux = torch.zeros_like(chosen.batch.aux_hidden_states)
-    first = chosen.batch.position_ids == 0
-    aux[first, 0, 0], aux[~first, 0, 1] = 1.0, 1.0
-    with torch.no_grad():
-        for norm in (layer.hidden_norm, drafter.norm):
-            norm.weight.fill_(1.0)
-        drafter.fc.weight.zero_()
-        drafter.fc.weight[0, 0] = drafter.fc.weight[1, 1] = 1.0
-        # The state's half of the inputs begins at hidden_size; RoPE at this base leaves the last pair alone.
-        still = config.head_dim // 2 - 1
-        layer.self_attn.k_proj.weight.zero_()
-        layer.self_attn.q_proj.weight.zero_()
-        layer.self_attn.k_proj.weight[still :: config.head_dim, config.hidden_size] = 10.0
-        layer.self_attn.q_proj.weight[still :: config.head_dim, config.hidden_size + 1] = 10.0
-    chosen = replace(chosen, batch=replace(chosen.batch, aux_hidden_states=aux))
-    attention = measured(drafter, frozen, chosen).attention
-    torch.testing.assert_close(attention[0, 0, SINK], torch.ones(4, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("changes", [{}, EAGLE3], ids=["fc_norm", "eagle3"])
 def test_the_share_of_a_captured_state_is_that_of_its_part_of_the_fused_state(
     changes: dict[str, Any],

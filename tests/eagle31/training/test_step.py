@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch, supervised_drafts
+from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Loss, Objective
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import DepthSums, rollout_loss
@@ -64,11 +64,10 @@ def results(function: Any, drafter: Drafter, *args: Any, **settings: Any) -> tup
     return loss.detach(), sums, list(grads)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("loss", list(Loss))
-def test_float64_equals_the_reference(seed: int, loss: Loss) -> None:
+@pytest.mark.parametrize("seed", range(18))
+def test_float64_equals_the_reference(seed: int) -> None:
     drafter, frozen, batch, num_steps = random_case(seed)
-    objective = Objective(loss, lk_eta=2.0, count_outside_vocab=seed % 3 != 0)
+    objective = Objective(list(Loss)[(seed + seed // 3) % 3], lk_eta=2.0, count_outside_vocab=seed % 3 != 0)
     settings = {"num_steps": num_steps, "objective": objective}
     expected, expected_sums, expected_grads = results(reference_loss, drafter, frozen, batch, **settings)
     settings |= {
@@ -80,14 +79,6 @@ def test_float64_equals_the_reference(seed: int, loss: Loss) -> None:
     torch.testing.assert_close(sums.stacked(), expected_sums.stacked(), rtol=1e-9, atol=1e-9)
     for grad, want in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-9 * max(1.0, float(want.abs().max())))
-
-
-def test_the_random_cases_are_not_empty() -> None:
-    counts = []
-    for seed in range(12):
-        _, _, batch, num_steps = random_case(seed)
-        counts.append(int(supervised_drafts(batch.loss_mask, batch.document_ids, num_steps).sum()))
-    assert sum(count > 20 for count in counts) >= 8
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
@@ -176,9 +167,8 @@ def test_the_loss_keeps_no_more_logits_than_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("num_steps", [1, 4])
-def test_loss_and_gradients_equal_the_naive_ones(name: str, num_steps: int) -> None:
-    config = tiny_config(**VARIANTS[name])
+def test_loss_and_gradients_equal_the_naive_ones(name: str) -> None:
+    num_steps, config = 4, tiny_config(**VARIANTS[name])
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((17, 5, 23), config, seed=3, padding=4)
     expected = naive_loss(drafter, config, frozen, batch, num_steps, 0.8)
@@ -195,32 +185,6 @@ def test_loss_and_gradients_equal_the_naive_ones(name: str, num_steps: int) -> N
         torch.testing.assert_close(
             parameter.grad, gradient, rtol=1e-9, atol=1e-9 * (scale or 1), msg=parameter_name
         )
-
-
-def test_packing_does_not_change_the_loss() -> None:
-    config = tiny_config()
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((13, 21), config, seed=9)
-    packed, sums = rollout_loss(drafter, frozen, batch, num_steps=3, step_decay=0.8)
-    parts = []
-    for part in (slice(0, 13), slice(13, 34)):
-        alone = replace(batch, **{name: getattr(batch, name)[part] for name in vars(batch)})
-        parts.append(rollout_loss(drafter, frozen, alone, num_steps=3, step_decay=0.8))
-    torch.testing.assert_close(packed, parts[0][0] + parts[1][0], rtol=1e-10, atol=0)
-    torch.testing.assert_close(sums.stacked(), parts[0][1].stacked() + parts[1][1].stacked())
-
-
-def test_the_loss_does_not_depend_on_the_chunks() -> None:
-    config = tiny_config()
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((50,), config, seed=2)
-    results = []
-    for chunk_rows in (4096, 3):
-        drafter.zero_grad()
-        loss, sums = rollout_loss(drafter, frozen, batch, num_steps=3, step_decay=0.8, chunk_rows=chunk_rows)
-        loss.backward()
-        results.append((loss.detach(), sums.stacked(), [p.grad.clone() for p in drafter.parameters()]))
-    torch.testing.assert_close(results[0], results[1])
 
 
 def test_depth_sums_are_what_their_names_say() -> None:
