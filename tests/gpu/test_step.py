@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle31.cost.flops import count_step, gemm_sizes, step_flops
+from eagle31.cost.flops import StepCounts, count_step, step_flops
 from eagle31.kernels.compiled import use_compiled
+from eagle31.model.config import DrafterConfig
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.mla import MlaShape
 from eagle31.training.reference import reference_loss
@@ -156,6 +157,18 @@ def test_a_step_takes_the_memory_that_the_plan_says(check: Check, figure: Figure
     figure("rate of the step", flops / seconds / 1e12, "TFLOP/s")
     figure("part of the best rate of its products alone", flops / seconds / best)
     engine.destroy()
+
+
+def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int, int]]:
+    """Return (m, k, n) of the step's main products [m, k] @ [k, n]."""
+    hidden, first = config.hidden_size, counts.rows[0]
+    return [
+        (counts.keys, len(config.aux_layer_ids) * config.target_hidden_size, hidden),
+        (first, hidden, config.num_attention_heads * config.head_dim),
+        (first, hidden, config.intermediate_size),
+        (first, config.intermediate_size, hidden),
+        (first, hidden, config.draft_vocab_size),
+    ]
 
 
 def test_what_compiling_gains(check: Check, figure: Figure) -> None:
