@@ -25,8 +25,7 @@ from data.conversations.token_bytes import token_ends
 from data.conversations.workers import map_in_order
 from data.progress import Progress
 from data.refusals import num_allowed
-from data.target.spec import TargetSpec
-from data.target.tokenizer import check_ids, load_tokenizer
+from data.target.tokenizer import check_ids
 from eagle31.errors import UserError
 
 _REPORT = "report.json"
@@ -93,7 +92,7 @@ class _Chunk:
 
 def tokenize(
     conversations: Conversations,
-    tokenizer: str | Path | PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     turns: Turns,
     template_kwargs: Mapping[str, Any],
@@ -114,7 +113,6 @@ def tokenize(
     which read the conversations, and only a few chunks are in memory at a time.
 
     Args:
-        tokenizer: a tokenizer, its directory or its hub id.
         num_workers: the number of processes; 1 uses only this process. Workers are forked, so no process
             group may exist yet.
         output_dir: must not exist; it appears when it is complete.
@@ -129,8 +127,6 @@ def tokenize(
             no sample is left.
     """
     assert not output_dir.exists(), output_dir
-    if isinstance(tokenizer, (str, Path)):
-        tokenizer = load_tokenizer(TargetSpec(str(tokenizer)))
     eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
     settings = _Settings(
         tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, overlong, vocab_size

@@ -203,11 +203,16 @@ def _fill(
             writer.append(i, CapturedSample(*tokens, states, states[:, 0]))
 
 
+def opened(directory: Path) -> tuple[Dataset, StoreSpec, dict]:
+    """Open a store in a directory; return what `finish_store` takes, and the dataset."""
+    store = StoreSpec(directory, make_dataset(), ENCODING)
+    fields = store_fields(store, FIELDS)
+    assert open_store(directory, fields) == list(range(12))
+    return store.dataset, store, fields
+
+
 def test_tokens_in_shards_are_compared_with_the_dataset(tmp_path: Path) -> None:
-    dataset = make_dataset()
-    expected = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(expected, FIELDS)
-    assert open_store(tmp_path, fields) == list(range(12))
+    dataset, expected, fields = opened(tmp_path)
     _fill(tmp_path, dataset.select([1, 0, *range(2, 12)]), range(12))
     with pytest.raises(UserError, match=r"shard-other-00000\.safetensors.*other tokens than the dataset"):
         finish_store(expected, fields)
@@ -221,10 +226,7 @@ def test_tokens_in_shards_are_compared_with_the_dataset(tmp_path: Path) -> None:
 def test_refused_samples_count_as_done_until_they_are_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset = make_dataset()
-    expected = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(expected, FIELDS)
-    open_store(tmp_path, fields)
+    dataset, expected, fields = opened(tmp_path)
     refuse(tmp_path, "other", 7, "the server does not take it")
     assert open_store(tmp_path, fields) == [i for i in range(12) if i != 7]
     _fill(tmp_path, dataset, open_store(tmp_path, fields))
@@ -244,10 +246,7 @@ def test_refused_samples_count_as_done_until_they_are_tried_again(
 
 @pytest.mark.parametrize("num_refused", [6, 7])
 def test_a_store_may_lack_half_of_a_few_samples(tmp_path: Path, num_refused: int) -> None:
-    dataset = make_dataset()
-    store = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(store, FIELDS)
-    open_store(tmp_path, fields)
+    dataset, store, fields = opened(tmp_path)
     _fill(tmp_path, dataset, range(num_refused, 12))
     for sample_id in range(num_refused):
         refuse(tmp_path, "other", sample_id, "the server takes nothing")
@@ -266,10 +265,7 @@ def _finish_as_follower(store: StoreSpec, fields: dict) -> Thread:
 
 
 def test_a_rank_does_not_take_the_manifest_of_shards_that_are_gone(tmp_path: Path) -> None:
-    dataset = make_dataset()
-    store = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(store, FIELDS)
-    open_store(tmp_path, fields)
+    dataset, store, fields = opened(tmp_path)
     _fill(tmp_path, dataset, range(6), name="a")
     _fill(tmp_path, dataset, range(6, 12), name="b")
     finish_store(store, fields)
@@ -285,10 +281,7 @@ def test_a_rank_does_not_take_the_manifest_of_shards_that_are_gone(tmp_path: Pat
 
 
 def test_a_rank_that_hangs_ends_the_wait_with_what_is_missing(tmp_path: Path) -> None:
-    dataset = make_dataset()
-    store = StoreSpec(tmp_path, dataset, ENCODING)
-    fields = store_fields(store, FIELDS)
-    open_store(tmp_path, fields)
+    dataset, store, fields = opened(tmp_path)
     _fill(tmp_path, dataset, range(9))
     with pytest.raises(UserError, match=r"No sample has come for 0\.2 s and 3 are missing, such as 9"):
         finish_store(store, fields, stall_seconds=0.2)

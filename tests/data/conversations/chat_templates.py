@@ -56,9 +56,6 @@ HEADERS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# Like templates that write the date, but different in every call.
-DATED = "{{- '<|im_start|>system\\nIt is ' + strftime_now('%H:%M:%S.%f') + '<|im_end|>\\n' }}" + CHATML
-
 INSTRUCTIONS = """\
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{- '<s>[INST] ' + message.content + ' [/INST]' }}

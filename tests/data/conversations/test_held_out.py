@@ -24,11 +24,6 @@ def test_chosen_prompts_differ_and_depend_only_on_texts_and_seed():
     assert choose_prompts(data, 5, seed=0) == chosen[:5]
 
 
-def test_all_prompts_are_chosen_if_there_are_fewer_than_requested():
-    data = conversations("a", "b", "a")
-    assert sorted(first_prompt(c) for c in choose_prompts(data, 8, seed=0)) == ["a", "b"]
-
-
 def test_the_prompt_is_only_the_first_user_message():
     messages = ("system", "s"), ("user", "first"), ("assistant", "a"), ("user", "second")
     later = Conversation("x", tuple({"role": role, "content": content} for role, content in messages))

@@ -136,18 +136,6 @@ def test_template_kwargs_change_the_prompt():
     assert decode(tokenizer, prompt).endswith("</think>\n\n")
 
 
-def test_a_header_template_ends_turns_with_its_end_of_turn_token():
-    tokenizer, (sample,) = rendered(templates.HEADERS)
-    assert supervised_texts(tokenizer, sample) == ["it is four<|eot_id|>", "six<|eot_id|>"]
-
-
-@pytest.mark.parametrize("turns", list(Turns))
-def test_a_template_that_changes_from_call_to_call_is_a_user_error(turns):
-    with pytest.raises(UserError, match="It is ") as caught:
-        rendered(templates.DATED, turns)
-    assert ("data.turns=each" in caught.value.remedy) == (turns is Turns.all)
-
-
 def test_tokens_across_the_start_of_a_turn_are_masked():
     of = conversation("what", "\n\nsix\n", "and", "four")
     tokenizer, (sample,) = rendered(templates.PLAIN, of=of)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
-from data.conversations.reading import Source, read_conversations
+from data.conversations.reading import Source
 from data.conversations.saved import load_saved
 from eagle31.errors import UserError
 
@@ -63,15 +63,7 @@ def test_pickles_and_scripts_next_to_a_data_set_are_not_read(saved: Path, mark: 
     assert not mark.exists()
 
 
-def test_a_loading_script_is_refused_and_not_run(tmp_path: Path, mark: Path) -> None:
-    script = tmp_path / "data.py"
-    script.write_text(f"import os\nos.mkdir({str(mark)!r})\n")
-    with pytest.raises(UserError, match=r"data\.train=.*data\.py: "):
-        read_conversations(str(script))
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("kind", ["os.system", "subprocess.Popen", "Popen", "config", "Path"])
+@pytest.mark.parametrize("kind", ["os.system", "Path"])
 def test_a_feature_has_only_a_type_of_datasets(saved: Path, kind: str) -> None:
     path = saved / "dataset_info.json"
     content = json.loads(path.read_text())

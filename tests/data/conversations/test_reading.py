@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.conversations.reading import Source, read_conversations
@@ -175,6 +175,7 @@ rows = st.one_of(
 json_files = st.lists(rows, max_size=4).map(lambda found: json.dumps(found).encode())
 
 
+@settings(max_examples=40)
 @given(content=st.binary(max_size=200) | json_files)
 def test_whatever_a_file_has_is_read_and_can_be_stored_or_is_refused(
     content: bytes, tmp_path_factory: pytest.TempPathFactory

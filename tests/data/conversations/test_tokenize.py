@@ -116,20 +116,6 @@ def test_overlong_samples_are_cut_or_dropped_and_reported(tmp_path):
     assert (dropped.num_overlong, dropped.num_unsupervised) == (2, 0)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_template_without_a_stable_prefix_is_a_user_error_that_leaves_no_files(tmp_path, num_workers):
-    tokenizer = byte_level_tokenizer(templates.DATED)
-    with pytest.raises(UserError, match="Remedies") as caught:
-        tokenize(
-            [conversation("a", "and", "six")],
-            tokenizer,
-            output_dir=tmp_path / "out",
-            **options(num_workers=num_workers),
-        )
-    assert caught.value.field == "target.chat_template"
-    assert list(tmp_path.iterdir()) == []
-
-
 # A turn that thinks starts in another way where it is not the last one.
 UNSTABLE = templates.CHATML.replace("message.content", "message.content[loop.last and message.thinks or 0:]")
 
@@ -185,15 +171,6 @@ def test_no_sample_left_is_a_user_error(tmp_path):
             output_dir=tmp_path / "out",
             **options(max_tokens=3),
         )
-
-
-def test_a_tokenizer_is_loaded_from_its_directory(tmp_path):
-    byte_level_tokenizer(templates.CHATML).save_pretrained(tmp_path / "target")
-    (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
-    data = [conversation("a", "and", "six")]
-    tokenize(data, str(tmp_path / "target"), output_dir=tmp_path / "out", **options())
-    dataset = datasets.load_from_disk(str(tmp_path / "out"))
-    assert sum(dataset[0]["loss_mask"]) == len(byte_level_tokenizer(None)("six<|im_end|>")["input_ids"])
 
 
 def test_files_of_a_killed_run_are_removed(tmp_path):

@@ -8,7 +8,6 @@ from data.conversations.masks import render
 from data.conversations.schemas import Conversation
 from data.conversations.template import TemplateRefused, surviving
 from data.conversations.workers import ProcessKilled, isolated, map_in_order
-from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import byte_level_tokenizer
 
 CONVERSATION = Conversation("a", ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}))
@@ -69,10 +68,4 @@ def rendered(source: str, seconds: float = 60.0) -> object:
 def test_a_template_that_takes_all_memory_or_leaves_its_sandbox_is_refused(source: str) -> None:
     with pytest.raises(TemplateRefused) as caught:
         rendered(source)
-    assert caught.value.field == "target.chat_template"
-
-
-def test_a_template_that_never_ends_is_named() -> None:
-    with pytest.raises(UserError) as caught:
-        rendered("{{ 5 | round(10 ** 9, 'ceil') }}", seconds=1.0)
     assert caught.value.field == "target.chat_template"

@@ -107,15 +107,12 @@ def _rename_a_shard(directory: Path) -> None:
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "one tensor": lambda path: _scale_tensors(path, "layers.1.mlp.down_proj"),
-    "all MLPs": lambda path: _scale_tensors(path, ".mlp."),
     "a byte, in place": _flip_a_byte_in_place,
     "config": lambda path: (path / "config.json").write_text(
         (path / "config.json").read_text().replace("rms_norm_eps", "another_eps")
     ),
     "generation config": lambda path: (path / "generation_config.json").write_text("{}"),
-    "quantization": lambda path: (path / "hf_quant_config.json").write_text("{}"),
     "code": lambda path: (path / "modeling_own.py").write_text("# code"),
-    "an adapter": lambda path: (path / "adapter_config.json").write_text("{}"),
     "a shard in a folder": _rename_a_shard,
 }
 

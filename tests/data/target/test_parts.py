@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
-    GemmaConfig,
     PreTrainedConfig,
     Qwen3_5TextConfig,
 )
@@ -46,9 +44,9 @@ _QWEN35 = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "sharded", "tied"), [("llama", False, False), ("llama", True, True), ("qwen3", True, False)]
+)
 def test_a_head_read_from_the_checkpoint_gives_the_models_logits(
     tmp_path: Path, family: str, sharded: bool, tied: bool
 ) -> None:
@@ -64,26 +62,11 @@ def test_a_head_read_from_the_checkpoint_gives_the_models_logits(
     assert not any(p.requires_grad for p in parts.head.parameters())
 
 
-def test_only_the_files_with_the_parts_are_needed(tmp_path: Path) -> None:
-    spec = save_target(tmp_path, sharded=True)
-    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    needed = {
-        weight_map[name] for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    }
-    others = set(weight_map.values()) - needed
-    assert others
-    for file in others:
-        (tmp_path / file).unlink()
-    assert load_target_parts(spec).vocab_size == VOCAB_SIZE
-
-
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "tied"),
     [
-        pytest.param(GemmaConfig(**_SMALL), id="gemma"),
-        pytest.param(Gemma3TextConfig(**_SMALL), id="gemma3"),
-        pytest.param(Qwen3_5TextConfig(**_SMALL, **_QWEN35), id="qwen3.5"),
+        pytest.param(Gemma3TextConfig(**_SMALL), True, id="gemma3"),
+        pytest.param(Qwen3_5TextConfig(**_SMALL, **_QWEN35), False, id="qwen3.5"),
     ],
 )
 def test_captured_states_give_the_logits_with_a_norm_that_scales_by_one_plus_its_weight(

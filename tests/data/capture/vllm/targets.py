@@ -1,6 +1,7 @@
 """Random targets of sizes that vLLM's CPU kernels support, and references for capture by vLLM."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,12 @@ def expected_states(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> Expecte
 
 
 def largest_difference(
-    store: HiddenStateStore, dataset: Dataset, spec: TargetSpec, aux_layer_ids: tuple[int, ...]
+    store: HiddenStateStore | Sequence[CapturedSample],
+    dataset: Dataset,
+    spec: TargetSpec,
+    aux_layer_ids: tuple[int, ...],
 ) -> float:
-    """Return how far stored states are from those of transformers, relative to the largest of each layer."""
+    """Return how far states are from those of transformers, relative to the largest of each layer."""
     model = load_target(spec, torch.device("cpu"))
     capture = HiddenStateCapture(model, locate(model, spec), aux_layer_ids)
     of_length: dict[int, list[CapturedSample]] = {}  # which transformers computes together, without padding

@@ -17,10 +17,9 @@ import httpx
 import psutil
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
-from data.capture.hf import HiddenStateCapture
 from data.capture.transport.mooncake import MooncakeTransport, state_bytes
 from data.capture.transport.spool import Spool, file_bytes
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest
@@ -36,8 +35,6 @@ from data.samples import StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.store.shards import FinishedShards, refused
-from data.target.loading import load_target
-from data.target.modules import locate
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from tests.data.capture.transport.mooncake_master import Master, running_master
@@ -47,7 +44,6 @@ from tests.data.capture.vllm.targets import (
     MAX_TOKENS,
     START_SECONDS,
     STOP_TOKEN_IDS,
-    VOCAB_SIZE,
     capture_engine,
     expected_states,
     greedy_answers,
@@ -294,14 +290,8 @@ def test_states_arrive_through_mooncake(server: ServerProcess, spec: TargetSpec,
             spool_gb=0.05,
             name="test",
         )
-        reference = load_target(spec, torch.device("cpu"))
-        capture = HiddenStateCapture(reference, locate(reference, spec), IDS)
-        for index, sample in source.captured(range(len(dataset))):
-            assert not isinstance(sample, str)
-            assert sample.input_ids.tolist() == dataset[index]["input_ids"]
-            ((aux, last),) = capture.capture([sample.input_ids])
-            torch.testing.assert_close(sample.aux_hidden_states, aux, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(sample.final_hidden_states, last, rtol=1e-4, atol=1e-4)
+        found = dict(source.captured(range(len(dataset))))
+        assert largest_difference([found[i] for i in range(len(dataset))], dataset, spec, IDS) < 1e-5
 
 
 def test_training_continues_when_the_server_is_killed(
@@ -332,23 +322,7 @@ def test_training_continues_when_the_server_is_killed(
         samples += [source.get_many([index])[0] for index in order[10:]]
         assert source.collect_stats().num_restarts >= 1
     assert source.refused == {}
-    reference = load_target(spec, torch.device("cpu"))
-    capture = HiddenStateCapture(reference, locate(reference, spec), IDS)
-    for index, sample in zip(order, samples, strict=True):
-        assert sample.input_ids.tolist() == dataset[index]["input_ids"]
-        ((aux, last),) = capture.capture([sample.input_ids])
-        torch.testing.assert_close(sample.aux_hidden_states, aux, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sample.final_hidden_states, last, rtol=1e-4, atol=1e-4)
-
-
-def test_a_bad_prompt_does_not_sink_the_run(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
-    bad = Dataset.from_dict({"input_ids": [[3, VOCAB_SIZE + 7, 4]], "loss_mask": [[False, True, True]]})
-    dataset = concatenate_datasets([make_samples(3), bad])
-    capture(server, dataset, root / "with_bad", spec)
-    store = HiddenStateStore(root / "with_bad")
-    assert list(refused(store.directory)) == [3]
-    assert [one["sample_id"] for one in store.manifest["refused"]] == [3]
-    assert captured_ids(store.directory) == {0, 1, 2}
+    assert largest_difference(samples, dataset.select(order), spec, IDS) < 1e-5
 
 
 def test_nothing_is_lost_when_the_client_is_killed(
