@@ -6,8 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from numpy.typing import NDArray
-
 from data.batches.row_order import RowOrder, balanced
 from data.batches.rows import empty_row, pack_row
 from data.samples import CapturedSample, HiddenStateSource, StateShape
@@ -36,13 +34,8 @@ class OrderedSource(HiddenStateSource, Protocol):
 
 @runtime_checkable
 class StoredSource(HiddenStateSource, Protocol):
-    """A source whose samples are in files, each of which holds several.
+    """A source that decodes samples straight into the rows, which saves a copy of the states."""
 
-    It decodes samples straight into the rows, which saves a copy of the states and the memory for it.
-    """
-
-    @property
-    def files(self) -> NDArray: ...  # the file of each sample, from 0, int [num_samples]
     @property
     def state_shape(self) -> StateShape: ...
     def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None: ...
@@ -74,8 +67,6 @@ class RowLoader:
         steps_ahead: how many steps are read into memory in advance.
         steps_announced: how many steps are announced to an `OrderedSource`, at most one epoch.
         begin: where the first step begins that is loaded.
-        shuffle_window_tokens: rows are shuffled within windows of whole files with at least this many tokens
-            (`RowOrder`), which takes a source that is a `StoredSource`; None shuffles over all samples.
         state_shape: that of empty rows, where a rank may have one.
 
     Raises:
@@ -97,7 +88,6 @@ class RowLoader:
         steps_ahead: int = 3,
         steps_announced: int = 64,
         begin: RowPosition = RowPosition(),
-        shuffle_window_tokens: int | None = None,
         state_shape: StateShape | None = None,
     ) -> None:
         self.source = source
@@ -112,14 +102,7 @@ class RowLoader:
         self.steps_ahead = steps_ahead
         self.begin = begin
         self.state_shape = state_shape
-        self._order = RowOrder(
-            source.lengths,
-            row_tokens,
-            seed,
-            files=None if shuffle_window_tokens is None else files_of(source),
-            window_tokens=shuffle_window_tokens,
-            begin_epoch=begin.epoch,
-        )
+        self._order = RowOrder(source.lengths, row_tokens, seed, begin.epoch)
         self.rows_per_epoch = self._order.rows_per_epoch
         self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
         # A single thread reads the steps in the order in which they are announced.
@@ -223,12 +206,6 @@ class RowLoader:
         self._announced = step + self.steps_announced
         for ahead in range(start, self._announced):
             source.expect([index for row in self.rows(ahead) for index in row])
-
-
-def files_of(source: HiddenStateSource) -> NDArray:
-    """Return the file of each sample of a source that has files, int [num_samples]."""
-    assert isinstance(source, StoredSource), source
-    return source.files
 
 
 def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:

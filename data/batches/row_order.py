@@ -9,26 +9,17 @@ from numpy.typing import NDArray
 
 from eagle31.errors import UserError
 
-# Rows are read in their order, and announced or looked up again shortly before or after.
-_KEPT_EPOCHS, _KEPT_WINDOWS = 2, 4
+_KEPT_EPOCHS = 2  # rows are read in their order, and announced or looked up again shortly before or after
 
 
 class RowOrder:
     """The rows of every epoch, packed when they are first asked for.
-
-    Without windows every row can have any samples, and reading jumps through the whole store. With windows,
-    the files of a store are joined in random order into windows, and the samples are packed and shuffled
-    within their window: a file is read during one window only, which suits object storage, caches and
-    network file systems that read ahead. The windows come in another order in every epoch, and a row has
-    other samples; a window always has the same files, so every epoch has the same number of rows.
 
     Any thread may call the methods.
 
     Args:
         lengths: the number of tokens of each sample, at least 1.
         row_tokens: the maximum number of tokens in a row.
-        files: the file of each sample, from 0, [num_samples]; needed with `window_tokens`.
-        window_tokens: the tokens that a window has at least, except for the last one; None for no windows.
         begin_epoch: the epoch that is read first.
 
     Raises:
@@ -36,86 +27,25 @@ class RowOrder:
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int] | NDArray,
-        row_tokens: int,
-        seed: int,
-        *,
-        files: NDArray | None = None,
-        window_tokens: int | None = None,
-        begin_epoch: int = 0,
+        self, lengths: Sequence[int] | NDArray, row_tokens: int, seed: int, begin_epoch: int = 0
     ) -> None:
         self._lengths, self._row_tokens, self._seed = np.asarray(lengths), row_tokens, seed
-        self._windows: list[NDArray] | None = None
-        if window_tokens is not None:
-            assert files is not None
-            self._windows = windows_of(files, self._lengths, window_tokens, seed)
-        self._packed: OrderedDict[tuple[int, int], list[list[int]]] = OrderedDict()
-        self._ends: dict[int, tuple[NDArray, NDArray]] = {}
+        self._packed: OrderedDict[int, list[list[int]]] = OrderedDict()  # by epoch
         self._lock = Lock()
-        num_windows = 1 if self._windows is None else len(self._windows)
-        self._num_rows = np.array([len(self._rows(begin_epoch, window)) for window in range(num_windows)])
-        self.rows_per_epoch = int(self._num_rows.sum())
+        self.rows_per_epoch = len(self._rows(begin_epoch))
 
     def row(self, epoch: int, index: int) -> list[int]:
         """Return the samples of a row of an epoch."""
-        if self._windows is None:
-            return self._rows(epoch, 0)[index]
-        order, ends = self._window_order(epoch)
-        position = int(np.searchsorted(ends, index, side="right"))
-        start = int(ends[position - 1]) if position else 0
-        return self._rows(epoch, int(order[position]))[index - start]
+        return self._rows(epoch)[index]
 
-    def _window_order(self, epoch: int) -> tuple[NDArray, NDArray]:
-        """Return an epoch's windows in their order, and the row after each one's last."""
+    def _rows(self, epoch: int) -> list[list[int]]:
         with self._lock:
-            if epoch not in self._ends:
-                generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-                order = generator.permutation(len(self._num_rows))
-                self._ends = {e: kept for e, kept in self._ends.items() if abs(e - epoch) < _KEPT_EPOCHS}
-                self._ends[epoch] = order, self._num_rows[order].cumsum()
-            return self._ends[epoch]
-
-    def _rows(self, epoch: int, window: int) -> list[list[int]]:
-        with self._lock:
-            rows = self._packed.get((epoch, window))
-            if rows is None:
-                rows = self._packed[epoch, window] = self._pack(epoch, window)
-            self._packed.move_to_end((epoch, window))
-            while len(self._packed) > (_KEPT_EPOCHS if self._windows is None else _KEPT_WINDOWS):
+            if epoch not in self._packed:
+                self._packed[epoch] = pack_epoch(self._lengths, self._row_tokens, self._seed, epoch)
+            self._packed.move_to_end(epoch)
+            if len(self._packed) > _KEPT_EPOCHS:
                 self._packed.popitem(last=False)
-            return rows
-
-    def _pack(self, epoch: int, window: int) -> list[list[int]]:
-        if self._windows is None:
-            return pack_epoch(self._lengths, self._row_tokens, self._seed, epoch)
-        samples = self._windows[window]
-        rows = pack_epoch(self._lengths[samples], self._row_tokens, self._seed, epoch)
-        return [samples[row].tolist() for row in rows]
-
-
-def windows_of(files: NDArray, lengths: NDArray, window_tokens: int, seed: int) -> list[NDArray]:
-    """Join files in random order until each window has enough tokens.
-
-    Args:
-        files: the file of each sample, [num_samples].
-        lengths: the number of tokens of each sample, [num_samples].
-
-    Returns:
-        The samples of each window.
-    """
-    order = np.argsort(files, kind="stable")
-    samples = np.split(order, np.flatnonzero(np.diff(files[order])) + 1)
-    tokens = [int(lengths[of_file].sum()) for of_file in samples]
-    windows: list[list[NDArray]] = [[]]
-    num_tokens = 0
-    for file in np.random.Generator(np.random.PCG64(seed)).permutation(len(samples)):
-        if num_tokens >= window_tokens:
-            windows.append([])
-            num_tokens = 0
-        windows[-1].append(samples[file])
-        num_tokens += tokens[file]
-    return [np.concatenate(window) for window in windows]
+            return self._packed[epoch]
 
 
 def pack_epoch(lengths: Sequence[int] | NDArray, row_tokens: int, seed: int, epoch: int) -> list[list[int]]:

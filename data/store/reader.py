@@ -183,7 +183,6 @@ class HiddenStateStore:
         self.shards = ShardTable(index)
         self.sample_ids: NDArray[np.int64] = index["sample_ids"]  # in the tokenised dataset; ascending
         self.lengths: NDArray[np.int64] = index["rows"][:, 0].astype(np.int64)
-        self.files: NDArray[np.int32] = index["shards"]  # the shard of each sample
         self._reader = SampleReader(
             self.directory,
             index,

@@ -145,7 +145,7 @@ def step_flops(
     every key row at step 0.
 
     Args:
-        full_vocabulary: `Objective.needs_full_vocabulary`. The few teachers that two chunks of chains both
+        full_vocabulary: `Loss.needs_full_vocabulary`. The few teachers that two chunks of chains both
             compute are not counted.
     """
     hidden, target, rolled_out = config.hidden_size, config.target_hidden_size, counts.rolled_out

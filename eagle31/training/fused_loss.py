@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eagle31.kernels.elementwise import widened
-from eagle31.training.objectives import Objective, Teacher, loss_with_gradient
+from eagle31.training.objectives import Loss, Teacher, loss_with_gradient
 from eagle31.training.schedule import RolloutSchedule
 
 # Logits of a block on the CPU: few enough for its caches, and enough that waking other threads costs little
@@ -36,7 +36,7 @@ class _Loss:
 
     teacher: Callable[[Tensor], Teacher]
     schedule: RolloutSchedule
-    objective: Objective
+    objective: Loss
     step_weights: tuple[float, ...]
     chunk_size: int  # teacher positions
 
@@ -78,7 +78,7 @@ def one_pass_loss(
     weight: Tensor,
     teacher: Callable[[Tensor], Teacher],
     schedule: RolloutSchedule,
-    objective: Objective,
+    objective: Loss,
     step_weights: Sequence[float],
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, sums: Tensor) -> 
     """Turn the logits of a chunk into their gradients, without the steps' weights, and add to the sums."""
     teacher_rows = loss.schedule.teacher_rows[chunk.first : chunk.first + loss.chunk_size]
     teacher = loss.teacher(teacher_rows)
-    entropy = teacher.entropy() if loss.objective.needs_entropy else None
+    entropy = teacher.entropy() if loss.objective.needs_full_vocabulary else None
     on_gpu = logits.device.type == "cuda"
     block_rows = len(teacher_rows) if on_gpu else max(1, BLOCK_LOGITS // logits.shape[1])
     scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
@@ -170,7 +170,7 @@ def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, sums: Tensor) -> 
 
 
 def _block(
-    objective: Objective,
+    objective: Loss,
     logits: Tensor,
     teacher: Teacher,
     entropy: Tensor | None,
@@ -182,11 +182,6 @@ def _block(
     hits = None if teacher.greedy is None else logits.argmax(-1) == teacher.greedy
     loss, alpha = loss_with_gradient(objective, wide, teacher, entropy, scratch)
     columns = [torch.ones_like(loss), loss, hits, alpha]
-    if not objective.count_outside_vocab:
-        assert teacher.greedy is not None
-        inside = teacher.greedy >= 0
-        wide.mul_(inside.unsqueeze(-1))
-        columns = [None if x is None else x * inside for x in columns]
     if wide is not logits:
         logits.copy_(wide)
     for i, column in enumerate(columns):

@@ -1,14 +1,13 @@
 """The losses of a draft: by their definitions, and with their gradients in closed form.
 
 p is the target's distribution, q the drafter's. A pruned drafter gives no mass to tokens outside the draft
-vocabulary. `kl` takes p renormalised over the draft vocabulary. The others, which are about the acceptance
-rate alpha = sum min(p, q), take p itself, so that the mass outside cannot be accepted.
+vocabulary. `kl` takes p renormalised over the draft vocabulary. `lk_lambda`, which is about the
+acceptance rate alpha = sum min(p, q), takes p itself, so that the mass outside cannot be accepted.
 
     kl         cross entropy -sum p log q: the KL divergence up to p's entropy
-    lk_alpha   -log alpha
     lk_lambda  lambda KL + (1 - lambda) (1 - alpha), lambda = exp(-eta alpha) taken as a constant
 
-Source: LK losses (arXiv 2602.23881), with its eta = 3; alpha is that of speculative sampling (arXiv
+Source: LK losses (arXiv 2602.23881); alpha is that of speculative sampling (arXiv
 2211.17192).
 """
 
@@ -19,31 +18,17 @@ from torch import Tensor
 
 from eagle31.choice import Choice
 
+LK_ETA = 3.0  # how early lk_lambda turns from KL to the acceptance rate: that of its paper
+
 
 class Loss(Choice):
     kl = "kl", "cross entropy with the target's distribution over the draft vocabulary"
-    lk_alpha = "lk_alpha", "-log of the acceptance rate"
     lk_lambda = "lk_lambda", "from KL to 1 - acceptance rate as the acceptance rate grows"
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The loss of one draft, and the drafts that are supervised."""
-
-    loss: Loss = Loss.kl
-    lk_eta: float = 3.0  # how early lk_lambda turns from KL to the acceptance rate
-    # Whether a draft is supervised where the target's greedy token is outside the draft vocabulary.
-    count_outside_vocab: bool = True
 
     @property
     def needs_full_vocabulary(self) -> bool:
-        """Return whether the gradient needs the target's distribution over its full vocabulary."""
-        return self.loss is not Loss.kl or not self.count_outside_vocab
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Return whether the loss needs the teacher's entropy."""
-        return self.loss is Loss.lk_lambda
+        """Whether the gradient needs the target's distribution over its full vocabulary, and its entropy."""
+        return self is Loss.lk_lambda
 
 
 @dataclass(frozen=True)
@@ -70,26 +55,24 @@ def plain_alpha(logits: Tensor, teacher: Teacher) -> Tensor:
     return torch.minimum(target, logits.softmax(dim=-1)).sum(-1)
 
 
-def plain_loss(objective: Objective, logits: Tensor, teacher: Teacher) -> Tensor:
+def plain_loss(objective: Loss, logits: Tensor, teacher: Teacher) -> Tensor:
     """Return the loss of each row by its definition, for autograd and tests. [N, Vd] -> [N]."""
     log_q = logits.log_softmax(dim=-1)
     cross = -(teacher.probs * log_q).sum(-1)
-    if objective.loss is Loss.kl:
+    if objective is Loss.kl:
         return cross
     alpha = plain_alpha(logits, teacher)
-    if objective.loss is Loss.lk_alpha:
-        return -alpha.log()
-    weight = kl_weight(objective, alpha.detach())
+    weight = kl_weight(alpha.detach())
     return weight * (cross - teacher.entropy()) + (1 - weight) * (1 - alpha)
 
 
-def kl_weight(objective: Objective, alpha: Tensor) -> Tensor:
+def kl_weight(alpha: Tensor) -> Tensor:
     """Return lambda, the weight of KL where the acceptance rate is alpha. [N] -> [N]."""
-    return torch.exp(-objective.lk_eta * alpha)
+    return torch.exp(-LK_ETA * alpha)
 
 
 def loss_with_gradient(
-    objective: Objective,
+    objective: Loss,
     logits: Tensor,
     teacher: Teacher,
     entropy: Tensor | None,
@@ -99,7 +82,7 @@ def loss_with_gradient(
 
     Args:
         logits: float32 or wider [N, Vd]; becomes d loss / d logits.
-        entropy: the teacher's entropy [N], for the losses that need it.
+        entropy: the teacher's entropy [N], for lk_lambda.
         scratch: [N, Vd] like `logits`; overwritten.
 
     Returns:
@@ -111,7 +94,7 @@ def loss_with_gradient(
     q = torch.softmax(logits, dim=-1, out=scratch)
     # The largest probability is exp(0) / sum, from which the log-sum-exp follows.
     cross = top - q.amax(-1).log_() - cross
-    if objective.loss is Loss.kl:
+    if objective is Loss.kl:
         alpha = None
         if teacher.draft_mass is not None:
             target = torch.mul(probs, teacher.draft_mass.unsqueeze(-1), out=logits)
@@ -124,10 +107,7 @@ def loss_with_gradient(
     alpha = torch.minimum(q, target, out=target).sum(-1)
     slope = torch.mul(q, below, out=logits)
     slope = torch.addcmul(slope.neg_(), q, slope.sum(-1, keepdim=True), value=-1, out=slope)
-    if objective.loss is Loss.lk_alpha:
-        slope.div_(alpha.unsqueeze(-1))
-        return -alpha.log(), alpha
-    weight = kl_weight(objective, alpha)
+    weight = kl_weight(alpha)
     divergence = cross - _required(entropy)
     slope.mul_((1 - weight).unsqueeze(-1)).addcmul_(q.sub_(probs), weight.unsqueeze(-1))
     return weight * divergence + (1 - weight) * (1 - alpha), alpha

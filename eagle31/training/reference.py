@@ -15,7 +15,7 @@ from eagle31.model.attention import Attend, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts, supervised_positions
-from eagle31.training.objectives import Objective, plain_alpha, plain_loss
+from eagle31.training.objectives import Loss, plain_alpha, plain_loss
 from eagle31.training.step import DepthSums, full_teacher
 
 
@@ -68,10 +68,9 @@ def reference_loss(
     *,
     num_steps: int,
     step_decay: float,
-    objective: Objective | None = None,
+    objective: Loss = Loss.kl,
 ) -> tuple[Tensor, DepthSums]:
     """Return the same results as `eagle31.training.step.rollout_loss`."""
-    objective = objective or Objective()
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     rows = supervised_positions(supervised)
     lm_head = frozen.lm_head or drafter.lm_head
@@ -86,16 +85,13 @@ def reference_loss(
         assert teacher.draft_mass is not None
         assert teacher.greedy is not None
         logits = lm_head(normed[index]).to(teacher.probs.dtype)
-        weight = torch.ones_like(teacher.draft_mass)
-        if not objective.count_outside_vocab:
-            weight = (teacher.greedy >= 0).to(weight)
         alpha = plain_alpha(logits, teacher)
-        loss = (plain_loss(objective, logits, teacher) * weight).sum()
+        loss = plain_loss(objective, logits, teacher).sum()
         weighted = step_decay**step * loss
         total = total + weighted
         with torch.no_grad():
-            hits = (logits.argmax(-1) == teacher.greedy) * weight
-        norm = state.detach()[index].norm(dim=-1, dtype=weight.dtype).sum()
-        overlap = (alpha.detach() * weight).sum()
-        sums.append([weight.sum(), loss.detach(), hits.sum(), overlap, norm, weighted.detach()])
+            hits = logits.argmax(-1) == teacher.greedy
+        norm = state.detach()[index].norm(dim=-1, dtype=alpha.dtype).sum()
+        num_rows = torch.tensor(len(index), device=rows.device)
+        sums.append([num_rows, loss.detach(), hits.sum(), alpha.detach().sum(), norm, weighted.detach()])
     return total, DepthSums(*(torch.stack([row[i].double() for row in sums]) for i in range(6)))

@@ -11,7 +11,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.fused_loss import one_pass_loss
-from eagle31.training.objectives import Objective, Teacher
+from eagle31.training.objectives import Loss, Teacher
 from eagle31.training.rollout import scheduled_rollout
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
@@ -62,7 +62,7 @@ def rollout_loss(
     *,
     num_steps: int,
     step_decay: float,
-    objective: Objective | None = None,
+    objective: Loss = Loss.kl,
     with_metrics: bool = True,
     schedule: RolloutSchedule | None = None,
     activation_checkpointing: bool = False,
@@ -75,7 +75,6 @@ def rollout_loss(
 
     Args:
         step_decay: decay^k is the weight of step k.
-        objective: by default cross entropy over the draft vocabulary.
         with_metrics: also sum agreement and expected acceptance, which need the target's distribution over
             its full vocabulary; they are zero otherwise.
         schedule: `schedule_batch` of the same batch and number of steps, if it exists already.
@@ -87,7 +86,6 @@ def rollout_loss(
     Returns:
         The scalar loss, and the sums per step.
     """
-    objective = objective or Objective()
     schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)
     lm_head = frozen.lm_head or drafter.lm_head
     states, norms = [], []

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from data.cache import cache_directory
@@ -45,6 +44,7 @@ from train.drafter.published import open_published
 from train.drafter.shape import complete_shape
 from train.evaluation.intervals import Floats, Resamples
 from train.evaluation.replay import packed, replay_greedily
+from train.trainer.parts import STATE, load_weights, read_checked
 from train.versions import git_revision
 
 STAGES = ("data", "answers", "vocab", "capture")
@@ -224,25 +224,20 @@ def _train_eagle31(data: Data, run: Run) -> Json:
         f"output_dir={directory}",
         f"stages=[{','.join((*STAGES, 'train'))}]",
         f"train.max_steps={run.steps}",
-        f"train.keep_weights_every={run.keep_every}",
+        f"train.save_every={run.keep_every}",
+        # A checkpoint has the seconds of the steps up to the last record.
+        f"train.log_every={run.keep_every}",
+        f"train.keep_checkpoints={run.steps}",
         f"train.validate_every={run.steps}",
-        f"train.save_every={run.steps}",
         f"train.seed={run.seed}",
     ]
     run_logged(line, directory / "log.txt", run.threads)
     (artifact,) = (path.parent for path in directory.glob("artifacts/train-*/stage.json"))
     kept = []
-    for path in sorted(artifact.glob("checkpoints/weights/*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        kept.append(
-            {
-                "step": int(metadata["step"]),
-                "step_seconds": float(metadata["step_seconds"]),
-                "supervised_positions": int(metadata["supervised_positions"]),
-                "checkpoint": str(path.relative_to(directory)),
-            }
-        )
+    for path in sorted(artifact.glob("checkpoints/step-*")):
+        state = read_checked(path / STATE)
+        figures = {name: state[name] for name in ("step", "step_seconds", "supervised_positions")}
+        kept.append(figures | {"checkpoint": str(path.relative_to(directory))})
     return {"kept": kept, "artifact": str(artifact.relative_to(directory))}
 
 
@@ -305,7 +300,7 @@ def measured(data: Data, run: Run, result: Json) -> dict[str, Json]:
         checkpoint = run.directory / kept["checkpoint"]
         if own is not None:
             drafter, frozen = own
-            drafter.load_state_dict(load_file(checkpoint))
+            drafter.load_state_dict(load_weights(checkpoint))
         else:
             loaded = open_published(checkpoint, data.parts, None, "checkpoint")
             ids = loaded.draft_target_ids

@@ -12,7 +12,6 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.step import schedule_batch
 from train.plan.memory import TrainerSettings
 from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
-from train.trainer.optimizer import MuonSettings
 
 
 def build_engine(
@@ -44,11 +43,9 @@ def build_engine(
             offload_parameters=False,
         ),
         lr=1e-4,
-        betas=(0.9, 0.95),
-        eps=1e-8,
         weight_decay=0.0,
         max_grad_norm=0.5,
-        muon=MuonSettings(matrix_lr=0.02, momentum=0.95) if settings.muon else None,
+        matrix_lr=0.02 if settings.muon else None,
     )
 
 

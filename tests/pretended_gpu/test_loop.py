@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.batches.device_rows import DeviceRows
-from eagle31.training.objectives import Objective
+from eagle31.training.objectives import Loss
 from eagle31.training.step import DepthSums
 from tests.pretended_gpu.backward import backward
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
@@ -19,7 +19,7 @@ from train.distributed import World
 from train.trainer.engine import TrainedModule, split_weights
 from train.trainer.loop import optimizer_step
 from train.trainer.metrics import WindowSums
-from train.trainer.optimizer import ClippedAdamW, Muon, MuonSettings
+from train.trainer.optimizer import ClippedAdamW, Muon
 from train.trainer.skipped import SkippedSteps
 
 NUM_ROWS, MAX_STEPS = 2, 2
@@ -67,25 +67,22 @@ class GpuWorld(World):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "count_outside_vocab", "muon"),
-    [(torch.float32, False, False), (torch.bfloat16, True, True)],
+    ("dtype", "objective", "muon"),
+    [(torch.float32, Loss.lk_lambda, False), (torch.bfloat16, Loss.kl, True)],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*matrix products")
-def test_an_optimizer_step_never_waits(dtype: torch.dtype, count_outside_vocab: bool, muon: bool) -> None:
+def test_an_optimizer_step_never_waits(dtype: torch.dtype, objective: Loss, muon: bool) -> None:
     config, world = configuration("gqa"), GpuWorld(rank=0, local_rank=0, size=1)
     with PretendedGpu() as gpu:
         batches = [[host_batch(config, dtype, seed=seed) for seed in (step, 9)] for step in range(MAX_STEPS)]
         drafter, frozen = drafter_on_gpu(config, dtype)
-        objective = Objective(count_outside_vocab=count_outside_vocab)
         module = TrainedModule(drafter, frozen, NUM_STEPS, 0.8, objective)
         skipped = SkippedSteps(1e-3, lambda step: [])
         settings: dict[str, Any] = {"max_grad_norm": 0.5, "on_device": True, "lr": 1e-3, "weight_decay": 0.1}
         if muon:
             matrices, others = split_weights(drafter)
-            optimizer: ClippedAdamW = Muon(
-                matrices, others, MuonSettings(matrix_lr=0.02, momentum=0.95), device=CUDA, **settings
-            )
+            optimizer: ClippedAdamW = Muon(matrices, others, 0.02, device=CUDA, **settings)
         else:
             optimizer = ClippedAdamW(module.parameters(), **settings)
         engine = PlainEngine(module, optimizer)

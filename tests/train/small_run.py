@@ -30,7 +30,6 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
         f"train.max_steps={STEPS}",
         "train.log_every=1",
         "train.validate_every=8",
-        "train.diagnose_every=8",
         "train.save_every=8",
         "train.ttt_steps=3",
         "optim.lr=3e-3",

@@ -22,7 +22,6 @@ from train.config.training import (
     TrackingConfig,
     TrainConfig,
     check_deepspeed,
-    check_optim,
 )
 from train.config.vllm import VllmConfig, check_temperatures, check_vllm
 
@@ -92,10 +91,8 @@ def check(config: RunConfig) -> None:
     check_data(config.data)
     check_capture(config.capture)
     check_vllm(config.vllm)
-    check_optim(config.optim)
     check_deepspeed(config.deepspeed)
     check_lengths(config)
-    check_order(config)
     if config.target.engine is TargetEngine.vllm:
         check_temperatures(
             {
@@ -143,19 +140,6 @@ def needed_stages(config: RunConfig) -> list[Stage]:
     """Return the stages up to the last selected one whose results it depends on, in their order."""
     stages = list(Stage)
     return stages[: 1 + max(stages.index(stage) for stage in config.stages)]
-
-
-def check_order(config: RunConfig) -> None:
-    """Raise UserError for windows that are smaller than a row, or that there cannot be without a store."""
-    tokens = config.train.shuffle_window_tokens
-    if tokens is None:
-        return
-    if config.capture.mode is CaptureMode.online:
-        remedy = "States that training reads online are in no files: give null, or capture.mode=offline."
-        raise UserError("train.shuffle_window_tokens", tokens, remedy)
-    if tokens < config.train.row_tokens:
-        remedy = f"A window must hold more than a row ({config.train.row_tokens} tokens); give null for none."
-        raise UserError("train.shuffle_window_tokens", tokens, remedy)
 
 
 def check_lengths(config: RunConfig) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from eagle31.choice import Choice
 from eagle31.errors import UserError
-from eagle31.training.objectives import Loss, Objective
+from eagle31.training.objectives import Loss
 from train.config.evaluate import MAX_DRAFT_TOKENS
 from train.config.setting import setting
 
@@ -19,8 +19,7 @@ AUTO, NONE = "auto", "none"
 class Schedule(Choice):
     cosine = "cosine", "falls along half a cosine"
     linear = "linear", "falls linearly"
-    constant = "constant", "stays at optim.lr"
-    wsd = "wsd", "warmup-stable-decay: stays at optim.lr and falls at the end, see optim.decay_fraction"
+    wsd = "wsd", "warmup-stable-decay: stays at optim.lr and falls linearly in the last fifth of the steps"
 
 
 class Optimizer(Choice):
@@ -50,23 +49,9 @@ class OptimConfig:
         gt=0,
         lt=MAX_LR,
     )
-    momentum: float = setting(0.95, "Decay rate of Muon's moving average of gradients.", ge=0, lt=1)
-    betas: list[float] = setting([0.9, 0.95], "Adam's two decay rates.", ge=0, lt=1)
-    eps: float = setting(1e-8, "Adam's epsilon.", gt=0, le=1)
     weight_decay: float = setting(0.0, "Decoupled weight decay.", ge=0, le=1000)
     schedule: Schedule = setting(Schedule.cosine, "Course of the learning rate after the warm-up.")
     warmup_fraction: float = setting(0.015, "Fraction of the steps with a linear warm-up.", ge=0, lt=1)
-    warmup_steps: int | None = setting(
-        None, "Number of steps with a linear warm-up. null: warmup_fraction decides.", ge=0
-    )
-    decay_fraction: float = setting(
-        0.2,
-        "Fraction of the steps in which the learning rate falls, with schedule=wsd. A "
-        "continued training falls from the step that it continues from at the earliest.",
-        gt=0,
-        le=1,
-    )
-    min_lr_fraction: float = setting(0.0, "Final learning rate as a fraction of the peak.", ge=0, le=1)
     max_grad_norm: float = setting(0.5, "Norm to which gradients are clipped.", gt=0)
 
 
@@ -86,13 +71,6 @@ class DeepSpeedConfig:
         False, "Whether optimizer states are in CPU memory. Needs zero_stage 1, 2 or 3."
     )
     offload_parameters: bool = setting(False, "Whether parameters are in CPU memory. Needs zero_stage 3.")
-    timeout_minutes: float = setting(
-        30.0,
-        "Minutes that a rank may hold up a collective operation of the others, before it fails and the "
-        "run ends. The default is longer than a checkpoint to a slow disk or the start of a server again "
-        "takes.",
-        gt=0,
-    )
 
 
 @dataclass
@@ -110,15 +88,6 @@ class TrainConfig:
         Loss.kl,
         "Loss of a draft against the target's distribution.",
     )
-    lk_eta: float = setting(
-        3.0,
-        "How early loss=lk_lambda turns from KL to the acceptance rate, as that of each draft grows; larger "
-        "is earlier. 0 stays KL; 1e9 is without KL from the start, where it learns little.",
-        ge=0,
-    )
-    count_outside_vocab: bool = setting(
-        True, "Whether drafts are supervised where the target's greedy token is outside the draft vocabulary."
-    )
     compile: bool = setting(
         False,
         "Whether torch.compile makes one kernel of each chain of memory-bound operations: rotary "
@@ -132,26 +101,14 @@ class TrainConfig:
         "sixth more compute.",
     )
     row_tokens: int = setting(2048, "Length of a packed row in tokens; the longest sample must fit.", ge=1)
-    shuffle_window_tokens: int | None = setting(
-        None,
-        "Shuffle within windows of this many tokens instead of over all samples: files of the store are "
-        "joined in random order, so that a file is read during one window only. For capture.mode=offline "
-        "with stores that are slow to read at random (docs/capture.md). No ablation compares the two. "
-        "null: over all samples.",
-        ge=1,
-    )
     rows_per_step: int = setting(8, "Packed rows of one optimizer step, over all ranks.", ge=1)
     max_steps: int | None = setting(None, "Number of optimizer steps. null: num_epochs decides.", ge=1)
     num_epochs: int = setting(1, "Passes over the training data if max_steps is null.", ge=1)
     log_every: int = setting(10, "Steps between two records in metrics.jsonl.", ge=1)
     validate_every: int = setting(
-        200, "Steps between two validations, from which the best checkpoint is chosen.", ge=1
-    )
-    diagnose_every: int = setting(
-        50,
-        "Steps between two records of drift in metrics.jsonl; there is one before the first step and "
-        "after the last step too. Each takes less time than a step. 0: none.",
-        ge=0,
+        200,
+        "Steps between two validations, from which the best checkpoint is chosen. Each also records drift.",
+        ge=1,
     )
     save_every: int = setting(200, "Steps between two checkpoints to resume from.", ge=1)
     keep_checkpoints: int = setting(3, "Number of checkpoints that are kept.", ge=1)
@@ -160,12 +117,6 @@ class TrainConfig:
         "Training that this one continues, with its optimizer states. auto: that in output_dir, when its "
         "settings have changed or its steps are more. none: no other; it starts at the first step. "
         "DIRECTORY or DIRECTORY@STEP: the newest or the named checkpoint of the run with that output_dir.",
-    )
-    keep_weights_every: int | None = setting(
-        None,
-        "Steps between two copies of the weights in checkpoints/weights, which all stay, for example for "
-        "a curve of acceptance length; the last step's are among them. null: none.",
-        ge=1,
     )
     seed: int | None = setting(
         None,
@@ -187,20 +138,9 @@ class TrackingConfig:
     name: str | None = setting(None, "Name of the W&B run. null: the recipe's name.")
 
 
-def check_optim(optim: OptimConfig) -> None:
-    """Raise UserError for decay rates that are not two."""
-    if len(optim.betas) != 2:
-        raise UserError("optim.betas", optim.betas, "Give two values, such as [0.9,0.95].")
-
-
 def check_deepspeed(deepspeed: DeepSpeedConfig) -> None:
     """Raise UserError for values, or combinations of them, that DeepSpeed does not take."""
     if deepspeed.offload_optimizer and deepspeed.zero_stage == 0:
         raise UserError("deepspeed.offload_optimizer", True, "It needs deepspeed.zero_stage of 1, 2 or 3.")
     if deepspeed.offload_parameters and deepspeed.zero_stage != 3:
         raise UserError("deepspeed.offload_parameters", True, "It needs deepspeed.zero_stage=3.")
-
-
-def objective_of(train: TrainConfig) -> Objective:
-    """Return the loss that the recipe chooses."""
-    return Objective(train.loss, train.lk_eta, train.count_outside_vocab)

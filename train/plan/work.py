@@ -15,7 +15,6 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig
-from train.config.training import objective_of
 from train.plan.sizes import RunSizes
 
 _HOUR = 3600
@@ -162,7 +161,7 @@ def _row_flops(sizes: RunSizes) -> StepFlops:
     counts = typical_counts(
         config.train.row_tokens, config.train.ttt_steps, document_tokens, fraction, drafter
     )
-    full = objective_of(config.train).needs_full_vocabulary
+    full = config.train.loss.needs_full_vocabulary
     return step_flops(drafter, counts, config.drafter.train_lm_head, full)
 
 

@@ -31,7 +31,6 @@ from train.trainer.parts import (
 )
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training
-WEIGHTS = "weights"
 BEST = "best.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SPARE_BYTES = 1 << 20  # for the files of JSON, and what a file system needs for its directories
@@ -193,26 +192,6 @@ class CheckpointDirectory:
             for other in best.glob("*.safetensors"):
                 if other.name != file:
                     other.unlink()
-
-        num_bytes = sum(tensor.nbytes for tensor in weights.values())
-        agreed_on_main(self.world, write, partial(self._cannot_write, state.step, num_bytes))
-
-    def keep_weights(self, weights: dict[str, Tensor], state: TrainState) -> None:
-        """Write weights, which are float32, into `weights/`. Every rank calls; rank 0 has and writes them.
-
-        The file's metadata has the step, and the step seconds and supervised positions that it took.
-
-        Raises:
-            UserError: on every rank; they cannot be written.
-        """
-        kept = self.root / WEIGHTS
-        fields = ("step", "step_seconds", "supervised_positions")
-        metadata = {field: str(getattr(state, field)) for field in fields}
-
-        def write() -> None:
-            kept.mkdir(parents=True, exist_ok=True)
-            path = kept / f"drafter-{state.step:08d}.safetensors"
-            _replace(path, partial(write_weights, weights=weights, metadata=metadata))
 
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         agreed_on_main(self.world, write, partial(self._cannot_write, state.step, num_bytes))

@@ -27,13 +27,18 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import Drift, DriftRows, measure_drift
-from eagle31.training.objectives import Objective
+from eagle31.training.objectives import Loss
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from train.distributed import World
 from train.trainer.matrices import is_matrix
-from train.trainer.optimizer import ClippedAdamW, Muon, MuonSettings
+from train.trainer.optimizer import ClippedAdamW, Muon
+
+# Adam's decay rates and its epsilon: those of EAGLE, and PyTorch's.
+BETAS, EPS = (0.9, 0.95), 1e-8
+# How long a rank may hold up the others: longer than a checkpoint to a slow disk or a server's start takes.
+TIMEOUT_MINUTES = 30.0
 
 
 class TrainedModule(nn.Module):
@@ -45,7 +50,7 @@ class TrainedModule(nn.Module):
         frozen: FrozenParts,
         num_steps: int,
         step_decay: float,
-        objective: Objective | None = None,
+        objective: Loss = Loss.kl,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -53,7 +58,7 @@ class TrainedModule(nn.Module):
         self.frozen = frozen
         self.num_steps = num_steps
         self.step_decay = step_decay
-        self.objective = objective or Objective()
+        self.objective = objective
         self.activation_checkpointing = activation_checkpointing
         self._rounded = RoundedDrafter(drafter)
 
@@ -145,32 +150,30 @@ def initialize_model_engine(
     config: dict[str, Any],
     *,
     lr: float,
-    betas: tuple[float, float],
-    eps: float,
     weight_decay: float,
     max_grad_norm: float,
-    muon: MuonSettings | None = None,
+    matrix_lr: float | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap the module in a DeepSpeed engine; the process group must exist.
 
     Args:
-        muon: settings of Muon, which then updates the matrices. None: AdamW updates all weights.
+        matrix_lr: peak rate of Muon, which then updates the matrices. None: AdamW updates all weights.
     """
     settings: dict[str, Any] = {
         "max_grad_norm": max_grad_norm,
         "on_device": torch.cuda.is_available() and "offload_optimizer" not in config["zero_optimization"],
         "lr": lr,
-        "betas": betas,
-        "eps": eps,
+        "betas": BETAS,
+        "eps": EPS,
         "weight_decay": weight_decay,
     }
     optimizer: ClippedAdamW
     matrices, others = split_weights(module.drafter)
-    if muon is None:
+    if matrix_lr is None:
         optimizer = ClippedAdamW(module.parameters(), **settings)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        optimizer = Muon(matrices, others, muon, device=torch.device(device), **settings)
+        optimizer = Muon(matrices, others, matrix_lr, device=torch.device(device), **settings)
     if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # as AdamW is; DeepSpeed compares types
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
@@ -223,13 +226,9 @@ def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def ensure_process_group(timeout_minutes: float = 30.0) -> None:
-    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun.
-
-    Args:
-        timeout_minutes: how long a rank may hold up the others, before their collective operation fails.
-    """
-    timeout = timedelta(minutes=timeout_minutes)
+def ensure_process_group() -> None:
+    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun."""
+    timeout = timedelta(minutes=TIMEOUT_MINUTES)
     # At the time limit PyTorch's flight recorder writes which operations each rank has begun.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

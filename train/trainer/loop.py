@@ -20,7 +20,7 @@ from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import full_state
 from train.trainer.learning_rate import LearningRate
 from train.trainer.metrics import Speed, WindowSums, source_metrics
-from train.trainer.optimizer import ClippedAdamW, divisor_correction
+from train.trainer.optimizer import ClippedAdamW
 from train.trainer.skipped import SkippedSteps, spoiled_unless_finite
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
 
@@ -36,8 +36,6 @@ class LoopSettings:
     validate_every: int
     save_every: int
     draft_tokens: int  # k of the acceptance length that chooses the checkpoint
-    diagnose_every: int = 0  # 0: never
-    keep_weights_every: int = 0  # 0: never
     saves_after: int | None = None  # a step after which there is a checkpoint, whatever `save_every` says
     speed: Speed = field(default_factory=Speed)
 
@@ -45,7 +43,7 @@ class LoopSettings:
 class Action(NamedTuple):
     """What the loop does after every so many steps, and after the last one."""
 
-    every: int  # 0: never
+    every: int
     run: Callable[[], None]
     also_after: int | None = None
 
@@ -54,7 +52,6 @@ class TrainingLoop:
     """Trains from the state's step to `settings.max_steps`; the best weights are left in `checkpoints`.
 
     Args:
-        diagnosis: measures the drift of the weights that are trained; None where nothing does.
         dtype: of the batches.
     """
 
@@ -63,7 +60,7 @@ class TrainingLoop:
         model_engine: deepspeed.DeepSpeedEngine,
         rows: DeviceRows,
         validation: ReplayValidation,
-        diagnosis: DriftDiagnosis | None,
+        diagnosis: DriftDiagnosis,
         checkpoints: CheckpointDirectory,
         tracker: Tracker,
         skipped: SkippedSteps,
@@ -93,20 +90,14 @@ class TrainingLoop:
         """
         settings, state = self.settings, self.state
         log = Action(settings.log_every, self._log)
-        keep = Action(settings.keep_weights_every, self._keep_weights)
         save = Action(settings.save_every, self._save, also_after=settings.saves_after)
         validate = Action(settings.validate_every, self._validate)
-        diagnose = Action(settings.diagnose_every, self._diagnose)
         with self.bar:
             self.rows.loader.read_ahead(state.step)
             if state.best_step is None:
                 self._validate()
-            if state.step == 0 and settings.diagnose_every:
-                self._diagnose()
             while state.step < settings.max_steps:
-                due = [one for one in (log, validate, diagnose, keep, save) if self._is_due(one)]
-                if keep in due and log not in due:  # its file says what the steps so far took
-                    due.insert(0, log)
+                due = [one for one in (log, validate, save) if self._is_due(one)]
                 stop = self._step(with_metrics=log in due, stop=stop_reason() is not None)
                 if stop and save not in due:
                     due.append(save)
@@ -125,8 +116,6 @@ class TrainingLoop:
     def _is_due(self, action: Action) -> bool:
         """Return whether an action follows the next step."""
         step = self.state.step + 1
-        if not action.every:
-            return False
         return step % action.every == 0 or step in (self.settings.max_steps, action.also_after)
 
     def _step(self, *, with_metrics: bool, stop: bool) -> bool:
@@ -169,7 +158,7 @@ class TrainingLoop:
         self.window = WindowSums(self.settings.num_depths, self.world.device)
 
     def _validate(self) -> None:
-        """Validate by replay, and save the weights if they are the best so far."""
+        """Validate by replay, save the weights if they are the best so far, and log their drift."""
         state, started = self.state, time.perf_counter()
         with self.window.timed("validation"):
             stats = self.validation.run(self.model_engine.module, self.world.device, self.dtype)
@@ -187,21 +176,15 @@ class TrainingLoop:
                 state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
                 weights = full_state(self.model_engine, keep=self.world.is_main)
                 self.checkpoints.save_best(weights, state)
+        self._diagnose()
 
     def _diagnose(self) -> None:
-        """Log the drift of the weights as they are."""
-        assert self.diagnosis is not None
         started = time.perf_counter()
         with self.window.timed("diagnosis"):
             found = self.diagnosis.run(self.model_engine.module, self.world.device, self.dtype)
         if found is not None:
             seconds = {"seconds": time.perf_counter() - started}
             self.tracker.log({"kind": "drift", "step": self.state.step} | found | seconds)
-
-    def _keep_weights(self) -> None:
-        with self.window.timed("checkpoint"):
-            weights = full_state(self.model_engine, keep=self.world.is_main)
-            self.checkpoints.keep_weights(weights, self.state)
 
     def _save(self) -> None:
         with self.window.timed("checkpoint"):
@@ -253,19 +236,15 @@ def optimizer_step(
     on_host = HostCopy(counts)
     optimizer: ClippedAdamW = model_engine.basic_optimizer
     optimizer.set_learning_rate(lr)
-    objective = model_engine.module.objective
-    counted: Tensor | None = None
     window.count(step_rows.counts)
     for number, row in enumerate(step_rows.rows, start=1):
         is_last = number == step_rows.num_rows
         model_engine.set_gradient_accumulation_boundary(is_last)
         loss, sums = model_engine(row.batch, row.schedule, with_metrics)
         model_engine.backward(loss * scale.to(loss.dtype) * spoiled_unless_finite(loss))
-        if not objective.count_outside_vocab:
-            counted = sums.num_rows[0] if counted is None else counted + sums.num_rows[0]
         if is_last:
-            optimizer.begin_step(None if counted is None else divisor_correction(counts[0], counted))
+            optimizer.begin_step()
         model_engine.step()
-        window.add(sums, with_metrics or objective.needs_full_vocabulary)
+        window.add(sums, with_metrics or model_engine.module.objective.needs_full_vocabulary)
     optimizer.end_step()
     return on_host, optimizer.grad_norm

@@ -1,7 +1,6 @@
 """AdamW and Muon under DeepSpeed: they clip gradients, and skip the steps that must not be taken."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.newton_schulz import orthogonalization_dtype
-from train.distributed import sum_over_ranks
 from train.trainer.engine_state import flat_matrices
 from train.trainer.matrices import WholeMatrices
 
@@ -44,7 +42,6 @@ class ClippedAdamW(torch.optim.AdamW):
         self.max_grad_norm = max_grad_norm
         self.reduced_norm: Callable[[], Tensor | float] | None = None  # DeepSpeed's, with ZeRO
         self.grad_norm = torch.tensor(0.0)  # of the newest step, before clipping
-        self._gradient_scale: Tensor | None = None
         self._factor: Tensor | None = None
         self._refused: Tensor | None = None
 
@@ -54,13 +51,9 @@ class ClippedAdamW(torch.optim.AdamW):
         assert self._refused is not None
         return self._refused
 
-    def begin_step(self, gradient_scale: Tensor | None = None) -> None:
-        """Call before the model engine's step.
-
-        Args:
-            gradient_scale: [], a factor of the gradient that was not known in the backward pass.
-        """
-        self._gradient_scale, self._refused = gradient_scale, None
+    def begin_step(self) -> None:
+        """Call before the model engine's step."""
+        self._refused = None
 
     def end_step(self) -> None:
         """Call after the model engine's step, which some ZeRO stages skip if the gradient is not finite."""
@@ -108,42 +101,13 @@ class ClippedAdamW(torch.optim.AdamW):
             norm = torch.stack([gradient.float().norm() for gradient in gradients]).pow(2).sum().sqrt()
         else:
             norm = torch.as_tensor(self.reduced_norm())
-        if self._gradient_scale is not None:
-            norm = norm * self._gradient_scale.to(norm.device)
         factor = (self.max_grad_norm / (norm + _EPSILON)).clamp(max=1)
-        if self._gradient_scale is not None:
-            factor = factor * self._gradient_scale.to(norm.device)
         # DeepSpeed replaces the norm of a gradient that is not finite by -1 at some ZeRO stages.
         self.grad_norm, self._factor, self._refused = norm, factor, ~norm.isfinite() | (norm < 0)
 
 
-def divisor_correction(num_supervised: Tensor, counted: Tensor) -> Tensor:
-    """Return the factor that makes the number of counted positions the loss's divisor. Every rank calls.
-
-    Which positions the loss counts under `count_outside_vocab=false` is known on the device alone, after the
-    forward pass. So the gradient is divided by the number of supervised positions first.
-
-    Args:
-        num_supervised: [], supervised positions over all ranks.
-        counted: float64 [], the positions that this rank's loss counts.
-    """
-    return (num_supervised / sum_over_ranks(counted.clone()).clamp(min=1)).float()
-
-
 _MOMENTUM = "momentum_buffer"
-
-
-@dataclass(frozen=True)
-class MuonSettings:
-    """The settings of Muon, in addition to those of AdamW.
-
-    Args:
-        matrix_lr: peak learning rate of the matrices; their rate is always this multiple of AdamW's.
-        momentum: decay rate of the gradient's moving average, in [0, 1).
-    """
-
-    matrix_lr: float
-    momentum: float
+MOMENTUM = 0.95  # decay rate of the gradient's moving average, the one of Muon's publication
 
 
 class Muon(ClippedAdamW):
@@ -162,6 +126,7 @@ class Muon(ClippedAdamW):
     Args:
         matrices: two-dimensional weights.
         others: the weights that AdamW updates.
+        matrix_lr: peak learning rate of the matrices; their rate is always this multiple of AdamW's.
         device: where matrices are orthogonalized, even if the optimizer is on the CPU.
         settings: of AdamW; `lr` is its peak, and `weight_decay` holds for the matrices too.
     """
@@ -170,7 +135,7 @@ class Muon(ClippedAdamW):
         self,
         matrices: Sequence[nn.Parameter],
         others: Sequence[nn.Parameter],
-        muon: MuonSettings,
+        matrix_lr: float,
         *,
         lr: float,
         device: torch.device,
@@ -180,8 +145,7 @@ class Muon(ClippedAdamW):
         groups = [{"params": list(matrices), "matrices": True}, {"params": list(others), "matrices": False}]
         super().__init__(groups, lr=lr, **settings)
         self.device = device
-        self.momentum = muon.momentum
-        self.matrix_lr_ratio = muon.matrix_lr / lr
+        self.matrix_lr_ratio = matrix_lr / lr
         shapes = [matrix.shape for matrix in matrices]
         self._dtype = orthogonalization_dtype(device)
         self._replicated = WholeMatrices(shapes, None, device, self._dtype)
@@ -244,8 +208,8 @@ class Muon(ClippedAdamW):
         if self.defaults["fused"]:
             assert self._refused is not None
             gradient.masked_fill_(self._refused, 0)  # it may not be finite
-        buffer = state[_MOMENTUM].lerp_(gradient, (1 - self.momentum) * taken)
-        gradient.lerp_(buffer, self.momentum)
+        buffer = state[_MOMENTUM].lerp_(gradient, (1 - MOMENTUM) * taken)
+        gradient.lerp_(buffer, MOMENTUM)
 
     @staticmethod
     def _apply(whole: WholeMatrices, parts: list[tuple[Tensor, Tensor]], step_size: Tensor) -> None:

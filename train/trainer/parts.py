@@ -83,11 +83,10 @@ def write_part(path: Path, fragments: Sequence[SavedFragment]) -> dict[str, int]
     return {"bytes": size, _CHECKSUM: checksum}
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] = {}) -> None:
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write whole float32 tensors into a safetensors file that any reader of that format reads."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     with open(path, "wb") as file:
-        file.write(_encoded(header | _entries([(n, list(t.shape), t.numel()) for n, t in weights.items()])))
+        file.write(_encoded(_entries([(n, list(t.shape), t.numel()) for n, t in weights.items()])))
         for tensor in weights.values():
             assert tensor.dtype == torch.float32
             file.write(_bytes_of(tensor.detach().cpu().contiguous().view(-1)))

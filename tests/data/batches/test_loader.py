@@ -1,10 +1,8 @@
 import threading
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from data.batches.loader import RowLoader, RowPosition, SourceStats, check_divisible
 from data.batches.row_order import pack_epoch
@@ -287,10 +285,6 @@ class StoredListSource(ListSource):
 
     state_shape = StateShape(3, 2, torch.float32)
 
-    @property
-    def files(self) -> NDArray:
-        return np.arange(len(self.lengths)) // 4
-
     def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None:
         self.requests.append(list(indices))
         for index, place in zip(indices, places, strict=True):
@@ -310,17 +304,3 @@ def test_samples_that_are_decoded_into_rows_make_the_same_rows() -> None:
                 assert tensor.dtype == getattr(other, name).dtype
     for loader in loaders:
         loader.close()
-
-
-def test_a_loader_reads_window_by_window() -> None:
-    source = StoredListSource()
-    loader = RowLoader(source, row_tokens=ROW_TOKENS, rows_per_step=1, seed=0, shuffle_window_tokens=100)
-    files = [
-        {index // 4 for row in loader.rows(step) for index in row} for step in range(loader.rows_per_epoch)
-    ]
-    assert sorted(i for step in range(loader.rows_per_epoch) for i in loader.step_samples(step)) == list(
-        range(NUM_SAMPLES)
-    )
-    assert max(map(len, files)) <= 3
-    first, last = ([index for index, row in enumerate(files) if 0 in row][end] for end in (0, -1))
-    assert last - first < loader.rows_per_epoch / 3

@@ -12,7 +12,7 @@ from eagle31.cost.flops import (
     step_flops,
     typical_counts,
 )
-from eagle31.training.objectives import Loss, Objective
+from eagle31.training.objectives import Loss
 from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.naive import naive_loss
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
@@ -98,7 +98,7 @@ def test_an_objective_of_the_full_vocabulary_computes_all_of_the_teacher() -> No
     config = tiny_config()
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((17, 5, 23), config, seed=3)
-    objective = Objective(Loss.lk_alpha)
+    objective = Loss.lk_lambda
 
     def run() -> torch.Tensor:
         settings: dict[str, Any] = {"num_steps": 4, "step_decay": 0.8, "objective": objective}

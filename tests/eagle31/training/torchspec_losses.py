@@ -40,10 +40,9 @@ def main(source: str, target: str) -> None:
     if "t2d" in given:
         everywhere = torch.ones(1, num_tokens)
         teacher = compute_target_p_padded(last, given["target_head"], given["t2d"], everywhere, num_steps)
-        in_vocab = teacher.position_mask[0]
-        teacher = replace(teacher, position_mask=None)
+        teacher = replace(teacher, position_mask=None)  # which leaves out tokens outside the draft vocabulary
     else:
-        teacher, in_vocab = compute_lazy_target_padded(last, given["target_head"], num_steps), None
+        teacher = compute_lazy_target_padded(last, given["target_head"], num_steps)
 
     def losses(mask: Tensor) -> list[Tensor]:
         per_step, _, _ = model(
@@ -70,8 +69,6 @@ def main(source: str, target: str) -> None:
     torch.stack([w * loss for w, loss in zip(weights, losses(mask), strict=True)]).sum().backward()
     found = {f"gradient.{name}": p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     found["losses"] = table
-    if in_vocab is not None:
-        found["in_vocab"] = in_vocab
     save_file(found, target)
 
 

@@ -16,7 +16,14 @@ from data.batches.loader import RowLoader, RowPosition
 from data.samples import StateShape
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from tests.train.trainer.tiny_engines import LR, MUON, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
+from tests.train.trainer.tiny_engines import (
+    LR,
+    MATRIX_LR,
+    ROW_TOKENS,
+    ROWS_PER_STEP,
+    new_engine,
+    random_source,
+)
 from train.distributed import World, gathered, leave_process_group
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import ensure_process_group
@@ -38,7 +45,7 @@ class Training:
             settings["zero_stage"],
             settings["bf16"],
             world,
-            muon=MUON if settings["muon"] else None,
+            matrix_lr=MATRIX_LR if settings["muon"] else None,
             offload=settings["offload"],
         )
 
@@ -135,7 +142,7 @@ def refusal(saved: CheckpointDirectory, training: Training, world: World) -> lis
 def main() -> None:
     """Do the tasks in the file of argv, and write what they return next to it."""
     file, world = Path(sys.argv[1]), World.from_environment()
-    ensure_process_group(timeout_minutes=2.0)
+    ensure_process_group()
     results = {}
     for name, task in read_json(file).items():
         action = {"save": save, "resume": resume, "fill": fill}[task.pop("action")]

@@ -8,7 +8,7 @@ from train.config.training import OptimConfig, Optimizer
 from train.trainer.learning_rate import LearningRate, described, rule_lr, rule_matrix_lr, with_rates
 
 PEAK, WARMUP, STEPS = 2e-3, 10, 110
-RATE = LearningRate(PEAK, "linear", WARMUP, STEPS, min_fraction=0.1)
+RATE = LearningRate(PEAK, "linear", WARMUP, STEPS)
 
 
 def rates(schedule: str, **changes: float) -> list[float]:
@@ -17,7 +17,7 @@ def rates(schedule: str, **changes: float) -> list[float]:
     return [rate.at(step) for step in range(STEPS + 1)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_warm_up_is_linear_and_starts_above_zero(schedule: str) -> None:
     expected = [PEAK * (step + 1) / WARMUP for step in range(WARMUP)]
     assert rates(schedule)[:WARMUP] == pytest.approx(expected)
@@ -25,36 +25,34 @@ def test_warm_up_is_linear_and_starts_above_zero(schedule: str) -> None:
     assert rates(schedule, warmup_steps=0)[0] == pytest.approx(PEAK)
 
 
-@pytest.mark.parametrize("min_fraction", [0.0, 0.1])
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_rate_falls_to_the_end_value(schedule: str, min_fraction: float) -> None:
-    falling = rates(schedule, min_fraction=min_fraction)[WARMUP:]
+def test_rate_falls_to_zero(schedule: str) -> None:
+    falling = rates(schedule)[WARMUP:]
     assert all(before > after for before, after in pairwise(falling))
-    assert falling[-1] == pytest.approx(min_fraction * PEAK)
+    assert falling[-1] == pytest.approx(0)
     # In the middle both have come half the way.
-    assert falling[len(falling) // 2] == pytest.approx(PEAK * (1 + min_fraction) / 2)
+    assert falling[len(falling) // 2] == pytest.approx(PEAK / 2)
 
 
-def test_linear_cosine_and_constant_shapes() -> None:
+def test_linear_and_cosine_shapes() -> None:
     linear, cosine = rates("linear")[WARMUP:], rates("cosine")[WARMUP:]
     slope = [before - after for before, after in pairwise(linear)]
-    assert slope == pytest.approx([0.9 * PEAK / 100] * 100)
+    assert slope == pytest.approx([PEAK / 100] * 100)
     # After a quarter of the steps, cos(pi / 4) of the way from -1 to 1 remains.
-    assert cosine[25] == pytest.approx(PEAK * (0.1 + 0.9 * (1 + 0.5**0.5) / 2))
-    assert rates("constant")[WARMUP:] == [PEAK] * 101
+    assert cosine[25] == pytest.approx(PEAK * (1 + 0.5**0.5) / 2)
 
 
 def test_warmup_stable_decay_falls_at_the_end_only() -> None:
     found = rates("wsd", decay_start=90)
-    assert found[:91] == rates("constant")[:91]
+    assert found[WARMUP:91] == [PEAK] * 81
     slope = [before - after for before, after in pairwise(found[90:])]
-    assert slope == pytest.approx([0.9 * PEAK / 20] * 20)
+    assert slope == pytest.approx([PEAK / 20] * 20)
     # A decay that would begin in the warm-up begins after it.
     assert rates("wsd", decay_start=3)[WARMUP] == pytest.approx(PEAK)
 
 
 def test_run_of_warm_up_steps_only_does_not_divide_by_zero() -> None:
-    rate = LearningRate(PEAK, "cosine", warmup_steps=3, max_steps=3, min_fraction=0.0)
+    rate = LearningRate(PEAK, "cosine", warmup_steps=3, max_steps=3)
     assert [rate.at(step) for step in (2, 3)] == pytest.approx([PEAK, PEAK])
 
 

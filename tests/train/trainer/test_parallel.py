@@ -114,10 +114,3 @@ def test_refused_steps_change_nothing(results: dict[int, dict], name: str) -> No
         refused = run["refused"]
         assert refused["damaged"] == {"refused": True, "unchanged": True}
         assert refused["sound"] == {"refused": False, "unchanged": False}
-
-
-def test_the_divisor_counts_what_the_loss_counts(results: dict[int, dict]) -> None:
-    run = results[2]["inside"]
-    assert run["losses"][0] == pytest.approx(run["reference"]["loss"], rel=1e-5)
-    assert run["grad_norms"][0] == pytest.approx(run["reference"]["grad_norm"], rel=1e-5)
-    assert run["grad_norms"][0] > 1.1 * results[2]["zero2"]["grad_norms"][0]

@@ -84,14 +84,13 @@ def test_what_is_written_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_checkpoint(tmp_path / "step-00000001", 2)
-        write_weights(tmp_path / "drafter.safetensors", {"a": torch.ones(2, 3)}, {"step": "7"})
+        write_weights(tmp_path / "drafter.safetensors", {"a": torch.ones(2, 3)})
         saved = CheckpointDirectory(tmp_path, 1, World(0, 0, 1))
         saved.save_best({"a": torch.ones(3)}, TrainState(1))
-        saved.keep_weights({"a": torch.ones(3)}, TrainState(1))
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 8
+    assert len(files) == 7
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
     assert torch.equal(load_file(tmp_path / "drafter.safetensors")["a"], torch.ones(2, 3))
 

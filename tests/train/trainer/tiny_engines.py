@@ -4,16 +4,13 @@ from typing import Any
 
 import torch
 
-from eagle31.training.objectives import Objective
 from tests.data.batches.memory_source import MemorySource, random_sample
 from tests.eagle31.tiny import tiny_config, tiny_drafter
 from train.distributed import World
 from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
-from train.trainer.optimizer import MuonSettings
 
 ROWS_PER_STEP, ROW_TOKENS = 4, 48
-BETAS = (0.9, 0.95)
-LR, MUON = 1e-2, MuonSettings(matrix_lr=3e-2, momentum=0.95)
+LR, MATRIX_LR = 1e-2, 3e-2
 
 
 def random_source() -> MemorySource:
@@ -30,13 +27,12 @@ def new_engine(
     zero_stage: int,
     bf16: bool,
     world: World,
-    objective: Objective | None = None,
-    muon: MuonSettings | None = None,
+    matrix_lr: float | None = None,
     *,
     offload: bool = False,
 ) -> Any:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
-    module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8, objective=objective)
+    module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8)
     config = deepspeed_config(
         zero_stage=zero_stage,
         bf16=bf16,
@@ -51,9 +47,7 @@ def new_engine(
         module,
         config,
         lr=LR,
-        betas=BETAS,
-        eps=1e-8,
         weight_decay=0.0,
         max_grad_norm=0.5,
-        muon=muon,
+        matrix_lr=matrix_lr,
     )

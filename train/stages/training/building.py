@@ -7,8 +7,7 @@ import deepspeed
 import torch
 from torch import Tensor
 
-from data.batches.loader import RowLoader, RowPosition, files_of
-from data.batches.row_order import RowOrder
+from data.batches.loader import RowLoader, RowPosition
 from data.capture.tokens import dataset_supervision
 from data.samples import CapturedSample, HiddenStateSource, StateShape
 from data.store import HiddenStateStore
@@ -20,7 +19,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import MIN_STEPS
-from train.config.training import OptimConfig, Optimizer, objective_of
+from train.config.training import Optimizer
 from train.context import RunContext
 from train.drafter.build import build_drafter
 from train.plan.memory import trainer_memory, worst_counts
@@ -28,7 +27,6 @@ from train.plan.sizes import trainer_settings
 from train.stages.training.states import training_samples
 from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.metrics import Speed
-from train.trainer.optimizer import MuonSettings
 from train.trainer.validation import DriftDiagnosis
 
 
@@ -58,7 +56,7 @@ def new_engine(context: RunContext, drafter: Drafter, frozen: FrozenParts) -> de
         frozen,
         config.train.ttt_steps,
         config.train.step_decay,
-        objective_of(config.train),
+        config.train.loss,
         config.train.activation_checkpointing,
     )
     return initialize_model_engine(
@@ -72,20 +70,10 @@ def new_engine(context: RunContext, drafter: Drafter, frozen: FrozenParts) -> de
             offload_parameters=config.deepspeed.offload_parameters,
         ),
         lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
         weight_decay=optim.weight_decay,
         max_grad_norm=optim.max_grad_norm,
-        muon=muon_settings(optim),
+        matrix_lr=optim.matrix_lr if optim.name is Optimizer.muon else None,
     )
-
-
-def muon_settings(optim: OptimConfig) -> MuonSettings | None:
-    """Return the settings of Muon; None if AdamW updates all weights."""
-    if optim.name is not Optimizer.muon:
-        return None
-    assert optim.matrix_lr is not None  # from `with_rates`
-    return MuonSettings(optim.matrix_lr, optim.momentum)
 
 
 def sample_names(loader: RowLoader, step: int, context: RunContext) -> list[str]:
@@ -94,24 +82,6 @@ def sample_names(loader: RowLoader, step: int, context: RunContext) -> list[str]
     if isinstance(loader.source, HiddenStateStore):
         indices = loader.source.sample_ids[indices].tolist()
     return [str(name) for name in training_samples(context).select(indices)["id"]]
-
-
-def num_rows_per_epoch(context: RunContext, source: HiddenStateSource, epoch: int) -> int:
-    """Return the number of packed rows that every epoch of the source has.
-
-    Args:
-        epoch: any; it saves work if it is the one that is read next.
-    """
-    window_tokens = context.config.train.shuffle_window_tokens
-    order = RowOrder(
-        source.lengths,
-        context.config.train.row_tokens,
-        context.train_seed,
-        files=files_of(source) if window_tokens else None,
-        window_tokens=window_tokens,
-        begin_epoch=epoch,
-    )
-    return order.rows_per_epoch
 
 
 def row_loader(
@@ -132,7 +102,6 @@ def row_loader(
         costs=sample_costs(context, source, drafter),
         pin_memory=world.device.type == "cuda",
         begin=begin,
-        shuffle_window_tokens=config.train.shuffle_window_tokens,
         state_shape=StateShape(len(context.drafter.aux_layer_ids), drafter.target_hidden_size, context.dtype),
     )
 
@@ -153,7 +122,7 @@ def sample_costs(
 def row_flops(context: RunContext, drafter: DrafterConfig) -> Callable[[PackedBatch], int]:
     """Return a function from a packed row to the FLOPs of its forward and backward."""
     train, head_trained = context.config.train, context.config.drafter.train_lm_head
-    full = objective_of(train).needs_full_vocabulary
+    full = train.loss.needs_full_vocabulary
     return lambda batch: (
         step_flops(drafter, count_step(batch, train.ttt_steps, drafter), head_trained, full).total
     )
@@ -175,11 +144,9 @@ def expected_speed(context: RunContext, drafter: DrafterConfig, tensors: dict[st
     return Speed(peak_flops, memory.total, memory.held)
 
 
-def drift_diagnosis(context: RunContext, samples: Sequence[CapturedSample]) -> DriftDiagnosis | None:
-    """Return what measures drift on held-out samples; None if the recipe has it off. Every rank calls."""
+def drift_diagnosis(context: RunContext, samples: Sequence[CapturedSample]) -> DriftDiagnosis:
+    """Return what measures drift on held-out samples. Every rank calls."""
     config = context.config
-    if not config.train.diagnose_every:
-        return None
     return DriftDiagnosis(
         samples,
         config.train.row_tokens,

@@ -49,18 +49,7 @@ _LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 _SHOWN = 6  # settings that a message names
 _LENGTHS = ("max_steps", "num_epochs")  # settings of `train` that differ where a training is made longer
 # Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
-CHANGEABLE_OPTIM = frozenset(
-    {
-        "lr",
-        "matrix_lr",
-        "schedule",
-        "warmup_fraction",
-        "warmup_steps",
-        "min_lr_fraction",
-        "decay_fraction",
-        "max_grad_norm",
-    }
-)
+CHANGEABLE_OPTIM = frozenset({"lr", "matrix_lr", "schedule", "warmup_fraction", "max_grad_norm"})
 
 
 def fixed_inputs(context: RunContext) -> dict[str, Any]:
@@ -91,15 +80,7 @@ def training_inputs(context: RunContext) -> dict[str, Any]:
     training = asdict(config.train)
     # These change no weights, or are a separate input: what is in fact continued. validate_every stays in: it
     # affects which step is chosen as the best.
-    for name in (
-        "log_every",
-        "diagnose_every",
-        "save_every",
-        "keep_checkpoints",
-        "continue_from",
-        "keep_weights_every",
-        "seed",
-    ):
+    for name in ("log_every", "save_every", "keep_checkpoints", "continue_from", "seed"):
         training.pop(name)
     optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
     return {

@@ -24,8 +24,7 @@ from train.trainer.parts import load_weights
 WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"
 EVALUATED = "stages=[data,vocab,answers,capture,train,export,evaluate]"
-CONSTANT = ["optim.schedule=constant", "optim.warmup_steps=2"]
-WARM_DOWN = ["optim.schedule=wsd", "optim.warmup_steps=2", "optim.decay_fraction=0.25"]
+WARM_DOWN = ["optim.schedule=wsd"]
 
 
 @dataclass(frozen=True)
@@ -69,23 +68,26 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
 
     branch = [f"train.continue_from={root / 'whole'}@8", "train.max_steps=12"]
     few = ["train.ttt_steps=1", "evaluate.draft_tokens=1"]
-    longer = [TRAIN, *CONSTANT, *few, "train.rows_per_step=1", "train.max_steps=5"]
+    longer = [TRAIN, *WARM_DOWN, *few, "train.rows_per_step=1", "train.max_steps=5"]
     steps: dict[str, Any] = {
-        "first": run("extended", TRAIN, *CONSTANT, "train.max_steps=8"),
-        "second": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=16"),
+        "first": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=8"),
+        # From the checkpoint at which the rate of the first began to fall.
+        "second": run(
+            "extended", TRAIN, *WARM_DOWN, "train.max_steps=16", f"train.continue_from={root / 'extended'}@6"
+        ),
         "whole": run("whole", TRAIN, *WARM_DOWN, "train.max_steps=16"),
         # The branch needs a directory alone: it finds the results of all earlier stages.
         "branch": run("branch", EVALUATED, *branch, *WARM_DOWN),
         "branch again": run("branch", EVALUATED, *branch, *WARM_DOWN),
-        "shorter": run("origins", TRAIN, *CONSTANT, "train.max_steps=4"),
+        "shorter": run("origins", TRAIN, *WARM_DOWN, "train.max_steps=4"),
         "longer": run("origins", *longer),
         "longer, from none": run("origins", *longer, "train.continue_from=none"),
         "longer again": run("origins", *longer),
         "longer, as named": run("origins", *longer, f"train.continue_from={root / 'origins'}@4"),
         "other data": run(
-            "extended", TRAIN, *CONSTANT, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
+            "extended", TRAIN, *WARM_DOWN, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
         ),
-        "as many steps": run("extended", TRAIN, *CONSTANT, "train.max_steps=2"),
+        "as many steps": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=2"),
         "as many steps, other data": run("extended", TRAIN, "train.max_steps=2", "capture.max_samples=50"),
         "another drafter": run("extended", TRAIN, "drafter.num_hidden_layers=2", "train.max_steps=1"),
         "from the first step": run("extended", TRAIN, "train.max_steps=21", "train.continue_from=none"),
@@ -110,11 +112,11 @@ def _saved(training: Path, step: int) -> dict[str, torch.Tensor]:
 
 def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Runs) -> None:
     first = runs.training("extended", max_steps=8)
-    assert f"train: continues {first} after step 8" in runs.printed["second"]
+    assert f"train: continues {first} after step 6" in runs.printed["second"]
     ours = runs.metrics("extended", max_steps=16)
     assert ours == runs.metrics("whole", max_steps=16)
     rates = [record["learning_rate"] for record in ours if record["kind"] == "train"]
-    assert rates == pytest.approx([1.5e-3, *[3e-3] * 12, 2.25e-3, 1.5e-3, 0.75e-3])
+    assert rates == pytest.approx([*[3e-3] * 13, 2.25e-3, 1.5e-3, 0.75e-3])
     extended, whole = (_saved(runs.training(name, max_steps=16), 16) for name in ("extended", "whole"))
     assert extended.keys() == whole.keys()
     assert "fc.weight.exp_avg_sq" in extended
@@ -140,7 +142,7 @@ def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     )
     assert ours[:9] == theirs[:9]
     rates = [record["learning_rate"] for record in ours]
-    # A quarter of twelve steps.
+    # A fifth of twelve steps, rounded up.
     assert rates[8:] == pytest.approx([3e-3, 3e-3, 2e-3, 1e-3])
     assert read_json(trained / "stage.json")["facts"]["continued_at"] == 8
     assert_faithful(runs.root / "branch")
@@ -189,7 +191,7 @@ def test_what_is_continued_is_a_part_of_the_result(runs: Runs) -> None:
 
 
 def test_all_ranks_know_that_nothing_is_continued(runs: Runs, small_target: EmbeddedTarget) -> None:
-    settings = [*CONSTANT, "optim=adamw", "train.max_steps=2"]
+    settings = [*WARM_DOWN, "optim=adamw", "train.max_steps=2"]
     config = composed(RECIPE, *arguments(small_target, runs.root / "origins"), *settings)
     stages = [Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.train]
     contexts = [RunContext(config, World(rank, rank, size=2)) for rank in range(2)]
