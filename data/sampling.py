@@ -13,13 +13,9 @@ class Sampling:
     Args:
         stop_token_ids: the first of them ends an answer and is part of it.
         temperature: 0 is greedy decoding.
-        top_p: the probability of the most likely tokens from which a token is sampled; 1 is all of them.
-        top_k: the number of the most likely tokens from which a token is sampled; 0 is all of them.
     """
 
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     temperature: float
     seed: int
-    top_p: float = 1.0
-    top_k: int = 0

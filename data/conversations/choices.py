@@ -23,13 +23,6 @@ class Turns(Choice):
     each = "each", "one sample for each assistant turn, rendered as the last one, as in serving"
 
 
-class Overlong(Choice):
-    """The treatment of samples with more than `max_tokens` tokens."""
-
-    drop = "drop", "leave the sample out"
-    cut = "cut", "keep the first max_tokens"
-
-
 def check_template_kwargs(template_kwargs: Mapping[Any, Any], field: str) -> None:
     """Raise UserError for arguments that a chat template cannot be given.
 

@@ -45,11 +45,10 @@ class Mixture:
 
     sources: Mapping[str, Source]
     num_held_out: int
-    max_malformed_fraction: float
     seed: int
     shares: Mapping[str, Share] = field(default_factory=dict)  # of the sources; none: all of each
     evaluation: Source | None = None  # None: prompts are held out of the sources
-    evaluation_sets: Mapping[str, Source] | None = None  # whose prompts are left out of training
+    evaluation_sets: Mapping[str, Source] = field(default_factory=dict)  # whose prompts are left out, too
     similarity: float | None = None  # the least of near-duplicates, which are left out
     with_answers: bool = True  # whether near-duplicates have similar answers, too
 
@@ -87,10 +86,15 @@ def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversatio
     Raises:
         UserError: a source cannot be read, or too few conversations are left.
     """
-    evaluated = EvaluationPrompts()
-    for name, source in (mixture.evaluation_sets or {}).items():
-        evaluated.add(name, source.reader(mixture.max_malformed_fraction))
-    read = _read(mixture.sources, directory / _TABLE, mixture, evaluated)
+    evaluated, evaluation = EvaluationPrompts(), None
+    if mixture.evaluation is not None:
+        evaluation = _read(
+            {"data.eval": mixture.evaluation}, directory / _EVAL_TABLE, mixture.seed, EvaluationPrompts()
+        )
+        evaluated.add("data.eval", evaluation.table)
+    for name, source in mixture.evaluation_sets.items():
+        evaluated.add(name, source.reader())
+    read = _read(mixture.sources, directory / _TABLE, mixture.seed, evaluated)
     summary: dict[str, Any] = {
         "num_conversations_read": len(read.table),
         "num_malformed": read.num_malformed,
@@ -106,7 +110,7 @@ def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversatio
         )
         summary["num_near_duplicates"] = int(((read.sets < 0) & (duplicate_of >= 0)).sum())
         print(f"data: {summary['num_near_duplicates']:,} near-duplicates of earlier conversations left out")
-    if mixture.evaluation_sets is not None:
+    if evaluated.names:
         counts = Counter(read.sets[read.sets >= 0].tolist())
         found = {name: counts[index] for index, name in enumerate(evaluated.names)}
         summary["num_with_evaluation_prompts"] = found
@@ -114,7 +118,11 @@ def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversatio
         print(f"data: conversations with a prompt of an evaluation set, left out: {shown or 'none'}")
     _write_left_out(directory / LEFT_OUT, read, duplicate_of, evaluated.names)
     kept = np.flatnonzero((read.sets < 0) & (duplicate_of < 0))
-    training, held_out, dropped = _held_out(mixture, directory, read, kept)
+    if evaluation is None:
+        training, held_out = _held_out(read, kept, mixture.num_held_out)
+    else:
+        chosen = chosen_prompts(evaluation.ranks, mixture.num_held_out)
+        training, held_out = kept, [evaluation.table[int(i)] for i in chosen]
     if mixture.shares:
         training = training[chosen_mixture(read.sources[training], mixture.shares, mixture.seed)]
         used = np.bincount(read.sources[training], minlength=len(read.names)).tolist()
@@ -127,7 +135,7 @@ def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversatio
             f"Only {len(training)} training conversations and {len(held_out)} held-out prompts are left; "
             "give more data, or lower data.num_validation and data.num_test.",
         )
-    return MixedConversations(Selection(read.table, training), held_out, summary | dropped)
+    return MixedConversations(Selection(read.table, training), held_out, summary)
 
 
 def remove_tables(directory: Path) -> None:
@@ -141,15 +149,15 @@ def print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
     print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)
 
 
-def _read(sources: Mapping[str, Source], path: Path, mixture: Mixture, evaluated: EvaluationPrompts) -> _Read:
+def _read(sources: Mapping[str, Source], path: Path, seed: int, evaluated: EvaluationPrompts) -> _Read:
     """Read all sources into a file of conversations, which are in memory one at a time."""
     ranks, sets, starts, num_malformed = bytearray(), [], [0], 0
     with ConversationWriter(path) as writer:
         for source in sources.values():
-            reader = source.reader(mixture.max_malformed_fraction)
+            reader = source.reader()
             for conversation in reader:
                 writer.add(conversation)
-                ranks += prompt_rank(first_prompt(conversation), mixture.seed)[:RANK_BYTES]
+                ranks += prompt_rank(first_prompt(conversation), seed)[:RANK_BYTES]
                 sets.append(evaluated.find(conversation))
             starts.append(len(sets))
             num_malformed += len(reader.malformed)
@@ -166,23 +174,14 @@ def _read(sources: Mapping[str, Source], path: Path, mixture: Mixture, evaluated
     )
 
 
-def _held_out(
-    mixture: Mixture, directory: Path, read: _Read, kept: _Indices
-) -> tuple[_Indices, list[Conversation], dict[str, int]]:
-    """Return the indices of the training conversations, the held-out ones, and a count."""
-    prompts = EvaluationPrompts()
-    if mixture.evaluation is not None:
-        evaluation = _read({"data.eval": mixture.evaluation}, directory / _EVAL_TABLE, mixture, prompts)
-        training = kept[~np.isin(read.ranks[kept], evaluation.ranks)]
-        held_out = [evaluation.table[int(i)] for i in chosen_prompts(evaluation.ranks, mixture.num_held_out)]
-        return training, held_out, {"num_dropped_as_held_out": len(kept) - len(training)}
-    first, second = held_out_split(read.ranks[kept], mixture.num_held_out)
+def _held_out(read: _Read, kept: _Indices, num_held_out: int) -> tuple[_Indices, list[Conversation]]:
+    """Return the indices of the training conversations, without the prompts of the held-out ones."""
+    first, second = held_out_split(read.ranks[kept], num_held_out)
     training, held_out = kept[first], [read.table[int(i)] for i in kept[second]]
-    if mixture.evaluation_sets is None:
-        return training, held_out, {}
+    prompts = EvaluationPrompts()
     prompts.add("held out", held_out)
     differs = np.array([prompts.find(one) < 0 for one in Selection(read.table, training)], dtype=bool)
-    return training[differs], held_out, {"num_dropped_as_held_out": int((~differs).sum())}
+    return training[differs], held_out
 
 
 def _write_left_out(path: Path, read: _Read, duplicate_of: _Indices, set_names: Sequence[str]) -> None:

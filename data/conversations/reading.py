@@ -29,6 +29,7 @@ _SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, ".parquet")
 _COMPRESSIONS = (".gz", ".bz2", ".xz")
 _MAX_FIELD_CHARACTERS = 1 << 27  # of a CSV file; the default is 128 KiB, which a long answer exceeds
 _NUM_SHOWN, _SHOWN_CHARACTERS = 5, 300
+MAX_MALFORMED_FRACTION = 0.01  # of the rows: few enough that what is left out does not matter
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Source:
         split: the split of a hub data set or a saved DatasetDict; files have none.
         subset: the subset of a hub data set that has several.
         prompt_column: the column of the user's text; None: it is found by name.
-        input_column: the column of a text that follows the user's, such as Alpaca's `input`.
         response_column: the column of the assistant's text; None: it is found by name.
         require_answer: if false, prompts without an answer are read too, such as MT-Bench's `turns`.
     """
@@ -55,11 +55,10 @@ class Source:
     split: str = "train"
     subset: str | None = None
     prompt_column: str | None = None
-    input_column: str | None = None
     response_column: str | None = None
     require_answer: bool = True
 
-    def reader(self, max_malformed_fraction: float) -> "ConversationReader":
+    def reader(self, max_malformed_fraction: float = MAX_MALFORMED_FRACTION) -> "ConversationReader":
         """Return an iterator over the conversations; see `ConversationReader`."""
         return ConversationReader(self, max_malformed_fraction)
 
@@ -84,9 +83,8 @@ class Source:
 
     @property
     def columns(self) -> list[str | None]:
-        """What identifies the chosen columns; the input column is in it only where it is chosen."""
-        chosen = [self.prompt_column, self.response_column]
-        return chosen if self.input_column is None else [*chosen, self.input_column]
+        """What identifies the chosen columns."""
+        return [self.prompt_column, self.response_column]
 
 
 class ConversationReader:
@@ -118,7 +116,7 @@ class ConversationReader:
         """
         self.num_conversations, self.malformed = 0, []
         source = self.source
-        columns = Columns(source.prompt_column, source.input_column, source.response_column)
+        columns = Columns(source.prompt_column, source.response_column)
         schema: Schema | None = None
         for where, row in _rows(source):
             try:
@@ -144,7 +142,7 @@ class ConversationReader:
         if not self.num_conversations or num_malformed > self._max_malformed_fraction * num_rows:
             remedy = f"{num_malformed} of {num_rows} rows are malformed"
             if self.num_conversations:
-                remedy += f", and data.max_malformed_fraction={self._max_malformed_fraction} are allowed"
+                remedy += f", more than {self._max_malformed_fraction:.0%}"
             remedy += ". Correct them. The first reasons:"
             raise UserError(self.source.field, self.source.location, remedy + first_reasons(self.malformed))
 
@@ -157,7 +155,9 @@ class ReadResult:
     malformed: list[tuple[str, str]]  # (location, reason)
 
 
-def read_conversations(location: str, *, max_malformed_fraction: float = 0.01, **settings: Any) -> ReadResult:
+def read_conversations(
+    location: str, *, max_malformed_fraction: float = MAX_MALFORMED_FRACTION, **settings: Any
+) -> ReadResult:
     """Read every conversation of a `Source` with these settings, in order.
 
     Raises:

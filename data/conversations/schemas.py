@@ -54,13 +54,9 @@ class MalformedRow(Exception):
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the user's text, of a text that follows it in the prompt, and of the assistant's text.
-
-    None: found by name.
-    """
+    """The columns of the user's and of the assistant's text. None: found by name."""
 
     prompt: str | None = None
-    input: str | None = None
     response: str | None = None
 
 
@@ -76,18 +72,13 @@ def find_schema(
     group = field.removesuffix(".source") if field.endswith(".source") else "data"
     names = f"{group}.prompt_column and {group}.response_column"
     prompt, response = columns.prompt, columns.response
-    chosen = (prompt, columns.input, response)
-    missing = sorted({one for one in chosen if one is not None and one not in row})
+    missing = sorted({one for one in (prompt, response) if one is not None and one not in row})
     if prompt is not None or response is not None:
         if prompt is None or (response is None and require_answer):
             raise UserError(field, source, f"Name both {names}. {found}")
         if missing:
             raise UserError(field, source, f"There is no column {', '.join(missing)}. {found}")
-        return partial(_from_pair, prompt, columns.input, response)
-    if columns.input is not None:
-        raise UserError(
-            field, source, f"Name {group}.prompt_column, which {group}.input_column follows. {found}"
-        )
+        return partial(_from_pair, prompt, None, response)
     for column in ("messages", "conversations"):
         if column in row:
             return partial(_from_list, column)

@@ -128,8 +128,8 @@ def surviving(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         yield
     except ProcessKilled as error:
         remedy = (
-            f"A process that renders conversations has ended: {error}. Correct the template, or lower "
-            "data.num_workers where the machine has no memory for so many."
+            f"A process that renders conversations has ended: {error}. Correct the template, or start the "
+            "run on fewer cores (taskset) where the machine has no memory for a process on each."
         )
         raise UserError(FIELD, _name_of(tokenizer), remedy) from error
 

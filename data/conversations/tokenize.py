@@ -16,7 +16,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import template
-from data.conversations.choices import Overlong, Turns
+from data.conversations.choices import Turns
 from data.conversations.masks import RenderedConversation, render
 from data.conversations.reading import first_reasons
 from data.conversations.schemas import Conversations
@@ -63,7 +63,7 @@ class TokenizeReport:
     num_samples: int
     num_tokens: int
     num_supervised_tokens: int  # the assistant's
-    num_overlong: int  # samples that were cut or dropped because of their length
+    num_overlong: int  # samples that were cut
     num_unsupervised: int  # samples dropped because they have no supervised position
     num_straddling: int  # tokens that are masked because they cross the boundary of a turn
     num_with_markers: int  # conversations with special tokens in another text than the assistant's
@@ -77,7 +77,6 @@ class _Settings:
     template_kwargs: Mapping[str, Any]
     eos_token_ids: Collection[int]
     max_tokens: int
-    overlong: Overlong
     vocab_size: int | None
 
 
@@ -97,7 +96,6 @@ def tokenize(
     turns: Turns,
     template_kwargs: Mapping[str, Any],
     max_tokens: int,
-    overlong: Overlong,
     num_workers: int,
     output_dir: Path,
     eos_token_ids: Collection[int] | None = None,
@@ -128,9 +126,7 @@ def tokenize(
     """
     assert not output_dir.exists(), output_dir
     eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
-    settings = _Settings(
-        tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, overlong, vocab_size
-    )
+    settings = _Settings(tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, vocab_size)
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
     counts: Counter[str] = Counter()
     refused: list[tuple[str, str]] = []
@@ -206,8 +202,6 @@ def _kept(
         counts["num_straddling"] += sample.num_straddling
         if len(sample.input_ids) > settings.max_tokens:
             counts["num_overlong"] += 1
-            if settings.overlong is Overlong.drop:
-                continue
             sample = sample.cut(settings.max_tokens)
         if sample.has_supervised_position:
             yield sample

@@ -129,21 +129,18 @@ def _generate(prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> 
 
 @contextmanager
 def transformers_generator(
-    spec: TargetSpec, device: torch.device, batch_size: int, num_processes: int | None
+    spec: TargetSpec, device: torch.device, batch_size: int
 ) -> Iterator[TransformersGenerator | ProcessGenerator]:
-    """Load the target with transformers; its memory is free at the end.
+    """Load the target with transformers, in a process for each GPU; its memory is free at the end.
 
     Args:
-        device: where one process runs it.
-        num_processes: None for one on each GPU of this node. A target that `spec.device_map` spreads is
-            always run by one.
+        device: where one process runs it: on a CPU, or if `spec.device_map` spreads the target.
     """
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    count = 1 if spec.device_map is not None else num_processes or num_gpus or 1
-    if count == 1:
+    if spec.device_map is not None or num_gpus <= 1:
         yield TransformersGenerator(load_target(spec, device), batch_size)
         return
-    devices = [torch.device("cuda", i % num_gpus) if num_gpus else device for i in range(count)]
+    devices = [torch.device("cuda", index) for index in range(num_gpus)]
     with closing(ProcessGenerator(spec, devices, batch_size)) as generator:
         yield generator
 
@@ -182,8 +179,7 @@ def generate_batch(
 def generation_config(sampling: Sampling) -> GenerationConfig:
     """Return the sampling settings as transformers takes them."""
     # The default of transformers is top_k=50.
-    sampled = {"do_sample": True, "temperature": sampling.temperature}
-    sampled |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
     stop_token_ids = list(sampling.stop_token_ids)
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,

@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +125,6 @@ def regenerate(
     if refusals:
         on_refused(refusals)
     return concatenate_datasets(parts) if parts else Dataset(SAMPLE_SCHEMA.empty_table())
-
-
-def repeated(conversations: Iterable[Conversation], completions: int) -> Iterator[Conversation]:
-    """Yield each conversation so many times, the copies with `~1`, `~2` and so on after their id."""
-    for conversation in conversations:
-        yield conversation
-        for copy in range(1, completions):
-            yield replace(conversation, id=f"{conversation.id}~{copy}")
 
 
 def _block_size(num_samples: int, max_samples: int | None, block_turns: int) -> int:

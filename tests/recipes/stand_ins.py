@@ -146,7 +146,6 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
         f"data.max_tokens={row_tokens}",
         "data.num_validation=3",
         "data.num_test=3",
-        "data.num_workers=1",
         "data.regenerate.max_new_tokens=12",
         "capture.max_samples=16",
         "capture.spool_gb=0.02",

@@ -23,7 +23,6 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
         "data.max_tokens=256",
         "data.regenerate.enabled=false",
         "capture.codec=exact",
-        "data.num_workers=1",
         "drafter.draft_vocab_size=300",
         "train.row_tokens=256",
         "train.rows_per_step=4",

@@ -82,7 +82,6 @@ def few(num_ranks: int) -> list[str]:
     return [
         "data.num_validation=3",
         "data.num_test=2",
-        "data.num_workers=1",
         f"capture.max_samples={4 * num_ranks}",
         f"train.rows_per_step={num_ranks}",
         f"train.max_steps={STEPS}",

@@ -26,8 +26,8 @@ from train.config.run import RunConfig, check, register
 CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = CHECKOUT / "recipes"
 _HOME = "~/"
-# Mappings whose keys are not ours: of groups of settings under names, and of arguments for others.
-NAMED = ("data.evaluation_sets", "data.sources")
+# Mappings whose keys are not ours: groups of settings under names, and arguments for others.
+NAMED = ("data.sources",)
 FREE_FORM = (
     *NAMED,
     "data.template_kwargs",

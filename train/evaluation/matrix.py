@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations.held_out import choose_prompts, prompt_hashes
 from data.conversations.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
 from data.conversations.prompts import prompt_ids
-from data.conversations.reading import read_conversations
+from data.conversations.reading import Source
 from data.conversations.schemas import Conversation
 from data.samples import CapturedSample
 from data.sampling import Sampling
@@ -35,16 +35,20 @@ class PromptSource:
     prompt_column: str | None = None
     response_column: str | None = None
 
-    def read(self) -> Sequence[Conversation]:
-        return read_conversations(
+    def to_source(self, field: str) -> Source:
+        """Return the source as conversations are read; `field` is the setting's name in messages."""
+        return Source(
             self.source,
-            split=self.split,
-            subset=self.subset,
-            prompt_column=self.prompt_column,
-            response_column=self.response_column,
+            field,
+            self.split,
+            self.subset,
+            self.prompt_column,
+            self.response_column,
             require_answer=False,
-            field="--data",
-        ).conversations
+        )
+
+    def read(self) -> Sequence[Conversation]:
+        return list(self.to_source("--data").reader())
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,15 @@ class Cell:
         return completing.samples(self.prompts, self.completions)
 
 
-def parse_sources(given: Sequence[str], columns: PromptSource) -> dict[str, PromptSource]:
+def parse_sources(
+    given: Sequence[str], columns: PromptSource, field: str = "--data"
+) -> dict[str, PromptSource]:
     """Return the sources by domain.
 
     Args:
         given: each is NAME=SOURCE, or SOURCE, whose name is the file's, or a .yaml file of sources by name.
         columns: what the options name for each source that is not in a file.
+        field: the setting's name in messages.
 
     Raises:
         UserError: two have the same name, or a file cannot be read.
@@ -92,26 +99,26 @@ def parse_sources(given: Sequence[str], columns: PromptSource) -> dict[str, Prom
     found: dict[str, PromptSource] = {}
     for one in given:
         if one.endswith(".yaml"):
-            new = _listed_sources(Path(one))
+            new = _listed_sources(Path(one), field)
         else:
             named = re.fullmatch(r"([\w-]+)=(.+)", one)
             name, source = (named[1], named[2]) if named else (re.sub(r"[^\w-]+", "_", Path(one).stem), one)
             new = {name: replace(columns, source=source)}
         for name in new.keys() & found.keys():
-            raise UserError("--data", one, f"There are two domains called {name}; give NAME=FILE.")
+            raise UserError(field, one, f"There are two domains called {name}; give NAME=FILE.")
         found |= new
     return found
 
 
-def _listed_sources(path: Path) -> dict[str, PromptSource]:
+def _listed_sources(path: Path, field: str) -> dict[str, PromptSource]:
     try:
         listed: Any = OmegaConf.to_object(OmegaConf.load(path))
         return {name: PromptSource(**fields) for name, fields in listed.items()}
     except FileNotFoundError:
-        raise UserError("--data", path, "There is no such file.") from None
+        raise UserError(field, path, "There is no such file.") from None
     except Exception as error:  # of the YAML parser, or of another shape
         remedy = f"It is no list of sources by name, such as recipes/benchmarks.yaml: {error}"
-        raise UserError("--data", path, remedy) from None
+        raise UserError(field, path, remedy) from None
 
 
 def settings_of(

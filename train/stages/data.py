@@ -15,7 +15,6 @@ from datasets import Dataset
 
 from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, print_left_out, remove_tables
-from data.conversations.perturbation import template_source
 from data.conversations.prompts import render_prompt
 from data.conversations.saved import load_saved
 from data.conversations.schemas import Conversation, Conversations
@@ -24,14 +23,13 @@ from data.conversations.tokenize import Enough, check_refused, tokenize
 from data.conversations.trial import try_rendering
 from data.generation.answers import AnswerGenerator
 from data.generation.hf import transformers_generator
-from data.generation.regenerate import regenerate, repeated
+from data.generation.regenerate import regenerate
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from eagle31.tensor_files import save_tensors
-from train.config.data import RegenerateConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
@@ -48,21 +46,21 @@ TOKEN_COUNTS = "token_counts.safetensors"  # of the assistant's tokens, by id
 _TOKENIZED = "tokenized"
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
-# Settings of data.regenerate that leave no trace in what the data depends on where they are off.
-OFF_IN_REGENERATE = {"top_p", "top_k", "completions"}
 # Conversations that are tokenized whatever capture.max_samples is: the draft vocabulary counts their tokens.
 COUNTED_CONVERSATIONS = 20_000
+_FEW_CONVERSATIONS = 1_000  # are tokenized in this process
+# With which data.template_probability renders training conversations: those of the ablation in docs/study.md.
+OTHER_TEMPLATES = ("renamed_roles", "extra_whitespace", "plain")
 
 
 def data_inputs(context: RunContext) -> dict[str, Any]:
     """Return what the tokenized data depends on."""
     data = context.config.data
     evaluation = evaluation_source(data, context.target.located)
-    columns = [data.prompt_column, data.response_column]
     inputs: dict[str, Any] = {
         "train": source_inputs(context.config, context.target.located, context.cache_dir),
         "eval": evaluation and evaluation.fingerprint(context.cache_dir),
-        "columns": columns if data.input_column is None else [*columns, data.input_column],
+        "columns": [data.prompt_column, data.response_column],
         "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
         "template": context.target.template_fingerprint,
         "eos_token_ids": context.target.eos_token_ids,
@@ -73,24 +71,15 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     inputs |= {
         "turns": data.turns.value,
         "max_tokens": data.max_tokens,
-        "overlong": data.overlong.value,
         "max_samples": context.config.capture.max_samples,
     }
     inputs |= share_inputs(data)
-    if data.augment.template_probability:
-        inputs["augment"] = asdict(data.augment) | {
-            "sources": [template_source(name) for name in data.augment.templates]
-        }
+    if data.template_probability:
+        inputs["template_probability"] = data.template_probability
     if data.regenerate.enabled:
-        default = asdict(RegenerateConfig())
-        inputs["regenerate"] = {
-            name: value
-            for name, value in asdict(data.regenerate).items()
-            if name not in OFF_IN_REGENERATE or value != default[name]
-        } | completion_inputs(
+        inputs["regenerate"] = asdict(data.regenerate) | completion_inputs(
             context.config.target, context.target.parts.fingerprint, context.config.vllm.engine_args
         )
-        del inputs["regenerate"]["processes"]  # the answers do not depend on it
         if context.config.target.engine is TargetEngine.vllm:
             del inputs["regenerate"]["batch_size"]
     return inputs
@@ -100,14 +89,14 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
     data = context.config.data
     _try_rendering(context)
-    num_workers = data.num_workers or os.cpu_count() or 1
+    num_workers = len(os.sched_getaffinity(0))
     read = mix(mixture_of(context.config, context.target.located), directory, num_workers)
     conversations, summary = read.training, read.summary
     prompts = _held_out_prompts(context, read.held_out)
     write_json(directory / "held_out.json", prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     limit = context.config.capture.max_samples
-    if data.augment.template_probability:
+    if data.template_probability:
         _check_augmentation(context, conversations[0])
     if data.regenerate.enabled:
         blocks = directory / "regenerated"
@@ -132,8 +121,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             turns=data.turns,
             template_kwargs=context.target.template_kwargs,
             max_tokens=data.max_tokens,
-            overlong=data.overlong,
-            num_workers=num_workers,
+            num_workers=num_workers if len(conversations) >= _FEW_CONVERSATIONS else 1,
             output_dir=directory / _TOKENIZED,
             eos_token_ids=context.target.eos_token_ids,
             vocab_size=context.target.parts.vocab_size,
@@ -170,7 +158,7 @@ def _try_rendering(context: RunContext) -> None:
     data = context.config.data
     first, *_ = training_sources(data, context.target.located).values()
     note = try_rendering(
-        first.reader(data.max_malformed_fraction),
+        first.reader(),
         context.target.tokenizer,
         turns=data.turns,
         template_kwargs=context.target.template_kwargs,
@@ -232,12 +220,10 @@ def _prompt_room(context: RunContext) -> int:
 
 
 def _augmented(context: RunContext, conversations: Conversations) -> Conversations:
-    augment = context.config.data.augment
-    if not augment.template_probability:
+    probability = context.config.data.template_probability
+    if not probability:
         return conversations
-    return AugmentedConversations(
-        conversations, augment.template_probability, augment.templates, context.config.seed
-    )
+    return AugmentedConversations(conversations, probability, OTHER_TEMPLATES, context.config.seed)
 
 
 def _check_augmentation(context: RunContext, example: Conversation) -> None:
@@ -248,13 +234,15 @@ def _check_augmentation(context: RunContext, example: Conversation) -> None:
     """
     last_answer = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
     prompt = example.messages[:last_answer]
-    for name in context.config.data.augment.templates:
+    probability = context.config.data.template_probability
+    for name in OTHER_TEMPLATES:
         try:
             render_prompt(
                 context.target.tokenizer, prompt, example.tools, context.target.template_kwargs, name
             )
         except TemplateRefused as refused:
-            raise UserError("data.augment.templates", name, f"Leave it out. {refused.remedy}") from None
+            remedy = f"Set it to 0: the template {name} cannot be used. {refused.remedy}"
+            raise UserError("data.template_probability", probability, remedy) from None
 
 
 def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:
@@ -264,12 +252,10 @@ def _regenerated(context: RunContext, conversations: Iterable[Conversation], dir
         context.target.eos_token_ids,
         settings.temperature,
         context.config.seed,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
     )
     with open_generator(context) as generator:
         return regenerate(
-            repeated(conversations, settings.completions),
+            conversations,
             context.target.tokenizer,
             generator,
             sampling,
@@ -286,10 +272,8 @@ def _regenerated(context: RunContext, conversations: Iterable[Conversation], dir
 def open_generator(context: RunContext) -> AbstractContextManager[AnswerGenerator]:
     """Open the engine that writes the target's completions; what it holds is free at the end."""
     if context.config.target.engine is TargetEngine.hf:
-        settings = context.config.data.regenerate
-        return transformers_generator(
-            context.target.spec, context.world.device, settings.batch_size, settings.processes
-        )
+        batch_size = context.config.data.regenerate.batch_size
+        return transformers_generator(context.target.spec, context.world.device, batch_size)
     servers, expected = context.servers, context.captured_target.expected_states()
     return closing(VllmGenerator(servers.clients(everywhere=True), expected, servers.patience_seconds))
 

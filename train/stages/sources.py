@@ -8,8 +8,9 @@ from data.conversations.mixing import Mixture, Share
 from data.conversations.reading import Source
 from train.config.data import DataConfig
 from train.config.run import RunConfig
+from train.evaluation.matrix import PromptSource, parse_sources
 
-TRAIN, EVAL = "data.train", "data.eval"  # the names of the sources with these keys
+TRAIN, EVAL, _SETS = "data.train", "data.eval", "data.evaluation_sets"  # the sources with these keys
 
 Located = Callable[[str, bool], str]  # the path of "embedded" for training or evaluation, other sources as is
 
@@ -17,11 +18,11 @@ Located = Callable[[str, bool], str]  # the path of "embedded" for training or e
 def training_sources(data: DataConfig, located: Located) -> dict[str, Source]:
     """Return the sources of training conversations by name; a single one is called data.train."""
     if data.train is not None:
-        columns = (data.prompt_column, data.input_column, data.response_column)
+        columns = (data.prompt_column, data.response_column)
         return {TRAIN: Source(located(data.train, False), TRAIN, data.split, data.subset, *columns)}
     found = {}
     for name, one in data.sources.items():
-        columns = (one.prompt_column, one.input_column, one.response_column)
+        columns = (one.prompt_column, one.response_column)
         field = f"data.sources.{name}.source"
         found[name] = Source(located(one.source, False), field, one.split, one.subset, *columns)
     return found
@@ -31,26 +32,20 @@ def evaluation_source(data: DataConfig, located: Located) -> Source | None:
     """Return the source of the held-out prompts, or None if they are held out of the training sources."""
     if data.eval is None:
         return None
-    columns = (data.prompt_column, data.input_column, data.response_column)
+    columns = (data.prompt_column, data.response_column)
     return Source(
         located(data.eval, True), EVAL, data.eval_split, data.subset, *columns, require_answer=False
     )
 
 
-def evaluation_sets(config: RunConfig, located: Located) -> dict[str, Source]:
-    """Return the evaluation sets whose prompts are left out of training, by name."""
-    data, found = config.data, {}
-    if not data.drop_evaluation_prompts:
+def evaluation_sets(data: DataConfig) -> dict[str, Source]:
+    """Return the further sets by name whose prompts are left out of training."""
+    if data.evaluation_sets is None:
         return {}
-    held_out = evaluation_source(data, located)
-    if held_out is not None:
-        found[EVAL] = held_out
-    for name, one in data.evaluation_sets.items():
-        field, source = f"data.evaluation_sets.{name}.source", located(one.source, True)
-        found[f"data.evaluation_sets.{name}"] = Source(
-            source, field, one.split, one.subset, one.prompt_column, require_answer=False
-        )
-    return found
+    return {
+        name: one.to_source(_SETS)
+        for name, one in parse_sources([data.evaluation_sets], PromptSource(""), _SETS).items()
+    }
 
 
 def mixture_of(config: RunConfig, located: Located) -> Mixture:
@@ -60,11 +55,10 @@ def mixture_of(config: RunConfig, located: Located) -> Mixture:
     return Mixture(
         training_sources(data, located),
         data.num_validation + data.num_test,
-        data.max_malformed_fraction,
         config.seed,
         shares,
         evaluation_source(data, located),
-        evaluation_sets(config, located) if data.drop_evaluation_prompts else None,
+        evaluation_sets(data),
         data.near_duplicates,
         not data.regenerate.enabled,
     )
@@ -81,8 +75,7 @@ def source_inputs(config: RunConfig, located: Located, cache_dir: Path) -> Any:
     screening: dict[str, Any] = {}
     if data.near_duplicates is not None:
         screening["near_duplicates"] = [data.near_duplicates, not data.regenerate.enabled]
-    if data.drop_evaluation_prompts:
-        sets = evaluation_sets(config, located)
+    if sets := evaluation_sets(data):
         screening["evaluation_sets"] = {
             name: [one.fingerprint(cache_dir), *one.columns] for name, one in sets.items()
         }

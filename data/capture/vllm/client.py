@@ -212,7 +212,6 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     drawn: dict[str, Any] = {}
     if sampling.temperature:
         drawn = {"temperature": sampling.temperature, "seed": sampling.seed}
-        drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": 0.0,

@@ -39,8 +39,8 @@ HELD_OUT = ("data.num_validation=3", "data.num_test=2")
 def sources(tmp_path: Path) -> tuple[str, ...]:
     first = write_jsonl(tmp_path / "a.jsonl", rows("a", 60))
     csv = tmp_path / "b.csv"
-    csv.write_text("ask,more,reply\n" + "".join(f"b {i}?,context,b{i}\n" for i in range(30)))
-    columns = "prompt_column:ask,input_column:more,response_column:reply"
+    csv.write_text("ask,reply\n" + "".join(f"b {i}?,b{i}\n" for i in range(30)))
+    columns = "prompt_column:ask,response_column:reply"
     return (
         "data.train=null",
         f"data.sources={{one:{{source:{first}}},two:{{source:{csv},{columns}}}}}",
@@ -55,7 +55,7 @@ def test_several_sources_are_read_with_their_own_columns(tmp_path: Path, sources
     prompts = [first_prompt(one) for one in found.training]
     assert len(set(prompts)) == 85
     assert not {first_prompt(one) for one in found.held_out} & set(prompts)
-    assert {prompt.partition("\n\n")[2] for prompt in prompts if prompt.startswith("b")} == {"context"}
+    assert {prompt[0] for prompt in prompts} == {"a", "b"}
     used = found.summary["num_conversations_used"]
     assert sum(used.values()) == 85
     assert found.summary["num_conversations_read"] == 90
@@ -106,48 +106,43 @@ def test_near_duplicates_and_evaluation_prompts_are_left_out_counted_and_named(t
         *HELD_OUT,
     )
     off = read(tmp_path / "off", *settings)
-    assert len(off.training) == 60
-    assert not (tmp_path / "off" / LEFT_OUT).exists()
-    on = (
-        "data.near_duplicates=0.7",
-        "data.drop_evaluation_prompts=true",
-        f"data.evaluation_sets.other.source={files['other']}",
-        "data.evaluation_sets.other.prompt_column=q",
-        f"data.evaluation_sets.gsm.source={files['matrix']}",
+    assert len(off.training) == 59
+    sets = tmp_path / "sets.yaml"
+    sets.write_text(
+        f"other: {{source: {files['other']}, prompt_column: q}}\ngsm: {{source: {files['matrix']}}}\n"
     )
+    on = ("data.near_duplicates=0.7", f"data.evaluation_sets={sets}")
     found = read(tmp_path / "on", *settings, *on)
     assert found.summary["num_near_duplicates"] == 1
     assert found.summary["num_with_evaluation_prompts"] == {
         "data.eval": 1,
-        "data.evaluation_sets.other": 1,
-        "data.evaluation_sets.gsm": 1,
+        "other": 1,
+        "gsm": 1,
     }
     kept = {one.id for one in found.training}
     assert kept == {f"a{i}" for i in range(60)} - {"a11", "a12", "a13", "a14"}
     lines = [json.loads(line) for line in (tmp_path / "on" / LEFT_OUT).read_text().splitlines()]
     assert lines == [
         {"id": "a11", "source": "data.train", "near_duplicate_of": "a10"},
-        {"id": "a12", "source": "data.train", "evaluation_set": "data.evaluation_sets.gsm"},
-        {"id": "a13", "source": "data.train", "evaluation_set": "data.evaluation_sets.other"},
+        {"id": "a12", "source": "data.train", "evaluation_set": "gsm"},
+        {"id": "a13", "source": "data.train", "evaluation_set": "other"},
         {"id": "a14", "source": "data.train", "evaluation_set": "data.eval"},
     ]
     # Off, they leave no trace in what the data depends on.
     assert isinstance(inputs(tmp_path, *settings)[0], str)
     traces = inputs(tmp_path, *settings, *on)[0]
     assert traces["near_duplicates"][0] == 0.7
-    assert len(traces["evaluation_sets"]) == 3
+    assert len(traces["evaluation_sets"]) == 2
 
 
 def test_a_held_out_prompt_in_other_white_space_is_not_trained_on(tmp_path: Path) -> None:
     train = rows("a", 30)
     train += [row | {"id": f"again-{row['id']}", "question": row["question"].upper()} for row in train]
     settings = (f"data.train={write_jsonl(tmp_path / 'a.jsonl', train)}", *HELD_OUT)
-    found = read(tmp_path / "on", *settings, "data.drop_evaluation_prompts=true")
+    found = read(tmp_path / "on", *settings)
     held_out = {first_prompt(one).lower() for one in found.held_out}
     assert not held_out & {first_prompt(one).lower() for one in found.training}
-    dropped = found.summary["num_dropped_as_held_out"]
-    assert dropped == 2 * len(held_out) - 5 > 0
-    assert len(found.training) == 55 - dropped
+    assert len(found.training) == 60 - 2 * len(held_out)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,6 @@ def test_a_held_out_prompt_in_other_white_space_is_not_trained_on(tmp_path: Path
         (("data.train=a.jsonl", "data.sources={x:{source:b}}"), "data.train"),
         (("data.train=null", "data.sources={x:{}}"), "data.sources.x.source"),
         (("data.train=null", "data.sources={x:{source:a,weight:1},y:{source:b}}"), "data.sources.y.weight"),
-        (("data.train=a", "data.evaluation_sets={x:{source:a}}"), "data.evaluation_sets"),
     ],
 )
 def test_sources_that_cannot_be_used_are_refused(settings: tuple[str, ...], field: str) -> None:

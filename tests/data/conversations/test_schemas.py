@@ -68,11 +68,6 @@ def test_named_columns_take_precedence(tmp_path):
     [
         ({"text": "x", "label": 1}, {}, "text, label"),
         ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
-        (
-            {"instruction": "a", "context": "b", "output": "c"},
-            {"input_column": "context"},
-            "Name data.prompt",
-        ),
         ({"prompt": "a", "response": "b"}, {"prompt_column": "prompt"}, "Name both"),
         (
             {"prompt": "a", "response": "b"},
@@ -162,12 +157,3 @@ def test_alpacas_input_follows_the_instruction(tmp_path):
     result = read_conversations(source, max_malformed_fraction=0.3)
     assert [messages[0][1] for messages in roles_and_contents(result)] == ["Add.", "Add.\n\n2 and 2", "Add."]
     assert "int, not text" in result.malformed[0][1]
-
-
-def test_an_input_column_can_be_named(tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"ask": "Why?", "context": "It is.", "reply": "so"}])
-    columns = {"prompt_column": "ask", "response_column": "reply"}
-    result = read_conversations(source, **columns, input_column="context")
-    assert roles_and_contents(result) == [[("user", "Why?\n\nIt is."), ("assistant", "so")]]
-    with pytest.raises(UserError, match="no column missing"):
-        read_conversations(source, **columns, input_column="missing")

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import datasets
 import pytest
 
-from data.conversations.choices import Overlong, Turns
+from data.conversations.choices import Turns
 from data.conversations.schemas import Conversation
 from data.conversations.template import template_fingerprint
 from data.conversations.tokenize import Enough, TokenizeReport, tokenize
@@ -23,7 +23,6 @@ def options(**changed):
         "turns": Turns.all,
         "template_kwargs": {},
         "max_tokens": 1000,
-        "overlong": Overlong.drop,
         "num_workers": 1,
     }
     return settings | changed
@@ -79,7 +78,7 @@ def test_the_order_and_the_report_do_not_depend_on_the_number_of_workers(tmp_pat
 
 def test_it_stops_after_enough_conversations_and_samples_for_any_number_of_workers(tmp_path):
     tokenizer = byte_level_tokenizer(templates.CHATML)
-    # Every other conversation is too long.
+    # Every other conversation is too long: nothing of its answer is left.
     data = [conversation(str(i), "what " * (1 + 50 * (i % 2)), "six") for i in range(1000)]
     found = []
     for name, workers, enough in [
@@ -98,22 +97,17 @@ def test_it_stops_after_enough_conversations_and_samples_for_any_number_of_worke
     assert len(found[3][1]) == 500
 
 
-def test_overlong_samples_are_cut_or_dropped_and_reported(tmp_path):
+def test_overlong_samples_are_cut_and_reported(tmp_path):
     tokenizer = byte_level_tokenizer(templates.CHATML)
     short = conversation("short", "and", "six")
     long_answer = conversation("long-answer", "and", "six " * 100)
     long_prompt = conversation("long-prompt", "and " * 100, "six")
     data = [short, long_answer, long_prompt]
-    cut = tokenize(
-        data, tokenizer, output_dir=tmp_path / "cut", **options(max_tokens=40, overlong=Overlong.cut)
-    )
+    cut = tokenize(data, tokenizer, output_dir=tmp_path / "cut", **options(max_tokens=40))
     dataset = datasets.load_from_disk(str(tmp_path / "cut"))
     assert dataset["id"][:] == ["short", "long-answer"]
     assert len(dataset[1]["input_ids"]) == 40
     assert (cut.num_overlong, cut.num_unsupervised) == (2, 1)
-    dropped = tokenize(data, tokenizer, output_dir=tmp_path / "drop", **options(max_tokens=40))
-    assert datasets.load_from_disk(str(tmp_path / "drop"))["id"][:] == ["short"]
-    assert (dropped.num_overlong, dropped.num_unsupervised) == (2, 0)
 
 
 # A turn that thinks starts in another way where it is not the last one.

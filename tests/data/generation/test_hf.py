@@ -116,15 +116,6 @@ def test_seeds_differ_by_batch_and_by_seed(
     assert _answers(model, same, tmp_path / "1.jsonl", temperature=2.0, batch_size=1, seed=1) != first
 
 
-def test_sampling_from_the_most_likely_token_alone_is_greedy(
-    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
-) -> None:
-    greedily = _answers(model, prompts, tmp_path / "greedy.jsonl")
-    for limit in ({"top_k": 1}, {"top_p": 1e-6}):
-        output = tmp_path / f"{limit}.jsonl"
-        assert _answers(model, prompts, output, temperature=2.0, **limit) == greedily
-
-
 def _by_processes(
     generator: AnswerGenerator, prompts: list[list[int]], output: Path, temperature: float
 ) -> list[list[int]]:

@@ -12,7 +12,7 @@ from data.conversations.prompts import render_prompt
 from data.conversations.schemas import Conversation
 from data.generation.answers import AnswerGenerator
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import regenerate, repeated
+from data.generation.regenerate import regenerate
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import CHATML, STRICT, byte_level_tokenizer
@@ -206,20 +206,6 @@ def test_blocks_hold_the_same_samples_as_all_at_once(
     # The conversations have 1, 2, 3 and 1 turns.
     assert len(list(tmp_path.glob("*.arrow"))) == 3
     assert len(set(generator.seeds)) == NUM_TURNS
-
-
-def test_each_conversation_is_answered_several_times_independently(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    copies = list(repeated(CONVERSATIONS, 3))
-    assert [one.id for one in copies[:4]] == ["one", "one~1", "one~2", "two"]
-    rows = regenerated(TransformersGenerator(model, 2), tokenizer, tmp_path, copies, temperature=3.0)
-    by_id = {row["id"]: row for row in rows}
-    # A second turn follows its own copy's first one.
-    firsts, seconds = ([by_id[f"two{copy}/{turn}"] for copy in ("", "~1", "~2")] for turn in range(2))
-    answers = [tokenizer.decode(row["input_ids"][row["num_prompt_tokens"] :]) for row in firsts]
-    assert len(set(answers)) == 3
-    assert len({tuple(row["input_ids"][: row["num_prompt_tokens"]]) for row in seconds}) == 3
 
 
 def test_no_more_is_answered_than_max_samples_needs(

@@ -92,7 +92,7 @@ def test_speculators_loss_is_ours_without_the_entropy(
 def test_specforges_loss_is_ours_without_norm_output(
     loss_of_peer: Callable[[str, Shape], float], tmp_path: Path
 ) -> None:
-    """It feeds back the state before the norm. It leaves out tokens outside the draft vocabulary: none here."""
+    """It feeds back the state before the norm, and leaves out tokens outside the draft vocabulary."""
     found = loss_of_peer("specforge", UNPRUNED)
     ours, _ = our_loss(tmp_path, UNPRUNED, norm_output=False)
     # It divides by all positions, including those at the end of a row that predict nothing.

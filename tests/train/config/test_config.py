@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from data.conversations.choices import Overlong
 from eagle31.errors import UserError
 from tests.runs.forked import ROOT
 from tests.train.torchrun import composed
@@ -48,7 +47,6 @@ def test_overrides_reach_their_fields_with_the_right_types() -> None:
         "drafter=eagle3",
         "deepspeed=zero2",
         "capture.mode=online",
-        "data.overlong=drop",
         "optim.schedule=linear",
         "optim.lr=1e-3",
         "drafter.aux_layer_ids=[1,2]",
@@ -58,7 +56,6 @@ def test_overrides_reach_their_fields_with_the_right_types() -> None:
     assert (config.drafter.fc_norm, config.drafter.norm_output) == (False, False)
     assert config.deepspeed.zero_stage == 2
     assert config.capture.mode is CaptureMode.online
-    assert config.data.overlong is Overlong.drop
     assert config.optim.schedule is Schedule.linear
     assert config.optim.lr == pytest.approx(1e-3)
     assert config.drafter.aux_layer_ids == [1, 2]
@@ -87,10 +84,6 @@ def test_rope_parameters_can_be_set(arguments: list[str]) -> None:
         ("data.max_tokens", 2049),
         ("deepspeed.offload_optimizer", True),
         ("deepspeed.offload_parameters", True),
-        ("data.augment.templates", ["nope"]),
-        # Greedy completions are all the same.
-        ("data.regenerate.top_p", 0.9),
-        ("data.regenerate.completions", 4),
         ("evaluate.max_new_tokens", 2048),
         ("drafter.aux_layer_ids", [3, 2, 1]),
         ("drafter.init_revision", "main"),

@@ -20,8 +20,7 @@ WORDS: dict[object, tuple[float, ...]] = {
 }
 # Where 0 has a meaning (off, none, all, or the first); see docs/configuration.md.
 ZERO = {
-    *("seed", "train.seed", "data.max_malformed_fraction", "data.regenerate.temperature"),
-    *("data.regenerate.top_k", "data.augment.template_probability"),
+    *("seed", "train.seed", "data.regenerate.temperature", "data.template_probability"),
     "capture.max_refused_fraction",
     *("optim.weight_decay", "optim.warmup_fraction", "deepspeed.zero_stage", "drafter.aux_layer_ids"),
 }

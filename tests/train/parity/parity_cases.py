@@ -222,7 +222,6 @@ def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: 
         "data.num_validation=8",
         "data.num_test=16",
         "data.max_tokens=256",
-        "data.num_workers=1",
         "train.row_tokens=256",
         f"train.rows_per_step={rows_per_step}",
         "train.max_steps=45",

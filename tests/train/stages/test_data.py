@@ -41,7 +41,8 @@ def test_a_limit_chooses_conversations_before_they_are_tokenized(
     assert few["num_conversations"] == 128  # two chunks
     assert few["num_conversations_read"] == every["num_conversations_read"]
     assert few["num_samples"] >= LIMIT
-    two, of_two = _chosen(small_target, tmp_path / "two", "data.num_workers=2")
+    monkeypatch.setattr(data_stage, "_FEW_CONVERSATIONS", 0)  # as many processes as cores
+    two, of_two = _chosen(small_target, tmp_path / "two")
     assert (two, of_two) == (few, of_few)
     _, other_seed = _chosen(small_target, tmp_path / "seed", "seed=1")
     assert len(of_all) == len(of_few) == len(other_seed) == LIMIT
@@ -50,11 +51,11 @@ def test_a_limit_chooses_conversations_before_they_are_tokenized(
 
 
 def test_training_prompts_are_changed_by_chance_and_held_out_ones_are_not(
-    small_target: EmbeddedTarget, tmp_path: Path
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chances = ("data.augment.template_probability=0.5", "data.augment.templates=[plain]")
+    monkeypatch.setattr(data_stage, "OTHER_TEMPLATES", ("plain",))
     _chosen(small_target, tmp_path / "plain")
-    _, found = _chosen(small_target, tmp_path / "found", *chances)
+    _, found = _chosen(small_target, tmp_path / "found", "data.template_probability=0.5")
     tokenizer = AutoTokenizer.from_pretrained(small_target.model)
     texts = [tokenizer.decode(row["input_ids"]) for row in found]
     assert 5 < sum(text.startswith("Human:\n") for text in texts) < 45
@@ -63,11 +64,11 @@ def test_training_prompts_are_changed_by_chance_and_held_out_ones_are_not(
 
 
 def test_a_template_that_refuses_the_conversations_is_found_before_they_are_tokenized(
-    small_target: EmbeddedTarget, tmp_path: Path
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = tmp_path / "raises.jinja"
     template.write_text("{{ raise_exception('no such role') }}")
-    chances = ("data.augment.template_probability=0.5", f"data.augment.templates=[{template}]")
+    monkeypatch.setattr(data_stage, "OTHER_TEMPLATES", (str(template),))
     with pytest.raises(UserError, match="no such role") as refused:
-        _chosen(small_target, tmp_path / "run", *chances)
-    assert refused.value.field == "data.augment.templates"
+        _chosen(small_target, tmp_path / "run", "data.template_probability=0.5")
+    assert refused.value.field == "data.template_probability"

@@ -127,22 +127,3 @@ def test_other_conversations_are_other_data(small_target: EmbeddedTarget, tmp_pa
     before = _keys(*settings)
     source.write_text(source.read_text().replace("return", "yield!", 1))
     assert _changed(before, _keys(*settings)) == ALL
-
-
-def test_sampling_that_is_off_leaves_no_trace_in_the_data(
-    small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    def inputs(*changes: str) -> dict[str, Any]:
-        settings = [
-            *arguments(small_target, tmp_path),
-            REGENERATED,
-            "data.regenerate.temperature=0.7",
-            *changes,
-        ]
-        context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
-        return STAGES[Stage.data].inputs(context)["regenerate"]
-
-    off = inputs()
-    on = inputs("data.regenerate.top_p=0.9", "data.regenerate.top_k=20", "data.regenerate.completions=2")
-    assert on == off | {"top_p": 0.9, "top_k": 20, "completions": 2}
-    assert len(on) == len(off) + 3
