@@ -15,23 +15,24 @@ def num_allowed(num_samples: int, fraction: float = MAX_REFUSED_FRACTION) -> flo
     return max(fraction * num_samples, min(_ALWAYS_ALLOWED, num_samples // 2))
 
 
-def check_refusals(refused: Mapping[int, str], num_samples: int, fraction: float, remedy: str = "") -> None:
+def check_refusals(
+    refused: Mapping[int, str], num_samples: int, fraction: float = MAX_REFUSED_FRACTION, remedy: str = ""
+) -> None:
     """Raise UserError where more samples are refused than a capture may leave out.
 
     Args:
         refused: the reasons by sample id.
         num_samples: the number of samples of the dataset.
-        fraction: `capture.max_refused_fraction`.
+        fraction: the part of the dataset that may be refused.
         remedy: what to do once the reason is removed.
     """
     if len(refused) <= num_allowed(num_samples, fraction):
         return
-    what = f"{len(refused):,} of {num_samples:,} samples refused"
     *_, last = refused.values()
     raise UserError(
-        "capture.max_refused_fraction",
-        fraction,
-        f"Too many: {what}; the last one because: {last} {remedy}".strip(),
+        "capture",
+        f"{len(refused):,} of {num_samples:,} samples refused",
+        f"At most {fraction:.0%} may be. The last one because: {last} {remedy}".strip(),
     )
 
 

@@ -69,8 +69,7 @@ class RunContext:
     def servers(self) -> RunServers:
         """The vLLM servers of this run; none is started yet."""
         log = self.output_dir / f"vllm-{self.world.node_rank}.log"
-        stall_seconds = 60 * self.config.capture.stall_minutes
-        return RunServers(self.config.vllm, self._server_settings, stall_seconds, self.world, log)
+        return RunServers(self.config.vllm, self._server_settings, self.world, log)
 
     @cached_property
     def placement(self) -> ServerPlacement | None:
@@ -93,9 +92,6 @@ class RunContext:
     @property
     def start_seconds(self) -> float:
         """How long a vLLM server of the target may take to start."""
-        minutes = self.config.vllm.start_minutes
-        if minutes is not None:
-            return 60 * minutes
         return start_limit(target_size(self.config.target, self.target.parts.config).checkpoint_bytes)
 
     def capture_engine(self, further_args: Mapping[str, Any] = MappingProxyType({})) -> CaptureEngine:

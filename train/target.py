@@ -39,10 +39,6 @@ class Target:
             trust_remote_code=target.trust_remote_code,
             attn_implementation=target.attn_implementation,
             device_map=target.device_map,
-            layers_path=target.layers_path,
-            norm_path=target.norm_path,
-            embed_path=target.embed_path,
-            lm_head_path=target.lm_head_path,
         )
 
     @cached_property

@@ -1,4 +1,7 @@
-"""Metrics of a run: always in metrics.jsonl, and in Weights & Biases where it has a key."""
+"""Metrics of a run: always in metrics.jsonl, and in Weights & Biases where it has a key.
+
+W&B's own variables say where they go: WANDB_PROJECT, WANDB_NAME, and WANDB_MODE (offline, disabled).
+"""
 
 import logging
 import netrc
@@ -40,7 +43,7 @@ class Tracker:
 
 
 def open_tracker(
-    *, project: str, name: str, config: dict[str, Any], directory: Path, resume_step: int, is_main: bool
+    *, name: str, config: dict[str, Any], directory: Path, resume_step: int, is_main: bool
 ) -> Tracker:
     """Open the tracker of a run that resumes after `resume_step` (0: starts from the beginning).
 
@@ -48,6 +51,7 @@ def open_tracker(
     as one uninterrupted run. W&B may get the steps that are repeated a second time, with the same values.
 
     Args:
+        name: of the W&B run, without WANDB_NAME.
         config: shown by W&B. It has no secrets: composing it has refused them.
         directory: gets metrics.jsonl, the id of the W&B run, and W&B's files.
         is_main: True on rank 0; False gives a tracker that does nothing.
@@ -58,7 +62,7 @@ def open_tracker(
     lines = read_jsonl(metrics_path) if resume_step and metrics_path.exists() else []
     write_jsonl(metrics_path, [line for line in lines if line["step"] <= resume_step])
     mode = wandb_mode()
-    run = None if mode == "disabled" else _open_run(mode, project, name, config, directory)
+    run = None if mode == "disabled" else _open_run(mode, name, config, directory)
     return Tracker(metrics_path, run)
 
 
@@ -96,7 +100,7 @@ def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
         yield prefix, value
 
 
-def _open_run(mode: str, project: str, name: str, config: dict[str, Any], directory: Path) -> Any:
+def _open_run(mode: str, name: str, config: dict[str, Any], directory: Path) -> Any:
     import wandb  # takes seconds, which other ranks and runs without W&B should not spend
 
     id_path = directory / "wandb_run.json"
@@ -106,8 +110,8 @@ def _open_run(mode: str, project: str, name: str, config: dict[str, Any], direct
     with expecting(id_path, "the id of a W&B run"):
         run_id = str(read_json(id_path)["id"])
     run = wandb.init(
-        project=project,
-        name=name,
+        project=os.environ.get("WANDB_PROJECT", "eagle31"),
+        name=os.environ.get("WANDB_NAME", name),
         id=run_id,
         config=config,
         dir=str(directory),

@@ -231,7 +231,7 @@ def _complete_records(directory: Path, num_samples: int, stall_seconds: float | 
             remedy = (
                 f"No sample has come for {format_seconds(stall_seconds)} and {num_missing:,} are missing, "
                 f"such as {missing[0]}: another rank hangs, or its shards do not appear here. Run the same "
-                "command again, which captures what is missing; capture.stall_minutes sets the time."
+                "command again, which captures what is missing."
             )
             raise UserError("output_dir", directory, remedy)
         time.sleep(_POLL_SECONDS)

@@ -100,5 +100,8 @@ def _states(
         return capture.capture([input_ids for input_ids, _ in rows])
     except torch.OutOfMemoryError as error:
         longest = max(len(input_ids) for input_ids, _ in rows)
-        remedy = f"{len(rows)} samples of up to {longest:,} tokens exceed the memory of {capture.device}; "
-        raise UserError("capture.batch_tokens", len(rows) * longest, f"{remedy}lower it.") from error
+        remedy = (
+            f"{len(rows)} samples of up to {longest:,} tokens exceed the memory of {capture.device}: set "
+            "capture=vllm, or target.device_map=auto, or lower data.max_tokens."
+        )
+        raise UserError("capture.source", "hf", remedy) from error

@@ -10,6 +10,7 @@ from eagle31.errors import UserError
 
 _LAYERS = ("layers", "h", "blocks")
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_REMEDY = "Give a causal language model, or add the name in data/target/modules.py."
 _INNER = ("language_model", "text_model", "decoder", "model", "transformer")
 
 
@@ -30,11 +31,9 @@ def locate(model: PreTrainedModel, spec: TargetSpec) -> TargetModules:
     Raises:
         UserError: a module is not found; the error names the paths that were tried.
     """
-    layers_path = spec.layers_path or _find_layers(model)
-    layers = _submodule(model, "target.layers_path", layers_path)
-    if not isinstance(layers, nn.ModuleList):
-        remedy = f"It is a {type(layers).__name__}; give the path of the ModuleList of decoder layers."
-        raise UserError("target.layers_path", layers_path, remedy)
+    layers_path = _find_layers(model, spec)
+    layers = model.get_submodule(layers_path)
+    assert isinstance(layers, nn.ModuleList)
     decoder_path = layers_path.rpartition(".")[0]
     decoder = model.get_submodule(decoder_path)
     parts = decoder_path.split(".") if decoder_path else []
@@ -42,20 +41,13 @@ def locate(model: PreTrainedModel, spec: TargetSpec) -> TargetModules:
     return TargetModules(
         decoder=decoder,
         layers=layers,
-        final_norm=_submodule(model, "target.norm_path", spec.norm_path or _find_norm(decoder, decoder_path)),
-        embed_tokens=_embedding(owners, "get_input_embeddings", "target.embed_path", spec.embed_path),
-        lm_head=_embedding(owners, "get_output_embeddings", "target.lm_head_path", spec.lm_head_path),
+        final_norm=_find_norm(decoder, decoder_path, spec),
+        embed_tokens=_embedding(owners, "get_input_embeddings", spec),
+        lm_head=_embedding(owners, "get_output_embeddings", spec),
     )
 
 
-def _submodule(model: nn.Module, field: str, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError as error:
-        raise UserError(field, path, f"{type(model).__name__} has no such module ({error}).") from error
-
-
-def _find_layers(model: PreTrainedModel) -> str:
+def _find_layers(model: PreTrainedModel, spec: TargetSpec) -> str:
     paths = {module: path for path, module in model.named_modules()}
     module, tried = model.get_decoder(), []
     while module is not None:
@@ -66,22 +58,18 @@ def _find_layers(model: PreTrainedModel) -> str:
             tried.append(path)
         inner = (getattr(module, name, None) for name in _INNER)
         module = next((child for child in inner if isinstance(child, nn.Module)), None)
-    remedy = f"{type(model).__name__} has no ModuleList at {', '.join(tried)}; give the path of the layers."
-    raise UserError("target.layers_path", None, remedy)
+    raise UserError("target.model", spec.model, f"No decoder layers are at {', '.join(tried)}. {_REMEDY}")
 
 
-def _find_norm(decoder: nn.Module, decoder_path: str) -> str:
-    paths = {name: f"{decoder_path}.{name}".lstrip(".") for name in _NORMS}
-    for name, path in paths.items():
-        if isinstance(getattr(decoder, name, None), nn.Module):
-            return path
-    remedy = f"There is no norm at {', '.join(paths.values())}; give the path of the norm before the lm_head."
-    raise UserError("target.norm_path", None, remedy)
+def _find_norm(decoder: nn.Module, decoder_path: str, spec: TargetSpec) -> nn.Module:
+    for name in _NORMS:
+        if isinstance(norm := getattr(decoder, name, None), nn.Module):
+            return norm
+    tried = ", ".join(f"{decoder_path}.{name}".lstrip(".") for name in _NORMS)
+    raise UserError("target.model", spec.model, f"No final norm is at {tried}. {_REMEDY}")
 
 
-def _embedding(owners: list[nn.Module], getter: str, field: str, path: str | None) -> nn.Module:
-    if path is not None:
-        return _submodule(owners[0], field, path)
+def _embedding(owners: list[nn.Module], getter: str, spec: TargetSpec) -> nn.Module:
     for owner in owners:
         try:
             module = getattr(owner, getter)()
@@ -90,5 +78,4 @@ def _embedding(owners: list[nn.Module], getter: str, field: str, path: str | Non
         if module is not None:
             return module
     tried = ", ".join(f"{type(owner).__name__}.{getter}()" for owner in owners)
-    remedy = f"None of {tried} returns a module; give the module's path, or a causal language model."
-    raise UserError(field, None, remedy)
+    raise UserError("target.model", spec.model, f"None of {tried} returns a module. {_REMEDY}")

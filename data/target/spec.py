@@ -18,10 +18,6 @@ class TargetSpec:
     trust_remote_code: bool = False
     attn_implementation: str | None = None
     device_map: str | None = None  # "auto" spreads the model over all devices with accelerate
-    layers_path: str | None = None  # module paths, for wrappers whose modules are not found automatically
-    norm_path: str | None = None
-    embed_path: str | None = None
-    lm_head_path: str | None = None
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -31,7 +31,7 @@ _SMALL = (
     "train.log_every=1",
     "train.validate_every=8",
     "evaluate.max_new_tokens=24",
-    "evaluate.sampling=false",
+    "evaluate.temperature=null",
 )
 
 

@@ -11,13 +11,12 @@ from data.embedded.target import EmbeddedTarget
 from tests.runs.forked import Ranks, start
 from tests.runs.outcome import leftovers, outcome_of
 from tests.train.conftest import small_target  # noqa: F401
-from tests.train.small_run import MAIN, RECIPE, arguments
+from tests.train.small_run import RECIPE, arguments
 
+SCRIPT = "tests/runs/small_shards.py"
 NUM_KILLS = 5
 SMALLER = (
     "capture.max_samples=48",
-    "capture.shard_tokens=1500",
-    "capture.batch_tokens=1024",
     "train.max_steps=8",
     "train.save_every=2",
     "train.keep_checkpoints=2",
@@ -41,7 +40,7 @@ def test_a_killed_run_ends_as_one_that_nobody_killed(
 
     def begin(directory: Path) -> Ranks:
         command = [f"recipe={RECIPE}", *arguments(small_target, directory), *SMALLER]
-        return start(MAIN, *command, log=directory.with_suffix(".log"), num_processes=num_processes)
+        return start(SCRIPT, *command, log=directory.with_suffix(".log"), num_processes=num_processes)
 
     started = time.monotonic()
     ranks = begin(undisturbed)

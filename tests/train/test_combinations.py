@@ -31,7 +31,6 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
         "train.max_steps=8",
         "train.validate_every=4",
         "train.save_every=4",
-        "evaluate.untrained=false",
     ]
     command = [MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings]
     ranks = start(*command, log=tmp_path / "log", num_processes=2)

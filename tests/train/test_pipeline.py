@@ -192,7 +192,7 @@ def test_a_finished_run_is_pushed(
     pushed: list[str] = []
     monkeypatch.setattr("train.pipeline.push_run", lambda _, hub: pushed.append(hub.repo_id) or "URL")
     monkeypatch.setenv("HF_TOKEN", "hf_ThisIsAToken")
-    run_here(RECIPE, *push, "hub.repo_id=someone/drafter", "hub.license=mit")
+    run_here(RECIPE, *push, "hub.repo_id=someone/drafter")
     assert pushed == ["someone/drafter"]
     assert "hf_ThisIsAToken" not in (directory / "config.yaml").read_text()
 

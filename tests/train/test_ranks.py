@@ -88,6 +88,5 @@ def few(num_ranks: int) -> list[str]:
         "train.ttt_steps=2",
         "train.log_every=1",
         "train.validate_every=2",
-        "evaluate.sampling=false",
-        "evaluate.untrained=false",
+        "evaluate.temperature=null",
     ]

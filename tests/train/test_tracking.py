@@ -21,7 +21,6 @@ def _no_wandb_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def tracker(directory: Path, resume_step: int = 0, *, is_main: bool = True) -> Tracker:
     return open_tracker(
-        project="eagle31",
         name="test",
         config={"lr": 1e-4},
         directory=directory,

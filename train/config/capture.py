@@ -31,9 +31,8 @@ class MooncakeConfig:
     """The Mooncake store, for capture.transport=mooncake."""
 
     master: str = setting("127.0.0.1:50051", "Address of the master, as HOST:PORT.")
-    metadata: str = setting("P2PHANDSHAKE", "URL of a metadata server, or P2PHANDSHAKE for none.")
     protocol: str = setting("tcp", "Transfer protocol: tcp or rdma.")
-    device: str = setting("", "Name of the RDMA device. Empty: chosen by Mooncake.", may_be_empty=True)
+    device: str | None = setting(None, "Name of the RDMA device. null: chosen by Mooncake.")
     segment_gb: float = setting(4.5, "Memory that each rank contributes to the store, in 10^9 bytes.", gt=0)
 
 
@@ -48,33 +47,11 @@ class CaptureConfig:
         "A finished store that training reads, instead of capturing: a directory, or a URL such as "
         "s3://bucket/path. It must hold the states of this target for this training data. null: capture.",
     )
-    read_threads: int = setting(
-        4, "Threads of a rank that read and decode the samples of a store.", ge=1, le=4096
-    )
     max_samples: int | None = setting(None, "Number of training samples, chosen at random. null: all.", ge=1)
-    shard_tokens: int = setting(65536, "Tokens in one file of the store.", ge=1)
-    batch_tokens: int = setting(8192, "Tokens in one forward pass, padding included, for source=hf.", ge=1)
     codec: str = setting(
         "exact",
         "Precision of stored and sent states: exact (the target's dtype), bf16, or fp8 (half the size of "
         "bf16).",
-    )
-    final_states: str = setting(
-        "supervised",
-        "Final-layer hidden states that are kept: supervised (where a draft is supervised) or all.",
-    )
-    max_refused_fraction: float = setting(
-        0.01,
-        "Largest part of the samples that may be refused, such as prompts that end the server. A small "
-        "dataset may lack up to 8, and half of it at most.",
-        ge=0,
-        lt=1,
-    )
-    stall_minutes: float = setting(
-        15.0,
-        "Minutes after which a vLLM server that has not answered counts as hung: the request is sent again, "
-        "and a server of the run is started again. Loading the target does not count.",
-        gt=0,
     )
     transport: TransportKind = setting(TransportKind.spool, "Path of states from vLLM to the run.")
     spool_dir: str | None = setting(
@@ -94,7 +71,7 @@ def check_capture(capture: CaptureConfig) -> None:
     if capture.store is not None and capture.mode is CaptureMode.online:
         remedy = "Online training reads no store; give null, or capture.mode=offline."
         raise UserError("capture.store", capture.store, remedy)
-    Encoding(capture.codec, capture.final_states)
+    Encoding(capture.codec)
     over_mooncake = capture.transport is TransportKind.mooncake
     if over_mooncake and capture.source is not CaptureSource.vllm:
         remedy = "Transformers runs in the run's own processes; set capture.source=vllm, or leave it out."

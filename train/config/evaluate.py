@@ -28,11 +28,10 @@ class EvaluateConfig:
         ge=1,
     )
     max_new_tokens: int = setting(256, "Length limit of a completion, in tokens.", ge=1)
-    temperature: float = setting(
-        1.0, "Temperature for sampling. Temperature 0 is always measured.", ge=0.01, le=MAX_TEMPERATURE
+    temperature: float | None = setting(
+        1.0,
+        "Temperature for sampling, at which the target writes a completion of every test prompt. "
+        "Temperature 0 is always measured. null: only that.",
+        ge=0.01,
+        le=MAX_TEMPERATURE,
     )
-    sampling: bool = setting(
-        True,
-        "Whether to measure at this temperature too: the target samples a completion of every test prompt.",
-    )
-    untrained: bool = setting(True, "Whether to replay the untrained drafter too, for comparison.")

@@ -22,11 +22,10 @@ class ExportConfig:
 
 @dataclass
 class HubConfig:
-    """The repository that the export is pushed to; HF_TOKEN in the environment holds the access token."""
+    """The repository that the export is pushed to; HF_TOKEN in the environment holds the access token.
+
+    scripts/push_to_hub also states a license, and the target's Hub id where target.model is a local copy.
+    """
 
     repo_id: str | None = setting(None, "Repository as OWNER/NAME. null: nothing is pushed.")
     private: bool = setting(True, "Whether a repository that the push creates is private.")
-    base_model: str | None = setting(None, "Hub id of the target if target.model is a local copy of it.")
-    license: str | None = setting(
-        None, "License identifier of the Hub, such as apache-2.0. null: none is stated."
-    )

@@ -19,7 +19,6 @@ from train.config.target import TargetConfig, TargetEngine, check_target
 from train.config.training import (
     DeepSpeedConfig,
     OptimConfig,
-    TrackingConfig,
     TrainConfig,
     check_deepspeed,
 )
@@ -56,7 +55,6 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     recipe_name: str = setting(MISSING, "Name of the recipe, for reports. Set by recipe=NAME.")
     stages: list[Stage] = setting(list(Stage), "Stages to run. Finished ones are reused.")

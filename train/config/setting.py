@@ -13,16 +13,15 @@ _LARGEST = 10**12
 _BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
 
-def setting(default: Any, meaning: str, *, may_be_empty: bool = False, **bounds: float) -> Any:
+def setting(default: Any, meaning: str, **bounds: float) -> Any:
     """Return a dataclass field.
 
     Args:
         default: of the field; a list or a mapping is copied for each instance.
         meaning: what the setting does, for docs/configuration.md.
-        may_be_empty: whether a text may be empty.
         bounds: `ge`, `gt`, `le` and `lt` of a number, or of each number of a list.
     """
-    metadata = {"meaning": meaning, "may_be_empty": may_be_empty, "bounds": bounds}
+    metadata = {"meaning": meaning, "bounds": bounds}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -41,7 +40,7 @@ def check_settings(config: Any) -> None:
     """
     for key, value, field in _settings(config, ""):
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, str) and not one.strip() and not field.metadata["may_be_empty"]:
+            if isinstance(one, str) and not one.strip():
                 raise UserError(key, repr(one), "It is empty, perhaps by a shell variable without a value.")
             if isinstance(one, int | float) and not isinstance(one, bool):
                 _check_number(key, one, field.metadata["bounds"])

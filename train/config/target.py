@@ -46,10 +46,6 @@ class TargetConfig:
         '"auto" spreads the model over this node\'s devices with accelerate. null: a copy on each device. '
         "For transformers only.",
     )
-    layers_path: str | None = setting(None, "Module path of the decoder layers. null: found automatically.")
-    norm_path: str | None = setting(None, "Module path of the final norm. null: found automatically.")
-    embed_path: str | None = setting(None, "Module path of the token embedding. null: found automatically.")
-    lm_head_path: str | None = setting(None, "Module path of the LM head. null: found automatically.")
     chat_template: str | None = setting(
         None, "Path of a Jinja chat template. null: the tokenizer's template."
     )

@@ -127,17 +127,6 @@ class TrainConfig:
     )
 
 
-@dataclass
-class TrackingConfig:
-    """Metrics in Weights & Biases, if it has a key, in addition to metrics.jsonl in the output directory.
-
-    W&B's variable `WANDB_MODE` can be `offline`, for `wandb sync`, or `disabled`.
-    """
-
-    project: str = setting("eagle31", "W&B project.")
-    name: str | None = setting(None, "Name of the W&B run. null: the recipe's name.")
-
-
 def check_deepspeed(deepspeed: DeepSpeedConfig) -> None:
     """Raise UserError for values, or combinations of them, that DeepSpeed does not take."""
     if deepspeed.offload_optimizer and deepspeed.zero_stage == 0:

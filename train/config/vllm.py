@@ -37,20 +37,11 @@ class VllmConfig:
         "process of each node that trains starts one server there.",
     )
     placement: Placement = setting(Placement.auto, "GPUs that run the target in vLLM.")
-    gpu_memory_fraction: float | None = setting(
-        None,
-        "Fraction of each GPU's memory for vLLM, where the run starts the servers. null: chosen by the plan.",
-        gt=0,
-        lt=1,
-    )
-    start_minutes: float | None = setting(
-        None, "Time limit of a server's start. null: from the size of the weights.", gt=0
-    )
     max_concurrency: int = setting(64, "Requests in flight per server.", ge=1)
     engine_args: dict[str, Any] = setting(
         {},
         "Arguments of `vllm.LLM` for servers that the run or scripts/serve_target starts, such as "
-        "{tensor_parallel_size: 8}.",
+        "{tensor_parallel_size: 8}. The plan chooses gpu_memory_utilization where it is not given.",
     )
 
 
@@ -69,7 +60,6 @@ def check_vllm(vllm: VllmConfig) -> None:
         raise UserError(f"vllm.engine_args.{_FRACTION}", fraction, "Give a number above 0 and at most 1.")
     for url in vllm.servers:
         _check_url(url)
-    _check_fraction(vllm)
 
 
 def _check_url(url: str) -> None:
@@ -83,18 +73,9 @@ def _check_url(url: str) -> None:
         raise UserError("vllm.servers", url, remedy)
 
 
-def _check_fraction(vllm: VllmConfig) -> None:
-    fraction = vllm.gpu_memory_fraction
-    if fraction is None:
-        return
-    if _FRACTION in vllm.engine_args:
-        remedy = f"Leave out vllm.engine_args.{_FRACTION}, which means the same."
-        raise UserError("vllm.gpu_memory_fraction", fraction, remedy)
-
-
-def check_temperatures(temperatures: dict[str, float]) -> None:
+def check_temperatures(temperatures: dict[str, float | None]) -> None:
     """Raise UserError for the first temperature, by field, that vLLM does not take."""
     for name, value in temperatures.items():
-        if value > MAX_TEMPERATURE:
+        if value is not None and value > MAX_TEMPERATURE:
             remedy = f"vLLM takes at most {MAX_TEMPERATURE}; lower it, or set target.engine=hf."
             raise UserError(name, value, remedy)

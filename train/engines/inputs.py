@@ -86,7 +86,6 @@ def target_inputs(target: TargetConfig, fingerprint: str) -> dict[str, Any]:
         "target": fingerprint,
         "dtype": target.dtype,
         "trust_remote_code": target.trust_remote_code,
-        "modules": [target.layers_path, target.norm_path, target.embed_path, target.lm_head_path],
     }
 
 

@@ -21,7 +21,7 @@ from train.distributed import World, node_address, read_when_set, shared_values
 _LOOPBACK = "127.0.0.1"
 _KEY = "vllm/key"
 # A server imports vLLM, reads the weights, at least at the speed of a slow network disk, and compiles.
-_START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.25e9
+_START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.1e9
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ServerSettings:
 
 
 def start_limit(target_bytes: int) -> float:
-    """Return how many seconds a server may take to start: 15 minutes, and 4 seconds per GB of weights."""
+    """Return how many seconds a server may take to start: 15 minutes, and 10 seconds per GB of weights."""
     return _START_SECONDS + target_bytes / _LOADED_BYTES_PER_SECOND
 
 
@@ -102,7 +102,6 @@ class RunServers:
 
     Args:
         settings: returns what a node needs to start its server; not called with `vllm.servers`.
-        stall_seconds: the longest time until an answer; a server of the run is then started again.
         log: the file for the output of this node's server.
     """
 
@@ -110,12 +109,10 @@ class RunServers:
         self,
         vllm: VllmConfig,
         settings: Callable[[], ServerSettings],
-        stall_seconds: float,
         world: World,
         log: Path,
     ) -> None:
-        self._vllm, self._settings, self._stall_seconds = vllm, settings, stall_seconds
-        self._world, self._log = world, log
+        self._vllm, self._settings, self._world, self._log = vllm, settings, world, log
         self._process: ServerProcess | None = None
         self._captures: bool | None = None  # whether the servers that run can capture; None: none runs
         self._ready = False
@@ -154,7 +151,6 @@ class RunServers:
                 devices=settings.devices,
                 log=self._log,
                 limit_seconds=settings.limit_seconds,
-                stall_seconds=self._stall_seconds,
             )
 
     def wait_until_ready(self) -> None:
@@ -189,7 +185,7 @@ class RunServers:
             process.close()
 
     def _client(self, url: str, key: str | None) -> VllmClient:
-        return VllmClient(url, self._vllm.max_concurrency, key, self._check_process, self._stall_seconds)
+        return VllmClient(url, self._vllm.max_concurrency, key, self._check_process)
 
     def _check_process(self) -> None:
         """Raise UserError if the server that this process has started will not answer any more."""

@@ -109,9 +109,8 @@ def mooncake_settings(mooncake: MooncakeConfig) -> MooncakeSettings:
     """Return the recipe's Mooncake store in the transport's units."""
     return MooncakeSettings(
         master=mooncake.master,
-        metadata=mooncake.metadata,
         protocol=mooncake.protocol,
-        device=mooncake.device,
+        device=mooncake.device or "",
         segment_bytes=int(mooncake.segment_gb * 1e9),
     )
 

@@ -161,6 +161,3 @@ def check_job(job: Job, config: RunConfig, resumes: bool) -> None:
     if vllm.placement in (Placement.shared, Placement.split):
         remedy = "With --target-nodes, servers are on nodes of their own: set auto."
         raise UserError("vllm.placement", vllm.placement.value, remedy)
-    if vllm.gpu_memory_fraction is not None:
-        remedy = "Servers on other nodes take vllm.engine_args.gpu_memory_utilization; set it to null."
-        raise UserError("vllm.gpu_memory_fraction", vllm.gpu_memory_fraction, remedy)

@@ -24,6 +24,7 @@ _ALONE_FRACTION = 0.9
 # A training process that waits for the server: its CUDA context and the target's embedding or head.
 _WAITING_BYTES = 2_000_000_000
 _MARGIN = 0.1  # of training's memory
+_UTILIZATION = "vllm.engine_args.gpu_memory_utilization"
 _OWN_GPUS = "vllm.placement=split, vllm.servers, or --target-nodes of scripts/submit"
 
 
@@ -72,9 +73,6 @@ def run_placement(config: RunConfig, world: World) -> ServerPlacement | None:
     """
     if uses_vllm(config):
         return place_servers(RunSizes(config), cluster_at_hand(world))
-    if config.vllm.gpu_memory_fraction is not None:
-        remedy = "Nothing in this run uses vLLM. Set vllm.gpu_memory_fraction=null."
-        raise UserError("vllm.gpu_memory_fraction", config.vllm.gpu_memory_fraction, remedy)
     return None
 
 
@@ -121,9 +119,6 @@ def _apart(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     if vllm.placement in (Placement.shared, Placement.split):
         remedy = "The servers are on other nodes. Set vllm.placement=auto."
         raise UserError("vllm.placement", vllm.placement.value, remedy)
-    if vllm.gpu_memory_fraction is not None:
-        remedy = "Servers on other nodes take vllm.engine_args.gpu_memory_utilization. Set it to null."
-        raise UserError("vllm.gpu_memory_fraction", vllm.gpu_memory_fraction, remedy)
     if vllm.servers:
         for url in vllm.servers:
             if cluster.num_nodes > 1 and is_loopback(urlsplit(url).hostname):
@@ -140,11 +135,8 @@ def _apart(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
 
 
 def _on_cpu(config: RunConfig, cluster: Cluster) -> ServerPlacement:
-    vllm = config.vllm
-    if vllm.placement is Placement.split:
+    if config.vllm.placement is Placement.split:
         raise UserError("vllm.placement", "split", "There is no GPU to divide. Set vllm.placement=auto.")
-    if vllm.gpu_memory_fraction is not None:
-        raise UserError("vllm.gpu_memory_fraction", vllm.gpu_memory_fraction, "There is no GPU: set null.")
     return ServerPlacement(Placement.shared, cluster.num_nodes)
 
 
@@ -159,7 +151,7 @@ def _split(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
         raise UserError("vllm.placement", config.vllm.placement.value, remedy)
     parallel = _filled(config, free)
     _check_gpus(config, parallel, free, "on a node where nothing trains")
-    fraction = config.vllm.gpu_memory_fraction or _given_utilization(config) or _ALONE_FRACTION
+    fraction = _given_utilization(config) or _ALONE_FRACTION
     _check_alone(sizes, cluster, parallel, fraction)
     devices = tuple(range(first, first + parallel.gpus))
     return _placement(cluster, Placement.split, parallel, devices, fraction)
@@ -169,7 +161,7 @@ def _shared(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     config = sizes.config
     parallel = _filled(config, cluster.gpus_per_node)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
-    given = config.vllm.gpu_memory_fraction or _given_utilization(config)
+    given = _given_utilization(config)
     online = serves_training(config)
     if cluster.gpu_bytes is None:
         fraction = given or (_ALONE_FRACTION / 2 if online else _ALONE_FRACTION - 0.1)
@@ -203,8 +195,8 @@ def _refuse_shared(
         f"(weights {server.weights / 1e9:.1f}) and {'training' if online else 'the waiting process'} "
         f"{trainer / 1e9:.1f} GB."
     )
-    if given is not None and config.vllm.gpu_memory_fraction is not None:
-        raise UserError("vllm.gpu_memory_fraction", given, f"{remedy} Set another, or null.")
+    if given is not None:
+        raise UserError(_UTILIZATION, given, f"{remedy} Give another one, or none.")
     smaller = "Lower training's memory (deepspeed.zero_stage=2, train.activation_checkpointing=true), set "
     remedy += f" {smaller if online else 'Set '}a larger vllm.engine_args.tensor_parallel_size, or give the "
     raise UserError("vllm.placement", Placement.shared.value, f"{remedy}target GPUs of its own: {_OWN_GPUS}.")
@@ -221,8 +213,8 @@ def _check_alone(sizes: RunSizes, cluster: Cluster, parallel: Parallelism, fract
             f"vLLM needs {needed / 1e9:.1f} GB of each of {parallel.gpus} GPUs (weights "
             f"{server.weights / 1e9:.1f}), and has {fraction:g} of {cluster.gpu_bytes / 1e9:.0f} GB: raise "
         )
-        if sizes.config.vllm.gpu_memory_fraction is not None:
-            raise UserError("vllm.gpu_memory_fraction", fraction, f"{remedy}it, or set null.")
+        if _given_utilization(sizes.config) is not None:
+            raise UserError(_UTILIZATION, fraction, f"{remedy}it, or leave it out.")
         field = "vllm.engine_args.tensor_parallel_size"
         raise UserError(field, parallel.tensor, f"{remedy}it, or use larger GPUs.")
 

@@ -174,12 +174,11 @@ def _store_bytes(sizes: RunSizes, num_tokens: int | None) -> int | None:
     if num_tokens is None:
         return None
     supervised = round(num_tokens * sizes.config.plan.assistant_fraction)
-    num_final = supervised if capture.final_states == "supervised" else num_tokens
     # bfloat16 if the dtype is unknown.
     dtype = getattr(torch, sizes.config.target.dtype, torch.bfloat16)
     return encoded_bytes(
-        Encoding(capture.codec, capture.final_states),
-        Rows(num_tokens, num_tokens, num_final),
+        Encoding(capture.codec),
+        Rows(num_tokens, num_tokens, supervised),
         len(drafter.aux_layer_ids),
         drafter.target_hidden_size,
         dtype,

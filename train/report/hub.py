@@ -30,17 +30,19 @@ def check_push(hub: HubConfig, needs_token: bool = True) -> None:
     """
     if hub.repo_id is None:
         raise UserError("hub.repo_id", None, "Give the repository to push to: OWNER/NAME.")
-    for field, name in (("hub.repo_id", hub.repo_id), ("hub.base_model", hub.base_model)):
-        if name is None:
-            continue
-        if "/" not in name:
-            raise UserError(field, name, "Give it with its owner: OWNER/NAME.")
-        try:
-            validate_repo_id(name)
-        except HFValidationError as error:
-            raise UserError(field, name, str(error)) from None
+    check_repo_id("hub.repo_id", hub.repo_id)
     if needs_token:
         hub_token()
+
+
+def check_repo_id(field: str, name: str) -> None:
+    """Raise UserError for what is no OWNER/NAME of the Hub."""
+    if "/" not in name:
+        raise UserError(field, name, "Give it with its owner: OWNER/NAME.")
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(field, name, str(error)) from None
 
 
 def hub_token() -> str:
@@ -56,10 +58,12 @@ def hub_token() -> str:
     return token
 
 
-def files_to_push(output_dir: Path, hub: HubConfig) -> dict[str, Path | bytes]:
+def files_to_push(
+    output_dir: Path, repo_id: str, *, base_model: str | None = None, license: str | None = None
+) -> dict[str, Path | bytes]:
     """Return what a push uploads, by path in the repository: files of the run's export, or their bytes.
 
-    Nothing has a local path: config.json and the card name a target by its last part or `hub.base_model`.
+    Nothing has a local path: config.json and the card name a target by its last part or `base_model`.
 
     Raises:
         UserError: the run has no export or no report yet, or its export was changed since it was written.
@@ -74,12 +78,12 @@ def files_to_push(output_dir: Path, hub: HubConfig) -> dict[str, Path | bytes]:
         damage = None
     if damage is not None:
         raise UserError("export", export, f"{damage}; run the recipe again, which exports again.")
-    run_info: dict[str, Any] = known["run"] | {"hub_id": hub.repo_id, "license": hub.license}
-    if hub.base_model is not None:
-        run_info |= {"target": hub.base_model, "target_embedded": False}
+    run_info: dict[str, Any] = known["run"] | {"hub_id": repo_id, "license": license}
+    if base_model is not None:
+        run_info |= {"target": base_model, "target_embedded": False}
     config = read_json(export / "config.json")
     card = model_card(run_info, known["evaluation"], config, read_serving(output_dir))
-    config = _without_paths(config, hub.base_model)
+    config = _without_paths(config, base_model)
     weights: dict[str, Path | bytes] = {path.name: path for path in sorted(export.glob("*.safetensors*"))}
     return weights | {"config.json": json.dumps(config, indent=2).encode(), CARD: card.encode()}
 
@@ -106,7 +110,8 @@ def commit_message(output_dir: Path) -> str:
 
 def push_run(output_dir: Path, hub: HubConfig) -> str:
     """Push a run's export; return the commit's URL."""
-    return push(files_to_push(output_dir, hub), hub, commit_message(output_dir))
+    assert hub.repo_id is not None
+    return push(files_to_push(output_dir, hub.repo_id), hub, commit_message(output_dir))
 
 
 def push(files: dict[str, Path | bytes], hub: HubConfig, message: str) -> str:

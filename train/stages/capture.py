@@ -24,13 +24,20 @@ from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.engines.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
-from train.stages.training.states import open_capture, training_encoding, training_samples, vllm_states
+from train.stages.training.states import (
+    BATCH_TOKENS,
+    open_capture,
+    training_encoding,
+    training_samples,
+    vllm_states,
+)
 
+SHARD_TOKENS = 65_536  # in one file of the store; a writer has the memory of three files
 # Fields of a given store that may differ: the same target may be elsewhere, and its fingerprint says whether
 # it is the same.
 _PLACES = frozenset({"target", "target_revision"})
 _SETTINGS = {
-    "encoding": "capture.codec or capture.final_states",
+    "encoding": "capture.codec",
     "aux_layer_ids": "drafter.aux_layer_ids",
 }
 
@@ -46,7 +53,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
     }
     inputs |= target_inputs(context.config.target, context.target.parts.fingerprint)
     inputs |= SOURCE_INPUTS[capture.source](context.config)
-    inputs |= {"codec": capture.codec, "final_states": capture.final_states, "format": STATES_VERSION}
+    inputs |= {"codec": capture.codec, "format": STATES_VERSION}
     if capture.mode is CaptureMode.offline:
         inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
     if capture.store is not None:
@@ -72,10 +79,7 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         datasets["train"] = training_samples(context)
     # Replay equals serving only if it reads the exact states.
     encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": training_encoding(context)}
-    specs = [
-        StoreSpec(directory / name, dataset, encodings[name], capture.max_refused_fraction)
-        for name, dataset in datasets.items()
-    ]
+    specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
     SOURCES[capture.source](context, specs, manifest_fields(context))
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     if capture.store is not None:
@@ -108,7 +112,7 @@ def capture_by_hf(
     """Have every rank run the target over a part of the samples."""
     target = open_capture(context)
     for store in stores:
-        capture = partial(capture_samples, store.dataset, target, context.config.capture.batch_tokens)
+        capture = partial(capture_samples, store.dataset, target, BATCH_TOKENS)
         _fill(context, store, capture, target, manifest_fields)
 
 
@@ -122,7 +126,7 @@ def capture_by_vllm(
             _: Sequence[int], missing: Sequence[int], store: StoreSpec = store
         ) -> Generator[tuple[int, CapturedSample | str], None, None]:
             # The states are exact on their way: the writer encodes them.
-            encoding = Encoding("exact", store.encoding.final_states)
+            encoding = Encoding("exact")
             with vllm_states(context, store.dataset, encoding) as source:
                 yield from source.captured(missing)
 
@@ -136,17 +140,16 @@ def _fill(
     states: CapturedStates,
     manifest_fields: Mapping[str, Any],
 ) -> None:
-    settings, world = context.config.capture, context.world
+    world = context.world
     fill_store(
         store,
         capture,
         states,
-        shard_tokens=settings.shard_tokens,
+        shard_tokens=SHARD_TOKENS,
         rank=world.rank,
         world_size=world.size,
         manifest_fields=manifest_fields,
         progress=world.is_main,
-        stall_seconds=60 * settings.stall_minutes,
     )
 
 

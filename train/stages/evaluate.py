@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,13 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
         "capture": context.artifacts[Stage.capture].key,
         "draft_tokens": config.evaluate.draft_tokens,
         "decoded_prompts": config.evaluate.decoded_prompts,
-        "sampling": config.evaluate.sampling and config.evaluate.temperature,
-        "untrained": config.evaluate.untrained,
+        "temperature": config.evaluate.temperature,
         "seed": config.seed,
     }
     if config.target.engine is TargetEngine.vllm:
         # vLLM's arguments change its speed, and some change numbers (dtype, quantization).
         inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
-    elif config.evaluate.sampling:
+    elif config.evaluate.temperature is not None:
         # A sampled completion depends on the other prompts of its batch.
         inputs["batch_size"] = config.data.regenerate.batch_size
     return inputs
@@ -82,9 +82,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     if decoded is None:
         decoded = decode_in_transformers(context, prompts, trained, passes)
     replayed = replay_store(context, store, *trained, passes, "trained")
-    untrained = None
-    if evaluate.untrained:
-        untrained = replay_store(context, store, *untrained_drafter(context), passes, "untrained")
+    untrained = replay_store(context, store, *untrained_drafter(context), passes, "untrained")
     verdicts = replay_verdicts(trained, store, decoded, evaluate.draft_tokens)
     evaluation = {
         "k": evaluate.draft_tokens,
@@ -122,7 +120,7 @@ def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
         stop_token_ids=context.target.eos_token_ids,
         draft_tokens=evaluate.draft_tokens,
         max_new_tokens=evaluate.max_new_tokens,
-        temperature=evaluate.temperature if evaluate.sampling else None,
+        temperature=evaluate.temperature,
         seed=context.config.seed,
         on_cpu=context.world.device.type == "cpu",
         engine_args=single_replica(context.config.vllm.engine_args),
@@ -147,23 +145,26 @@ def decode_in_transformers(
     chosen = prompts[: evaluate.decoded_prompts]
     pairs = decode_in_turns(chosen, plain, drafted, evaluate.max_new_tokens, passes)
 
-    def sample() -> dict[str, Any]:
+    def sample(temperature: float) -> dict[str, Any]:
         completing = CompletingTarget(
             HiddenStateCapture(model, modules, context.drafter.aux_layer_ids),
             context.target.parts.fingerprint,
             context.config.data.regenerate.batch_size,
         )
         eos = context.target.eos_token_ids
-        sampling = Sampling(evaluate.max_new_tokens, eos, evaluate.temperature, context.config.seed)
+        sampling = Sampling(evaluate.max_new_tokens, eos, temperature, context.config.seed)
         completions = completing.complete(prompts, sampling, passes.directory / "sampled.jsonl")
         rows = packed(completing.samples(prompts, completions))
-        report = sampling_report(*trained, rows, longest_draft(evaluate.draft_tokens), evaluate.temperature)
+        report = sampling_report(*trained, rows, longest_draft(evaluate.draft_tokens), temperature)
         return {"sampling": report}
 
+    sampled = None
+    if evaluate.temperature is not None:
+        sampled = passes.run("sampling", partial(sample, evaluate.temperature))["sampling"]
     return DecodedSubset(
         engine=engine_name(model.dtype, context.world.device),
         report=decoding_report(pairs, evaluate.draft_tokens),
-        sampling=passes.run("sampling", sample)["sampling"] if evaluate.sampling else None,
+        sampling=sampled,
         indices=range(len(pairs)),
         completions=[DraftedCompletion.of(pair.drafted) for pair in pairs],
         dtype=model.dtype,

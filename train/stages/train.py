@@ -94,8 +94,7 @@ def train_on(
     samples = held_out.get_many(range(len(held_out)))
     validation = ReplayValidation(samples, config.train.row_tokens, config.evaluate.draft_tokens, world)
     tracker = open_tracker(
-        project=config.tracking.project,
-        name=config.tracking.name or config.recipe_name,
+        name=context.output_dir.name,
         config=_tracked_config(context),
         directory=directory,
         resume_step=state.step,

@@ -16,6 +16,7 @@ from eagle31.errors import UserError
 REQUIREMENT = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
 
 _CONNECT_SECONDS = 5.0
+_METADATA = "P2PHANDSHAKE"  # no metadata server
 _LOCAL_BYTES = 64  # of the client's buffer; puts and gets use memory that we register
 _ELSEWHERE = ("192.0.2.1", 9)  # an address of no machine (RFC 5737)
 # Each one needs those before it.
@@ -27,7 +28,6 @@ class MooncakeSettings:
     """The settings with which a process joins a Mooncake store; `capture.mooncake` in the recipe."""
 
     master: str = "127.0.0.1:50051"
-    metadata: str = "P2PHANDSHAKE"  # or the URL of a metadata server
     protocol: str = "tcp"  # or rdma
     device: str = ""  # the RDMA device
     segment_bytes: int = 0  # memory that this process lends to the store
@@ -86,7 +86,7 @@ def connect(library: Any, settings: MooncakeSettings) -> Any:
     store = library.MooncakeDistributedStore()
     code = store.setup(
         own_address,
-        settings.metadata,
+        _METADATA,
         settings.segment_bytes,
         _LOCAL_BYTES,
         settings.protocol,
@@ -95,7 +95,7 @@ def connect(library: Any, settings: MooncakeSettings) -> Any:
     )
     if code != 0:
         remedy = (
-            f"Mooncake could not join with metadata={settings.metadata}, protocol={settings.protocol}, "
+            f"Mooncake could not join with protocol={settings.protocol}, "
             f"device={settings.device!r}, {settings.segment_bytes:,} bytes lent (code {code}); see its log."
         )
         raise UserError("capture.mooncake", settings.master, remedy)

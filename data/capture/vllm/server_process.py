@@ -109,7 +109,7 @@ class ServerProcess:
             if seconds > self._limit_seconds:
                 self.close()
                 limit = format_seconds(self._limit_seconds)
-                raise self._error(f"vLLM was not ready within {limit}; vllm.start_minutes sets the limit")
+                raise self._error(f"vLLM was not ready within {limit}")
             if progress and time.monotonic() > next_line:
                 next_line += LINE_SECONDS
                 limit = f"{seconds:.0f} s of at most {self._limit_seconds:.0f} s"

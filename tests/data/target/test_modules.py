@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,36 +49,19 @@ def test_modules_inside_a_multimodal_wrapper(tmp_path: Path) -> None:
     assert torch.equal(parts.embed_tokens, modules.embed_tokens.weight)
 
 
-def test_explicit_paths_override_the_search(tmp_path: Path) -> None:
+def test_a_missing_module_is_a_user_error_with_what_was_tried(tmp_path: Path) -> None:
     spec = save_target(tmp_path)
     model = load_target(spec, CPU)
-    model.model.blocks_of_mine = model.model.layers
-    modules = locate(
-        model, replace(spec, layers_path="model.blocks_of_mine", norm_path="model.layers.0.input_layernorm")
-    )
-    assert modules.layers is model.model.layers
-    assert modules.final_norm is model.model.layers[0].input_layernorm
-    model.model.words, model.to_words = model.model.embed_tokens, model.lm_head
+    get_embeddings = type(model).get_input_embeddings
     for owner in (model, model.model):
-        owner.get_input_embeddings = owner.get_output_embeddings = lambda: None
-    with pytest.raises(UserError, match=r"target\.embed_path"):
+        owner.get_input_embeddings = lambda: None
+    with pytest.raises(UserError, match=r"target\.model=.*LlamaModel\.get_input_embeddings"):
         locate(model, spec)
-    with pytest.raises(UserError, match=r"target\.lm_head_path"):
-        locate(model, replace(spec, embed_path="model.words"))
-    modules = locate(model, replace(spec, embed_path="model.words", lm_head_path="to_words"))
-    assert (modules.embed_tokens, modules.lm_head) == (model.model.embed_tokens, model.lm_head)
-
-
-def test_a_missing_module_is_a_user_error_with_its_path(tmp_path: Path) -> None:
-    spec = save_target(tmp_path)
-    model = load_target(spec, CPU)
-    with pytest.raises(UserError, match=r"target\.layers_path=model\.nothing"):
-        locate(model, replace(spec, layers_path="model.nothing"))
-    with pytest.raises(UserError, match=r"target\.layers_path=model\.norm: It is a LlamaRMSNorm"):
-        locate(model, replace(spec, layers_path="model.norm"))
+    for owner in (model, model.model):
+        owner.get_input_embeddings = get_embeddings.__get__(owner)
     del model.model.norm
-    with pytest.raises(UserError, match=r"target\.norm_path.*model\.norm, model\.final_layernorm"):
+    with pytest.raises(UserError, match=r"target\.model=.*model\.norm, model\.final_layernorm"):
         locate(model, spec)
     del model.model.layers
-    with pytest.raises(UserError, match=r"target\.layers_path.*model\.layers, model\.h"):
+    with pytest.raises(UserError, match=r"target\.model=.*model\.layers, model\.h"):
         locate(model, spec)

@@ -80,7 +80,6 @@ def test_rope_parameters_can_be_set(arguments: list[str]) -> None:
     ("key", "value"),
     [
         ("capture.codec", "fp4"),
-        ("capture.final_states", "some"),
         ("data.max_tokens", 2049),
         ("deepspeed.offload_optimizer", True),
         ("deepspeed.offload_parameters", True),

@@ -34,7 +34,7 @@ def with_answers(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPath
 
 def settings(*more: str) -> list[str]:
     """Return settings with one sample per batch, whose states do not depend on other samples."""
-    own = ["capture.mode=online", "capture.batch_tokens=1", f"train.max_steps={STEPS}"]
+    own = ["capture.mode=online", f"train.max_steps={STEPS}"]
     return [*own, "train.validate_every=3", "train.save_every=6", "stages=[capture,train]", *more]
 
 

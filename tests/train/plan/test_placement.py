@@ -23,6 +23,7 @@ CPU = Cluster(1, 0, 2, None)
 SMALL = replace(NODE, gpu_bytes=80 * GB)
 APART = replace(NODE, target_nodes=1)
 TENSOR = "vllm.engine_args.tensor_parallel_size"
+UTILIZATION = "vllm.engine_args.gpu_memory_utilization"
 SHARED, SPLIT, OTHER = Placement.shared, Placement.split, Placement.apart
 
 
@@ -96,15 +97,9 @@ def test_offline_servers_have_what_waiting_processes_leave() -> None:
     [
         (TWO, ("vllm.servers=[http://localhost:8000]",), "vllm.servers", "the node's address"),
         (NODE, ("vllm.servers=[http://a:1]", "vllm.placement=shared"), "vllm.placement", "placement=auto"),
-        (
-            NODE,
-            ("vllm.servers=[http://a:1]", "vllm.gpu_memory_fraction=0.5"),
-            "vllm.gpu_memory_fraction",
-            "null",
-        ),
         (NODE, ("vllm.placement=split",), "vllm.placement", "start fewer"),
         (CPU, ("vllm.placement=split",), "vllm.placement", "vllm.placement=auto"),
-        (NODE, ("vllm.gpu_memory_fraction=0.9",), "vllm.gpu_memory_fraction", "training 36.5 GB"),
+        (NODE, (f"{UTILIZATION}=0.9",), UTILIZATION, "training 36.5 GB"),
         (NODE, (f"{TENSOR}=16",), TENSOR, "there are 8 on a node"),
         (NODE, (f"{TENSOR}=7",), TENSOR, "64 attention heads"),
         (SMALL, (), "vllm.placement", "vLLM needs 84.2 GB (weights 74.4)"),

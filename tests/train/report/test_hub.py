@@ -129,7 +129,7 @@ def test_dry_run_shows_what_would_be_uploaded(hub: Hub, push: Push, finished: Pa
         (("--repo", REPO), None, "HF_TOKEN"),
         (("--repo", "drafter"), TOKEN, "hub.repo_id=drafter"),
         (("--repo", "someone/dra fter"), TOKEN, "hub.repo_id=someone/dra fter"),
-        (("--repo", REPO, "--base-model", "here"), TOKEN, "hub.base_model=here"),
+        (("--repo", REPO, "--base-model", "here"), TOKEN, "--base-model=here"),
     ],
 )
 def test_pushes_that_cannot_succeed_are_refused(

@@ -158,7 +158,7 @@ def test_a_pass_that_fails_costs_no_other(
     small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
-    settings = [*arguments(small_target, tmp_path / "run"), "evaluate.sampling=true"]
+    settings = [*arguments(small_target, tmp_path / "run"), "evaluate.temperature=1"]
 
     def evaluate() -> None:
         context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))

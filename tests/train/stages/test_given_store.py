@@ -40,7 +40,6 @@ def test_a_run_reads_the_store_of_another_from_object_storage(
             *arguments(small_target, directory),
             "stages=[data,vocab,answers,capture,train]",
             f"capture.store={url}",
-            "capture.read_threads=3",
         ]
         run_here(RECIPE, *command)
         [captured] = directory.glob("artifacts/capture-*")

@@ -72,7 +72,6 @@ SETTING_CHANGES: dict[tuple[str, ...], dict[str, set[Stage]]] = {
     (): {
         "target.attn_implementation=eager": FROM_ANSWERS,
         "target.dtype=bfloat16": FROM_ANSWERS,
-        "target.layers_path=model.layers": FROM_ANSWERS,
         "target.trust_remote_code=true": FROM_ANSWERS,
         "target.device_map=auto": set(),
         "capture.max_samples=20": ALL - {Stage.answers},

@@ -14,7 +14,7 @@ from data.capture.vllm.client import VllmClient, check_states
 from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_info import ServerInfo
 from data.conversations.saved import load_saved
-from data.refusals import refusal_lines
+from data.refusals import MAX_REFUSED_FRACTION, refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -24,6 +24,9 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage
 from train.context import RunContext
 from train.engines.transport import OpenTransport, chosen_transport, open_transport, rank_name
+
+_READ_THREADS = 4  # of a rank, which read and decode the samples of a store
+BATCH_TOKENS = 8192  # of one forward pass in transformers, with padding: enough to keep a GPU busy
 
 
 def training_samples(context: RunContext) -> Dataset:
@@ -37,11 +40,12 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
     if context.config.capture.mode is CaptureMode.offline:
         yield open_source(context)
     elif context.config.capture.source is CaptureSource.hf:
-        samples, batch_tokens = training_samples(context), context.config.capture.batch_tokens
-        yield TransformersStates(samples, open_capture(context), training_encoding(context), batch_tokens)
+        yield TransformersStates(
+            training_samples(context), open_capture(context), training_encoding(context), BATCH_TOKENS
+        )
     else:
-        samples, fraction = training_samples(context), context.config.capture.max_refused_fraction
-        with vllm_states(context, samples, training_encoding(context), fraction) as source:
+        samples = training_samples(context)
+        with vllm_states(context, samples, training_encoding(context), MAX_REFUSED_FRACTION) as source:
             yield source
             for line in refusal_lines(source.refused, len(source)):
                 print(f"capture: {line}", file=sys.stderr)
@@ -62,7 +66,7 @@ def open_store(context: RunContext, name: str) -> HiddenStateStore:
     given = capture.store if name == "train" else None
     store = HiddenStateStore(
         given or context.artifacts[Stage.capture].directory / name,
-        num_threads=capture.read_threads,
+        num_threads=_READ_THREADS,
         given=given is not None,
     )
     store.verify(world.rank, world.size)
@@ -92,7 +96,7 @@ def opened_transport(context: RunContext, encoding: Encoding) -> AbstractContext
 
 def training_encoding(context: RunContext) -> Encoding:
     """Return the form in which training reads the states."""
-    return Encoding(context.config.capture.codec, context.config.capture.final_states)
+    return Encoding(context.config.capture.codec)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         shutil.copytree(captured, root / name)
 
     def run(name: str, *settings: str) -> list[str]:
-        every = ["train.validate_every=4", "train.save_every=4", "evaluate.untrained=false", "optim=adamw"]
+        every = ["train.validate_every=4", "train.save_every=4", "optim=adamw"]
         return [f"recipe={RECIPE}", *arguments(small_target, root / name), *every, *settings]
 
     branch = [f"train.continue_from={root / 'whole'}@8", "train.max_steps=12"]
