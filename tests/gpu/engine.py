@@ -40,10 +40,8 @@ def build_engine(
             micro_batches=settings.rows_per_step,
             world_size=1,
             offload_optimizer=False,
-            offload_parameters=False,
         ),
         lr=1e-4,
-        weight_decay=0.0,
         max_grad_norm=0.5,
         matrix_lr=0.02 if settings.muon else None,
     )

@@ -79,7 +79,7 @@ def test_an_optimizer_step_never_waits(dtype: torch.dtype, objective: Loss, muon
         drafter, frozen = drafter_on_gpu(config, dtype)
         module = TrainedModule(drafter, frozen, NUM_STEPS, 0.8, objective)
         skipped = SkippedSteps(1e-3, lambda step: [])
-        settings: dict[str, Any] = {"max_grad_norm": 0.5, "on_device": True, "lr": 1e-3, "weight_decay": 0.1}
+        settings: dict[str, Any] = {"max_grad_norm": 0.5, "on_device": True, "lr": 1e-3}
         if muon:
             matrices, others = split_weights(drafter)
             optimizer: ClippedAdamW = Muon(matrices, others, 0.02, device=CUDA, **settings)

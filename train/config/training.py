@@ -49,7 +49,6 @@ class OptimConfig:
         gt=0,
         lt=MAX_LR,
     )
-    weight_decay: float = setting(0.0, "Decoupled weight decay.", ge=0, le=1000)
     schedule: Schedule = setting(Schedule.cosine, "Course of the learning rate after the warm-up.")
     warmup_fraction: float = setting(0.015, "Fraction of the steps with a linear warm-up.", ge=0, lt=1)
     max_grad_norm: float = setting(0.5, "Norm to which gradients are clipped.", gt=0)
@@ -70,7 +69,6 @@ class DeepSpeedConfig:
     offload_optimizer: bool = setting(
         False, "Whether optimizer states are in CPU memory. Needs zero_stage 1, 2 or 3."
     )
-    offload_parameters: bool = setting(False, "Whether parameters are in CPU memory. Needs zero_stage 3.")
 
 
 @dataclass
@@ -131,5 +129,3 @@ def check_deepspeed(deepspeed: DeepSpeedConfig) -> None:
     """Raise UserError for values, or combinations of them, that DeepSpeed does not take."""
     if deepspeed.offload_optimizer and deepspeed.zero_stage == 0:
         raise UserError("deepspeed.offload_optimizer", True, "It needs deepspeed.zero_stage of 1, 2 or 3.")
-    if deepspeed.offload_parameters and deepspeed.zero_stage != 3:
-        raise UserError("deepspeed.offload_parameters", True, "It needs deepspeed.zero_stage=3.")

@@ -26,7 +26,6 @@ class TrainerSettings:
     zero_stage: int
     bf16: bool
     offload_optimizer: bool
-    offload_parameters: bool
     train_lm_head: bool
     activation_checkpointing: bool
     row_tokens: int
@@ -100,7 +99,7 @@ def trainer_memory(
     local_gradients, local_weights = (num_parameters / n for n in split[1:])
     # At ZeRO 0 in bf16 the float32 weights are the model's, and a step computes with rounded ones.
     weight_bytes = size if stage or not settings.bf16 else _WIDE + size
-    weights = 0 if settings.offload_parameters else local_weights * weight_bytes
+    weights = local_weights * weight_bytes
     return TrainerMemory(
         weights=round(weights),
         gradients=round(local_gradients * _WIDE),

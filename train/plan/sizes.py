@@ -89,7 +89,6 @@ def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
         zero_stage=config.deepspeed.zero_stage,
         bf16=config.deepspeed.precision is Precision.bf16,
         offload_optimizer=config.deepspeed.offload_optimizer,
-        offload_parameters=config.deepspeed.offload_parameters,
         train_lm_head=config.drafter.train_lm_head,
         activation_checkpointing=config.train.activation_checkpointing,
         row_tokens=config.train.row_tokens,

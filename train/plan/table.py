@@ -123,7 +123,7 @@ def _memory_lines(way: Way) -> list[_Line]:
         f"{settings.world_size} x ZeRO {settings.zero_stage} in {'bf16' if settings.bf16 else 'fp32'}, "
         f"rows of {settings.row_tokens:,} tokens, all written by the assistant"
     )
-    offloaded = [name for name in ("offload_optimizer", "offload_parameters") if getattr(settings, name)]
+    offloaded = ["offload_optimizer"] if settings.offload_optimizer else []
     parts = [
         (f"  {name.replace('_', ' ')}", gigabytes(size)) for name, size in memory.parts().items() if size
     ]

@@ -111,7 +111,6 @@ def deepspeed_config(
     micro_batches: int,
     world_size: int,
     offload_optimizer: bool,
-    offload_parameters: bool,
 ) -> dict[str, Any]:
     """Return the config for `deepspeed.initialize`; a micro-batch is one packed row.
 
@@ -124,8 +123,6 @@ def deepspeed_config(
     zero: dict[str, Any] = {"stage": zero_stage}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if offload_parameters:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_batch_size": micro_batches * world_size,
         "train_micro_batch_size_per_gpu": 1,
@@ -150,7 +147,6 @@ def initialize_model_engine(
     config: dict[str, Any],
     *,
     lr: float,
-    weight_decay: float,
     max_grad_norm: float,
     matrix_lr: float | None = None,
 ) -> deepspeed.DeepSpeedEngine:
@@ -165,7 +161,7 @@ def initialize_model_engine(
         "lr": lr,
         "betas": BETAS,
         "eps": EPS,
-        "weight_decay": weight_decay,
+        "weight_decay": 0.0,  # as in EAGLE; PyTorch's default is 0.01
     }
     optimizer: ClippedAdamW
     matrices, others = split_weights(module.drafter)

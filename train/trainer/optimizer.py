@@ -128,7 +128,7 @@ class Muon(ClippedAdamW):
         others: the weights that AdamW updates.
         matrix_lr: peak learning rate of the matrices; their rate is always this multiple of AdamW's.
         device: where matrices are orthogonalized, even if the optimizer is on the CPU.
-        settings: of AdamW; `lr` is its peak, and `weight_decay` holds for the matrices too.
+        settings: of AdamW; `lr` is its peak.
     """
 
     def __init__(
@@ -175,21 +175,19 @@ class Muon(ClippedAdamW):
         groups = self.param_groups
         for group in groups:
             if group["matrices"] and group["params"]:
-                self._update_matrices(group["params"], group["lr"], group["weight_decay"])
+                self._update_matrices(group["params"], group["lr"])
         self.param_groups = [group for group in groups if not group["matrices"]]
         try:
             super()._update()
         finally:
             self.param_groups = groups
 
-    def _update_matrices(self, tensors: list[Tensor], lr: float, weight_decay: float) -> None:
+    def _update_matrices(self, tensors: list[Tensor], lr: float) -> None:
         """Update matrices, or flat tensors that have fragments of them."""
         assert self._refused is not None
         taken = (~self._refused).to(tensors[0].device, torch.float32)  # 0 on a GPU if the step is refused
         for tensor in tensors:
             self._set_direction(tensor, taken)
-            if weight_decay:
-                tensor.mul_(1 - lr * weight_decay * taken)
         if not self._partitioned:
             parts = [(tensor.view(-1), _gradient(tensor).flatten()) for tensor in tensors]
             self._apply(self._replicated, parts, lr * taken)

@@ -38,7 +38,6 @@ SETTINGS: dict[str, Any] = {
     "zero_stage": 0,
     "bf16": False,
     "offload_optimizer": False,
-    "offload_parameters": False,
     "train_lm_head": True,
     "activation_checkpointing": False,
     "row_tokens": 640,

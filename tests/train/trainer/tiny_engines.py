@@ -39,7 +39,6 @@ def new_engine(
         micro_batches=-(-ROWS_PER_STEP // world.size),
         world_size=world.size,
         offload_optimizer=offload,
-        offload_parameters=offload and zero_stage == 3,
     )
     # By default DeepSpeed partitions no parameter that is as small as those here.
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -47,7 +46,6 @@ def new_engine(
         module,
         config,
         lr=LR,
-        weight_decay=0.0,
         max_grad_norm=0.5,
         matrix_lr=matrix_lr,
     )

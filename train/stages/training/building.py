@@ -67,10 +67,8 @@ def new_engine(context: RunContext, drafter: Drafter, frozen: FrozenParts) -> de
             micro_batches=math.ceil(config.train.rows_per_step / world.size),
             world_size=world.size,
             offload_optimizer=config.deepspeed.offload_optimizer,
-            offload_parameters=config.deepspeed.offload_parameters,
         ),
         lr=optim.lr,
-        weight_decay=optim.weight_decay,
         max_grad_norm=optim.max_grad_norm,
         matrix_lr=optim.matrix_lr if optim.name is Optimizer.muon else None,
     )

@@ -48,8 +48,6 @@ _EARLIER, _CONTINUED = "stages/train/earlier", "stages/train/continued"
 _LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 _SHOWN = 6  # settings that a message names
 _LENGTHS = ("max_steps", "num_epochs")  # settings of `train` that differ where a training is made longer
-# Settings of `optim` that may change when a training is continued; optimizer states depend on the others.
-CHANGEABLE_OPTIM = frozenset({"lr", "matrix_lr", "schedule", "warmup_fraction", "max_grad_norm"})
 
 
 def fixed_inputs(context: RunContext) -> dict[str, Any]:
@@ -59,14 +57,13 @@ def fixed_inputs(context: RunContext) -> dict[str, Any]:
     drafter.pop("init_revision")
     if drafter.pop("init_from") is not None:
         drafter["init_from"] = context.drafter.initial_fingerprint
-    optim = plain(asdict(config.optim))
     fixed = {
         "target": target_inputs(config.target, context.target.parts.fingerprint),
         "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
         "template": context.target.template_fingerprint,
         "aux_layer_ids": list(context.drafter.aux_layer_ids),
         "drafter": drafter,
-        "optim": {name: value for name, value in optim.items() if name not in CHANGEABLE_OPTIM},
+        "optimizer": config.optim.name.value,
         # How DeepSpeed splits the training state changes no result.
         "precision": config.deepspeed.precision.value,
         "seed": context.train_seed,
@@ -82,12 +79,11 @@ def training_inputs(context: RunContext) -> dict[str, Any]:
     # affects which step is chosen as the best.
     for name in ("log_every", "save_every", "keep_checkpoints", "continue_from", "seed"):
         training.pop(name)
-    optim = {name: value for name, value in asdict(context.optim).items() if name in CHANGEABLE_OPTIM}
     return {
         "fixed": fixed_inputs(context),
         "data": context.artifacts[Stage.data].key,
         "max_samples": config.capture.max_samples,
-        "optim": plain(optim),
+        "optim": plain(asdict(context.optim)),
         "train": plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
     }
