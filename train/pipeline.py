@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 from data.capture.vllm.environment import check_engine_args, find_python
 from data.locks import holder, try_lock
 from data.store import DamagedShard
+from data.target.architecture import check_architecture
 from eagle31.errors import UserError
+from eagle31.export.write import check_config
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact, check_links, link_result, remove_leftovers
 from train.config.run import (
@@ -32,6 +34,7 @@ from train.config.run import (
 )
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
+from train.engines.servers import server_settings
 from train.launch.doctor import check_environment, check_named, check_start, check_store
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import Plan, check_gpu_memory, make_plan
@@ -134,7 +137,8 @@ def run_stages(context: RunContext) -> None:
     try:
         begin_servers(context, unfinished)
         if Stage.train in unfinished and world.is_main and context.continued is not None:
-            begin_training(context)  # now: the earlier training may delete its checkpoint during other stages
+            # Now: the earlier training may delete its checkpoint during other stages.
+            begin_training(context.artifacts[Stage.train], context.continued)
         for stage in stages:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
@@ -173,24 +177,30 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     """
     config, world = context.config, context.world
     if Stage.train in config.stages and world.is_main:
-        check_ranks(context)
+        check_ranks(config, world.size)
     _ = context.placement  # refuses what cannot run on these nodes
     if world.is_main:
         check_links(context.output_dir, (_EXPORT,))
         check_environment(config)
-    context.check_drafter()
+    check_drafter(context)
     if pushes(config):
         check_push(config.hub)
     unfinished = unfinished_stages(context, stages)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
     if world.is_main and config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
-        engine = context.capture_engine()
+        engine = server_settings(config, context.captured_target).engine
         check_engine_args(find_python(), engine.plain_command_line(), config.vllm.engine_args)
     for stage in unfinished:
         if stage not in config.stages:
             remedy = f"They need stage '{stage.value}', which has no result for this configuration; add it."
             raise UserError("stages", [one.value for one in config.stages], remedy)
     return unfinished
+
+
+def check_drafter(context: RunContext) -> None:
+    """Raise UserError if the shape, or `drafter.init_from`, does not fit the target."""
+    check_architecture(context.config.target.architecture, context.target.parts.config)
+    check_config(context.drafter.config(), context.config.export.layout)
 
 
 def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
@@ -211,7 +221,7 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
         context.artifacts[stage] = artifact
     values = shared_values()
     if context.world.is_main:
-        link_results(context, located)
+        link_results(context.artifacts, context.earlier)
         found = []
         for stage in located:
             # A training is not repeated without a word from the user.
@@ -246,7 +256,7 @@ def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) 
     if context.world.is_main:
         check_store(context.config, stage)
         if stage is Stage.train:
-            begin_training(context)
+            begin_training(artifact, context.continued)
         print(f"{stage.value}: {artifact.directory}", flush=True)
     if context.world.is_main or STAGES[stage].every_rank:
         artifact.directory.mkdir(parents=True, exist_ok=True)
@@ -262,9 +272,9 @@ def conclude(context: RunContext, stage: Stage) -> None:
             lines = [*work_lines(plan.work), *hours_lines(plan.first.hours)]
             print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
         if Stage.train in config.stages:
-            check_rows(context)
+            check_rows(config, context.artifacts[Stage.data])
     elif stage is Stage.answers:
-        check_answers(context)
+        check_answers(context.artifacts[Stage.answers], config.evaluate.draft_tokens)
     elif stage is Stage.export:
         link_result(context.output_dir, _EXPORT, context.artifacts[stage].directory / "checkpoint")
     elif stage is Stage.report:

@@ -26,7 +26,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.pipeline import STAGES, StageRun, exclusive
 from train.stages.train import train_inputs
-from train.stages.training.states import open_source
+from train.stages.training.states import open_store
 
 
 def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> None:
@@ -127,7 +127,7 @@ def test_only_a_damaged_shard_is_captured_again(
         shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
 
     def read_all(context: RunContext, _: Path) -> dict[str, int]:
-        source = open_source(context)
+        source = open_store(context.artifacts[Stage.capture].directory / "train", context.world)
         return {"num_samples": len(source.get_many(range(len(source))))}
 
     # A train stage that only reads its data, so that no process group is needed.

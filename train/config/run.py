@@ -124,6 +124,11 @@ def uses_servers(config: RunConfig, stage: Stage) -> bool:
     }.get(stage, False)
 
 
+def training_seed(config: RunConfig) -> int:
+    """Return the seed of the drafter's first weights and of the order of the training samples."""
+    return config.seed if config.train.seed is None else config.train.seed
+
+
 def pushes(config: RunConfig) -> bool:
     """Return whether the run ends with a push: without hub.repo_id only if push is the one selected stage."""
     return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])

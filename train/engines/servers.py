@@ -5,8 +5,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from data.capture.transport.spool import MEMORY
 from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import ExpectedStates, VllmClient
 from data.capture.vllm.dispatch import PATIENCE_SECONDS
@@ -15,8 +17,11 @@ from data.capture.vllm.server_process import ServerProcess
 from data.target.architecture import has_latent_attention
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
+from train.config.capture import CaptureConfig, TransportKind
+from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
 from train.distributed import World, node_address, read_when_set, shared_values
+from train.plan.target import target_size
 
 _LOOPBACK = "127.0.0.1"
 _KEY = "vllm/key"
@@ -88,9 +93,42 @@ class ServerSettings:
     limit_seconds: float  # time to load the target
 
 
-def start_limit(target_bytes: int) -> float:
-    """Return how many seconds a server may take to start: 15 minutes, and 10 seconds per GB of weights."""
-    return _START_SECONDS + target_bytes / _LOADED_BYTES_PER_SECOND
+def longest_prompt(config: RunConfig) -> int:
+    """Return the most tokens that a prompt has with its completion.
+
+    A sample fits a row, and so does a held-out prompt with its completion. A regenerated sample is cut to
+    `data.max_tokens` only after it is written.
+    """
+    regenerate = config.data.regenerate
+    written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
+    return max(config.train.row_tokens, written)
+
+
+def server_roots(capture: CaptureConfig, output_dir: Path) -> list[str]:
+    """Return the directories below which a server of this run may write."""
+    return [str(path.resolve()) for path in (output_dir, Path(capture.spool_dir or MEMORY))]
+
+
+def server_settings(
+    config: RunConfig,
+    target: CapturedTarget,
+    further_args: Mapping[str, Any] = MappingProxyType({}),
+    devices: tuple[int, ...] | None = None,
+) -> ServerSettings:
+    """Return how a server starts that captures and writes everything that the run needs.
+
+    Args:
+        further_args: arguments of the engine in addition to `vllm.engine_args`.
+    """
+    over_mooncake = config.capture.transport is TransportKind.mooncake
+    engine = target.vllm_engine(
+        config.vllm.engine_args | dict(further_args),
+        max_tokens=longest_prompt(config),
+        roots=server_roots(config.capture, Path(config.output_dir)),
+        mooncake_masters=[config.capture.mooncake.master] if over_mooncake else [],
+    )
+    target_bytes = target_size(config.target, target.parts.config).checkpoint_bytes
+    return ServerSettings(engine, devices, _START_SECONDS + target_bytes / _LOADED_BYTES_PER_SECOND)
 
 
 class RunServers:

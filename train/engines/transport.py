@@ -66,11 +66,6 @@ def chosen_transport(capture: CaptureConfig, vllm: VllmConfig, output_dir: Path)
     return ChosenTransport(capture.transport is TransportKind.mooncake, directory.absolute(), made)
 
 
-def server_roots(capture: CaptureConfig, output_dir: Path) -> list[str]:
-    """Return the directories below which a server of this run may write."""
-    return [str(path.resolve()) for path in (output_dir, Path(capture.spool_dir or MEMORY))]
-
-
 @contextmanager
 def open_transport(
     chosen: ChosenTransport, capture: CaptureConfig, encoding: Encoding, target: CapturedTarget, name: str

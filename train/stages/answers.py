@@ -11,10 +11,12 @@ from data.generation.answers import AnswerGenerator, answer_prompts, record_batc
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
+from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
 from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, open_generator, save_dataset
+from train.target import Target
 
 
 def answers_inputs(context: RunContext) -> dict[str, Any]:
@@ -28,18 +30,20 @@ def answers_inputs(context: RunContext) -> dict[str, Any]:
 
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     """Have the target answer the held-out prompts greedily, into `validation/` and `test/` (Arrow)."""
+    config, target = context.config, context.target
     prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
+    sampling = Sampling(config.evaluate.max_new_tokens, target.eos_token_ids, 0.0, config.seed)
     with open_generator(context) as generator:
         return {
-            name: _answer_prompts(context, generator, name, prompts[name], directory) for name in HELD_OUT
+            name: _answer_prompts(generator, sampling, target, prompts[name], directory / name)
+            for name in HELD_OUT
         }
 
 
-def check_answers(context: RunContext) -> None:
+def check_answers(answers: Artifact, k: int) -> None:
     """Raise UserError if all held-out completions are too short for a draft, before they are captured."""
-    k = context.config.evaluate.draft_tokens
     for name in HELD_OUT:
-        rows = load_saved(context.artifacts[Stage.answers].directory / name)
+        rows = load_saved(answers.directory / name)
         longest = max(len(row["input_ids"]) - row["num_prompt_tokens"] for row in rows)
         if longest <= k:
             remedy = f"The longest of the target's {name} completions has {longest} tokens; give fewer."
@@ -47,22 +51,20 @@ def check_answers(context: RunContext) -> None:
 
 
 def _answer_prompts(
-    context: RunContext, generator: AnswerGenerator, name: str, prompts: list[dict], directory: Path
+    generator: AnswerGenerator, sampling: Sampling, target: Target, prompts: list[dict], directory: Path
 ) -> dict[str, int]:
     token_ids = [prompt["input_ids"] for prompt in prompts]
     completions = answer_prompts(
         generator,
         token_ids,
-        Sampling(
-            context.config.evaluate.max_new_tokens, context.target.eos_token_ids, 0.0, context.config.seed
-        ),
-        output=directory / f"{name}.jsonl",
-        model_fingerprint=context.target.parts.fingerprint,
+        sampling,
+        output=directory.with_suffix(".jsonl"),
+        model_fingerprint=target.parts.fingerprint,
         progress=True,
     )
     batch = record_batch(zip([prompt["id"] for prompt in prompts], token_ids, completions, strict=True))
     dataset = Dataset(pa.Table.from_batches([batch]))
     if not len(dataset):
-        raise UserError("target.model", context.config.target.model, "It completes no held-out prompt.")
-    save_dataset(dataset, directory / name)
+        raise UserError("target.model", target.settings.model, "It completes no held-out prompt.")
+    save_dataset(dataset, directory)
     return {"num_prompts": len(dataset), "num_tokens": sum(map(len, completions))}

@@ -11,7 +11,6 @@ from data.capture.filling import Capture, CapturedStates, StoreSpec, fill_store
 from data.capture.hf_source import capture_samples
 from data.capture.tokens import tokens_fingerprint
 from data.conversations.saved import load_saved
-from data.conversations.template import template_fingerprint
 from data.samples import CapturedSample
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -22,15 +21,16 @@ from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
+from train.distributed import World
 from train.engines.inputs import target_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
 from train.stages.training.states import (
     BATCH_TOKENS,
     open_capture,
-    training_encoding,
     training_samples,
     vllm_states,
 )
+from train.target import Target
 
 SHARD_TOKENS = 65_536  # in one file of the store; a writer has the memory of three files
 # Fields of a given store that may differ: the same target may be elsewhere, and its fingerprint says whether
@@ -57,8 +57,9 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
     if capture.mode is CaptureMode.offline:
         inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
     if capture.store is not None:
-        encoding = training_encoding(context).to_json()
-        inputs["store"] = check_states(capture.store, manifest_fields(context) | {"encoding": encoding})
+        fields = manifest_fields(context.target, context.drafter.aux_layer_ids)
+        fields["encoding"] = Encoding(capture.codec).to_json()
+        inputs["store"] = check_states(capture.store, fields)
     return inputs
 
 
@@ -72,15 +73,16 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     """Write stores of hidden states: `validation/`, `test/`, and `train/` if training reads that."""
     answers = context.artifacts[Stage.answers].directory
     datasets = {name: load_saved(answers / name) for name in HELD_OUT}
-    capture = context.config.capture
+    capture, samples = context.config.capture, training_samples(context.artifacts[Stage.data])
     if capture.store is not None:
-        check_samples(capture.store, training_samples(context))
+        check_samples(capture.store, samples)
     elif capture.mode is CaptureMode.offline:
-        datasets["train"] = training_samples(context)
+        datasets["train"] = samples
     # Replay equals serving only if it reads the exact states.
-    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": training_encoding(context)}
+    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": Encoding(capture.codec)}
     specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
-    SOURCES[capture.source](context, specs, manifest_fields(context))
+    fields = manifest_fields(context.target, context.drafter.aux_layer_ids)
+    SOURCES[capture.source](context, specs, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     if capture.store is not None:
         stores["train"] = HiddenStateStore(capture.store, given=True)
@@ -91,18 +93,16 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     }
 
 
-def manifest_fields(context: RunContext) -> dict[str, Any]:
+def manifest_fields(target: Target, aux_layer_ids: Sequence[int]) -> dict[str, Any]:
     """Return the description of how this run's states are made."""
     return {
-        "target": context.config.target.model,
-        "target_revision": context.config.target.revision,
-        "target_fingerprint": context.target.parts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(context.target.tokenizer),
-        "template_fingerprint": template_fingerprint(
-            context.target.tokenizer, context.target.template_kwargs
-        ),
-        "aux_layer_ids": list(context.drafter.aux_layer_ids),
-        "dtype": str(context.target.parts.embed_tokens.dtype).removeprefix("torch."),
+        "target": target.settings.model,
+        "target_revision": target.settings.revision,
+        "target_fingerprint": target.parts.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
+        "template_fingerprint": target.template_fingerprint,
+        "aux_layer_ids": list(aux_layer_ids),
+        "dtype": str(target.parts.embed_tokens.dtype).removeprefix("torch."),
     }
 
 
@@ -110,10 +110,11 @@ def capture_by_hf(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Have every rank run the target over a part of the samples."""
-    target = open_capture(context)
+    world = context.world
+    target = open_capture(context.target, context.drafter.aux_layer_ids, world.device)
     for store in stores:
         capture = partial(capture_samples, store.dataset, target, BATCH_TOKENS)
-        _fill(context, store, capture, target, manifest_fields)
+        _fill(world, store, capture, target, manifest_fields)
 
 
 def capture_by_vllm(
@@ -130,17 +131,16 @@ def capture_by_vllm(
             with vllm_states(context, store.dataset, encoding) as source:
                 yield from source.captured(missing)
 
-        _fill(context, store, capture, context.captured_target.expected_states(), manifest_fields)
+        _fill(context.world, store, capture, context.captured_target.expected_states(), manifest_fields)
 
 
 def _fill(
-    context: RunContext,
+    world: World,
     store: StoreSpec,
     capture: Capture,
     states: CapturedStates,
     manifest_fields: Mapping[str, Any],
 ) -> None:
-    world = context.world
     fill_store(
         store,
         capture,

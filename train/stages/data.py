@@ -30,6 +30,8 @@ from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from eagle31.tensor_files import save_tensors
+from train.config.data import DataConfig
+from train.config.run import RunConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
@@ -40,6 +42,7 @@ from train.stages.sources import (
     source_inputs,
     training_sources,
 )
+from train.target import Target
 
 HELD_OUT = ("validation", "test")
 TOKEN_COUNTS = "token_counts.safetensors"  # of the assistant's tokens, by id
@@ -64,7 +67,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
         "template": context.target.template_fingerprint,
         "eos_token_ids": context.target.eos_token_ids,
-        "held_out": [data.num_validation, data.num_test, _prompt_room(context)],
+        "held_out": [data.num_validation, data.num_test, _prompt_room(context.config)],
         "seed": context.config.seed,
     }
     assert inputs.keys() == HELD_OUT_INPUTS
@@ -88,21 +91,21 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
     data = context.config.data
-    _try_rendering(context)
+    _try_rendering(data, context.target)
     num_workers = len(os.sched_getaffinity(0))
     read = mix(mixture_of(context.config, context.target.located), directory, num_workers)
     conversations, summary = read.training, read.summary
-    prompts = _held_out_prompts(context, read.held_out)
+    prompts = _held_out_prompts(context.config, context.target, read.held_out)
     write_json(directory / "held_out.json", prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
     limit = context.config.capture.max_samples
     if data.template_probability:
-        _check_augmentation(context, conversations[0])
+        _check_templates(data, context.target, conversations[0])
     if data.regenerate.enabled:
         blocks = directory / "regenerated"
         if limit is not None:
             conversations = conversations.shuffled(context.config.seed)
-        dataset = _regenerated(context, _augmented(context, conversations), blocks)
+        dataset = _regenerated(context, _augmented(data, context.config.seed, conversations), blocks)
         save_dataset(dataset, directory / _TOKENIZED)
         summary |= _sizes(dataset)
         for path in blocks.glob("*.arrow"):  # the answers stay, which cost more
@@ -116,7 +119,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             enough = Enough(max(limit, COUNTED_CONVERSATIONS), num_samples=limit)
             conversations = conversations.shuffled(context.config.seed)
         report = tokenize(
-            _augmented(context, conversations),
+            _augmented(data, context.config.seed, conversations),
             context.target.tokenizer,
             turns=data.turns,
             template_kwargs=context.target.template_kwargs,
@@ -153,17 +156,16 @@ def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> N
     shutil.rmtree(directory / _TOKENIZED)
 
 
-def _try_rendering(context: RunContext) -> None:
+def _try_rendering(data: DataConfig, target: Target) -> None:
     """Try the template on the first conversations; reading all of them can take long."""
-    data = context.config.data
-    first, *_ = training_sources(data, context.target.located).values()
+    first, *_ = training_sources(data, target.located).values()
     note = try_rendering(
         first.reader(),
-        context.target.tokenizer,
+        target.tokenizer,
         turns=data.turns,
-        template_kwargs=context.target.template_kwargs,
-        eos_token_ids=context.target.eos_token_ids,
-        vocab_size=context.target.parts.vocab_size,
+        template_kwargs=target.template_kwargs,
+        eos_token_ids=target.eos_token_ids,
+        vocab_size=target.parts.vocab_size,
     )
     if note is not None:
         print(f"data: {note}", flush=True)
@@ -173,9 +175,11 @@ def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
     print_left_out("conversations are rejected by the chat template", refused)
 
 
-def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict[str, list[dict]]:
+def _held_out_prompts(
+    config: RunConfig, target: Target, held_out: list[Conversation]
+) -> dict[str, list[dict]]:
     """Return token ids up to the last assistant turn, divided between validation and test."""
-    data = context.config.data
+    data, room = config.data, _prompt_room(config)
     rendered = []
     refusals: list[tuple[str, str]] = []
     for conversation in held_out:
@@ -183,14 +187,12 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         try:
-            ids = render_prompt(
-                context.target.tokenizer, messages, conversation.tools, context.target.template_kwargs
-            )
+            ids = render_prompt(target.tokenizer, messages, conversation.tools, target.template_kwargs)
         except TemplateRefused as refused:
             refusals.append((conversation.id, refused.remedy))
             continue
-        check_ids(context.target.tokenizer, ids, context.target.parts.vocab_size)
-        if len(ids) <= _prompt_room(context):
+        check_ids(target.tokenizer, ids, target.parts.vocab_size)
+        if len(ids) <= room:
             said = {"messages": list(conversation.messages), "tools": conversation.tools}
             rendered.append({"id": conversation.id, "input_ids": list(ids), **said})
     if refusals:
@@ -207,26 +209,25 @@ def _held_out_prompts(context: RunContext, held_out: list[Conversation]) -> dict
     if len(rendered) < 2:
         raise UserError(
             "train.row_tokens",
-            context.config.train.row_tokens,
+            config.train.row_tokens,
             f"Only {len(rendered)} of {len(held_out)} held-out prompts leave room for "
-            f"evaluate.max_new_tokens ({context.config.evaluate.max_new_tokens}) tokens; raise this value or "
+            f"evaluate.max_new_tokens ({config.evaluate.max_new_tokens}) tokens; raise this value or "
             "lower that one.",
         )
     return {"validation": rendered[:num_validation], "test": rendered[num_validation:]}
 
 
-def _prompt_room(context: RunContext) -> int:
-    return context.config.train.row_tokens - context.config.evaluate.max_new_tokens
+def _prompt_room(config: RunConfig) -> int:
+    return config.train.row_tokens - config.evaluate.max_new_tokens
 
 
-def _augmented(context: RunContext, conversations: Conversations) -> Conversations:
-    probability = context.config.data.template_probability
-    if not probability:
+def _augmented(data: DataConfig, seed: int, conversations: Conversations) -> Conversations:
+    if not data.template_probability:
         return conversations
-    return AugmentedConversations(conversations, probability, OTHER_TEMPLATES, context.config.seed)
+    return AugmentedConversations(conversations, data.template_probability, OTHER_TEMPLATES, seed)
 
 
-def _check_augmentation(context: RunContext, example: Conversation) -> None:
+def _check_templates(data: DataConfig, target: Target, example: Conversation) -> None:
     """Try the templates on one conversation, before all of them are tokenized.
 
     Raises:
@@ -234,15 +235,12 @@ def _check_augmentation(context: RunContext, example: Conversation) -> None:
     """
     last_answer = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
     prompt = example.messages[:last_answer]
-    probability = context.config.data.template_probability
     for name in OTHER_TEMPLATES:
         try:
-            render_prompt(
-                context.target.tokenizer, prompt, example.tools, context.target.template_kwargs, name
-            )
+            render_prompt(target.tokenizer, prompt, example.tools, target.template_kwargs, name)
         except TemplateRefused as refused:
             remedy = f"Set it to 0: the template {name} cannot be used. {refused.remedy}"
-            raise UserError("data.template_probability", probability, remedy) from None
+            raise UserError("data.template_probability", data.template_probability, remedy) from None
 
 
 def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:

@@ -1,12 +1,13 @@
 """The evaluate stage: acceptance by replay of all test prompts, and decoding of a few. Rank 0 runs it."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.capture.hf import HiddenStateCapture
 from data.conversations.saved import load_saved
@@ -14,15 +15,18 @@ from data.progress import tracked
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.target.cached_decoding import TargetDecoder
+from data.target.head import TargetHead
 from data.target.loading import load_target
 from data.target.modules import locate
 from eagle31.export.read import load_export
 from eagle31.json_files import write_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from train.config.run import Stage
+from eagle31.model.vocab import DraftVocab
+from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
+from train.drafter.chosen import ChosenDrafter
 from train.evaluation.agreement import DecodedSubset, DraftedCompletion, replay_verdict
 from train.evaluation.decoding import (
     PassResults,
@@ -35,7 +39,7 @@ from train.evaluation.decoding import (
 from train.evaluation.replay import CompletingTarget, longest_draft, packed, replay_greedily, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.report.results import at_draft_length, warnings_of
-from train.stages.training.building import new_drafter
+from train.stages.training.building import new_drafter, step_dtype
 from train.stages.vocab import load_projected, load_vocab
 
 Candidate = tuple[Drafter, FrozenParts]
@@ -78,11 +82,16 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
         settings = vllm_evaluation(context, passes.directory)
         decoded = decode_in_vllm(settings, prompts, evaluate.decoded_prompts)
-    trained = exported_drafter(context)
+    device, dtype = context.world.device, step_dtype(context.config)
+    export = context.artifacts[Stage.export].directory / "checkpoint"
+    trained = exported_drafter(export, context.target.parts.head, device, dtype)
     if decoded is None:
         decoded = decode_in_transformers(context, prompts, trained, passes)
-    replayed = replay_store(context, store, *trained, passes, "trained")
-    untrained = replay_store(context, store, *untrained_drafter(context), passes, "untrained")
+    replayed = replay_store(store, trained, evaluate.draft_tokens, passes, "trained")
+    vocab = load_vocab(context.artifacts[Stage.vocab])
+    projected = load_projected(context.artifacts[Stage.train].directory)
+    before = untrained_drafter(context.config, context.drafter, vocab, projected, device)
+    untrained = replay_store(store, before, evaluate.draft_tokens, passes, "untrained")
     verdicts = replay_verdicts(trained, store, decoded, evaluate.draft_tokens)
     evaluation = {
         "k": evaluate.draft_tokens,
@@ -172,19 +181,14 @@ def decode_in_transformers(
 
 
 def replay_store(
-    context: RunContext,
-    store: HiddenStateStore,
-    drafter: Drafter,
-    frozen: FrozenParts,
-    passes: PassResults,
-    name: str,
+    store: HiddenStateStore, candidate: Candidate, draft_tokens: int, passes: PassResults, name: str
 ) -> dict[str, Any]:
     """Return acceptance over the target's greedy completions, which needs no target."""
-    longest = longest_draft(context.config.evaluate.draft_tokens)
 
     def compute() -> dict[str, Any]:
         samples = tracked(range(len(store)), f"replay, {name}", "prompts")
-        return replay_greedily(drafter, frozen, packed(store[index] for index in samples), longest).to_json()
+        rows = packed(store[index] for index in samples)
+        return replay_greedily(*candidate, rows, longest_draft(draft_tokens)).to_json()
 
     return passes.run(name, compute)
 
@@ -201,20 +205,24 @@ def replay_verdicts(
     ]
 
 
-def exported_drafter(context: RunContext) -> Candidate:
+def exported_drafter(
+    export: Path, head: TargetHead, device: torch.device, training_dtype: torch.dtype
+) -> Candidate:
     """Load the export, in float32 on the CPU and in the dtype of training on a GPU."""
-    device = context.world.device
-    dtype = torch.float32 if device.type == "cpu" else context.dtype
-    loaded = load_export(context.artifacts[Stage.export].directory / "checkpoint", device, dtype)
-    frozen = FrozenParts(
-        loaded.embed_tokens, context.target.parts.head.to(device), loaded.draft_target_ids, lm_head=None
-    )
+    dtype = torch.float32 if device.type == "cpu" else training_dtype
+    loaded = load_export(export, device, dtype)
+    frozen = FrozenParts(loaded.embed_tokens, head.to(device), loaded.draft_target_ids, lm_head=None)
     return loaded.drafter, frozen
 
 
-def untrained_drafter(context: RunContext) -> Candidate:
+def untrained_drafter(
+    config: RunConfig,
+    chosen: ChosenDrafter,
+    vocab: DraftVocab,
+    projected: Mapping[str, Tensor],
+    device: torch.device,
+) -> Candidate:
     """Build the drafter as it was before the first step."""
-    vocab = load_vocab(context.artifacts[Stage.vocab])
-    drafter, frozen = new_drafter(context, vocab, load_projected(context.artifacts[Stage.train].directory))
-    drafter = drafter.to(device=context.world.device, dtype=frozen.embed_tokens.dtype)
+    drafter, frozen = new_drafter(config, chosen, vocab, projected, device)
+    drafter = drafter.to(device=device, dtype=frozen.embed_tokens.dtype)
     return drafter.requires_grad_(False), frozen

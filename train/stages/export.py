@@ -13,6 +13,7 @@ from train.drafter.build import frozen_rows
 from train.report.card import untrained_warning, write_model_card
 from train.stages.report import describe_run
 from train.stages.vocab import load_projected, load_vocab
+from train.target import Target
 from train.trainer.checkpoints import CheckpointDirectory
 
 
@@ -50,8 +51,8 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
         embed_tokens,
         dtype=context.config.export.dtype.value,
         layout=context.config.export.layout,
-        provenance=provenance(context, best["step"]),
-        verifier=verifier(context),
+        provenance=provenance(context.target, best["step"]),
+        verifier=verifier(context.target, context.config.evaluate.draft_tokens),
     )
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     if warning := untrained_warning(run_info):
@@ -61,25 +62,25 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     return {"step": best["step"], "validation_acceptance_length": best["acceptance_length"]}
 
 
-def provenance(context: RunContext, step: int) -> dict[str, Any]:
+def provenance(target: Target, step: int) -> dict[str, Any]:
     """Return what config.json says of the training; of a target in a directory its last name only."""
-    target = context.config.target
-    model = Path(target.model)
+    settings = target.settings
+    model = Path(settings.model)
     return {
-        "target": model.resolve().name if model.is_dir() else target.model,
-        "target_revision": target.revision,
-        "target_fingerprint": context.target.parts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(context.target.tokenizer),
-        "template_fingerprint": context.target.template_fingerprint,
+        "target": model.resolve().name if model.is_dir() else settings.model,
+        "target_revision": settings.revision,
+        "target_fingerprint": target.parts.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
+        "template_fingerprint": target.template_fingerprint,
         "step": step,
     }
 
 
-def verifier(context: RunContext) -> Verifier:
+def verifier(target: Target, draft_tokens: int) -> Verifier:
     """Return the target as a bare `vllm serve EXPORT` finds it, from any working directory."""
-    model = Path(context.target.spec.checkpoint.path)
+    model = Path(target.spec.checkpoint.path)
     return Verifier(
-        name_or_path=str(model.resolve()) if model.is_dir() else context.target.spec.model,
-        architectures=tuple(context.target.parts.config.architectures or ()),
-        draft_tokens=context.config.evaluate.draft_tokens,
+        name_or_path=str(model.resolve()) if model.is_dir() else target.spec.model,
+        architectures=tuple(target.parts.config.architectures or ()),
+        draft_tokens=draft_tokens,
     )

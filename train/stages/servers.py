@@ -6,14 +6,16 @@ from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import VllmClient, check_states, check_target
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
+from data.store.codec import Encoding
 from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage, uses_servers
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
 from train.engines.probe import check_servers
+from train.engines.servers import longest_prompt, server_settings
 from train.engines.transport import rank_name
-from train.stages.training.states import opened_transport, training_encoding
+from train.stages.training.states import opened_transport
 
 _CAPTURERS = {Stage.capture, Stage.train}
 _WRITERS = {Stage.data, Stage.answers}  # have the target write completions
@@ -28,11 +30,12 @@ def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
     Raises:
         UserError: a server is not what the run needs, or its states do not arrive.
     """
-    users = _users(context, unfinished)
-    if users and context.servers.named:
-        _check(context, users, captures=context.config.capture.source is CaptureSource.vllm)
+    config, servers = context.config, context.servers
+    users = _users(config, unfinished)
+    if users and servers.named:
+        _check(context, users, captures=config.capture.source is CaptureSource.vllm)
     elif users:
-        context.servers.start(must_capture(context, users[0]))
+        servers.start(must_capture(config, context.world, users[0]))
 
 
 def prepare_servers(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
@@ -41,66 +44,68 @@ def prepare_servers(context: RunContext, stage: Stage, unfinished: Sequence[Stag
     Raises:
         UserError: a server does not start, is not what the run needs, or its states do not arrive.
     """
-    servers = context.servers
+    config, world, servers = context.config, context.world, context.servers
     if servers.named:
         return
-    captures = must_capture(context, stage)
+    captures = must_capture(config, world, stage)
     servers.start(captures)
     servers.wait_until_ready()
     if not servers.checked:
-        users = [one for one in _users(context, unfinished) if must_capture(context, one) == captures]
+        users = _users(config, unfinished)
+        users = [one for one in users if must_capture(config, world, one) == captures]
         _check(context, users, captures)
         servers.checked = True
 
 
 def end_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
     """End the servers that the run has started once no unfinished stage needs them. Every rank calls."""
-    if not _users(context, unfinished):
+    if not _users(context.config, unfinished):
         context.servers.close()
 
 
 def server_engine(config: RunConfig) -> tuple[CaptureEngine, float]:
     """Return the engine that a vLLM server for this run needs, and how many seconds it may take to start."""
     context = RunContext(config, World(rank=0, local_rank=0, size=1))
-    return context.capture_engine(), context.start_seconds
+    settings = server_settings(config, context.captured_target)
+    return settings.engine, settings.limit_seconds
 
 
-def must_capture(context: RunContext, stage: Stage) -> bool:
+def must_capture(config: RunConfig, world: World, stage: Stage) -> bool:
     """Return whether the servers of a stage capture as well as write completions.
 
     In a run that captures through vLLM they do, so that the same ones serve every stage. The exception is
     sampling on a CPU, where vLLM 0.32 ignores temperatures while it captures.
     """
-    on_cpu = context.world.device.type == "cpu"
-    return context.config.capture.source is CaptureSource.vllm and not (on_cpu and _samples(context, stage))
+    on_cpu = world.device.type == "cpu"
+    return config.capture.source is CaptureSource.vllm and not (on_cpu and _samples(config, stage))
 
 
-def _users(context: RunContext, unfinished: Sequence[Stage]) -> list[Stage]:
-    return [stage for stage in unfinished if uses_servers(context.config, stage)]
+def _users(config: RunConfig, unfinished: Sequence[Stage]) -> list[Stage]:
+    return [stage for stage in unfinished if uses_servers(config, stage)]
 
 
-def _samples(context: RunContext, stage: Stage) -> bool:
-    return stage is Stage.data and context.config.data.regenerate.temperature > 0
+def _samples(config: RunConfig, stage: Stage) -> bool:
+    return stage is Stage.data and config.data.regenerate.temperature > 0
 
 
 def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
     """Check the servers for these stages; the first process of each node has its states probed."""
-    world, servers = context.world, context.servers
-    expected, longest = context.captured_target.expected_states(), context.capture_engine().max_tokens
+    config, world, servers, target = context.config, context.world, context.servers, context.captured_target
+    expected, longest = target.expected_states(), longest_prompt(config)
 
     def check(server: VllmClient, info: ServerInfo) -> None:
         if captures:
             check_states(server, info, expected, longest)
         else:
             check_target(server, info, expected, longest)
-        if context.config.target.engine is TargetEngine.vllm and _WRITERS & set(users):
-            sampled = any(_samples(context, stage) for stage in users)
-            check_unchanged(server, info, context.config.data.regenerate.temperature if sampled else 0.0)
+        if config.target.engine is TargetEngine.vllm and _WRITERS & set(users):
+            sampled = any(_samples(config, stage) for stage in users)
+            check_unchanged(server, info, config.data.regenerate.temperature if sampled else 0.0)
 
     if world.is_main:
         check_servers(servers.clients(everywhere=True), check, None, key="")
     if captures and _CAPTURERS & set(users) and world.leads_node:
-        with opened_transport(context, training_encoding(context)) as opened:
+        with opened_transport(config, target, world.rank, Encoding(config.capture.codec)) as opened:
             # A transport is cleared of the keys that begin with the rank's name.
             key = f"{rank_name(context.output_dir, world.rank)}-probe"
             check_servers(servers.clients(everywhere=False), check, opened.transport, key)

@@ -16,9 +16,9 @@ from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
 from eagle31.kernels.compiled import use_compiled
-from train.artifact import has_trained
-from train.config.run import Stage
-from train.config.training import Schedule, TrainConfig
+from train.artifact import Artifact, has_trained
+from train.config.run import RunConfig, Stage, training_seed
+from train.config.training import OptimConfig, Schedule, TrainConfig
 from train.context import RunContext
 from train.distributed import wait_for_ranks
 from train.stages.training.building import (
@@ -29,8 +29,9 @@ from train.stages.training.building import (
     row_flops,
     row_loader,
     sample_names,
+    step_dtype,
 )
-from train.stages.training.continuing import CONTINUED, keep_vocab, prepared, training_inputs
+from train.stages.training.continuing import CONTINUED, chosen_optim, keep_vocab, prepared, training_inputs
 from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_projected, load_vocab
 from train.stop import stop_reasons, time_limit
@@ -49,16 +50,17 @@ _DECAY_FRACTION = 0.2
 
 
 def train_inputs(context: RunContext) -> dict[str, Any]:
+    artifacts = context.artifacts
     return (
-        training_inputs(context)
-        | {"capture": context.artifacts[Stage.capture].key, "vocab": context.artifacts[Stage.vocab].key}
+        training_inputs(context.config, context.drafter, artifacts[Stage.data])
+        | {"capture": artifacts[Stage.capture].key, "vocab": artifacts[Stage.vocab].key}
         | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
     )
 
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
     """Train, into `checkpoints/` (the newest states, and `best/`) and `metrics.jsonl`."""
-    held_out = open_store(context, "validation")
+    held_out = open_store(context.artifacts[Stage.capture].directory / "validation", context.world)
     with opened_source(context) as source:
         wait_for_ranks(_OPENED, context.world)
         return train_on(source, held_out, context, directory)
@@ -72,22 +74,22 @@ def train_on(
     Raises:
         UserError: the training to continue has another draft vocabulary, or no step is left.
     """
-    config, world = context.config, context.world
+    config, world, artifacts = context.config, context.world, context.artifacts
+    optim, train_data = chosen_optim(config, context.drafter), training_samples(artifacts[Stage.data])
     ensure_process_group()
     use_compiled("inductor" if config.train.compile else None)
-    keep_vocab(context.artifacts[Stage.vocab], directory, world)
-    drafter, frozen = new_drafter(
-        context, load_vocab(context.artifacts[Stage.vocab]), load_projected(directory)
-    )
+    keep_vocab(artifacts[Stage.vocab], directory, world)
+    vocab, projected = load_vocab(artifacts[Stage.vocab]), load_projected(directory)
+    drafter, frozen = new_drafter(config, context.drafter, vocab, projected, world.device)
     tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}
-    speed = expected_speed(context, drafter.config, tensors)
-    engine = new_engine(context, drafter, frozen)
+    speed = expected_speed(config, world, drafter.config, tensors)
+    engine = new_engine(config, optim, world, drafter, frozen)
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
-    state = prepared(checkpoints.resume(engine), context)
+    state = prepared(checkpoints.resume(engine), artifacts, config.evaluate.draft_tokens)
     begin = RowPosition(state.step, state.epoch, state.row)
-    loader = row_loader(context, source, drafter.config, begin)
+    loader = row_loader(config, world, source, train_data, drafter.config, begin)
     max_steps = run_steps(config.train, loader.rows_per_epoch, state)
-    settings = loop_settings(context, state, max_steps, speed)
+    settings = loop_settings(config, optim, state, max_steps, speed)
     checkpoints.always_kept = settings.saves_after
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
@@ -95,7 +97,7 @@ def train_on(
     validation = ReplayValidation(samples, config.train.row_tokens, config.evaluate.draft_tokens, world)
     tracker = open_tracker(
         name=context.output_dir.name,
-        config=_tracked_config(context),
+        config=asdict(config) | {"optim": asdict(optim)},
         directory=directory,
         resume_step=state.step,
         is_main=world.is_main,
@@ -104,24 +106,24 @@ def train_on(
         loader,
         num_steps=config.train.ttt_steps,
         device=world.device,
-        dtype=context.dtype,
+        dtype=step_dtype(config),
         stop_step=settings.max_steps,
         key_reach=drafter.config.key_reach,
-        flops_of=row_flops(context, drafter.config) if speed.peak_flops is not None else None,
+        flops_of=row_flops(config, drafter.config) if speed.peak_flops is not None else None,
     )
     try:
         loop = TrainingLoop(
             engine,
             rows,
             validation,
-            drift_diagnosis(context, samples),
+            drift_diagnosis(config, world, samples),
             checkpoints,
             tracker,
-            SkippedSteps(settings.learning_rate.peak, lambda step: sample_names(loader, step, context)),
+            SkippedSteps(settings.learning_rate.peak, lambda step: sample_names(loader, step, train_data)),
             settings,
             state,
             world,
-            context.dtype,
+            step_dtype(config),
         )
         stop_at = time_limit(config.stop_after_minutes, os.environ, context.started)
         with stop_reasons(stop_at) as stop_reason:
@@ -162,9 +164,10 @@ def run_steps(train: TrainConfig, rows_per_epoch: int, state: TrainState) -> int
     return max_steps
 
 
-def loop_settings(context: RunContext, state: TrainState, max_steps: int, speed: Speed) -> LoopSettings:
+def loop_settings(
+    config: RunConfig, optim: OptimConfig, state: TrainState, max_steps: int, speed: Speed
+) -> LoopSettings:
     """Return the loop's settings, with the recipe's fractions in steps."""
-    config, optim = context.config, context.optim
     assert optim.lr is not None
     decay_start = max(max_steps - math.ceil(_DECAY_FRACTION * max_steps), state.continued_at)
     return LoopSettings(
@@ -187,32 +190,26 @@ def loop_settings(context: RunContext, state: TrainState, max_steps: int, speed:
     )
 
 
-def check_rows(context: RunContext) -> None:
+def check_rows(config: RunConfig, data: Artifact) -> None:
     """Raise UserError if the tokenized data cannot fill the rows of a step, before the target runs."""
-    train = context.config.train
-    lengths = dataset_lengths(training_samples(context))
-    rows = pack_epoch(lengths, train.row_tokens, context.train_seed, epoch=0)
+    train, lengths = config.train, dataset_lengths(training_samples(data))
+    rows = pack_epoch(lengths, train.row_tokens, training_seed(config), epoch=0)
     check_enough(len(rows), train.row_tokens, train.rows_per_step)
 
 
-def check_ranks(context: RunContext) -> None:
+def check_ranks(config: RunConfig, size: int) -> None:
     """Check that each rank has as many rows of a step, or say what empty ones a resumed training has.
 
     Raises:
         UserError: the rows cannot be divided equally, and there is no training to resume.
     """
-    train, size = context.config.train, context.world.size
     try:
-        check_divisible(train.rows_per_step, size)
+        check_divisible(config.train.rows_per_step, size)
     except UserError as error:
-        if not has_trained(context.output_dir):
+        if not has_trained(Path(config.output_dir)):
             raise
         print(
             f"train: the {error.value} rows of a step cannot be divided equally among {size} processes: "
             f"{-error.value % size} more rows are empty",  # type: ignore[operator]
             flush=True,
         )
-
-
-def _tracked_config(context: RunContext) -> dict[str, Any]:
-    return asdict(context.config) | {"optim": asdict(context.optim)}

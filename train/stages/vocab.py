@@ -12,6 +12,7 @@ from train.artifact import Artifact, fingerprint
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import projected_rows
+from train.drafter.chosen import ChosenDrafter
 from train.drafter.published import starting_vocab
 from train.stages.data import TOKEN_COUNTS
 from train.stages.training.continuing import KEPT, VOCAB, kept_vocab
@@ -24,12 +25,12 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
     }
     if context.drafter.initial_fingerprint is not None:
         inputs["init_from"] = context.drafter.initial_fingerprint
-    elif projects(context):
+    elif projects(context.drafter):
         inputs["projection"] = {
             "hidden_size": context.config.drafter.hidden_size,
             "target": context.target.parts.fingerprint,
         }
-    kept = kept_vocab(context, f"{Stage.vocab.value}-{fingerprint(inputs)}")
+    kept = kept_vocab(context.config, context.earlier, f"{Stage.vocab.value}-{fingerprint(inputs)}")
     return inputs if kept is None else inputs | {KEPT: kept}
 
 
@@ -52,7 +53,7 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
         size = context.config.drafter.draft_vocab_size
         vocab = build_draft_vocab(counts, size, special)
     tensors = {"d2t": vocab.d2t, "t2d": vocab.t2d}
-    if projects(context):
+    if projects(context.drafter):
         width = context.config.drafter.hidden_size
         assert width is not None
         tensors |= projected_rows(width, vocab, context.target.parts)
@@ -62,11 +63,10 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     return summary
 
 
-def projects(context: RunContext) -> bool:
+def projects(drafter: ChosenDrafter) -> bool:
     """Whether the drafter has another width than the target, and no checkpoint that brings its rows."""
-    drafter = context.config.drafter
-    widths = (None, context.target.parts.hidden_size)
-    return drafter.init_from is None and drafter.hidden_size not in widths
+    settings, widths = drafter.settings, (None, drafter.target.parts.hidden_size)
+    return settings.init_from is None and settings.hidden_size not in widths
 
 
 def load_projected(training: Path) -> dict[str, Tensor]:

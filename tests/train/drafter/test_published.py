@@ -31,6 +31,7 @@ from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.build import frozen_rows
+from train.pipeline import check_drafter
 from train.stages.data import TOKEN_COUNTS
 from train.stages.train import train_inputs
 from train.stages.training.building import new_drafter
@@ -71,13 +72,13 @@ def context(spec: TargetSpec, checkpoint: Path | str | None, directory: Path, **
 def started(made: RunContext, directory: Path) -> tuple[Drafter, dict[str, torch.Tensor]]:
     """Return the drafter before its first step, and the tensors of the draft vocabulary."""
     directory.mkdir(exist_ok=True)
-    made.check_drafter()
+    check_drafter(made)
     data = made.artifacts[Stage.data].directory
     data.mkdir(exist_ok=True)
     save_file({"counts": torch.ones(made.target.parts.vocab_size, dtype=torch.int64)}, data / TOKEN_COUNTS)
     run_vocab(made, directory)
     vocab = load_vocab(Artifact("vocab", {}, directory))
-    drafter, _ = new_drafter(made, vocab, load_projected(directory))
+    drafter, _ = new_drafter(made.config, made.drafter, vocab, load_projected(directory), made.world.device)
     return drafter, load_file(directory / "vocab.safetensors")
 
 
@@ -107,14 +108,14 @@ def test_a_drafter_with_mla_stays_one(spec: TargetSpec, tmp_path: Path) -> None:
     weight = drafter.state_dict()["layers.0.self_attn.kv_b_proj.weight"]
     assert torch.equal(weight, saved["midlayer.self_attn.kv_b_proj.weight"])
     with pytest.raises(UserError, match=r"drafter\.attention"):
-        context(spec, tmp_path / "e", tmp_path, attention=Attention.gqa).check_drafter()
+        check_drafter(context(spec, tmp_path / "e", tmp_path, attention=Attention.gqa))
 
 
 def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
     made = context(spec, checkpoint, tmp_path, train_lm_head=False)
     started(made, tmp_path / "vocab")
     vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
-    _, frozen = new_drafter(made, vocab, {})
+    _, frozen = new_drafter(made.config, made.drafter, vocab, {}, made.world.device)
     saved = load_file(checkpoint / "model.safetensors")
     assert frozen.lm_head is not None
     assert torch.equal(frozen.lm_head.weight, saved["lm_head.weight"])
@@ -149,7 +150,8 @@ def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: P
     edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
     made = context(spec, tmp_path / "e", tmp_path)
     started(made, tmp_path / "vocab")
-    _, frozen = new_drafter(made, load_vocab(Artifact("vocab", {}, tmp_path / "vocab")), {})
+    vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
+    _, frozen = new_drafter(made.config, made.drafter, vocab, {}, made.world.device)
     saved = load_file(tmp_path / "e" / "model.safetensors")
     assert torch.equal(frozen.embed_tokens, saved["embed_tokens.weight"])
 
@@ -185,7 +187,7 @@ def test_a_window_may_change(
 ) -> None:
     write_tiny_export(tmp_path / "e", spec, sliding_window=before)
     made = context(spec, tmp_path / "e", tmp_path, sliding_window=recipe)
-    made.check_drafter()
+    check_drafter(made)
     assert made.drafter.config(40).sliding_window == after
     changed = f"sliding_window changes from {before or 'none'} to {after}."
     assert (changed in capsys.readouterr().out) == (before != after)
@@ -203,7 +205,7 @@ def test_a_conflict_names_both(
 ) -> None:
     [(name, given)] = shape.items()
     with pytest.raises(UserError) as raised:
-        context(spec, checkpoint, tmp_path, **shape).check_drafter()
+        check_drafter(context(spec, checkpoint, tmp_path, **shape))
     assert raised.value.field == f"drafter.{name}"
     assert str(given) in str(raised.value)
     assert found in str(raised.value)
@@ -215,7 +217,7 @@ def test_ids_that_count_layer_outputs_can_be_corrected(
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}
     edit_config(checkpoint, lambda raw: raw.update(ids, eagle_config=ids))
     made = context(spec, checkpoint, tmp_path, aux_layer_ids=[1, 2, 5])
-    made.check_drafter()
+    check_drafter(made)
     assert made.drafter.aux_layer_ids == (1, 2, 5)
 
 
@@ -224,7 +226,7 @@ def test_another_target_is_refused_before_any_stage(checkpoint: Path, tmp_path: 
     (tmp_path / "t").mkdir()
     spec = save_target(tmp_path / "t" / "target")
     with pytest.raises(UserError, match=r"vocab_size: found 101, expected 100"):
-        context(spec, checkpoint, tmp_path).check_drafter()
+        check_drafter(context(spec, checkpoint, tmp_path))
 
 
 def test_a_map_that_does_not_ascend_is_refused(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from data.capture.transport.spool import MEMORY
 from train.config.capture import CaptureConfig, TransportKind
 from train.config.vllm import VllmConfig
-from train.engines.transport import chosen_transport, server_roots
+from train.engines.servers import server_roots
+from train.engines.transport import chosen_transport
 
 OUTPUT = Path("/shared/run")
 

@@ -4,11 +4,7 @@ import pytest
 from datasets import Dataset
 
 from eagle31.errors import UserError
-from tests.train.torchrun import composed
 from train.artifact import Artifact
-from train.config.run import Stage
-from train.context import RunContext
-from train.distributed import World
 from train.stages.answers import check_answers
 
 
@@ -16,14 +12,12 @@ from train.stages.answers import check_answers
 def test_completions_that_are_all_shorter_than_a_draft_are_refused(
     tmp_path: Path, longest: int, refused: bool
 ) -> None:
-    needed = ["target.model=none", "data.train=none.jsonl", "output_dir=none", "evaluate.draft_tokens=4"]
-    context = RunContext(composed("any_target", *needed), World(0, 0, 1))
-    context.artifacts[Stage.answers] = Artifact("answers", {}, tmp_path)
+    answers = Artifact("answers", {}, tmp_path)
     for name, num_tokens in (("validation", 9), ("test", longest)):
         rows = {"input_ids": [[1] * (3 + num_tokens), [1, 2, 3, 4]], "num_prompt_tokens": [3, 3]}
         Dataset.from_dict(rows).save_to_disk(tmp_path / name)
     if not refused:
-        check_answers(context)
+        check_answers(answers, 4)
         return
     with pytest.raises(UserError, match=r"evaluate\.draft_tokens=4"):
-        check_answers(context)
+        check_answers(answers, 4)

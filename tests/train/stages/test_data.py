@@ -28,7 +28,7 @@ def _chosen(target: EmbeddedTarget, directory: Path, *settings: str) -> tuple[di
     context = RunContext(config, World(rank=0, local_rank=0, size=1))
     make_result(context, Stage.data, unfinished_stages(context, [Stage.data]))
     summary = read_json(context.artifacts[Stage.data].manifest_path)["facts"]
-    return summary, training_samples(context).to_list()
+    return summary, training_samples(context.artifacts[Stage.data]).to_list()
 
 
 def test_a_limit_chooses_conversations_before_they_are_tokenized(

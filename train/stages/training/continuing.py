@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ from eagle31.json_files import expecting, file_within, read_json, read_jsonl, wr
 from eagle31.tensor_files import load_tensors
 from train.artifact import MANIFEST as FINISHED
 from train.artifact import Artifact, fingerprint
-from train.config.run import Stage
-from train.config.training import AUTO, NONE
+from train.config.run import RunConfig, Stage, training_seed
+from train.config.training import AUTO, NONE, OptimConfig
 from train.context import RunContext
 from train.distributed import World, on_main_first, read_when_set, shared_values
+from train.drafter.chosen import ChosenDrafter
 from train.engines.inputs import target_inputs
 from train.trainer.checkpoints import BEST, CHECKPOINTS, EarlierTraining, TrainState, saved_steps
+from train.trainer.learning_rate import with_rates
 from train.trainer.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 
 VOCAB = "vocab.safetensors"
@@ -50,40 +52,43 @@ _SHOWN = 6  # settings that a message names
 _LENGTHS = ("max_steps", "num_epochs")  # settings of `train` that differ where a training is made longer
 
 
-def fixed_inputs(context: RunContext) -> dict[str, Any]:
+def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
     """Return the settings that cannot change when a training is continued."""
-    config = context.config
-    drafter = plain(asdict(config.drafter))
-    drafter.pop("init_revision")
-    if drafter.pop("init_from") is not None:
-        drafter["init_from"] = context.drafter.initial_fingerprint
+    target, shape = drafter.target, plain(asdict(config.drafter))
+    shape.pop("init_revision")
+    if shape.pop("init_from") is not None:
+        shape["init_from"] = drafter.initial_fingerprint
     fixed = {
-        "target": target_inputs(config.target, context.target.parts.fingerprint),
-        "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
-        "template": context.target.template_fingerprint,
-        "aux_layer_ids": list(context.drafter.aux_layer_ids),
-        "drafter": drafter,
+        "target": target_inputs(config.target, target.parts.fingerprint),
+        "tokenizer": tokenizer_fingerprint(target.tokenizer),
+        "template": target.template_fingerprint,
+        "aux_layer_ids": list(drafter.aux_layer_ids),
+        "drafter": shape,
         "optimizer": config.optim.name.value,
         # How DeepSpeed splits the training state changes no result.
         "precision": config.deepspeed.precision.value,
-        "seed": context.train_seed,
+        "seed": training_seed(config),
     }
     return json.loads(json.dumps(fixed))  # as it is read from a file
 
 
-def training_inputs(context: RunContext) -> dict[str, Any]:
+def chosen_optim(config: RunConfig, drafter: ChosenDrafter) -> OptimConfig:
+    """Return the settings of the optimizer, with the rule's learning rates where the recipe gives none."""
+    return with_rates(config.optim, drafter.config(drafter.target.parts.vocab_size))
+
+
+def training_inputs(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -> dict[str, Any]:
     """Return what a training depends on, apart from the vocabulary, the states and what it continues."""
-    config = context.config
     training = asdict(config.train)
     # These change no weights, or are a separate input: what is in fact continued. validate_every stays in: it
     # affects which step is chosen as the best.
     for name in ("log_every", "save_every", "keep_checkpoints", "continue_from", "seed"):
         training.pop(name)
     return {
-        "fixed": fixed_inputs(context),
-        "data": context.artifacts[Stage.data].key,
+        "fixed": fixed_inputs(config, drafter),
+        "data": data.key,
         "max_samples": config.capture.max_samples,
-        "optim": plain(asdict(context.optim)),
+        "optim": plain(asdict(chosen_optim(config, drafter))),
         "train": plain(training),
         "draft_tokens": config.evaluate.draft_tokens,
     }
@@ -102,11 +107,10 @@ def _order_key(inputs: dict[str, Any]) -> str:
     )
 
 
-def _validation_key(context: RunContext) -> str:
+def _validation_key(answers: Artifact, draft_tokens: int) -> str:
     """Return a fingerprint of what the acceptance length in validation depends on, apart from the drafter."""
     # Without `max_samples`, because another number of training samples leaves the held-out prompts.
-    answers = context.artifacts[Stage.answers].key
-    return fingerprint({"answers": answers, "draft_tokens": context.config.evaluate.draft_tokens})
+    return fingerprint({"answers": answers.key, "draft_tokens": draft_tokens})
 
 
 def share_earlier(context: RunContext) -> UserError | None:
@@ -128,7 +132,8 @@ def _earlier(context: RunContext) -> tuple[EarlierTraining | None, UserError | N
     origin = context.config.train.continue_from
     if origin == NONE:
         return None, None
-    inputs, problem = json.loads(json.dumps(training_inputs(context))), None  # as they are read from a file
+    inputs = training_inputs(context.config, context.drafter, context.artifacts[Stage.data])
+    inputs, problem = json.loads(json.dumps(inputs)), None  # as they are read from a file
     if origin != AUTO:
         try:
             return _newest(*_parsed(origin), inputs, named=True), None
@@ -327,15 +332,17 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def begin_training(context: RunContext) -> None:
+def begin_training(artifact: Artifact, earlier: EarlierTraining | None) -> None:
     """Write what the training depends on, and take over the checkpoint that it continues. Rank 0 calls.
 
     A directory that has a checkpoint stays as it is.
 
+    Args:
+        earlier: the training that this one continues.
+
     Raises:
         UserError: the earlier training deleted the checkpoint in the meantime, or it is damaged.
     """
-    artifact, earlier = context.artifacts[Stage.train], context.continued
     directory = artifact.directory
     if saved_steps(directory / CHECKPOINTS):
         return
@@ -405,21 +412,21 @@ def _link(source: str, copy: str) -> str:
     return copy
 
 
-def link_results(context: RunContext, stages: Sequence[Stage]) -> None:
+def link_results(artifacts: Mapping[Stage, Artifact], earlier: EarlierTraining | None) -> None:
     """Link the results that the earlier training's run has for this one. Rank 0 calls."""
-    for stage in stages:
-        here = context.artifacts[stage].directory
+    for stage, artifact in artifacts.items():
+        here = artifact.directory
         if here.is_symlink() and not here.exists():
             here.unlink()  # that run was deleted
-        if stage not in _LINKED or context.earlier is None or here.exists():
+        if stage not in _LINKED or earlier is None or here.exists():
             continue
-        there = context.earlier.artifacts / here.name
+        there = earlier.artifacts / here.name
         if (there / "stage.json").exists():
             here.parent.mkdir(parents=True, exist_ok=True)
             os.symlink(there.resolve(), here, target_is_directory=True)
 
 
-def kept_vocab(context: RunContext, natural_key: str) -> str | None:
+def kept_vocab(config: RunConfig, earlier: EarlierTraining | None, natural_key: str) -> str | None:
     """Return the hash of the draft vocabulary that a continued training keeps; None if it has no choice.
 
     The draft head belongs to one vocabulary, so that other data must not change it.
@@ -427,10 +434,10 @@ def kept_vocab(context: RunContext, natural_key: str) -> str | None:
     Args:
         natural_key: the name of the vocabulary's artifact if the data alone decided.
     """
-    drafter, earlier = context.config.drafter, context.earlier
+    drafter = config.drafter
     if drafter.draft_vocab_size is None or drafter.init_from is not None or earlier is None:
         return None
-    for artifacts in (context.output_dir / "artifacts", earlier.artifacts):
+    for artifacts in (Path(config.output_dir) / "artifacts", earlier.artifacts):
         # One that was found damaged, and is made again, has no manifest.
         if any((artifacts / natural_key / name).exists() for name in ("stage.json", "vocab.json")):
             return None
@@ -461,13 +468,14 @@ def _copy(source: Path, copy: Path) -> None:
     os.replace(partial, copy)
 
 
-def prepared(state: TrainState, context: RunContext) -> TrainState:
+def prepared(state: TrainState, artifacts: Mapping[Stage, Artifact], draft_tokens: int) -> TrainState:
     """Return the state with which the loop begins.
 
     With the data of before, the order of its rows continues. With other data, or rows of another length, a
     new epoch begins. If the held-out prompts are others, the best weights are chosen again.
     """
-    order, validated_on = _order_key(context.artifacts[Stage.train].inputs), _validation_key(context)
+    order = _order_key(artifacts[Stage.train].inputs)
+    validated_on = _validation_key(artifacts[Stage.answers], draft_tokens)
     if state.order != order:
         begun = state.epoch + (1 if state.row else 0)
         state = replace(state, order=order, epoch=begun, row=0, first_epoch=begun)

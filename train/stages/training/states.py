@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
 
+import torch
 from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
@@ -20,83 +22,76 @@ from data.store import HiddenStateStore
 from data.store.codec import Encoding
 from data.target.loading import load_target
 from data.target.modules import locate
+from train.artifact import Artifact
 from train.config.capture import CaptureMode, CaptureSource
-from train.config.run import Stage
+from train.config.run import RunConfig, Stage
 from train.context import RunContext
+from train.distributed import World
+from train.engines.servers import CapturedTarget
 from train.engines.transport import OpenTransport, chosen_transport, open_transport, rank_name
+from train.target import Target
 
 _READ_THREADS = 4  # of a rank, which read and decode the samples of a store
 BATCH_TOKENS = 8192  # of one forward pass in transformers, with padding: enough to keep a GPU busy
 
 
-def training_samples(context: RunContext) -> Dataset:
+def training_samples(data: Artifact) -> Dataset:
     """Return the samples that the data stage has chosen."""
-    return load_saved(context.artifacts[Stage.data].directory / "train")
+    return load_saved(data.directory / "train")
 
 
 @contextmanager
 def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
     """Open what training reads: the verified store, or states that are captured while it runs."""
-    if context.config.capture.mode is CaptureMode.offline:
-        yield open_source(context)
-    elif context.config.capture.source is CaptureSource.hf:
-        yield TransformersStates(
-            training_samples(context), open_capture(context), training_encoding(context), BATCH_TOKENS
-        )
-    else:
-        samples = training_samples(context)
-        with vllm_states(context, samples, training_encoding(context), MAX_REFUSED_FRACTION) as source:
-            yield source
-            for line in refusal_lines(source.refused, len(source)):
-                print(f"capture: {line}", file=sys.stderr)
+    capture, world = context.config.capture, context.world
+    if capture.mode is CaptureMode.offline:
+        captured = context.artifacts[Stage.capture].directory / "train"
+        yield open_store(capture.store or captured, world, given=capture.store is not None)
+        return
+    samples, encoding = training_samples(context.artifacts[Stage.data]), Encoding(capture.codec)
+    if capture.source is CaptureSource.hf:
+        target = open_capture(context.target, context.drafter.aux_layer_ids, world.device)
+        yield TransformersStates(samples, target, encoding, BATCH_TOKENS)
+        return
+    with vllm_states(context, samples, encoding, MAX_REFUSED_FRACTION) as source:
+        yield source
+        for line in refusal_lines(source.refused, len(source)):
+            print(f"capture: {line}", file=sys.stderr)
 
 
-def open_source(context: RunContext) -> HiddenStateStore:
-    """Return the store that training reads, of which this rank has verified its part."""
-    return open_store(context, "train")
+def open_store(location: str | Path, world: World, *, given: bool = False) -> HiddenStateStore:
+    """Open a store, of which every rank verifies a part.
 
-
-def open_store(context: RunContext, name: str) -> HiddenStateStore:
-    """Return one of the captured stores, or the given one; every rank verifies a part of it.
+    Args:
+        given: whether the recipe names it.
 
     Raises:
         DamagedShard: a shard of this rank's part was altered.
     """
-    world, capture = context.world, context.config.capture
-    given = capture.store if name == "train" else None
-    store = HiddenStateStore(
-        given or context.artifacts[Stage.capture].directory / name,
-        num_threads=_READ_THREADS,
-        given=given is not None,
-    )
+    store = HiddenStateStore(location, num_threads=_READ_THREADS, given=given)
     store.verify(world.rank, world.size)
     return store
 
 
-def open_capture(context: RunContext) -> HiddenStateCapture:
+def open_capture(target: Target, aux_layer_ids: tuple[int, ...], device: torch.device) -> HiddenStateCapture:
     """Load the target with its capture hooks, and check that its head gives its logits."""
-    target = context.target
-    model = load_target(target.spec, context.world.device)
-    capture = HiddenStateCapture(model, locate(model, target.spec), context.drafter.aux_layer_ids)
+    model = load_target(target.spec, device)
+    capture = HiddenStateCapture(model, locate(model, target.spec), aux_layer_ids)
     check_head(capture, target.parts.head)
     return capture
 
 
-def opened_transport(context: RunContext, encoding: Encoding) -> AbstractContextManager[OpenTransport]:
-    """Open the run's transport between this rank and vLLM's servers. A rank has one at a time.
+def opened_transport(
+    config: RunConfig, target: CapturedTarget, rank: int, encoding: Encoding
+) -> AbstractContextManager[OpenTransport]:
+    """Open the run's transport between a rank and vLLM's servers. A rank has one at a time.
 
     Args:
         encoding: the form of the states on the way.
     """
-    capture = context.config.capture
-    chosen = chosen_transport(capture, context.config.vllm, context.output_dir)
-    name = rank_name(context.output_dir, context.world.rank)
-    return open_transport(chosen, capture, encoding, context.captured_target, name)
-
-
-def training_encoding(context: RunContext) -> Encoding:
-    """Return the form in which training reads the states."""
-    return Encoding(context.config.capture.codec)
+    output_dir = Path(config.output_dir)
+    chosen = chosen_transport(config.capture, config.vllm, output_dir)
+    return open_transport(chosen, config.capture, encoding, target, rank_name(output_dir, rank))
 
 
 @contextmanager
@@ -116,7 +111,7 @@ def vllm_states(
 
     # Servers that the run has started write into the memory of their own node.
     clients = context.servers.clients(everywhere=False)
-    with opened_transport(context, encoding) as opened:
+    with opened_transport(config, context.captured_target, world.rank, encoding) as opened:
         patience_seconds = context.servers.patience_seconds
         with closing(VllmProducer(clients, opened.transport, check, patience_seconds)) as producer:
             source = ArrivingStates(
