@@ -69,7 +69,7 @@ class DrafterShape:
         None,
         "Sliding window: the number of positions that the drafter's attention reads, the current one "
         "included; not for mla. null: that of init_from, else that of a target whose layers all have one, "
-        "which vLLM would also use, else none. No ablation supports it yet.",
+        "which vLLM would also use, else none. docs/study.md has an ablation.",
         ge=1,
     )
     aux_layer_ids: list[int] | None = setting(
