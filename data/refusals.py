@@ -15,24 +15,22 @@ def num_allowed(num_samples: int, fraction: float = MAX_REFUSED_FRACTION) -> flo
     return max(fraction * num_samples, min(_ALWAYS_ALLOWED, num_samples // 2))
 
 
-def check_refusals(
-    refused: Mapping[int, str], num_samples: int, fraction: float = MAX_REFUSED_FRACTION, remedy: str = ""
-) -> None:
+def check_refusals(refused: Mapping[int, str], num_samples: int, remedy: str = "") -> None:
     """Raise UserError where more samples are refused than a capture may leave out.
 
     Args:
         refused: the reasons by sample id.
         num_samples: the number of samples of the dataset.
-        fraction: the part of the dataset that may be refused.
         remedy: what to do once the reason is removed.
     """
-    if len(refused) <= num_allowed(num_samples, fraction):
+    allowed = num_allowed(num_samples)
+    if len(refused) <= allowed:
         return
     *_, last = refused.values()
     raise UserError(
         "capture",
         f"{len(refused):,} of {num_samples:,} samples refused",
-        f"At most {fraction:.0%} may be. The last one because: {last} {remedy}".strip(),
+        f"At most {int(allowed):,} may be. The last one because: {last} {remedy}".strip(),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from data.batches.loader import SourceStats
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.capture.transport.protocol import Producer, StateRequest, Transport
-from data.refusals import MAX_REFUSED_FRACTION, check_refusals
+from data.refusals import check_refusals
 from data.samples import CapturedSample, StateShape
 from eagle31.errors import UserError
 
@@ -55,7 +55,7 @@ class ArrivingStates:
         sample_bytes: returns the largest size of a sample in the transport, from loss_mask [T].
         spool_gb: the bound, in 1e9 bytes, which `num_sharing` ranks share equally.
         name: letters, digits, - and _; the name of this trainer process in this run.
-        max_refused_fraction: the largest part of the dataset that may be refused; None: any.
+        checks_refused: whether too many refused samples are an error; a store checks its own.
 
     Raises:
         UserError: from `get_many`: its samples together exceed the bound, too many are refused, or what the
@@ -73,13 +73,13 @@ class ArrivingStates:
         spool_gb: float,
         num_sharing: int = 1,
         name: str,
-        max_refused_fraction: float | None = MAX_REFUSED_FRACTION,
+        checks_refused: bool = True,
     ) -> None:
         self.lengths = dataset_lengths(dataset)
         self.limit_bytes = int(spool_gb * 1e9 / num_sharing)
         self._producer, self._transport, self._shape = producer, transport, shape
         self._spool_gb, self._num_sharing = spool_gb, num_sharing
-        self._max_refused_fraction = max_refused_fraction
+        self._checks_refused = checks_refused
         self._name = f"{name}-{secrets.token_hex(4)}"
         self._tokens, self._sample_bytes = TokenRows(dataset), sample_bytes
         self._num_announced = 0
@@ -240,8 +240,8 @@ class ArrivingStates:
     def _refuse(self, index: int, reason: str) -> None:
         self.refused[index] = reason
         logger.warning("sample %d is left out: %s", index, reason)
-        if self._max_refused_fraction is not None:
-            check_refusals(self.refused, len(self), self._max_refused_fraction)
+        if self._checks_refused:
+            check_refusals(self.refused, len(self))
 
     def _without_tokens(self) -> CapturedSample:
         shape, ids = self._shape, torch.empty(0, dtype=torch.int64)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
 from data.progress import STALL_SECONDS, Progress, format_seconds, tracked
-from data.refusals import MAX_REFUSED_FRACTION, check_refusals, refusal_lines, retry_remedy
+from data.refusals import check_refusals, refusal_lines, retry_remedy
 from data.samples import CapturedSample
 from data.store.codec import Encoding, Rows, encoded_bytes
 from data.store.index import MANIFEST, as_read_back, claim, describes, missing_ids, write_manifest
@@ -51,7 +51,6 @@ class StoreSpec:
     directory: Path
     dataset: Dataset  # columns input_ids and loss_mask
     encoding: Encoding
-    max_refused_fraction: float = MAX_REFUSED_FRACTION  # of the dataset's samples
 
 
 def fill_store(
@@ -101,7 +100,7 @@ def fill_store(
                     refuse(store.directory, name, sample_id, sample)
                     refusals[sample_id] = sample
                     remedy = retry_remedy(store.directory)
-                    check_refusals(refusals, len(lengths), store.max_refused_fraction, remedy)
+                    check_refusals(refusals, len(lengths), remedy)
                 else:
                     writer.append(sample_id, sample)
                 bar.update(lengths[sample_id])
@@ -154,7 +153,7 @@ def check_store_refusals(store: StoreSpec) -> dict[int, str]:
     """Return the reasons of the refused samples; raise UserError where there are too many."""
     found = refused(store.directory)
     remedy = retry_remedy(store.directory)
-    check_refusals(found, len(store.dataset), store.max_refused_fraction, remedy)
+    check_refusals(found, len(store.dataset), remedy)
     return found
 
 

@@ -128,7 +128,7 @@ def capture_by_vllm(
         ) -> Generator[tuple[int, CapturedSample | str], None, None]:
             # The states are exact on their way: the writer encodes them.
             encoding = Encoding("exact")
-            with vllm_states(context, store.dataset, encoding) as source:
+            with vllm_states(context, store.dataset, encoding, checks_refused=False) as source:
                 yield from source.captured(missing)
 
         _fill(context.world, store, capture, context.captured_target.expected_states(), manifest_fields)

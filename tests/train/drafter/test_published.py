@@ -133,7 +133,7 @@ def test_the_rows_of_a_narrower_drafter_are_projected_once(
     monkeypatch.setattr(torch.linalg, "eigh", lambda *_: pytest.fail("they were projected again"))
     vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
     projected = load_projected(tmp_path / "vocab")
-    _, frozen = new_drafter(made, vocab, projected)
+    _, frozen = new_drafter(made.config, made.drafter, vocab, projected, made.world.device)
     embed_tokens, lm_head = frozen_rows(vocab, made.target.parts, None, projected)  # what is exported
     assert frozen.lm_head is not None
     assert torch.equal(frozen.embed_tokens, embed_tokens)

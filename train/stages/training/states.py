@@ -16,7 +16,7 @@ from data.capture.vllm.client import VllmClient, check_states
 from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_info import ServerInfo
 from data.conversations.saved import load_saved
-from data.refusals import MAX_REFUSED_FRACTION, refusal_lines
+from data.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from data.store.codec import Encoding
@@ -53,7 +53,7 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
         target = open_capture(context.target, context.drafter.aux_layer_ids, world.device)
         yield TransformersStates(samples, target, encoding, BATCH_TOKENS)
         return
-    with vllm_states(context, samples, encoding, MAX_REFUSED_FRACTION) as source:
+    with vllm_states(context, samples, encoding, checks_refused=True) as source:
         yield source
         for line in refusal_lines(source.refused, len(source)):
             print(f"capture: {line}", file=sys.stderr)
@@ -96,12 +96,12 @@ def opened_transport(
 
 @contextmanager
 def vllm_states(
-    context: RunContext, dataset: Dataset, encoding: Encoding, max_refused_fraction: float | None = None
+    context: RunContext, dataset: Dataset, encoding: Encoding, *, checks_refused: bool
 ) -> Iterator[ArrivingStates]:
     """Open a dataset's states as this run's vLLM servers deliver them to this rank.
 
     Args:
-        max_refused_fraction: the largest part of the dataset that may be refused; None: any.
+        checks_refused: whether too many refused samples are an error; a store checks its own.
     """
     config, world = context.config, context.world
     expected, longest = context.captured_target.expected_states(), max(dataset_lengths(dataset))
@@ -123,6 +123,6 @@ def vllm_states(
                 spool_gb=config.capture.spool_gb,
                 num_sharing=world.ranks_per_node,
                 name=rank_name(context.output_dir, world.rank),
-                max_refused_fraction=max_refused_fraction,
+                checks_refused=checks_refused,
             )
             yield source

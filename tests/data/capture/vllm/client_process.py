@@ -61,7 +61,7 @@ def capture_store(
                 sample_bytes=lambda mask: file_bytes(ENCODING, mask, *vars(shape).values()),
                 spool_gb=0.01,
                 name="test",
-                max_refused_fraction=None,
+                checks_refused=False,
             )
             yield from source.captured(missing)
 
