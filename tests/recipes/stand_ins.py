@@ -10,13 +10,20 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from data.capture.hf import HiddenStateCapture
 from data.embedded.corpus import ChatExample, Message
 from data.embedded.tokenizer import END_TOKEN, PAD_TOKEN, save_tokenizer, train_tokenizer
+from data.store import HiddenStateStore
 from data.target.architecture import from_architecture, model_class
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.spec import TargetSpec
 from tests.train.torchrun import composed
 
 VOCAB_SIZE = 400
 NUM_CONVERSATIONS = 40
+# In vLLM 0.32 on the CPU, stand-ins for MiniMax-M2 route by softmax, which transformers cannot.
+OTHER_ROUTING = ("minimax_m2_5",)
 _WORDS = ("red", "green", "blue", "old", "new", "big", "small", "dog", "cat", "bird", "tree", "sees", "finds")
 
 # The sizes of stand-ins, by model type. The number and kinds of layers, norms, biases, RoPE and whether
@@ -160,3 +167,26 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
     if "tensor_parallel_size" in config.vllm.engine_args:
         arguments.append("vllm.engine_args.tensor_parallel_size=1")
     return arguments
+
+
+def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> None:
+    """Check that only held-out states are stored where training is online, and that they are the target's."""
+    stores = {path.parent.name for path in run.glob("artifacts/capture-*/*/shard-*.safetensors")}
+    assert stores == {"validation", "test"} | (set() if online else {"train"})
+    if recipe in OTHER_ROUTING:
+        return
+    [directory] = run.glob("artifacts/capture-*/validation")
+    store, spec = HiddenStateStore(directory), TargetSpec(str(target))
+    model = load_target(spec, torch.device("cpu"))
+    capture = HiddenStateCapture(model, locate(model, spec), tuple(store.manifest["aux_layer_ids"]))
+    for sample in store.get_many(range(len(store))):
+        [(aux, final)] = capture.capture([sample.input_ids])
+        kept = sample.aux_hidden_states.abs().amax(dim=(1, 2)) > 0  # others are read by no draft
+        assert kept.sum() >= len(kept) - 2
+        for ours, theirs in (
+            (sample.aux_hidden_states[kept], aux[kept]),
+            (sample.final_hidden_states, final),
+        ):
+            needed = ours.flatten(1).abs().amax(1) > 0
+            error = (ours[needed] - theirs[needed]).abs().max() / theirs.abs().max()
+            assert error < 1e-3

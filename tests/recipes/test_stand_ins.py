@@ -8,16 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from data.capture.hf import HiddenStateCapture
-from data.store import HiddenStateStore
-from data.target.loading import load_target
-from data.target.modules import locate
-from data.target.spec import TargetSpec
 from eagle31.json_files import read_json, read_jsonl
 from tests.recipes.headers import RECIPES, header_ranks
-from tests.recipes.stand_ins import save_stand_in, small_run
+from tests.recipes.stand_ins import assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
 from tests.train.small_run import assert_agreement
 from tests.train.torchrun import composed, torchrun
@@ -28,8 +22,6 @@ from train.config.target import TargetEngine
 # kimi_k2_6 runs always too, on two nodes: tests/train/launch/test_apart.py.
 CORE = ("qwen3_0_6b",)
 RUN_SECONDS = 1500
-# In vLLM 0.32 on the CPU, stand-ins for MiniMax-M2 route by softmax, which transformers cannot.
-OTHER_ROUTING = ("minimax_m2_5",)
 
 
 @pytest.fixture(params=RECIPES)
@@ -70,29 +62,6 @@ def assert_regenerated(run: Path) -> None:
     answers = [row for path in run.glob("artifacts/data-*/regenerated/*.jsonl") for row in read_jsonl(path)]
     assert len(answers) > 1
     assert len({json.dumps(row) for row in answers}) > 1
-
-
-def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> None:
-    """Check that only held-out states are stored where training is online, and that they are the target's."""
-    stores = {path.parent.name for path in run.glob("artifacts/capture-*/*/shard-*.safetensors")}
-    assert stores == {"validation", "test"} | (set() if online else {"train"})
-    if recipe in OTHER_ROUTING:
-        return
-    [directory] = run.glob("artifacts/capture-*/validation")
-    store, spec = HiddenStateStore(directory), TargetSpec(str(target))
-    model = load_target(spec, torch.device("cpu"))
-    capture = HiddenStateCapture(model, locate(model, spec), tuple(store.manifest["aux_layer_ids"]))
-    for sample in store.get_many(range(len(store))):
-        [(aux, final)] = capture.capture([sample.input_ids])
-        kept = sample.aux_hidden_states.abs().amax(dim=(1, 2)) > 0  # others are read by no draft
-        assert kept.sum() >= len(kept) - 2
-        for ours, theirs in (
-            (sample.aux_hidden_states[kept], aux[kept]),
-            (sample.final_hidden_states, final),
-        ):
-            needed = ours.flatten(1).abs().amax(1) > 0
-            error = (ours[needed] - theirs[needed]).abs().max() / theirs.abs().max()
-            assert error < 1e-3
 
 
 def assert_trained(run: Path) -> None:
