@@ -142,8 +142,8 @@ def run_stages(context: RunContext) -> None:
         for stage in stages:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
-                started = time.perf_counter() - (artifact.begin() if world.is_main else 0.0)
                 begin_stage(context, stage, unfinished)
+                started = time.perf_counter() - (artifact.begin() if world.is_main else 0.0)
                 if world.is_main or definition.every_rank:
                     try:
                         summary = definition.run(context, artifact.directory)
