@@ -12,7 +12,7 @@ from data.capture.transport.spool import MEMORY
 from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, read_jsonl
+from eagle31.json_files import read_jsonl
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train import small_run
 from tests.train.small_run import MAIN, RECIPE
@@ -20,6 +20,7 @@ from tests.train.torchrun import run_here, torchrun
 from train.engines.transport import rank_name
 
 NUM_CONVERSATIONS = 16
+STAGES = "stages=[data,vocab,answers,capture,train]"  # those that send to the server
 
 
 def arguments(target: EmbeddedTarget, data: Path, output_dir: Path) -> list[str]:
@@ -34,17 +35,15 @@ def arguments(target: EmbeddedTarget, data: Path, output_dir: Path) -> list[str]
     return [*small_run.arguments(target, output_dir), *few, *regenerate, *training]
 
 
-def two_turns(target: EmbeddedTarget, path: Path) -> Path:
-    """Write conversations of two turns, each made of two short ones."""
+def short_conversations(target: EmbeddedTarget, path: Path) -> Path:
     rows = sorted((row["messages"] for row in read_jsonl(target.train)), key=lambda row: len(str(row)))
-    pairs = zip(rows[: 2 * NUM_CONVERSATIONS : 2], rows[1 : 2 * NUM_CONVERSATIONS : 2], strict=True)
-    path.write_text("".join(json.dumps({"messages": one + other}) + "\n" for one, other in pairs))
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows[:NUM_CONVERSATIONS]))
     return path
 
 
 @pytest.fixture(scope="module")
 def data(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return two_turns(small_target, tmp_path_factory.mktemp("data") / "data.jsonl")
+    return short_conversations(small_target, tmp_path_factory.mktemp("data") / "data.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +51,7 @@ def in_transformers(
     small_target: EmbeddedTarget, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     directory = tmp_path_factory.mktemp("transformers") / "run"
-    stages = "stages=[data,vocab,answers,capture,train]"
-    torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), stages)
+    torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), STAGES)
     return directory
 
 
@@ -64,9 +62,9 @@ def in_vllm(
     data: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The whole pipeline with two ranks and without any server: the run starts the one that it needs."""
+    """Two ranks, without any server: the run starts the one that it needs."""
     directory = tmp_path_factory.mktemp("vllm") / "run"
-    engine = ["target.engine=vllm", "capture=vllm_online", "capture.spool_gb=0.02"]
+    engine = ["target.engine=vllm", "capture=vllm_online", "capture.spool_gb=0.02", STAGES]
     engine.append(f"vllm.engine_args={{kv_cache_memory_bytes: {KV_CACHE_BYTES}}}")
     torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), *engine, num_processes=2)
     return directory
@@ -83,9 +81,7 @@ def test_vllm_writes_the_completions_that_transformers_writes(
 ) -> None:
     ours: Dataset = load_from_disk(str(result(in_vllm, name)))
     assert ours.to_list() == load_from_disk(str(result(in_transformers, name))).to_list()
-    if name.startswith("data"):
-        assert {row["id"].rpartition("/")[2] for row in ours} == {"0", "1"}
-    else:
+    if name.startswith("answers"):
         assert read_jsonl(result(in_vllm, f"{name}.jsonl"))[0]["engine"] == "vllm"
 
 
@@ -112,11 +108,10 @@ def test_two_ranks_online_have_the_losses_of_one_rank_offline(in_vllm: Path, in_
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_one_server_serves_all_stages_and_nothing_of_it_is_left(in_vllm: Path) -> None:
+def test_one_server_serves_the_stages_and_nothing_of_it_is_left(in_vllm: Path) -> None:
     log = (in_vllm / "vllm-0.log").read_text()
     assert log.count("Application startup complete") == 1
     assert "{'host': '127.0.0.1', 'port'" in log
-    assert read_json(result(in_vllm, "evaluate-*/evaluation.json"))["engine"].startswith("vLLM")
     assert not list(MEMORY.glob(f"eagle31-{rank_name(in_vllm, 0)[:-1]}*"))
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(in_vllm) in command]
