@@ -175,7 +175,7 @@ rows = st.one_of(
 json_files = st.lists(rows, max_size=4).map(lambda found: json.dumps(found).encode())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(content=st.binary(max_size=200) | json_files)
 def test_whatever_a_file_has_is_read_and_can_be_stored_or_is_refused(
     content: bytes, tmp_path_factory: pytest.TempPathFactory

@@ -35,32 +35,36 @@ def test_openai_messages_keep_the_keys_of_templates(tmp_path):
     assert answer == {"role": "assistant", "content": "four"}
 
 
-def test_sharegpt_roles(tmp_path):
-    items = [("system", "s"), ("human", "h"), ("gpt", "g"), ("observation", "o"), ("gpt", "a"), ("user", "u")]
-    row = {"conversations": [{"from": role, "value": value} for role, value in items]}
-    source = write_jsonl(tmp_path / "a.jsonl", [row])
-    expected = ["system", "user", "assistant", "tool", "assistant", "user"]
-    assert [role for role, _ in roles_and_contents(read_conversations(source))[0]] == expected
-
-
-def test_conversations_column_with_openai_messages(tmp_path):
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    source = write_jsonl(tmp_path / "a.jsonl", [{"conversations": messages}])
-    assert roles_and_contents(read_conversations(source)) == [[("user", "q"), ("assistant", "a")]]
+ROLES = [("system", "s"), ("human", "h"), ("gpt", "g"), ("observation", "o"), ("gpt", "a"), ("user", "u")]
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+ASKED = {"prompt_column": "ask", "input_column": "context", "response_column": "reply"}
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer"), [("prompt", "response"), ("instruction", "output"), ("question", "answer")]
+    ("row", "settings", "expected"),
+    [
+        ({"conversations": MESSAGES}, {}, "user q assistant a"),
+        (
+            {"conversations": [{"from": role, "value": value} for role, value in ROLES]},
+            {},
+            "system s user h assistant g tool o assistant a user u",
+        ),
+        ({"prompt": "q", "response": "a", "other": 1}, {}, "user q assistant a"),
+        ({"instruction": "q", "output": "a"}, {}, "user q assistant a"),
+        ({"question": "q", "answer": "a"}, {}, "user q assistant a"),
+        (
+            {"prompt": "n", "response": "n", "ask": "q", "context": "i", "reply": "a"},
+            ASKED,
+            "user q\n\ni assistant a",
+        ),
+        ({"turns": ["first", "second"]}, {"require_answer": False}, "user first user second"),
+        ({"prompt": "p"}, {"require_answer": False}, "user p"),
+    ],
 )
-def test_default_pairs(tmp_path, prompt, answer):
-    source = write_jsonl(tmp_path / "a.jsonl", [{prompt: "q", answer: "a", "other": 1}])
-    assert roles_and_contents(read_conversations(source)) == [[("user", "q"), ("assistant", "a")]]
-
-
-def test_named_columns_take_precedence(tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "response": "no", "solution": "a"}])
-    result = read_conversations(source, prompt_column="prompt", response_column="solution")
-    assert roles_and_contents(result) == [[("user", "q"), ("assistant", "a")]]
+def test_known_schemas_and_named_columns_are_read(tmp_path, row, settings, expected):
+    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    [found] = roles_and_contents(read_conversations(source, **settings))
+    assert " ".join(f"{role} {content}" for role, content in found) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,7 @@ def test_named_columns_take_precedence(tmp_path):
             {"prompt_column": "prompt", "response_column": "reply"},
             "no column reply",
         ),
+        ({"ask": "q", "reply": "a"}, ASKED, "no column context"),
         ({"turns": ["a"]}, {}, "No known schema"),
     ],
 )
@@ -81,14 +86,6 @@ def test_unknown_and_ambiguous_columns_are_user_errors(tmp_path, row, columns, e
     source = write_jsonl(tmp_path / "a.jsonl", [row])
     with pytest.raises(UserError, match=excerpt):
         read_conversations(source, **columns)
-
-
-def test_prompts_without_answers_are_read_on_request(tmp_path):
-    turns = write_jsonl(tmp_path / "a.jsonl", [{"turns": ["first", "second"]}])
-    result = read_conversations(turns, require_answer=False)
-    assert roles_and_contents(result) == [[("user", "first"), ("user", "second")]]
-    prompts = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p"}])
-    assert roles_and_contents(read_conversations(prompts, require_answer=False)) == [[("user", "p")]]
 
 
 def test_malformed_rows_are_left_out_with_lines_and_reasons(tmp_path):

@@ -155,7 +155,7 @@ def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None
         log.write_text("")
         process = fork.Process(target=_capture_missing, args=(directory, num_samples, log))
         process.start()
-        process.join(timeout=rng.uniform(0, 0.04) if kills < 25 else 60)
+        process.join(timeout=rng.uniform(0, 0.04) if kills < 12 else 60)
         finished = process.exitcode == 0
         assert finished or process.exitcode is None
         if not finished:
@@ -171,7 +171,7 @@ def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None
             check_sidecar(directory, record)
     held = Counter(i for record in FinishedShards(directory).records() for i in record.sample_ids)
     assert held == Counter(range(num_samples))
-    assert kills > 5
+    assert kills > 3
     write_manifest(directory, settings(num_samples))
     for sample_id, sample in enumerate(HiddenStateStore(directory).get_many(range(num_samples))):
         assert_equal(sample, make_sample(sample_id))
