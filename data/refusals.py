@@ -5,14 +5,14 @@ from pathlib import Path
 
 from eagle31.errors import UserError
 
-MAX_REFUSED_FRACTION = 0.01
+_MAX_FRACTION = 0.01
 _ALWAYS_ALLOWED = 8  # a small dataset may lack this many, unless they are more than half of it
 _SHOWN_REASONS, _SHOWN_SAMPLES = 5, 8
 
 
-def num_allowed(num_samples: int, fraction: float = MAX_REFUSED_FRACTION) -> float:
+def num_allowed(num_samples: int) -> int:
     """Return how many samples, or conversations, may be left out."""
-    return max(fraction * num_samples, min(_ALWAYS_ALLOWED, num_samples // 2))
+    return max(int(_MAX_FRACTION * num_samples), min(_ALWAYS_ALLOWED, num_samples // 2))
 
 
 def check_refusals(refused: Mapping[int, str], num_samples: int, remedy: str = "") -> None:
@@ -30,7 +30,7 @@ def check_refusals(refused: Mapping[int, str], num_samples: int, remedy: str = "
     raise UserError(
         "capture",
         f"{len(refused):,} of {num_samples:,} samples refused",
-        f"At most {int(allowed):,} may be. The last one because: {last} {remedy}".strip(),
+        f"At most {allowed:,} may be. The last one because: {last} {remedy}".strip(),
     )
 
 

@@ -37,7 +37,7 @@ def test_openai_messages_keep_the_keys_of_templates(tmp_path):
 
 ROLES = [("system", "s"), ("human", "h"), ("gpt", "g"), ("observation", "o"), ("gpt", "a"), ("user", "u")]
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-ASKED = {"prompt_column": "ask", "input_column": "context", "response_column": "reply"}
+ASKED = {"prompt_column": "ask", "response_column": "reply"}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ ASKED = {"prompt_column": "ask", "input_column": "context", "response_column": "
         ({"instruction": "q", "output": "a"}, {}, "user q assistant a"),
         ({"question": "q", "answer": "a"}, {}, "user q assistant a"),
         (
-            {"prompt": "n", "response": "n", "ask": "q", "context": "i", "reply": "a"},
+            {"prompt": "n", "response": "n", "ask": "q", "reply": "a"},
             ASKED,
-            "user q\n\ni assistant a",
+            "user q assistant a",
         ),
         ({"turns": ["first", "second"]}, {"require_answer": False}, "user first user second"),
         ({"prompt": "p"}, {"require_answer": False}, "user p"),
@@ -78,7 +78,6 @@ def test_known_schemas_and_named_columns_are_read(tmp_path, row, settings, expec
             {"prompt_column": "prompt", "response_column": "reply"},
             "no column reply",
         ),
-        ({"ask": "q", "reply": "a"}, ASKED, "no column context"),
         ({"turns": ["a"]}, {}, "No known schema"),
     ],
 )
