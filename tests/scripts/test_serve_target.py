@@ -1,8 +1,6 @@
 """What `scripts/serve_target` starts; tests/data/capture/vllm run what is started so."""
 
 import json
-import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -10,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data.capture.vllm.environment import KEY_VARIABLE, ROOT
+from data.capture.vllm.environment import KEY_VARIABLE
 from data.target.spec import TargetSpec
 from tests.data.target.tiny_target import NUM_LAYERS, save_target
+from tests.runs.forked import run
 from tests.runs.here import run_command
 
 KEY = "the-key-of-this-test"
@@ -56,17 +55,10 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
     arguments = ["drafter.aux_layer_ids=[0,2]", "+vllm.engine_args.tensor_parallel_size=2", "--servers", "2"]
     command = [*recipe(spec, output_dir), *arguments, "--host", "0.0.0.0", "--port", "8123"]
-    done = subprocess.run(
-        [sys.executable, "scripts/serve_target", *command],
-        cwd=ROOT,
-        env=os.environ | {"EAGLE31_VLLM_PYTHON": str(fake_python(tmp_path)), KEY_VARIABLE: KEY},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 2
-    assert "vLLM ended with status 1 before it was ready" in done.stderr
-    [printed] = done.stdout.splitlines()
+    variables = {"EAGLE31_VLLM_PYTHON": str(fake_python(tmp_path)), KEY_VARIABLE: KEY}
+    output = run("scripts/serve_target", *command, status=2, variables=variables, torchrun=False)
+    assert "vLLM ended with status 1 before it was ready" in output
+    [printed] = [line for line in output.splitlines() if line.startswith("vllm.servers=")]
     # What other nodes use.
     first, second = printed.removeprefix("vllm.servers=[").removesuffix("]").split(",")
     address = first.removeprefix("http://").removesuffix(":8123")
@@ -77,7 +69,7 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     process, (_, module, *options), python_path, key = json.loads(logs[0].read_text())
     assert not psutil.pid_exists(process)  # although only the other one has failed
     assert key == KEY
-    assert KEY not in done.stdout + str(options)
+    assert KEY not in printed + str(options)
     assert module == "vllm.entrypoints.openai.api_server"
     assert {path.name for path in Path(python_path).glob("*.py")} == {"eagle31_vllm.py"}
     given = {name: value for name, value in pairwise(options) if name.startswith("--")}

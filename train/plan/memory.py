@@ -61,12 +61,8 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """The peak, either in the forward and backward pass or in the optimizer's step."""
-        return self.held + max(self.step.total, self.update)
-
-    @property
-    def held(self) -> int:
-        """The bytes that stay between steps."""
-        return self.weights + self.gradients + self.optimizer + self.buffers + self.frozen
+        held = self.weights + self.gradients + self.optimizer + self.buffers + self.frozen
+        return held + max(self.step.total, self.update)
 
     def parts(self) -> dict[str, int]:
         """Return bytes by name, for the table; step and optimizer step never coincide."""

@@ -24,7 +24,6 @@ class Speed:
 
     peak_flops: float | None = None  # of one device, FLOP/s
     planned_bytes: int | None = None  # the plan's figure for one device; None on the CPU
-    planned_held_bytes: int | None = None  # the part of it that is held between two steps
 
 
 class StepTimes:
@@ -130,7 +129,6 @@ class WindowSums:
             "step_seconds_p95": percentile(step_seconds, 0.95),
             **{f"{what}_seconds": seconds for what, seconds in self.seconds_of.items()},
             "peak_bytes": peak_bytes(world.device),
-            "held_bytes": held_bytes(world.device),
         }
         table = gather(list(local.values()), world)
         of_ranks = dict(zip(local, table.unbind(1), strict=True))
@@ -155,9 +153,6 @@ class WindowSums:
         if speed.planned_bytes is not None:
             found["peak_memory_gb"] = float(of_ranks["peak_bytes"].max()) / 1e9
             found["planned_memory_gb"] = speed.planned_bytes / 1e9
-        if speed.planned_held_bytes is not None:
-            found["held_memory_gb"] = float(of_ranks["held_bytes"].max()) / 1e9
-            found["planned_held_memory_gb"] = speed.planned_held_bytes / 1e9
         return found
 
 
@@ -170,11 +165,6 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def peak_bytes(device: torch.device) -> int:
     """Return the most bytes of tensors that the device held at once so far; 0 on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def held_bytes(device: torch.device) -> int:
-    """Return the bytes of tensors that the device holds now; 0 on the CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def gather(values: Sequence[float], world: World) -> Tensor:

@@ -1,7 +1,6 @@
 """Runs under torchrun: a few steps at every ZeRO stage on different rows; rank 0 writes the losses."""
 
 import json
-import shutil
 import sys
 import time
 from dataclasses import replace
@@ -29,10 +28,9 @@ from tests.train.trainer.tiny_engines import (
     new_engine,
     random_source,
 )
-from train.distributed import World, leave_process_group, on_main_first, sum_over_ranks, wait_for_ranks
+from train.distributed import World, leave_process_group, sum_over_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
 from train.trainer import engine as engine_module
-from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import (
     ensure_process_group,
     full_state,
@@ -154,25 +152,13 @@ def losses_at(
     diagnosis = DriftDiagnosis(validation_samples(), 99, 8, world, on_every_rank=partitioned)
     drift = diagnosis.run(model_engine.module, world.device, dtype)
     assert (drift is not None) == (world.is_main or partitioned)
-    further_rows = list(further.rows)
-    saved = CheckpointDirectory(Path(f"{sys.argv[1]}.checkpoints"), 1, world)
-    resumes = matrix_lr is not None and not offload
-    if resumes:
-        saved.save(model_engine, TrainState(step=NUM_STEPS))
-    refused = refused_steps(model_engine, replace(further, rows=iter(further_rows)), world)
+    refused = refused_steps(model_engine, further, world)
     loader.close()
     found: dict[str, Any] = {}
     if matrix_lr is not None:
         found["orthogonalized"] = int(
             sum_over_ranks(torch.tensor(model_engine.basic_optimizer.num_orthogonalized))
         )
-    if resumes:
-        resumed = new_engine(zero_stage, bf16, world, matrix_lr)
-        assert saved.resume(resumed).step == NUM_STEPS
-        one = replace(further, rows=iter(further_rows))
-        optimizer_step(resumed, one, LR, WindowSums(3, world.device), world, with_metrics=False)
-        found["resumed"] = all(map(torch.equal, snapshot(model_engine), snapshot(resumed)))
-        on_main_first(world.is_main, lambda: shutil.rmtree(saved.root))
     return found | {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
         "drift": drift and flatten_metrics({"kind": "drift", "step": NUM_STEPS} | drift),

@@ -39,11 +39,11 @@ def test_rates_count_no_padding_and_have_validation_in_their_time() -> None:
 
 def test_utilization_and_memory_are_there_on_a_known_gpu_only() -> None:
     unknown = window_of(10).metrics(WORLD)
-    assert not {"model_flops_utilization", "peak_memory_gb", "held_memory_gb"} & unknown.keys()
-    known = window_of(10).metrics(WORLD, Speed(1e5, planned_bytes=3 * 10**9, planned_held_bytes=10**9))
+    assert not {"model_flops_utilization", "peak_memory_gb"} & unknown.keys()
+    known = window_of(10).metrics(WORLD, Speed(1e5, planned_bytes=3 * 10**9))
     # 10,000 FLOPs in 1.3 seconds.
     assert known["model_flops_utilization"] == pytest.approx(10_000 / 1.3 / 1e5)
-    assert (known["planned_memory_gb"], known["planned_held_memory_gb"]) == (3, 1)
+    assert known["planned_memory_gb"] == 3
 
 
 def test_steps_are_timed_without_what_is_between_them(monkeypatch: pytest.MonkeyPatch) -> None:

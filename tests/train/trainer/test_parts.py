@@ -1,7 +1,5 @@
 import json
 import math
-import os
-import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -27,7 +25,6 @@ from train.trainer.parts import (
     part_bytes,
     write_checked,
     write_part,
-    write_weights,
 )
 
 SHAPES = {"fc.weight": [6, 5], "norm.weight": [7], "layers.0.mlp.up_proj.weight": [4, 3]}
@@ -78,21 +75,6 @@ def test_any_elements_are_read_whoever_wrote_them(tmp_path: Path, num_parts: int
     # Other readers of safetensors read the parts, too.
     first = load_file(checkpoint / "part-00000.safetensors")
     assert torch.equal(first["weights/norm.weight/0"], values("weights", "norm.weight")[: 7 // num_parts])
-
-
-def test_what_is_written_follows_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_checkpoint(tmp_path / "step-00000001", 2)
-        write_weights(tmp_path / "drafter.safetensors", {"a": torch.ones(2, 3)})
-        saved = CheckpointDirectory(tmp_path, 1, World(0, 0, 1))
-        saved.save_best({"a": torch.ones(3)}, TrainState(1))
-    finally:
-        os.umask(before)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 7
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
-    assert torch.equal(load_file(tmp_path / "drafter.safetensors")["a"], torch.ones(2, 3))
 
 
 def flip(path: Path) -> None:
@@ -146,31 +128,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, number: int) -> None:
     assert str(checkpoint / file) in str(refused.value)
     assert reason.replace("bytes were written", "") in str(refused.value)
     assert saved.steps() == [3]  # nothing was moved
-
-
-class Poison:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-def test_a_poisoned_pickle_is_not_run(tmp_path: Path) -> None:
-    checkpoint, ran = tmp_path / "checkpoints" / "step-00000003", tmp_path / "ran"
-    write_checkpoint(checkpoint, 1)
-    file = "part-00000.safetensors"
-    with open(checkpoint / file, "wb") as opened:  # torch writes another form into a file of that name
-        torch.save(Poison(ran), opened)
-    saved = CheckpointDirectory(checkpoint.parent, 1, World(0, 0, 1))
-    with pytest.raises(UserError, match="is damaged"):
-        saved.resume(None)  # type: ignore[arg-type]
-    assert not ran.exists()
-    (checkpoint / file).rename(tmp_path / "poison.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / "poison.pt", weights_only=True)
-    torch.load(tmp_path / "poison.pt", weights_only=False)
-    assert ran.exists()  # the file is poisoned
 
 
 def test_the_drafter_is_read_without_deepspeed() -> None:

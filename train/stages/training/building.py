@@ -157,7 +157,7 @@ def expected_speed(
         "cuda",
     )
     peak_flops = peak_bf16_flops(torch.cuda.get_device_name(world.device))
-    return Speed(peak_flops, memory.total, memory.held)
+    return Speed(peak_flops, memory.total)
 
 
 def drift_diagnosis(config: RunConfig, world: World, samples: Sequence[CapturedSample]) -> DriftDiagnosis:
