@@ -102,6 +102,12 @@ def test_bad_input_is_refused_before_the_target_is_loaded(
     assert raised.value.field == field
 
 
+def test_drafts_that_no_completion_is_as_long_as_are_refused(asked: CheckpointEvaluation) -> None:
+    with pytest.raises(UserError) as raised:
+        evaluate_checkpoint(replace(asked, num_prompts=1, max_new_tokens=4, draft_tokens=4))
+    assert raised.value.field == "--draft-tokens"
+
+
 def test_script(asked: CheckpointEvaluation) -> None:
     arguments = [asked.checkpoint, "--target", asked.target, "--data", *asked.data, "-k", "2"]
     arguments += ["--num-prompts", "1", "--max-new-tokens", "4"]
