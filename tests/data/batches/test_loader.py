@@ -89,12 +89,6 @@ def test_rows_are_padded_to_a_multiple_within_row_tokens() -> None:
     assert set(lengths) <= {24, 48, 64}
 
 
-def test_an_epoch_has_every_sample_once() -> None:
-    loader = _loader(rows_per_step=1)
-    seen = [i for step in range(loader.rows_per_epoch) for row in _samples(loader.batches(step)) for i in row]
-    assert sorted(seen) == list(range(NUM_SAMPLES))
-
-
 @pytest.mark.parametrize("rows_per_step", [1, 3])
 def test_a_loader_continues_in_the_order_of_another(rows_per_step: int) -> None:
     whole = _loader(rows_per_step=1)
@@ -106,16 +100,6 @@ def test_a_loader_continues_in_the_order_of_another(rows_per_step: int) -> None:
         first = number + (step - 7) * rows_per_step
         assert rest.rows(step) == [whole.rows(first + index)[0] for index in range(rows_per_step)]
         assert rest.step_samples(step) == sorted(i for row in rest.rows(step) for i in row)
-
-
-def test_two_ranks_load_the_same_rows_as_one() -> None:
-    alone, ranks = _loader(), [_loader(rank, world_size=2) for rank in range(2)]
-    assert alone.rows_per_epoch % 4  # one step spans two epochs
-    for step in range(12):
-        whole = _samples(alone.batches(step))
-        halves = [_samples(loader.batches(step)) for loader in ranks]
-        assert whole == alone.rows(step)
-        assert whole == [halves[i % 2][i // 2] for i in range(4)]
 
 
 def test_the_rows_of_a_step_depend_only_on_its_number() -> None:

@@ -7,7 +7,6 @@ from datasets import Dataset, Features, List, Value, load_from_disk
 
 from data.capture.tokens import (
     TokenRows,
-    dataset_lengths,
     dataset_rows,
     dataset_supervision,
     tokens_fingerprint,
@@ -78,8 +77,3 @@ def test_tokens_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     others = [dataset.select(range(11)), dataset.select([1, 0, *range(2, 12)])]
     others += [Dataset.from_list(masked), Dataset.from_list(divided)]
     assert len({own, *map(tokens_fingerprint, others)}) == 5
-
-
-def test_lengths_follow_a_selection() -> None:
-    dataset = make_dataset().select([3, 1, 1])
-    assert dataset_lengths(dataset) == [len(ids) for ids in dataset["input_ids"]]
