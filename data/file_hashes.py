@@ -22,14 +22,13 @@ _SHOWN_BYTES = 4 * 10**9
 _READ_BYTES = 1 << 22
 
 
-def hash_files(files: Sequence[Path], *, cache_dir: Path | None = None) -> list[str]:
+def hash_files(files: Sequence[Path]) -> list[str]:
     """Return the sha256 of each file's whole content, as 64 hexadecimal digits.
 
     Where several processes ask for the same large files, one of them reads them and the others wait.
 
     Args:
-        files: in one directory, so that they are remembered together.
-        cache_dir: the directory in which hashes are remembered, by default that of `cache_directory`.
+        files: in one directory, so that they are remembered together, in the cache.
 
     Raises:
         UserError: a file changed while it was read.
@@ -38,7 +37,7 @@ def hash_files(files: Sequence[Path], *, cache_dir: Path | None = None) -> list[
     if sum(path.stat().st_size for path in paths) < _REMEMBERED_BYTES:
         return _hash_missing(paths, {})
     name = hashlib.sha256(str(paths[0].parent).encode()).hexdigest()[:24]
-    memory = (cache_dir or cache_directory()) / "file_hashes" / f"{name}.json"
+    memory = cache_directory() / "file_hashes" / f"{name}.json"
     memory.parent.mkdir(parents=True, exist_ok=True)
     with memory.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

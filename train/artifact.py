@@ -89,17 +89,15 @@ class Artifact:
         seconds: float,
         summary: dict[str, Any],
         files: Sequence[str] = (),
-        cache_dir: Path | None = None,
     ) -> None:
         """Write the manifest, which marks the result as complete.
 
         Args:
             seconds: of all starts.
             files: patterns of the files that later stages read, and whose hashes the manifest gets.
-            cache_dir: the directory in which hashes are remembered; see `hash_files`.
         """
         paths = {path for pattern in files for path in self.directory.glob(pattern) if path.is_file()}
-        hashes = _hashes(sorted(paths), cache_dir)
+        hashes = _hashes(sorted(paths))
         manifest = {
             "stage": self.stage,
             "inputs": self.inputs,
@@ -111,12 +109,11 @@ class Artifact:
         write_sealed_json(self.manifest_path, manifest)
         (self.directory / _STARTED).unlink(missing_ok=True)
 
-    def damage(self, files: Sequence[str] = ("*",), cache_dir: Path | None = None) -> str | None:
+    def damage(self, files: Sequence[str] = ("*",)) -> str | None:
         """Return which file of a finished result was changed since, and how; None if none was.
 
         Args:
             files: patterns of the files that are compared with their hashes.
-            cache_dir: the directory in which hashes are remembered; see `hash_files`.
 
         Raises:
             UserError: a directory has the place of a file.
@@ -132,20 +129,20 @@ class Artifact:
                 raise UserError("file", path, "It is a directory where a file belongs; move it elsewhere.")
             if not path.exists():
                 return f"{path} is missing"
-        found = _hashes(list(chosen), cache_dir)
+        found = _hashes(list(chosen))
         for path, name in chosen.items():
             if found[path] != recorded[name]:
                 return f"{path} was altered after the stage finished"
         return None
 
-    def kept(self, files: Sequence[str] = ("*",), cache_dir: Path | None = None) -> bool:
+    def kept(self, files: Sequence[str] = ("*",)) -> bool:
         """Return whether the result is there as it was written. A damaged one is named, and made again.
 
         Args:
             files: see `damage`.
         """
         if self.finished:
-            damage = self.damage(files, cache_dir)
+            damage = self.damage(files)
         elif self.manifest_path.exists():
             damage = f"{self.manifest_path} was altered"
         else:
@@ -211,10 +208,10 @@ def _written_at(path: Path) -> float:
         return 0.0
 
 
-def _hashes(paths: Sequence[Path], cache_dir: Path | None) -> dict[Path, str]:
+def _hashes(paths: Sequence[Path]) -> dict[Path, str]:
     """Return the hash of each file, computed directory by directory, as `hash_files` remembers them."""
     found: dict[Path, str] = {}
     for directory in sorted({path.parent for path in paths}):
         files = [path for path in paths if path.parent == directory]
-        found |= zip(files, hash_files(files, cache_dir=cache_dir), strict=True)
+        found |= zip(files, hash_files(files), strict=True)
     return found

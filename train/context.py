@@ -31,14 +31,10 @@ class RunContext:
     def output_dir(self) -> Path:
         return Path(self.config.output_dir)
 
-    @property
-    def cache_dir(self) -> Path:
-        return Path(self.config.cache_dir)
-
     @cached_property
     def target(self) -> Target:
         kwargs = dict(self.config.data.template_kwargs)
-        return Target(self.config.target, self.cache_dir, kwargs, progress=self.world.is_main)
+        return Target(self.config.target, kwargs, progress=self.world.is_main)
 
     @cached_property
     def drafter(self) -> ChosenDrafter:

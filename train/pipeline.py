@@ -154,7 +154,7 @@ def run_stages(context: RunContext) -> None:
                     release_memory(context)
                     seconds = time.perf_counter() - started
                     if world.is_main:
-                        artifact.finish(seconds, summary, definition.files, context.cache_dir)
+                        artifact.finish(seconds, summary, definition.files)
                         print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
                 wait_for(artifact.manifest_path)
                 unfinished.remove(stage)
@@ -226,7 +226,7 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
         for stage in located:
             # A training is not repeated without a word from the user.
             compared = () if stage is Stage.train else ("*",)
-            if not context.artifacts[stage].kept(compared, context.cache_dir):
+            if not context.artifacts[stage].kept(compared):
                 found.append(stage.value)
         if Stage.train in located and Stage.train.value not in found:
             check_training(context, exports=Stage.export.value in found)
@@ -242,7 +242,7 @@ def check_training(context: RunContext, *, exports: bool) -> None:
     """
     artifact = context.artifacts[Stage.train]
     files = ([BEST, VOCAB] if exports else []) + ([METRICS] if Stage.report in context.config.stages else [])
-    damage = artifact.damage(files, context.cache_dir)
+    damage = artifact.damage(files)
     if damage is not None:
         remedy = f"{damage}. Restore the file, or delete this directory to train again."
         raise UserError("train", artifact.directory, remedy)

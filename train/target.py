@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.cache import cache_directory
 from data.conversations.template import template_fingerprint
 from data.embedded.target import EmbeddedTarget, ensure_embedded_target
 from data.target.parts import TargetParts, load_target_parts
@@ -20,14 +20,13 @@ class Target:
     """The target that the settings name. What is expensive is made at first use and kept."""
 
     settings: TargetConfig
-    cache_dir: Path
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     progress: bool = False  # whether training the embedded target shows its progress
 
     @cached_property
     def embedded(self) -> EmbeddedTarget:
         """The embedded target and its conversations, trained at first use on this machine."""
-        return ensure_embedded_target(self.cache_dir / "embedded", progress=self.progress)
+        return ensure_embedded_target(cache_directory() / EMBEDDED, progress=self.progress)
 
     @cached_property
     def spec(self) -> TargetSpec:
@@ -52,7 +51,7 @@ class Target:
 
     @cached_property
     def parts(self) -> TargetParts:
-        return load_target_parts(self.spec, self.cache_dir)
+        return load_target_parts(self.spec)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

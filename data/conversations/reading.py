@@ -62,23 +62,20 @@ class Source:
         """Return an iterator over the conversations; see `ConversationReader`."""
         return ConversationReader(self, max_malformed_fraction)
 
-    def fingerprint(self, cache_dir: Path | None = None) -> str:
+    def fingerprint(self) -> str:
         """Return what identifies the content: a hash of the files.
 
         For a hub id it is the fingerprint that `datasets` derives from the commit.
-
-        Args:
-            cache_dir: the directory in which hashes are remembered; see `hash_files`.
         """
         path = Path(self.location).expanduser()
         if is_file(self.location, self.field):
-            return hash_files([path], cache_dir=cache_dir)[0]
+            return hash_files([path])[0]
         dataset = _load(self)
         if not path.is_dir():
             return dataset._fingerprint
         # The fingerprint of a saved data set stays when its files are changed.
         files = [Path(file["filename"]) for file in dataset.cache_files]
-        hashes = hash_files(files, cache_dir=cache_dir)
+        hashes = hash_files(files)
         return hashlib.sha256(json.dumps([dataset.column_names, hashes]).encode()).hexdigest()
 
     @property

@@ -126,14 +126,11 @@ class Checkpoint:
             raise UserError("target.model", self.model, remedy)
         return tensor
 
-    def fingerprint(self, cache_dir: Path | None = None) -> str:
+    def fingerprint(self) -> str:
         """Return what identifies the model: a hub model's commit, or a hash of a local directory's files.
 
         The hash covers the whole content of every file that affects what the model computes: weights,
         configuration and code. It does not cover the tokenizer, which has its own fingerprint.
-
-        Args:
-            cache_dir: the directory in which hashes are remembered; see `hash_files`.
         """
         if not os.path.isdir(self.path):
             config = self.find_file("config.json")
@@ -144,7 +141,7 @@ class Checkpoint:
         self.check_files()
         files = self._computing_files()
         digest = hashlib.sha256()
-        for file, content in zip(files, hash_files(files, cache_dir=cache_dir), strict=True):
+        for file, content in zip(files, hash_files(files), strict=True):
             digest.update(f"{file.name} {content}\n".encode())
         return f"{_FILES_PREFIX}{digest.hexdigest()}"
 

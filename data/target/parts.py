@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +29,10 @@ class TargetParts:
     fingerprint: str
 
 
-def load_target_parts(spec: TargetSpec, cache_dir: Path | None = None) -> TargetParts:
+def load_target_parts(spec: TargetSpec) -> TargetParts:
     """Read only the embedding, final norm and lm_head from the safetensors checkpoint, on the CPU.
 
     The tensors' names are found in a model that is built on the meta device.
-
-    Args:
-        cache_dir: the directory in which hashes of the weights are remembered; see `hash_files`.
 
     Raises:
         UserError: the checkpoint has no safetensors, or lacks these tensors in a plain floating-point dtype
@@ -62,7 +58,7 @@ def load_target_parts(spec: TargetSpec, cache_dir: Path | None = None) -> Target
         hidden_size=head.weight.shape[1],
         vocab_size=head.weight.shape[0],
         eos_token_ids=_eos_token_ids(spec, config),
-        fingerprint=spec.checkpoint.fingerprint(cache_dir),
+        fingerprint=spec.checkpoint.fingerprint(),
     )
 
 

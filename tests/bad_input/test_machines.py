@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -43,7 +44,7 @@ class Machine:
 @contextlib.contextmanager
 def forbidden(directory: Path) -> Iterator[None]:
     (directory / "kept").mkdir()
-    with protected(directory / "kept"):
+    with protected(directory / "kept"), patch.dict("os.environ", {"EAGLE31_CACHE": "kept/cache"}):
         yield
 
 
@@ -63,8 +64,8 @@ MACHINES = [
     Machine(
         Case(
             "cache_of_another_and_a_target_to_train",
-            ("target.model=embedded", "cache_dir=kept/cache"),
-            ("cache_dir=kept/cache: ", "Permission denied"),
+            ("target.model=embedded",),
+            ("EAGLE31_CACHE=kept/cache: ", "Permission denied"),
         ),
         forbidden,
     ),

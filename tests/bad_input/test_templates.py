@@ -157,7 +157,7 @@ def test_a_run_names_what_does_not_fit_before_it_reads_the_data(
     link(tmp_path / "target", small_target.model)
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
     given = EmbeddedTarget(Path("target"), Path("train.jsonl"), Path("none"))
-    settings = [*arguments(given, Path("run")), "stages=[data]", "cache_dir=cache"]
+    settings = [*arguments(given, Path("run")), "stages=[data]"]
     check_case(Case(case.name, (f"recipe={RECIPE}", *settings, *case.arguments), case.says, case.prepare))
     assert not list(tmp_path.glob("run/artifacts/data-*/train"))
 

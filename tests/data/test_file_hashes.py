@@ -11,6 +11,12 @@ from data.file_hashes import hash_files
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EAGLE31_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were read; hashes of small files are remembered, too."""
     found: list[str] = []
@@ -20,23 +26,23 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_file_is_read_again_only_when_it_changes(tmp_path: Path, read: list[str]) -> None:
+def test_a_file_is_read_again_only_when_it_changes(tmp_path: Path, read: list[str], cache: Path) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
         file.write_text(file.name)
     expected = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    assert hash_files(files, cache_dir=tmp_path / "cache") == expected
-    assert hash_files(files, cache_dir=tmp_path / "cache") == expected
+    assert hash_files(files) == expected
+    assert hash_files(files) == expected
     assert sorted(read) == ["a", "b"]
     status = files[0].stat()
     files[0].write_text("c")  # of the same size, in place, with the earlier time of modification
     os.utime(files[0], ns=(status.st_atime_ns, status.st_mtime_ns))
-    found = hash_files(files, cache_dir=tmp_path / "cache")
+    found = hash_files(files)
     assert found == [hashlib.sha256(b"c").hexdigest(), expected[1]]
     assert sorted(read) == ["a", "a", "b"]
 
 
-def test_small_files_leave_nothing_in_the_cache(tmp_path: Path) -> None:
+def test_small_files_leave_nothing_in_the_cache(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a").write_text("a")
-    hash_files([tmp_path / "a"], cache_dir=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+    hash_files([tmp_path / "a"])
+    assert not cache.exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.cache import cache_directory
 from data.capture.vllm.plugin.cache_copy import CacheReader
 from data.embedded.target import ensure_embedded_target
 from data.store import HiddenStateStore
@@ -22,7 +23,6 @@ from tests.gpu.runs import (
     run,
     training_records,
 )
-from train.config.compose import composed
 
 LOSS_BOUND = 0.02  # relative; on a CPU two runs are the same to the bit
 STATE_BOUNDS = {"cpu": 1e-3, "cuda": 3e-2}  # float32 and bf16; relative to the norm of the states
@@ -36,8 +36,7 @@ def quickstart(check: Check) -> Path:
 
 
 def target() -> str:
-    cache = Path(composed(["recipe=quickstart"]).cache_dir)
-    return str(ensure_embedded_target(cache / "embedded", progress=False).model)
+    return str(ensure_embedded_target(cache_directory() / "embedded", progress=False).model)
 
 
 def test_the_loss_falls_and_decoding_is_exact(quickstart: Path, figure: Figure) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from data.embedded.corpus import standard_library
 from data.embedded.target import EmbeddedTarget, TargetSettings, fingerprint
 from eagle31.json_files import read_json
@@ -9,8 +11,9 @@ from eagle31.json_files import read_json
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings")
 
 
-def small_quickstart(target: EmbeddedTarget, directory: Path) -> list[str]:
+def small_quickstart(target: EmbeddedTarget, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return overrides of the quickstart for this target; cache and results are in `directory`."""
+    monkeypatch.setenv("EAGLE31_CACHE", str(directory / "cache"))
     embedded = directory / "cache" / "embedded"
     embedded.mkdir(parents=True)
     (embedded / fingerprint(standard_library(), TargetSettings())).symlink_to(target.model.parent)
@@ -21,6 +24,5 @@ def small_quickstart(target: EmbeddedTarget, directory: Path) -> list[str]:
         "data.max_tokens=192",
         "train.row_tokens=256",
         "evaluate.max_new_tokens=32",
-        f"cache_dir={directory / 'cache'}",
         f"output_dir={directory / 'run'}",
     ]

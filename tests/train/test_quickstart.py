@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
 from tests.runs.forked import ROOT, RUN_SECONDS, environment
@@ -15,9 +17,9 @@ STEPS = 12
 
 
 def test_quickstart_exports_a_drafter_and_prints_what_it_gains(
-    small_target: EmbeddedTarget, tmp_path: Path
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = small_quickstart(small_target, tmp_path)
+    small = small_quickstart(small_target, tmp_path, monkeypatch)
     small += [
         "data.num_validation=6",
         "data.num_test=4",

@@ -26,10 +26,17 @@ def ranks_and_stage(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.mark.timeout(2 * RUN_SECONDS)
 def test_many_ranks_train_as_one_does(
-    small_target: EmbeddedTarget, tmp_path: Path, ranks_and_stage: tuple[int, int]
+    small_target: EmbeddedTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks_and_stage: tuple[int, int],
 ) -> None:
     num_ranks, stage = ranks_and_stage
-    settings = [*small_quickstart(small_target, tmp_path), *few(num_ranks), f"deepspeed=zero{stage}"]
+    settings = [
+        *small_quickstart(small_target, tmp_path, monkeypatch),
+        *few(num_ranks),
+        f"deepspeed=zero{stage}",
+    ]
     command = [MAIN, "recipe=quickstart", *settings, "deepspeed.precision=fp32"]
     printed = torchrun(*command, num_processes=num_ranks, seconds=RUN_SECONDS)
     assert "acceptance length" in printed
@@ -60,10 +67,15 @@ def test_eight_ranks_train_online_as_one_does_offline(
     small_target: EmbeddedTarget,
     vllm_python: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capture: str,
 ) -> None:
     """With vllm_online, all ranks send to the one server that the run starts."""
-    settings = [*small_quickstart(small_target, tmp_path), *few(8), f"capture.spool_dir={tmp_path}"]
+    settings = [
+        *small_quickstart(small_target, tmp_path, monkeypatch),
+        *few(8),
+        f"capture.spool_dir={tmp_path}",
+    ]
     command = [MAIN, "recipe=quickstart", *settings, "stages=[data,vocab,answers,capture,train]"]
     torchrun(*command, f"capture={capture}", num_processes=8, seconds=RUN_SECONDS)
     streamed = losses(tmp_path / "run")

@@ -59,7 +59,6 @@ class RunConfig:
     recipe_name: str = setting(MISSING, "Name of the recipe, for reports. Set by recipe=NAME.")
     stages: list[Stage] = setting(list(Stage), "Stages to run. Finished ones are reused.")
     output_dir: str = setting(MISSING, "Directory of all results. Set to outputs/NAME by default.")
-    cache_dir: str = setting(MISSING, "Directory of the embedded target. Set to ~/.cache/eagle31 by default.")
     seed: int = setting(0, "Seed of all random choices.", ge=0, le=2**63 - 1)
     stop_after_minutes: float | None = setting(
         None,

@@ -43,7 +43,7 @@ class ChosenDrafter:
         directory = self._initial_directory
         if directory is None:
             return None
-        return Checkpoint(str(directory.resolve())).fingerprint(self.target.cache_dir)
+        return Checkpoint(str(directory.resolve())).fingerprint()
 
     @cached_property
     def shape(self) -> DrafterShape:

@@ -21,6 +21,7 @@ import torch
 from huggingface_hub import constants
 
 from data.addresses import is_loopback, is_url
+from data.cache import cache_directory
 from data.capture.transport.mooncake_store import check_joinable, check_master
 from data.capture.vllm.client import Unavailable, VllmClient
 from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
@@ -120,7 +121,7 @@ def check_named(config: RunConfig) -> None:
         if source != EMBEDDED:
             _check_here(field, source)
     if config.target.model != EMBEDDED:
-        spec = Target(config.target, Path(config.cache_dir)).spec
+        spec = Target(config.target).spec
         _ = spec.torch_dtype
         check_attention(spec)
         if Path(spec.checkpoint.path).is_dir():
@@ -159,7 +160,7 @@ def written_directories(config: RunConfig) -> dict[str, Path]:
     capture = config.capture
     given: dict[str, str | None] = {
         "output_dir": config.output_dir,
-        "cache_dir": config.cache_dir if _lacks_embedded(config) else None,
+        "EAGLE31_CACHE": str(cache_directory()) if _lacks_embedded(config) else None,
         "capture.spool_dir": capture.spool_dir,
     }
     return {field: Path(path) for field, path in given.items() if path is not None}
@@ -348,7 +349,7 @@ def _lacks_embedded(config: RunConfig) -> bool:
     """Whether the run trains the embedded target first, because it uses it and the cache does not have it."""
     used = EMBEDDED in (config.target.model, config.data.train, config.data.eval)
     used = used or any(one.source == EMBEDDED for one in config.data.sources.values())
-    made = Path(config.cache_dir) / "embedded" / fingerprint(standard_library(), TargetSettings())
+    made = cache_directory() / EMBEDDED / fingerprint(standard_library(), TargetSettings())
     return used and not made.is_dir()
 
 

@@ -15,7 +15,7 @@ from train.report.results import Acceptance, acceptances, describe_speed, read_r
 from train.tables import aligned
 
 # They say where a run was, not what it did.
-_LEFT_OUT = ("output_dir", "cache_dir", "stages", "plan.", "hub.")
+_LEFT_OUT = ("output_dir", "stages", "plan.", "hub.")
 
 
 @dataclass(frozen=True)

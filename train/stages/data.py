@@ -61,8 +61,8 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     data = context.config.data
     evaluation = evaluation_source(data, context.target.located)
     inputs: dict[str, Any] = {
-        "train": source_inputs(context.config, context.target.located, context.cache_dir),
-        "eval": evaluation and evaluation.fingerprint(context.cache_dir),
+        "train": source_inputs(context.config, context.target.located),
+        "eval": evaluation and evaluation.fingerprint(),
         "columns": [data.prompt_column, data.response_column],
         "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
         "template": context.target.template_fingerprint,

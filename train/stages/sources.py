@@ -1,7 +1,6 @@
 """A run's sources of conversations by name, and what its data depends on because of them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from data.conversations.mixing import Mixture, Share
@@ -64,21 +63,19 @@ def mixture_of(config: RunConfig, located: Located) -> Mixture:
     )
 
 
-def source_inputs(config: RunConfig, located: Located, cache_dir: Path) -> Any:
+def source_inputs(config: RunConfig, located: Located) -> Any:
     """Return what the conversations depend on from which prompts are held out."""
     data = config.data
     sources = training_sources(data, located)
     if data.train is not None:
-        found: Any = sources[TRAIN].fingerprint(cache_dir)
+        found: Any = sources[TRAIN].fingerprint()
     else:
-        found = {name: [one.fingerprint(cache_dir), *one.columns] for name, one in sources.items()}
+        found = {name: [one.fingerprint(), *one.columns] for name, one in sources.items()}
     screening: dict[str, Any] = {}
     if data.near_duplicates is not None:
         screening["near_duplicates"] = [data.near_duplicates, not data.regenerate.enabled]
     if sets := evaluation_sets(data):
-        screening["evaluation_sets"] = {
-            name: [one.fingerprint(cache_dir), *one.columns] for name, one in sets.items()
-        }
+        screening["evaluation_sets"] = {name: [one.fingerprint(), *one.columns] for name, one in sets.items()}
     return {"sources": found} | screening if screening else found
 
 

@@ -29,7 +29,7 @@ def read(directory: Path, *settings: str) -> MixedConversations:
 
 def inputs(tmp_path: Path, *settings: str) -> Any:
     config = composed("any_target", "target.model=x", *settings)
-    return source_inputs(config, lambda source, _: source, tmp_path), share_inputs(config.data)
+    return source_inputs(config, lambda source, _: source), share_inputs(config.data)
 
 
 HELD_OUT = ("data.num_validation=3", "data.num_test=2")

@@ -60,7 +60,6 @@ def context(spec: TargetSpec, checkpoint: Path | str | None, directory: Path, **
         data=DataConfig(train="none"),
         recipe_name="test",
         output_dir=str(directory),
-        cache_dir=str(directory),
     )
     config.deepspeed.precision = Precision.fp32
     made = RunContext(config, World(0, 0, 1))
