@@ -14,7 +14,7 @@ from tests.train.conftest import small_target  # noqa: F401
 from tests.train.small_run import RECIPE, arguments
 
 SCRIPT = "tests/runs/small_shards.py"
-NUM_KILLS = 5
+NUM_KILLS = 3
 SMALLER = (
     "capture.max_samples=48",
     "train.max_steps=8",

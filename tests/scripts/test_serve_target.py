@@ -90,17 +90,6 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
     assert (settings["aux_layer_ids"], settings["roots"]) == ([0, 2], [str(output_dir), "/dev/shm"])
 
 
-def test_arguments_that_vllm_refuses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(fake_python(tmp_path)))
-    given = [
-        *recipe(save_target(tmp_path / "target"), tmp_path / "out"),
-        "vllm.engine_args={a_typo: 2, b: 3}",
-    ]
-    done = run_command("scripts/serve_target", *given)
-    assert (done.status, done.out) == (2, "")
-    assert done.err.startswith("error: vllm.engine_args.a_typo=2: vLLM refuses it: unrecognized arguments")
-
-
 def test_other_machines_are_served_with_a_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     done = run_command("scripts/serve_target", "any_target", "--host", "0.0.0.0")

@@ -13,7 +13,6 @@ from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
 from eagle31.json_files import read_jsonl
-from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train import small_run
 from tests.train.small_run import MAIN, RECIPE
 from tests.train.torchrun import run_here, torchrun
@@ -65,7 +64,6 @@ def in_vllm(
     """Two ranks, without any server: the run starts the one that it needs."""
     directory = tmp_path_factory.mktemp("vllm") / "run"
     engine = ["target.engine=vllm", "capture=vllm_online", "capture.spool_gb=0.02", STAGES]
-    engine.append(f"vllm.engine_args={{kv_cache_memory_bytes: {KV_CACHE_BYTES}}}")
     torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), *engine, num_processes=2)
     return directory
 

@@ -16,7 +16,6 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.chain import rounding_bound
 from eagle31.decoding.speculative import Decoded
 from eagle31.json_files import read_json
-from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.small_run import RECIPE, arguments
 from tests.train.stages.making import make_result
 from tests.train.torchrun import composed
@@ -76,10 +75,7 @@ def in_vllm(
 
 def evaluate_in_vllm(target: EmbeddedTarget, directory: Path) -> None:
     """Evaluate a finished run in vLLM; its held-out completions are from transformers."""
-    small_cache = f"vllm.engine_args={{kv_cache_memory_bytes: {KV_CACHE_BYTES}}}"
-    context = RunContext(
-        composed(RECIPE, *arguments(target, directory), small_cache), World(rank=0, local_rank=0, size=1)
-    )
+    context = RunContext(composed(RECIPE, *arguments(target, directory)), World(rank=0, local_rank=0, size=1))
     run_stages(context)
     context.config.target.engine = TargetEngine.vllm
     make_result(context, Stage.evaluate, unfinished_stages(context, [Stage.evaluate]))
