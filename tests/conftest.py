@@ -18,7 +18,7 @@ MAKE_SECONDS = 1100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also the long matrices, whose tables are committed")
+    parser.addoption("--full", action="store_true", help="also the long matrices")
 
 
 def pytest_configure(config: pytest.Config) -> None:
