@@ -96,12 +96,15 @@ def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[lis
 def _states(
     capture: HiddenStateCapture, rows: Sequence[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
+    """Return the states of each row; a batch that exceeds the memory is divided."""
     try:
         return capture.capture([input_ids for input_ids, _ in rows])
     except torch.OutOfMemoryError as error:
-        longest = max(len(input_ids) for input_ids, _ in rows)
-        remedy = (
-            f"{len(rows)} samples of up to {longest:,} tokens exceed the memory of {capture.device}: set "
-            "capture=vllm, or target.device_map=auto, or lower data.max_tokens."
-        )
-        raise UserError("capture.source", "hf", remedy) from error
+        if len(rows) == 1:
+            remedy = (
+                f"A sample of {len(rows[0][0]):,} tokens exceeds the memory of {capture.device}: set "
+                "capture=vllm, or target.device_map=auto, or lower data.max_tokens."
+            )
+            raise UserError("capture.source", "hf", remedy) from error
+    half = len(rows) // 2
+    return _states(capture, rows[:half]) + _states(capture, rows[half:])

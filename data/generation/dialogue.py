@@ -3,7 +3,8 @@
 What it wrote becomes a message for its chat template: reasoning, text and tool calls. The template decides
 what a completion means. A completion has several readings: a part of it is calls or reasoning, or all of it
 is text. The first reading is taken with which the template writes the completion again, character for
-character. Where no reading does, the conversation ends: its next prompt would have what nobody wrote.
+character; around a text it may leave out white space, as it does in serving. Where no reading does, the
+conversation ends: its next prompt would have what nobody wrote.
 """
 
 import json
@@ -20,6 +21,7 @@ from data.conversations.template import TemplateRefused, decode
 
 _REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CONTEXT_TOKENS = 8
 # Why a conversation ends before its last turn.
 CUT = "an answer reaches data.regenerate.max_new_tokens"
 UNREADABLE = "the chat template does not write an answer again as the target wrote it"
@@ -159,15 +161,19 @@ def parsed_turn(
     plain = str(tokenizer.decode(list(answer), skip_special_tokens=True))
     # Some templates put spaces around a text.
     texts = [{"role": "assistant", "content": content} for content in (plain, plain.strip())]
-    # Decoded after the prompt, because some tokenizers drop a text's first space.
-    answered = decode(tokenizer, [*prompt, *answer]).removeprefix(decode(tokenizer, list(prompt)))
-    written = text(history, add_generation_prompt=True) + answered
+    # Decoded after the prompt's end, because some tokenizers drop a text's first space.
+    end = list(prompt[-_CONTEXT_TOKENS:])
+    answered = decode(tokenizer, [*end, *answer]).removeprefix(decode(tokenizer, end))
+    before = text(history, add_generation_prompt=True)
+    written = [before + answered]
+    if plain.strip():
+        written.append(before + answered.replace(plain, plain.strip(), 1))
     for message in [*_readings(tokenizer, conversation.tools, prompt, answer), *texts]:
         try:
             rendered = text([*history, message], add_generation_prompt=False)
         except TemplateRefused:
             continue
-        if rendered.startswith(written):  # it may write more after the turn's end
+        if rendered.startswith(tuple(written)):  # it may write more after the turn's end
             return message
     return None
 

@@ -1,5 +1,6 @@
 """Generating answers with transformers, in batches, in this process or in one for each device."""
 
+import gc
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +117,7 @@ def _load(spec: TargetSpec, devices: "SimpleQueue[str]") -> None:
     """Load the target on the next device, in a process of `ProcessGenerator`."""
     global _model
     end_with_parent()
+    gc.enable()  # the command that starts this process pauses it for its imports, and is imported again here
     device = torch.device(devices.get())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels that name no device use the current one

@@ -1,13 +1,13 @@
 """A finished store in object storage, whose samples are read by byte ranges, through fsspec."""
 
 import hashlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import fsspec
 
@@ -175,7 +175,7 @@ def local_description(remote: RemoteDirectory) -> Path:
 
 
 def _save(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         partial.write_bytes(content)
         partial.replace(path)

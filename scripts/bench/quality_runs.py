@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from data.cache import cache_directory
 from data.embedded.target import ensure_embedded_target
@@ -44,6 +45,7 @@ from train.drafter.published import open_published
 from train.drafter.shape import complete_shape
 from train.evaluation.intervals import Floats, Resamples
 from train.evaluation.replay import packed, replay_greedily
+from train.stages.vocab import load_projected
 from train.trainer.parts import STATE, load_weights, read_checked
 from train.versions import git_revision
 
@@ -292,7 +294,7 @@ def measured(data: Data, run: Run, result: Json) -> dict[str, Json]:
     if not run.side.is_peer:
         inputs = Artifact("train", {}, run.directory / result["artifact"]).manifest["inputs"]
         capture = run.directory / "artifacts" / inputs["capture"]
-        own = _own_drafter(data, run.side)
+        own = _own_drafter(data, run.side, load_projected(run.directory / result["artifact"]))
     store = HiddenStateStore(capture / "test")
     rows = list(packed(store[index] for index in range(len(store))))
     counts = {}
@@ -310,14 +312,14 @@ def measured(data: Data, run: Run, result: Json) -> dict[str, Json]:
     return counts
 
 
-def _own_drafter(data: Data, side: Side) -> tuple[Drafter, FrozenParts]:
+def _own_drafter(data: Data, side: Side, projected: dict[str, Tensor]) -> tuple[Drafter, FrozenParts]:
     config = data.config(side)
     drafter, frozen = build_drafter(
         data.drafter(config),
         data.vocab(),
         data.parts,
         None,
-        {},
+        projected,
         train_lm_head=config.drafter.train_lm_head,
         seed=0,
         device=torch.device("cpu"),

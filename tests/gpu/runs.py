@@ -55,7 +55,12 @@ class Check:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return [
             *(*launcher, "--nproc-per-node", str(num_processes), "train/main.py", "recipe=quickstart"),
-            *("deepspeed=zero1", "deepspeed.precision=bf16", f"train.save_every={SAVE_EVERY}"),
+            *(
+                "deepspeed=zero1",
+                "deepspeed.precision=bf16",
+                f"train.save_every={SAVE_EVERY}",
+                "train.rows_per_step=2",
+            ),
             *(_SMALL if self.small else _BF16_TARGET),
             *(f"output_dir={directory}", *overrides),
         ]

@@ -80,7 +80,7 @@ def _table(key: str, schema: type, values: dict[str, Any]) -> Iterator[str]:
 def _code(text: str) -> str:
     """Put key=value, dotted keys and null into code; leaves what is in code already."""
     parts = re.split(r"(`[^`]*`)", text)
-    assignment = r"(?:[a-z_]+\.)*[a-z_]+=[\w\[\],./-]*\w"
+    assignment = r"(?:[a-z_]+\.)*[a-z_]+=[\w\[\],./-]*[\w\]]"
     dotted = r"[a-z_]+(?:\.[a-z_]+)+(?![\w(/])"
     pattern = rf"(?<![\w./-])(?:{assignment}|{dotted})|\bnull\b"
     for index in range(0, len(parts), 2):

@@ -41,7 +41,8 @@ class VllmConfig:
     engine_args: dict[str, Any] = setting(
         {},
         "Arguments of `vllm.LLM` for servers that the run or scripts/serve_target starts, such as "
-        "{tensor_parallel_size: 8}. The plan chooses gpu_memory_utilization where it is not given.",
+        "{tensor_parallel_size: 8}. The plan chooses gpu_memory_utilization where it is not given; a given "
+        "one holds for the evaluation in vLLM too.",
     )
 
 

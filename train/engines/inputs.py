@@ -51,10 +51,6 @@ _UNCOUNTED = frozenset(
         "disable_log_stats",
         "served_model_name",
         "hf_token",
-        "host",
-        "port",
-        "api_key",
-        "uvicorn_log_level",
     }
 )
 

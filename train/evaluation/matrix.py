@@ -1,5 +1,6 @@
 """The robustness matrix: acceptance under other chat templates, system prompts and lengths."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -285,6 +286,8 @@ def _ratio(
         return {"by_prompt": {name: [[row[place] for place in places]] for name, row in counts.items()}}
 
     found = paired_ratio(counts_of(*changed), counts_of(*base), 0)
+    if math.isnan(found.value):  # no draft is within these completions
+        return None
     return asdict(found) | {"num_prompts": len(common)}
 
 

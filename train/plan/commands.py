@@ -34,7 +34,7 @@ def commands(
     recipe = f"recipe={config.recipe_name}"
     arguments = [one for one in given if not one.lstrip("+").startswith(_LEFT_OUT)]
     several = cluster.num_nodes + cluster.target_nodes > 1
-    if several and not any(one.startswith("output_dir=") for one in arguments):
+    if several and not any(one.lstrip("+").startswith("output_dir=") for one in arguments):
         arguments.append(f"output_dir=/shared/{config.recipe_name}")
     found, servers, per_node = [], [], 1
     if cluster.target_nodes:

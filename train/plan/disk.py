@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from huggingface_hub.errors import CacheNotFound
 
 from data.capture.transport.spool import MEMORY
 from data.target.checkpoint import is_hub_id
+from eagle31.errors import UserError
+from eagle31.json_files import read_sealed_json
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED
@@ -84,8 +87,7 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     config = sizes.config
     capture, output_dir = config.capture, Path(config.output_dir)
     if capture.mode is CaptureMode.offline and work.store_bytes:
-        finished = any(output_dir.glob("artifacts/capture-*/stage.json"))
-        left = 0 if finished else work.store_bytes - _bytes_below(output_dir, "artifacts/capture-*")
+        left = 0 if _has_store(config) else work.store_bytes - _bytes_below(output_dir, "artifacts/capture-*")
         smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
         remedy = f"Set {smaller}capture.mode=online or a lower capture.max_samples, or free some space."
         yield DiskUse("the store", output_dir, left, remedy)
@@ -121,6 +123,17 @@ def cached_repositories() -> dict[tuple[str, str], int]:
         return {(one.repo_type, one.repo_id): one.size_on_disk for one in scan_cache_dir().repos}
     except (CacheNotFound, OSError):
         return {}
+
+
+def _has_store(config: RunConfig) -> bool:
+    """Return whether a store with as many samples and the same codec is finished in the output directory."""
+    wanted = (config.capture.codec, config.capture.max_samples)
+    for path in Path(config.output_dir).glob("artifacts/capture-*/stage.json"):
+        with suppress(UserError):  # the stage is made again
+            inputs = read_sealed_json(path)["inputs"]
+            if (inputs["codec"], inputs.get("max_samples")) == wanted:
+                return True
+    return False
 
 
 def _bytes_below(directory: Path, *patterns: str) -> int:

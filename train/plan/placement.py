@@ -129,7 +129,7 @@ def _apart(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     if cluster.gpus_per_node == 0:
         return ServerPlacement(Placement.apart, cluster.target_nodes)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
-    _check_alone(sizes, cluster, parallel, _ALONE_FRACTION)
+    _check_alone(sizes, cluster, parallel, _given_utilization(config) or _ALONE_FRACTION)
     per_node = cluster.gpus_per_node // parallel.gpus
     return ServerPlacement(Placement.apart, cluster.target_nodes * per_node, parallel.gpus)
 

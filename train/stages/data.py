@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, print_left_out, remove_tables
+from data.conversations.perturbation import template_source
 from data.conversations.prompts import render_prompt
 from data.conversations.saved import load_saved
 from data.conversations.schemas import Conversation, Conversations
@@ -51,7 +52,7 @@ _TOKENIZED = "tokenized"
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
 # Conversations that are tokenized whatever capture.max_samples is: the draft vocabulary counts their tokens.
 COUNTED_CONVERSATIONS = 20_000
-_FEW_CONVERSATIONS = 1_000  # are tokenized in this process
+_FEW_CONVERSATIONS = 1_000  # need no process for each core
 # With which data.template_probability renders training conversations: those of the ablation in docs/study.md.
 OTHER_TEMPLATES = ("renamed_roles", "extra_whitespace", "plain")
 
@@ -78,7 +79,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     }
     inputs |= share_inputs(data)
     if data.template_probability:
-        inputs["template_probability"] = data.template_probability
+        inputs["templates"] = [data.template_probability, *map(template_source, OTHER_TEMPLATES)]
     if data.regenerate.enabled:
         inputs["regenerate"] = asdict(data.regenerate) | completion_inputs(
             context.config.target, context.target.parts.fingerprint, context.config.vllm.engine_args
@@ -124,7 +125,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             turns=data.turns,
             template_kwargs=context.target.template_kwargs,
             max_tokens=data.max_tokens,
-            num_workers=num_workers if len(conversations) >= _FEW_CONVERSATIONS else 1,
+            num_workers=num_workers if len(conversations) >= _FEW_CONVERSATIONS else min(2, num_workers),
             output_dir=directory / _TOKENIZED,
             eos_token_ids=context.target.eos_token_ids,
             vocab_size=context.target.parts.vocab_size,

@@ -1,10 +1,12 @@
 """A run's sources of conversations by name, and what its data depends on because of them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from data.conversations.mixing import Mixture, Share
 from data.conversations.reading import Source
+from train.config.compose import CHECKOUT
 from train.config.data import DataConfig
 from train.config.run import RunConfig
 from train.evaluation.matrix import PromptSource, parse_sources
@@ -39,11 +41,13 @@ def evaluation_source(data: DataConfig, located: Located) -> Source | None:
 
 def evaluation_sets(data: DataConfig) -> dict[str, Source]:
     """Return the further sets by name whose prompts are left out of training."""
-    if data.evaluation_sets is None:
+    listed = data.evaluation_sets
+    if listed is None:
         return {}
+    if listed.endswith(".yaml") and not Path(listed).exists():
+        listed = str(CHECKOUT / listed)  # as recipes name it, wherever the run starts
     return {
-        name: one.to_source(_SETS)
-        for name, one in parse_sources([data.evaluation_sets], PromptSource(""), _SETS).items()
+        name: one.to_source(_SETS) for name, one in parse_sources([listed], PromptSource(""), _SETS).items()
     }
 
 

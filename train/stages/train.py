@@ -21,6 +21,7 @@ from train.config.run import RunConfig, Stage, training_seed
 from train.config.training import OptimConfig, Schedule, TrainConfig
 from train.context import RunContext
 from train.distributed import wait_for_ranks
+from train.plan.placement import serves_training
 from train.stages.training.building import (
     drift_diagnosis,
     expected_speed,
@@ -76,7 +77,7 @@ def train_on(
     """
     config, world, artifacts = context.config, context.world, context.artifacts
     optim, train_data = chosen_optim(config, context.drafter), training_samples(artifacts[Stage.data])
-    ensure_process_group()
+    ensure_process_group(context.servers.patience_seconds if serves_training(config) else 0.0)
     use_compiled("inductor" if config.train.compile else None)
     keep_vocab(artifacts[Stage.vocab], directory, world)
     vocab, projected = load_vocab(artifacts[Stage.vocab]), load_projected(directory)

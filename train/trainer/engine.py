@@ -37,7 +37,7 @@ from train.trainer.optimizer import ClippedAdamW, Muon
 
 # Adam's decay rates and its epsilon: those of EAGLE, and PyTorch's.
 BETAS, EPS = (0.9, 0.95), 1e-8
-# How long a rank may hold up the others: longer than a checkpoint to a slow disk or a server's start takes.
+# How long a rank may hold up the others: longer than a checkpoint to a slow disk takes.
 TIMEOUT_MINUTES = 30.0
 
 
@@ -222,9 +222,13 @@ def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def ensure_process_group() -> None:
-    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun."""
-    timeout = timedelta(minutes=TIMEOUT_MINUTES)
+def ensure_process_group(wait_seconds: float = 0.0) -> None:
+    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun.
+
+    Args:
+        wait_seconds: how long a rank may wait for states while the others wait for it.
+    """
+    timeout = timedelta(minutes=TIMEOUT_MINUTES, seconds=wait_seconds)
     # At the time limit PyTorch's flight recorder writes which operations each rank has begun.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

@@ -32,6 +32,9 @@ except Exception as error:
 """
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
 
+# A prompt may fill all the positions of the target: the token after it is never computed.
+_LONGER = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+
 
 def find_python() -> Path:
     """Return the Python of vLLM's environment: EAGLE31_VLLM_PYTHON, or what `scripts/setup/vllm` made.
@@ -81,7 +84,8 @@ def check_engine_args(python: Path, command_line: Sequence[str], given: Mapping[
         UserError: vLLM refuses them, with its reason.
     """
     command = [str(python), "-I", "-c", _CONFIGURE, *command_line]
-    done = subprocess.run(command, env=environment(python), capture_output=True, text=True)
+    variables = environment(python) | _LONGER
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if not done.returncode:
         return
     reason = " ".join(done.stderr.rpartition("error: ")[2].split()) or f"status {done.returncode}"
@@ -108,6 +112,5 @@ def capture_environment(python: Path) -> dict[str, str]:
         "PYTHONPATH": str(LOADER.parent),
         # `python -m` would look in the working directory first, whose modules may have any name.
         "PYTHONSAFEPATH": "1",
-        # A prompt may fill all the positions of the target: the token after it is never computed.
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        **_LONGER,
     }

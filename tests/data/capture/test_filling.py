@@ -328,5 +328,5 @@ def test_samples_beyond_the_devices_memory_name_the_setting(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(capture, "capture", too_large)
-    with pytest.raises(UserError, match=r"capture\.source=hf.*exceed the memory of cpu"):
+    with pytest.raises(UserError, match=r"capture\.source=hf.*exceeds the memory of cpu"):
         TransformersStates(make_dataset(), capture, Encoding(), BATCH_TOKENS)[0]

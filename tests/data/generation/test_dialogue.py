@@ -163,6 +163,13 @@ def test_a_conversation_ends_where_its_history_would_have_what_the_target_did_no
     assert f"1 conversations end where {reason}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("answer", ["four\n<|im_end|>", " four <|im_end|>"])
+def test_a_template_may_leave_out_the_space_around_a_text(tmp_path: Path, answer: str) -> None:
+    tokenizer = byte_level_tokenizer(STRUCTURED.replace("message.content", "message.content|trim"))
+    rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [answer, "no"])
+    assert [row["id"] for row in rows] == ["c/0", "c/1"]
+
+
 def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any] | None:
     history = [{"role": "user", "content": "two"}]
     prompt = tokenizer("<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")["input_ids"]

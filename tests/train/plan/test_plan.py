@@ -219,9 +219,11 @@ def test_a_store_that_does_not_fit_is_named_until_it_is_written(tmp_path: Path) 
     assert "capture.max_samples" in shortage
     written = tmp_path / "artifacts" / "capture-0123"
     written.mkdir(parents=True)
-    (written / "stage.json").touch()  # it may be smaller than planned
-    planned.cache_clear()
-    assert not planned("qwen3_8b", *settings).disk
+    for max_samples, missing in ((1000, True), (600_000, False)):  # a store may be smaller than planned
+        inputs = {"codec": "fp8", "max_samples": max_samples}
+        write_sealed_json(written / "stage.json", {"inputs": inputs})
+        planned.cache_clear()
+        assert bool(planned("qwen3_8b", *settings).disk) == missing
 
 
 def test_the_plan_stage_alone_writes_only_the_plan(
