@@ -49,6 +49,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 MessageTimeout=60
+FirstJobId={first_job}
 {nodes}
 PartitionName=both Nodes=n1,n2 Default=YES MaxTime=INFINITE
 """
@@ -199,6 +200,8 @@ def write_configuration(directory: Path, libraries: Path, machines: Machines | N
         directory=directory,
         libraries=libraries,
         controller_port=controller_port,
+        first_job=os.getpid() % 10_000
+        + 1,  # a job's port follows from its number; this host may have more clusters
         nodes="\n".join(nodes),
     )
     (directory / "slurm.conf").write_text(text)
