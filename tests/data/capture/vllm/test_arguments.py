@@ -10,6 +10,7 @@ from data.capture.vllm.environment import check_engine_args
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
 from eagle31.errors import UserError
+from eagle31.json_files import read_json
 from tests.data.capture.vllm.servers import INFO
 from tests.data.target.tiny_target import save_target
 
@@ -38,7 +39,9 @@ def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_pa
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     given = {"max_num_seqs": 0}
-    engine = CaptureEngine(target, (1,), 4, 100, [], extra=given)
+    # A prompt may fill all of the target's positions, of which vLLM wants one more.
+    positions = read_json(Path(target) / "config.json")["max_position_embeddings"]
+    engine = CaptureEngine(target, (1,), 4, positions, [], extra=given)
     with pytest.raises(UserError, match=r"vllm\.engine_args\.max_num_seqs=0: .*greater than or equal to 1"):
         check_engine_args(vllm_python, engine.plain_command_line(), given)
 
