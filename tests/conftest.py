@@ -3,6 +3,7 @@
 import gc
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,26 @@ def mooncake() -> Path | None:
     )
     assert setup.returncode == 0, setup.stderr
     return Path(setup.stdout.strip()) if setup.stdout.strip() else None
+
+
+@pytest.fixture(scope="session")
+def torchspec(mooncake: Path | None) -> Path:
+    """TorchSpec's checkout, which this adds to the environment.
+
+    EAGLE31_TORCHSPEC names a checkout or an archive of one; otherwise an archive in `shared/torchspec` next
+    to the checkout, or further up, is used. Tests are skipped where neither is at hand.
+    """
+    archives = [path for parent in ROOT.parents for path in sorted(parent.glob("shared/torchspec/*.tar.gz"))]
+    given = os.environ.get("EAGLE31_TORCHSPEC") or next(iter(archives), None)
+    if given is None:
+        pytest.skip("TorchSpec is not at hand: EAGLE31_TORCHSPEC=PATH names a checkout or an archive of it")
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        pytest.skip("TorchSpec needs Python 3.11 to 3.13")
+    setup = subprocess.run(
+        [ROOT / "scripts" / "setup" / "torchspec", given],
+        capture_output=True,
+        text=True,
+        timeout=MAKE_SECONDS,
+    )
+    assert setup.returncode == 0, setup.stderr
+    return Path(setup.stdout.strip())
