@@ -232,12 +232,22 @@ def load_pickled(path: Path) -> Any:
 
 
 def load_pickled_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a state dict that `torch.save` wrote. Raise what `load_pickled` does."""
-    content = load_pickled(path)
-    names = {type(name) for name in content} if isinstance(content, dict) else {None}
-    if names - {str} or not all(isinstance(one, Tensor) for one in content.values()):
+    """Read a state dict that `torch.save` wrote, nested ones by dotted names.
+
+    Raises what `load_pickled` does.
+    """
+    tensors = dict(_tensors_within(load_pickled(path), path, ()))
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _tensors_within(content: Any, path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(content, Tensor) and names:
+        yield ".".join(names), content
+    elif isinstance(content, dict) and all(isinstance(name, str) for name in content):
+        for name, one in content.items():
+            yield from _tensors_within(one, path, (*names, name))
+    else:
         raise UserError("file", path, "It holds other things than the weights of a model; give another file.")
-    return {name: tensor.detach() for name, tensor in content.items()}
 
 
 def _refused_by_pickle(message: str) -> str:

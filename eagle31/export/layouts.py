@@ -14,6 +14,8 @@ from eagle31.tensor_files import check_pointer, load_pickled_tensors, load_tenso
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The files of `torch.save`, of which most published EAGLE-3 drafters consist.
 PICKLED_WEIGHTS, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Of the names in TorchSpec's checkpoints, which torch's dcp_to_torch makes a file of `torch.save`.
+TORCHSPEC_PREFIX = "model_state.model.draft_model."
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -74,7 +76,7 @@ def served_name(name: str, layout: Layout = Layout.vllm) -> str:
 
 def parameter_name(name: str) -> str:
     """Return the parameter's name of a checkpoint's tensor."""
-    name = name.removeprefix("model.")
+    name = name.removeprefix(TORCHSPEC_PREFIX).removeprefix("model.")
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 

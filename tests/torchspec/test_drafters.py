@@ -1,0 +1,263 @@
+"""TorchSpec's drafters and ours: losses, gradients, checkpoints, and what TorchSpec gets wrong in them.
+
+Each test of a mistake fails when TorchSpec corrects it; docs/torchspec.md lists them.
+"""
+
+import json
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from eagle31.export.config_json import config_json
+from eagle31.export.layouts import IDS, Layout
+from eagle31.export.read import LoadedExport, load_export
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch, supervised_drafts
+from eagle31.training.objectives import Loss
+from eagle31.training.step import rollout_loss
+from tests.eagle31.export.exports import LATENT_YARN, drafted
+from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, random_batch, tiny_config, tiny_drafter
+
+NUM_STEPS, STEP_DECAY, NUM_TOKENS = 4, 0.8, 24
+CPU = torch.device("cpu")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+pytestmark = pytest.mark.usefixtures("torchspec")
+
+
+def torchspec_drafter(drafter: Drafter, frozen: FrozenParts) -> Any:
+    """Return TorchSpec's drafter with the same config.json and the same weights."""
+    from torchspec import AutoDraftModelConfig, AutoEagle3DraftModel
+
+    raw = config_json(drafter.config, Layout.vllm, "float32") | {"pad_token_id": None}
+    found = AutoEagle3DraftModel.from_config(AutoDraftModelConfig.from_dict(raw))
+    weights = {name.replace("layers.0.", "midlayer."): value for name, value in drafter.state_dict().items()}
+    weights["embed_tokens.weight"] = frozen.embed_tokens
+    if frozen.draft_target_ids is not None:
+        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+        weights["t2d"][frozen.draft_target_ids] = True
+        weights["d2t"] = frozen.draft_target_ids - torch.arange(drafter.config.draft_vocab_size)
+    found.load_state_dict(weights)
+    return found
+
+
+def torchspec_losses(
+    drafter: Any, frozen: FrozenParts, batch: PackedBatch, mask: Tensor, loss: Loss
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses and alphas of the steps, means over the rows in `mask`, as its trainer has them.
+
+    The last tensor is the mass that the target gives to the draft vocabulary at each row.
+    """
+    from torchspec import Eagle3Model
+    from torchspec.models.eagle3 import compute_lazy_target_padded, compute_target_p_padded
+    from torchspec.utils.tensor import padding
+
+    head = frozen.target_head
+    assert isinstance(head, nn.Linear)
+    # The token and the teacher of a row are those of the next.
+    final = padding(batch.final_hidden_states[None], left=False)
+    mass = torch.ones(len(mask) + NUM_STEPS)
+    if hasattr(drafter, "t2d"):
+        everywhere = torch.ones(1, len(mask))
+        target = compute_target_p_padded(final, head.weight, drafter.t2d, everywhere, NUM_STEPS)
+        mass = target.coverage_padded[0]
+        target = replace(target, position_mask=None)  # which leaves out tokens outside the draft vocabulary
+    else:
+        target = compute_lazy_target_padded(final, head.weight, NUM_STEPS)
+    kind = {Loss.kl: "forward_kl", Loss.lk_lambda: "lk_lambda"}[loss]
+    model = Eagle3Model(drafter, length=NUM_STEPS, attention_backend="sdpa", loss_type=kind)
+    with torch.compiler.set_stance("force_eager"):
+        losses, _, _, _, alphas = model(
+            padding(batch.input_ids[None], left=False),
+            torch.ones(1, len(mask), dtype=torch.long),
+            target,
+            mask[None],
+            batch.aux_hidden_states.flatten(1)[None],
+        )
+    return torch.stack(losses), torch.stack(alphas), mass
+
+
+def losses_of_both(loss: Loss, changes: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the sum of each step's losses over the supervised rows, ours and TorchSpec's."""
+    drafter, frozen = tiny_drafter(tiny_config(**changes), torch.float32)
+    batch = random_batch((NUM_TOKENS,), drafter.config, dtype=torch.float32)
+    theirs = torchspec_drafter(drafter, frozen)
+    # Its mask moves with the steps: index j is row j - k at step k. With one row in it, means are sums, and
+    # the weight of lk_lambda, which it takes of the mean alpha of all rows, is that of the row.
+    found = torch.zeros(NUM_TOKENS, NUM_STEPS)
+    with torch.no_grad():
+        for j in range(NUM_TOKENS):
+            mask = (torch.arange(NUM_TOKENS) == j).float()
+            losses, alphas, mass = torchspec_losses(theirs, frozen, batch, mask, loss)
+            if loss is Loss.lk_lambda:
+                # Its total variation leaves out the tokens outside the draft vocabulary: a constant.
+                losses = losses + (1 - torch.exp(-3.0 * alphas)) * (1 - mass[j]) / 2
+            for step in range(min(j + 1, NUM_STEPS)):
+                found[j - step, step] = losses[step]
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, NUM_STEPS)
+    assert supervised.sum(0).min() > 0
+    options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_decay": STEP_DECAY, "objective": loss}
+    return rollout_loss(drafter, frozen, batch, **options)[1].loss.float(), (found * supervised).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "changes"),
+    [
+        (Loss.kl, {"rope_parameters": LLAMA3}),
+        (Loss.kl, {"draft_vocab_size": VOCAB, **EAGLE3}),
+        (Loss.kl, {"rope_parameters": LATENT_YARN | {"beta_fast": 32.0, "beta_slow": 1.0}, **MLA}),
+        (Loss.lk_lambda, {}),
+        (Loss.lk_lambda, {"draft_vocab_size": VOCAB}),
+    ],
+)
+def test_losses_are_torchspecs(loss: Loss, changes: dict[str, Any]) -> None:
+    ours, theirs = losses_of_both(loss, changes)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [29, VOCAB])
+def test_gradients_are_torchspecs(draft_vocab_size: int) -> None:
+    drafter, frozen = tiny_drafter(tiny_config(draft_vocab_size=draft_vocab_size), torch.float32)
+    batch = random_batch((NUM_TOKENS,), drafter.config, dtype=torch.float32)
+    theirs = torchspec_drafter(drafter, frozen)
+
+    # All rows whose prediction is within the document; its losses are means.
+    mask = (torch.arange(NUM_TOKENS) < NUM_TOKENS - 2).float()
+    losses, _, _ = torchspec_losses(theirs, frozen, batch, mask, Loss.kl)
+    sum(STEP_DECAY**k * (NUM_TOKENS - 2 - k) * losses[k] for k in range(NUM_STEPS)).backward()
+    whole = PackedBatch(**{**vars(batch), "loss_mask": torch.ones_like(batch.loss_mask)})
+    rollout_loss(drafter, frozen, whole, num_steps=NUM_STEPS, step_decay=STEP_DECAY)[0].backward()
+    found = {name.replace("midlayer.", "layers.0."): p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, found[name], rtol=1e-4, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_linear_rope_has_the_default_base() -> None:
+    """TorchSpec drops rope_theta for linear (and dynamic) scaling."""
+    linear = {"rope_type": "linear", "factor": 2.0}
+    ours, theirs = losses_of_both(Loss.kl, {"rope_parameters": linear | {"rope_theta": 10000.0}})
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    ours, theirs = losses_of_both(Loss.kl, {"rope_parameters": linear | {"rope_theta": 500.0}})
+    assert not torch.allclose(ours, theirs, rtol=1e-3)
+
+
+def test_yarn_needs_all_its_keys() -> None:
+    """TorchSpec has no defaults for YaRN's optional keys, which Qwen's and DeepSeek's configs leave out."""
+    yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}
+    with pytest.raises(TypeError, match="NoneType"):
+        losses_of_both(Loss.kl, {"rope_parameters": yarn})
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What its checkpoints need: a process group, and no CUDA."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def trained(directory: Path, **changes: Any) -> tuple[Namespace, Tensor]:
+    """Save a checkpoint after one step as its trainer does, and return the trainer and what is drafted."""
+    from torchspec import Eagle3Model
+    from torchspec.training import checkpoint
+    from torchspec.training.optimizer import BF16Optimizer
+
+    drafter, frozen = tiny_drafter(tiny_config(**changes), torch.float32)
+    model = Eagle3Model(torchspec_drafter(drafter, frozen))
+    model.draft_model.freeze_embedding()
+    optimizer = BF16Optimizer(model.draft_model, lr=0.0)
+    for parameter in optimizer.model_params:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    args = Namespace(checkpoint_dir=str(directory), load_path=str(directory))
+    trainer = Namespace(
+        model=model, optimizer=optimizer, lr_scheduler=optimizer.scheduler, global_step=1, args=args
+    )
+    checkpoint.save(trainer, step=0)
+    raw = config_json(drafter.config, Layout.vllm, "float32")
+    # As its JSON files are: without the layers that the drafter reads.
+    raw = {key: value for key, value in raw.items() if key not in (IDS, "eagle_config")}
+    (directory / "drafter.json").write_text(json.dumps(raw))
+    return trainer, drafted(LoadedExport(drafter, frozen.embed_tokens, None, {}))
+
+
+def converter(torchspec: Path, *arguments: object) -> dict[str, Any]:
+    """Run tools/convert_to_hf.py, and return its names."""
+    argv, sys.argv = sys.argv, ["convert_to_hf", *map(str, arguments)]
+    try:
+        return runpy.run_path(
+            str(torchspec / "tools/convert_to_hf.py"), run_name="__main__" if arguments else "tools"
+        )
+    finally:
+        sys.argv = argv
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_its_checkpoint_with_a_draft_vocabulary_is_read(torchspec: Path, tmp_path: Path) -> None:
+    _, expected = trained(tmp_path)
+    model = tmp_path / "iter_0000001/model"
+    with pytest.raises(ValueError, match="--prune-vocab"):  # which trains no such drafter: it prunes again
+        converter(torchspec, "--input-dir", model, "--config", tmp_path / "drafter.json")
+
+    directory = tmp_path / "read"
+    directory.mkdir()
+    dcp_to_torch_save(model, directory / "pytorch_model.bin")
+    (tmp_path / "drafter.json").rename(directory / "config.json")
+    loaded = load_export(directory, CPU, aux_layer_ids=(0, 2, 5))
+    assert loaded.draft_target_ids is not None
+    assert torch.equal(drafted(loaded), expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_its_converter_writes_is_read(torchspec: Path, tmp_path: Path) -> None:
+    _, expected = trained(tmp_path, draft_vocab_size=VOCAB, rope_parameters=LLAMA3)
+    converter(torchspec, "--input-dir", tmp_path / "iter_0000001", "--config", tmp_path / "drafter.json")
+    loaded = load_export(tmp_path / "iter_0000001_hf", CPU, aux_layer_ids=(0, 2, 5))
+    assert torch.equal(drafted(loaded), expected)
+
+
+def test_its_converter_fails_to_prune_a_vocabulary(torchspec: Path, tmp_path: Path) -> None:
+    names = converter(torchspec)
+    drafter, frozen = tiny_drafter(tiny_config(draft_vocab_size=VOCAB), torch.float32)
+    model, ids = torchspec_drafter(drafter, frozen), torch.arange(1, 58, 2)
+    raw = config_json(drafter.config, Layout.vllm, "float32")
+    maps = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(VOCAB), ids)}
+    arguments = (model, str(tmp_path), raw, VOCAB, len(ids), *maps.values())
+    prune = names["_save_with_vocab_pruning"]
+    with pytest.raises(TypeError, match="_prepare_export_tensors"):
+        prune(*arguments)
+    # Were it called as it is defined, the head would have other rows than the map says: d2t holds offsets.
+    prepare = names["_prepare_export_tensors"]
+    prune.__globals__["_prepare_export_tensors"] = lambda model, _: prepare(model)
+    prune(*arguments)
+    head = load_export(tmp_path, CPU).drafter.lm_head.weight
+    assert torch.equal(head, drafter.lm_head.weight[maps["d2t"]])
+    assert not torch.equal(head, drafter.lm_head.weight[ids])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_its_trainer_resumes_without_adams_moments(tmp_path: Path) -> None:
+    from torchspec.training import checkpoint
+
+    saved, _ = trained(tmp_path)
+    assert saved.optimizer.state
+    resumed, _ = trained(tmp_path / "other")
+    resumed.args.load_path = str(tmp_path)
+    resumed.optimizer.optimizer.state.clear()  # as that of a new process, which has made no step
+    checkpoint.finalize_load(resumed, checkpoint.load(resumed))
+    assert resumed.args.start_step == 1
+    assert not resumed.optimizer.state
