@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from data.capture.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
 from data.capture.vllm.client import ExpectedTarget, VllmClient, check_target
-from data.capture.vllm.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.answers import Answers
 from data.sampling import Sampling

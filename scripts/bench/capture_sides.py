@@ -21,11 +21,12 @@ from data.capture.arriving import ArrivingStates
 from data.capture.filling import StoreSpec, fill_store
 from data.capture.hf import HiddenStateCapture
 from data.capture.hf_source import batches_by_length, capture_samples
+from data.capture.producer import EngineProducer
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.capture.transport.spool import MEMORY, file_bytes, open_spool
 from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient
-from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_process import ServerProcess
 from data.samples import CapturedSample, StateShape
 from data.store.codec import Encoding
@@ -197,7 +198,7 @@ def _capture_in_vllm(server: _Server, task: Task, parts: TargetParts, encoding: 
         _: Sequence[int], missing: Sequence[int]
     ) -> Generator[tuple[int, CapturedSample | str], None, None]:
         with open_spool(None, f"bench-{os.getpid()}", on_the_way, _SPOOL_BYTES) as spool:
-            producer = VllmProducer([client], spool, lambda *_: None, _PATIENCE_SECONDS)
+            producer = EngineProducer([client], capture_tasks(spool), lambda *_: None, _PATIENCE_SECONDS)
             with closing(producer):
                 source = ArrivingStates(
                     task.dataset,

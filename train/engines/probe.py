@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from data.capture.dispatch import PATIENCE_SECONDS, Refused, Unavailable
 from data.capture.transport.protocol import StateRequest, Transport
 from data.capture.vllm.capture_request import CaptureRequest
-from data.capture.vllm.client import Refused, Unavailable, VllmClient
-from data.capture.vllm.dispatch import PATIENCE_SECONDS
+from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_info import ServerInfo
 from data.progress import LINE_SECONDS
 from eagle31.errors import UserError

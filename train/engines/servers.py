@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from data.capture.dispatch import PATIENCE_SECONDS
 from data.capture.transport.spool import MEMORY
 from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import ExpectedStates, VllmClient
-from data.capture.vllm.dispatch import PATIENCE_SECONDS
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_process import ServerProcess
 from data.target.architecture import has_latent_attention

@@ -22,8 +22,9 @@ from huggingface_hub import constants
 
 from data.addresses import is_loopback, is_url
 from data.cache import cache_directory
+from data.capture.dispatch import Unavailable
 from data.capture.transport.mooncake_store import check_joinable, check_master
-from data.capture.vllm.client import Unavailable, VllmClient
+from data.capture.vllm.client import VllmClient
 from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
 from data.conversations.reading import is_file
 from data.embedded.corpus import standard_library

@@ -2,13 +2,15 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from data.capture.transport.protocol import StateRequest, Transport
 
 PARAMS = "eagle31"
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")  # part of a file's name
@@ -68,6 +70,21 @@ class CaptureRequest:
         for start, end in self.loss_spans:
             mask[start:end] = True
         return mask
+
+
+def capture_tasks(transport: Transport) -> Callable[[StateRequest], dict[str, Any]]:
+    """Return what a `VllmClient` needs to have a request's states put into the transport.
+
+    Args:
+        transport: the servers must reach it under the same path or address.
+    """
+    destination = transport.to_json()
+
+    def task(request: StateRequest) -> dict[str, Any]:
+        ids = request.input_ids.tolist()
+        return CaptureRequest.of(destination, request.key, ids, request.loss_mask).to_params()
+
+    return task
 
 
 def tokens_sha256(input_ids: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import torch
 
+from data.capture.dispatch import Prompt, Refused, Unavailable
 from data.capture.vllm.capture_request import PARAMS
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_info import INFO_PATH, ServerInfo
@@ -25,22 +26,6 @@ _REFUSALS = (400, 413, 422)  # refuse a prompt; the other 4xx mean that our requ
 _OTHER = "Give the address of a server that scripts/serve_target has started."
 
 
-class Unavailable(Exception):
-    """The server does not answer now.
-
-    Attributes:
-        lost: the prompt had been sent, and may have ended the server.
-    """
-
-    def __init__(self, reason: str, lost: bool = False) -> None:
-        super().__init__(reason)
-        self.lost = lost
-
-
-class Refused(Exception):
-    """The server will never answer this prompt."""
-
-
 class VllmClient:
     """A client of a vLLM server that scripts/serve_target or this run starts.
 
@@ -53,6 +38,9 @@ class VllmClient:
     Raises:
         UserError: `url` is not a URL.
     """
+
+    field = "vllm.servers"
+    remedy = "start them with scripts/serve_target"
 
     def __init__(
         self,
@@ -85,6 +73,13 @@ class VllmClient:
             UserError: it is no server of this version of eagle31, or demands another key.
         """
         return ServerInfo.from_json(await self._request("GET", INFO_PATH, seconds=_INFO_SECONDS))
+
+    async def compute(self, prompt: Prompt) -> list[int]:
+        """Return the completion, if one is requested; otherwise the task is the `kv_transfer_params`."""
+        if isinstance(prompt.task, Sampling):
+            return await self.generate(prompt.input_ids, prompt.task)
+        await self.capture(prompt.input_ids, prompt.task)
+        return []
 
     async def capture(self, input_ids: list[int], params: dict[str, Any]) -> None:
         """Have the server compute a prompt and deliver its states, which may arrive after the answer.

@@ -11,9 +11,10 @@ from datasets import Dataset
 from data.capture.arriving import ArrivingStates
 from data.capture.hf import HiddenStateCapture, check_head
 from data.capture.hf_source import TransformersStates
+from data.capture.producer import EngineProducer
 from data.capture.tokens import dataset_lengths
+from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import VllmClient, check_states
-from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_info import ServerInfo
 from data.conversations.saved import load_saved
 from data.refusals import refusal_lines
@@ -113,7 +114,9 @@ def vllm_states(
     clients = context.servers.clients(everywhere=False)
     with opened_transport(config, context.captured_target, world.rank, encoding) as opened:
         patience_seconds = context.servers.patience_seconds
-        with closing(VllmProducer(clients, opened.transport, check, patience_seconds)) as producer:
+        with closing(
+            EngineProducer(clients, capture_tasks(opened.transport), check, patience_seconds)
+        ) as producer:
             source = ArrivingStates(
                 dataset,
                 producer,

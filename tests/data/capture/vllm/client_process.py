@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
+from data.capture.dispatch import PATIENCE_SECONDS
 from data.capture.filling import StoreSpec, fill_store
+from data.capture.producer import EngineProducer
 from data.capture.transport.spool import file_bytes, open_spool
+from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
-from data.capture.vllm.dispatch import PATIENCE_SECONDS
-from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_info import ServerInfo
 from data.capture.vllm.server_process import ServerProcess
 from data.samples import CapturedSample, StateShape
@@ -51,7 +52,7 @@ def capture_store(
     ) -> Generator[tuple[int, CapturedSample | str], None, None]:
         with (
             open_spool(root, f"test-{os.getpid()}", ENCODING, 10**7) as spool,
-            closing(VllmProducer([client], spool, check, patience_seconds)) as producer,
+            closing(EngineProducer([client], capture_tasks(spool), check, patience_seconds)) as producer,
         ):
             source = ArrivingStates(
                 dataset,

@@ -20,13 +20,13 @@ import torch
 from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
+from data.capture.dispatch import PATIENCE_SECONDS
+from data.capture.producer import EngineProducer
 from data.capture.transport.mooncake import MooncakeTransport, state_bytes
 from data.capture.transport.spool import Spool, file_bytes
-from data.capture.vllm.capture_request import PARAMS, CaptureRequest
+from data.capture.vllm.capture_request import PARAMS, CaptureRequest, capture_tasks
 from data.capture.vllm.client import VllmClient, check_states
-from data.capture.vllm.dispatch import PATIENCE_SECONDS
 from data.capture.vllm.environment import KEY_VARIABLE, ROOT
-from data.capture.vllm.producer import VllmProducer
 from data.capture.vllm.server_info import INFO_PATH
 from data.capture.vllm.server_process import ServerProcess
 from data.generation.answers import answer_prompts
@@ -143,7 +143,7 @@ def test_servers_that_are_set_up_differently_are_refused(
     with pytest.raises(UserError, match=f"{MAX_TOKENS} tokens where a sample has {num_tokens}"):
         capture(server, too_long, root / "refused-long", spec)
     nobody = VllmClient(f"http://{NO_MASTER}", 1)
-    with pytest.raises(UserError, match=r"No server has answered .*No server answers at this address"):
+    with pytest.raises(UserError, match=r"None has answered .*No server answers at this address"):
         capture_store(nobody, dataset, root / "refused-down", expected, root, patience_seconds=1.0)
     writer, sampling = VllmGenerator([client(server, 8)], expected), Sampling(MAX_TOKENS, (), 0.0, 0)
     with pytest.raises(UserError, match="tokens where a sample has"):
@@ -278,7 +278,7 @@ def test_states_arrive_through_mooncake(server: ServerProcess, spec: TargetSpec,
     with (
         contextlib.closing(lent) as transport,
         contextlib.closing(
-            VllmProducer([client(server, 8)], transport, lambda *_: None, PATIENCE_SECONDS)
+            EngineProducer([client(server, 8)], capture_tasks(transport), lambda *_: None, PATIENCE_SECONDS)
         ) as producer,
     ):
         source = ArrivingStates(
@@ -309,7 +309,7 @@ def test_training_continues_when_the_server_is_killed(
     def sample_bytes(loss_mask: torch.Tensor) -> int:
         return file_bytes(ENCODING, loss_mask, *vars(shape).values())
 
-    producer = VllmProducer([client(server, 8)], spool, check, PATIENCE_SECONDS)
+    producer = EngineProducer([client(server, 8)], capture_tasks(spool), check, PATIENCE_SECONDS)
     with contextlib.closing(producer):
         source = ArrivingStates(
             dataset, producer, spool, shape=shape, sample_bytes=sample_bytes, spool_gb=0.004, name="test"

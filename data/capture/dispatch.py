@@ -1,4 +1,4 @@
-"""The dispatcher, which keeps any number of servers busy with prompts and survives their failures."""
+"""The dispatcher, which keeps any number of engines busy with prompts and survives their failures."""
 
 import asyncio
 import itertools
@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from data.capture.vllm.client import Refused, Unavailable, VllmClient
-from data.capture.vllm.server_info import ServerInfo
 from data.sampling import Sampling
 from eagle31.errors import UserError
 
@@ -20,11 +18,27 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _LONGEST_RETRY_SECONDS = 30.0
 
 
+class Unavailable(Exception):
+    """The engine does not answer now.
+
+    Attributes:
+        lost: the prompt had been sent, and may have ended the engine.
+    """
+
+    def __init__(self, reason: str, lost: bool = False) -> None:
+        super().__init__(reason)
+        self.lost = lost
+
+
+class Refused(Exception):
+    """The engine will never answer this prompt."""
+
+
 @dataclass
 class Prompt:
-    """A prompt for vLLM.
+    """A prompt for an engine.
 
-    task: the connector's parameters, or how to sample a completion.
+    task: how to sample a completion, or what the client needs to have states captured.
     num_lost: the number of times that it was sent and got no answer.
     withdrawn: it is not to be sent any more.
     """
@@ -32,17 +46,47 @@ class Prompt:
     index: int
     key: str
     input_ids: list[int]
-    task: dict[str, Any] | Sampling
+    task: Any
     num_lost: int = 0
     withdrawn: bool = False
 
 
+class EngineInfo(Protocol):
+    """What the dispatcher has to know of an engine."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt that is captured, or prompt and completion together."""
+        ...
+
+
+class EngineClient(Protocol):
+    """A connection to an engine."""
+
+    name: str
+    concurrency: int  # the number of prompts under way
+    field: str  # the setting that an error names
+    remedy: str  # what helps where no engine answers
+
+    async def info(self) -> EngineInfo:
+        """Return what the engine runs; raise Unavailable where it does not answer."""
+        ...
+
+    async def compute(self, prompt: Prompt) -> list[int]:
+        """Return the completion, if one is requested; raise Unavailable or Refused."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass
 class _Link:
-    """A server, and whether it is up."""
+    """An engine, and whether it is up."""
 
-    client: VllmClient
-    info: ServerInfo | None = None
+    client: EngineClient
+    info: EngineInfo | None = None
     down_since: float | None = field(default_factory=time.monotonic)
     reason: str = "not reached yet"
     up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +102,7 @@ class Dispatcher:
     under way with it are not.
 
     Args:
-        check: raises UserError for a server that is not set up as required.
+        check: raises UserError for a client's engine whose info is not as required.
         answered: called with the prompt, and the completion's token ids where one was requested.
         refused: called with the prompt and the reason.
         patience_seconds: how long all servers may be down at once.
@@ -66,9 +110,9 @@ class Dispatcher:
 
     def __init__(
         self,
-        clients: Sequence[VllmClient],
+        clients: Sequence[EngineClient],
         *,
-        check: Callable[[VllmClient, ServerInfo], None],
+        check: Callable[[Any, Any], None],
         answered: Callable[[Prompt, list[int]], None],
         refused: Callable[[Prompt, str], None],
         patience_seconds: float,
@@ -137,7 +181,7 @@ class Dispatcher:
                 continue
             try:
                 async with link.suspect if prompt.num_lost > 1 else nullcontext():
-                    output_ids = await _compute(link.client, prompt)
+                    output_ids = await link.client.compute(prompt)
             except Refused as error:
                 self._refused(prompt, str(error))
             except Unavailable as error:
@@ -162,24 +206,17 @@ class Dispatcher:
         since = [link.down_since for link in self._links if link.down_since is not None]
         if len(since) < len(self._links) or time.monotonic() - max(since) < self.patience_seconds:
             return
+        client = self._links[0].client
         reasons = "; ".join(f"{link.client.name}: {link.reason}" for link in self._links)
         remedy = (
-            f"No server has answered for {self.patience_seconds:.0f} seconds ({reasons}); start them with "
-            "scripts/serve_target and run the same command again: finished work is kept."
+            f"None has answered for {self.patience_seconds:.0f} seconds ({reasons}); {client.remedy} and run "
+            "the same command again: finished work is kept."
         )
-        raise UserError("vllm.servers", [link.client.name for link in self._links], remedy)
+        raise UserError(client.field, [link.client.name for link in self._links], remedy)
 
 
-async def _compute(client: VllmClient, prompt: Prompt) -> list[int]:
-    """Return the completion, if one is requested."""
-    if isinstance(prompt.task, Sampling):
-        return await client.generate(prompt.input_ids, prompt.task)
-    await client.capture(prompt.input_ids, prompt.task)
-    return []
-
-
-def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
-    """Return why a server cannot compute a prompt, or None. Some of these would end it."""
+def _impossible(prompt: Prompt, info: EngineInfo) -> str | None:
+    """Return why an engine cannot compute a prompt, or None. Some of these would end it."""
     largest = max(prompt.input_ids, default=-1)
     if not 0 <= min(prompt.input_ids, default=-1) <= largest < info.vocab_size:
         return f"It has no tokens, or one outside the target's {info.vocab_size}: {largest}."
@@ -188,5 +225,5 @@ def _impossible(prompt: Prompt, info: ServerInfo) -> str | None:
         tokens = f"{len(prompt.input_ids)} tokens" + (
             f" and {new_tokens} of its answer" if new_tokens else ""
         )
-        return f"Its {tokens} are more than the {info.max_tokens} that vLLM was started for."
+        return f"Its {tokens} are more than the {info.max_tokens} that the engine was started for."
     return None

@@ -1,37 +1,35 @@
-"""The producer of hidden states that uses vLLM servers."""
+"""The producer of hidden states that has engines capture them."""
 
 import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from data.capture.transport.protocol import StateRequest, Transport
-from data.capture.vllm.capture_request import CaptureRequest
-from data.capture.vllm.client import VllmClient
-from data.capture.vllm.dispatch import Dispatcher, Prompt
-from data.capture.vllm.server_info import ServerInfo
+from data.capture.dispatch import Dispatcher, EngineClient, Prompt
+from data.capture.transport.protocol import StateRequest
 
 
-class VllmProducer:
-    """A `Producer` that sends requests from a thread, while vLLM puts the states into the transport.
+class EngineProducer:
+    """A `Producer` that sends requests from a thread, while engines put the states into the transport.
 
     Every method raises the error that has ended the thread.
 
     Args:
         clients: used by this object only, which closes them.
-        transport: a transport that the servers reach under the same path or address.
-        check: raises UserError for a server that is not set up as required.
-        patience_seconds: how long all servers may be down at once.
+        task: returns what the clients need besides a request's key and tokens.
+        check: raises UserError for a client's engine whose info is not as required.
+        patience_seconds: how long all engines may be down at once.
     """
 
     def __init__(
         self,
-        clients: Sequence[VllmClient],
-        transport: Transport,
-        check: Callable[[VllmClient, ServerInfo], None],
+        clients: Sequence[EngineClient],
+        task: Callable[[StateRequest], Any],
+        check: Callable[[Any, Any], None],
         patience_seconds: float,
     ) -> None:
-        self._destination = transport.to_json()
+        self._task = task
         self._lock = threading.Lock()
         self._owed: dict[str, Prompt] = {}  # without an answer, by key
         self._refused: dict[str, str] = {}
@@ -47,21 +45,20 @@ class VllmProducer:
         )
         self._loop = asyncio.new_event_loop()
         self._running: asyncio.Task[None] = self._loop.create_task(self._dispatcher.run())
-        self._thread = threading.Thread(target=self._run, name="vllm-producer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine-producer", daemon=True)
         self._thread.start()
 
     @property
     def num_restarts(self) -> int:
-        """The number of times that a server went down."""
+        """The number of times that an engine went down."""
         return self._dispatcher.num_failures
 
     def request(self, request: StateRequest) -> bool:
-        input_ids = request.input_ids.tolist()
-        capture = CaptureRequest.of(self._destination, request.key, input_ids, request.loss_mask)
+        task = self._task(request)
         with self._lock:
             if request.key in self._owed:
                 return False
-            prompt = Prompt(self._num_requests, request.key, input_ids, capture.to_params())
+            prompt = Prompt(self._num_requests, request.key, request.input_ids.tolist(), task)
             self._num_requests += 1
             self._owed[request.key] = prompt
         try:

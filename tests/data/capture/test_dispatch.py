@@ -4,12 +4,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from data.capture.vllm.client import Refused, Unavailable
-from data.capture.vllm.dispatch import MAX_LOST, Dispatcher, Prompt
+from data.capture.dispatch import MAX_LOST, Dispatcher, Prompt, Refused, Unavailable
 from data.capture.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 from tests.data.capture.vllm.servers import INFO
@@ -21,8 +19,10 @@ SERVED = replace(INFO, vocab_size=50, max_tokens=20)
 class Computer:
     """A server that computes prompts by a function, and is up again when it is asked what it runs."""
 
-    def __init__(self, name: str, concurrency: int, compute: Callable[["Computer", int], None]) -> None:
-        self.name, self.concurrency, self.compute = name, concurrency, compute
+    field, remedy = "engines", "start them"
+
+    def __init__(self, name: str, concurrency: int, does: Callable[["Computer", int], None]) -> None:
+        self.name, self.concurrency, self.does = name, concurrency, does
         self.under_way = self.most_under_way = self.num_ends = 0
         self.is_down = False
 
@@ -30,16 +30,17 @@ class Computer:
         self.is_down = False
         return SERVED
 
-    async def capture(self, input_ids: list[int], params: dict[str, Any]) -> None:
+    async def compute(self, prompt: Prompt) -> list[int]:
         if self.is_down:
             raise Unavailable("connection refused")
         self.under_way += 1
         self.most_under_way = max(self.under_way, self.most_under_way)
         try:
             await asyncio.sleep(0.001)
-            self.compute(self, input_ids[0])
+            self.does(self, prompt.input_ids[0])
             if self.is_down:
                 raise Unavailable("it ended", lost=True)
+            return []
         finally:
             self.under_way -= 1
 
@@ -63,7 +64,7 @@ def dispatch(
 
     async def run() -> None:
         dispatcher = Dispatcher(
-            servers,  # type: ignore[arg-type]
+            servers,
             check=check,
             answered=lambda prompt, _: answered.append(prompt.index),
             refused=lambda prompt, reason: refused.update({prompt.index: reason}),
@@ -86,8 +87,8 @@ def dispatch(
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.capture.vllm.dispatch._LONGEST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("data.capture.vllm.dispatch._FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("data.capture.dispatch._LONGEST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("data.capture.dispatch._FIRST_PAUSE_SECONDS", 0.01)
 
 
 def computes(computer: Computer, token: int) -> None:
@@ -159,5 +160,5 @@ def test_servers_that_stay_down_end_the_run() -> None:
         async def info(self) -> ServerInfo:
             raise Unavailable("nobody there")
 
-    with pytest.raises(UserError, match=r"No server has answered .*one: nobody there"):
+    with pytest.raises(UserError, match=r"None has answered .*one: nobody there"):
         dispatch(Down("one", 2, computes))
