@@ -109,16 +109,21 @@ def test_a_server_ends_with_its_run(vllm_python: Path, tmp_path: Path) -> None:
     assert largest_difference(finished, dataset, spec, IDS) < 1e-5
 
 
-# It does what its argument says: ends, never listens, or answers whatever it is asked.
+# It does what its argument says: ends, never listens, or answers, and notes that it answered a greedy prompt.
 STUB = """
-import http.server, sys, time
+import http.server, json, pathlib, sys, time
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b'{"data": [{"id": "stub"}]}')
-    do_POST = do_GET
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("temperature") == 0.0:
+            pathlib.Path(__file__).with_name("greedy").touch()
+        self.do_GET()
 
 if "ends" in sys.argv:
     sys.exit("there is no such model")
@@ -150,6 +155,7 @@ def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(tmp_path: P
         wait_for(lambda: server._was_ready)  # a server that was never ready is not started again
         for number, end in enumerate((psutil.Process.kill, psutil.Process.suspend), start=1):
             server.wait_until_ready(progress=False)
+            wait_for((tmp_path / "greedy").exists)
             [process] = psutil.Process(server.process_id).children()
             end(process)
             wait_for(lambda number=number: server.num_starts > number)
