@@ -1,4 +1,4 @@
-"""Two nodes of Slurm train as one does, save before the time limit, and resume when queued again."""
+"""Jobs of Slurm: two nodes train as one does, save before the time limit, and are queued again."""
 
 import shutil
 import signal
@@ -12,21 +12,13 @@ import pytest
 from data.embedded.target import EmbeddedTarget
 from tests.runs.forked import ROOT
 from tests.train.launch.slurm_cluster import Cluster, running_cluster, wait_for
-from tests.train.small_run import MAIN, RECIPE, metrics_of, saved_steps, wait_for_step
-from tests.train.small_run import arguments as tiny_arguments
-from tests.train.torchrun import torchrun
+from tests.train.small_run import MAIN, RECIPE, STEPS, arguments, metrics_of, saved_steps, wait_for_step
 from train.launch import slurm
 from train.launch.slurm import Job, render
 
-STEPS = 20
-# A job starts six processes; on a busy machine each needs minutes.
+# A job starts four processes; on a busy machine each needs minutes.
 pytestmark = pytest.mark.timeout(900)
-
-
-def arguments(target: EmbeddedTarget, directory: Path) -> list[str]:
-    """The training stage alone; a checkpoint before its end can come only from a request to stop."""
-    own = [f"train.max_steps={STEPS}", "train.save_every=1000", "stages=[train]"]
-    return [*tiny_arguments(target, directory), *own]
+ONE_NODE = Job(gpus_per_node=0, sbatch=["--cpus-per-task=1", "--comment=a 'b'"])
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +41,19 @@ def held_at(directory: Path, step: int) -> list[psutil.Process]:
     return held
 
 
-def test_a_job_that_is_near_its_time_limit_saves_and_resumes(
-    cluster: Cluster, small_target: EmbeddedTarget, captured: Path, tmp_path: Path
+def test_a_job_that_is_near_its_time_limit_saves(
+    cluster: Cluster,
+    small_target: EmbeddedTarget,
+    captured: Path,
+    finished: tuple[Path, str],
+    tmp_path: Path,
 ) -> None:
-    once, directory = tmp_path / "once", tmp_path / "run"
-    for made in (once, directory):
-        shutil.copytree(captured, made)
-    torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, once), num_processes=2)
+    """Two nodes train as one process does, up to the step at which they save."""
+    directory = Path(shutil.copytree(captured, tmp_path / "run"))
     options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30", "--save-seconds=100"]
-    run = [f"recipe={RECIPE}", *arguments(small_target, directory)]
-    printed = cluster.call(sys.executable, "scripts/submit", *options, *run)
+    # A checkpoint before the end can come only from a request to stop.
+    run = [*arguments(small_target, directory), "train.save_every=1000", "stages=[train]"]
+    printed = cluster.call(sys.executable, "scripts/submit", *options, f"recipe={RECIPE}", *run)
     number = printed.split()[1].rstrip(",")
     log = directory / f"slurm-{number}.out"
     held = held_at(directory, 3)
@@ -71,18 +66,16 @@ def test_a_job_that_is_near_its_time_limit_saves_and_resumes(
     )
     for process in held:
         process.send_signal(signal.SIGCONT)
+    # Slurm holds it back for two minutes.
     cluster.wait(number, Restarts="1", JobState="PENDING")
-    # Slurm would hold it back for two minutes. slurmd distinguishes a new credential from the revoked one by
-    # the second in which it was made.
-    cluster.call("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+    cluster.call("scancel", number)
     step = int(saved_steps(directory)[-1].removeprefix("step-"))
-    assert 3 <= step < STEPS
-    assert metrics_of(directory)[-1]["step"] == step
-    facts = cluster.wait(number, JobState="COMPLETED")
-    assert (facts["Restarts"], facts["ExitCode"]) == ("1", "0:0")
-    assert f"resuming after step {step} of" in log.read_text()
-    assert log.read_text().count("slurm: queued again") == 1
-    assert metrics_of(directory) == metrics_of(once)
+    records = metrics_of(directory)
+    assert 3 <= records[-1]["step"] == step < STEPS
+    for ours, theirs in zip(records, metrics_of(finished[0]), strict=False):
+        assert (ours["kind"], ours["step"]) == (theirs["kind"], theirs["step"])
+        for name in {"loss", "acceptance_length"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
 
 
 def start(
@@ -98,23 +91,32 @@ def start(
     return number, directory / f"slurm-{number}.out"
 
 
-@pytest.mark.parametrize(
-    ("trainer", "state"), [("raise SystemExit(3)", "FAILED"), ("import time; time.sleep(100)", "CANCELLED")]
-)
-def test_a_job_that_fails_or_is_cancelled_does_not_queue_again(
-    cluster: Cluster, tmp_path: Path, trainer: str, state: str, monkeypatch: pytest.MonkeyPatch
+def test_a_job_that_fails_does_not_queue_again(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, text = (
-        Job(gpus_per_node=0, sbatch=["--cpus-per-task=1", "--comment=a 'b'"]),
-        f"print('here', flush=True); {trainer}",
-    )
-    number, log = start(cluster, tmp_path, job, "train/main.py", text, monkeypatch)
-    wait_for(lambda: log.exists() and "here" in log.read_text())
-    if state == "CANCELLED":
-        assert " Comment=a 'b' " in cluster.call("scontrol", "--oneliner", "show", "job", number)
-        cluster.call("scancel", number)
-    assert cluster.wait(number, JobState=state)["Restarts"] == "0"
+    number, log = start(cluster, tmp_path, ONE_NODE, "train/main.py", "raise SystemExit(3)", monkeypatch)
+    assert cluster.wait(number, JobState="FAILED")["Restarts"] == "0"
     assert "queued again" not in log.read_text()
+
+
+def test_a_job_that_is_queued_again_starts_again_until_it_is_cancelled(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "import os, time; print('start', os.environ.get('SLURM_RESTART_COUNT'), flush=True); time.sleep(500)"
+    )
+    number, log = start(cluster, tmp_path, ONE_NODE, "train/main.py", text, monkeypatch)
+    wait_for(lambda: log.exists() and "start None" in log.read_text())
+    assert " Comment=a 'b' " in cluster.call("scontrol", "--oneliner", "show", "job", number)
+    cluster.call("scancel", "--batch", "--signal=USR1", number)
+    cluster.wait(number, Restarts="1", JobState="PENDING")
+    # Slurm would hold it back for two minutes. slurmd distinguishes a new credential from the revoked one by
+    # the second in which it was made.
+    cluster.call("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+    wait_for(lambda: "start 1" in log.read_text(), explain=log.read_text)
+    cluster.call("scancel", number)
+    assert cluster.wait(number, JobState="CANCELLED")["Restarts"] == "1"
+    assert log.read_text().count("slurm: queued again") == 1
 
 
 def test_a_job_ends_with_the_reason_why_a_server_did_not_start(
