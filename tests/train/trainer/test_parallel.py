@@ -28,7 +28,7 @@ def runs(results: dict[int, dict], name: str) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -> None:
     reference = results[1]["zero0"]
     assert reference["losses"][-1] < reference["losses"][0]
@@ -44,12 +44,11 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_reduces_and_accumulates_in_float32(results: dict[int, dict], stage: int) -> None:
+def test_bf16_reduces_and_accumulates_in_float32(results: dict[int, dict]) -> None:
     # Every micro-batch's gradient is the same bf16 tensor on one rank and on two. So runs differ only in the
     # order of float32 sums; sums in bf16 would differ by up to 2 ** -8.
     reference = results[1]["bf16-zero1"]
-    for run in runs(results, f"bf16-zero{stage}"):
+    for run in (reference, *runs(results, "bf16-zero3")):
         assert run["losses"] == pytest.approx(reference["losses"], rel=1e-6)
         assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-6)
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-6, abs=1e-4)
@@ -58,14 +57,14 @@ def test_bf16_reduces_and_accumulates_in_float32(results: dict[int, dict], stage
 
 
 def test_bf16_follows_float32(results: dict[int, dict]) -> None:
-    run, reference = results[2]["bf16-zero1"], results[1]["zero0"]
+    run, reference = results[2]["bf16-zero3"], results[1]["zero0"]
     # bf16 has 8 significant bits. A loss averages over rounding errors of both signs.
     assert run["losses"] == pytest.approx(reference["losses"], rel=2**-8)
     # A gradient's elements have errors of a few units in the last place; after updates the paths differ too.
     assert run["grad_norms"][0] == pytest.approx(reference["grad_norms"][0], rel=2**-6)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_muon_trains_on_two_processes_as_on_one(results: dict[int, dict], stage: int) -> None:
     reference = results[1]["muon-zero0"]
     assert reference["losses"] != results[1]["zero0"]["losses"]
@@ -77,7 +76,7 @@ def test_muon_trains_on_two_processes_as_on_one(results: dict[int, dict], stage:
 
 def muon_results(results: dict[int, dict]) -> list[dict]:
     found = [run for one in results.values() for name, run in one.items() if name.startswith("muon-")]
-    assert len(found) >= 6
+    assert len(found) == 4
     return found
 
 
@@ -93,16 +92,13 @@ def test_muon_orthogonalizes_whole_matrices(results: dict[int, dict]) -> None:
 
 def test_muon_in_bf16_follows_float32(results: dict[int, dict]) -> None:
     reference = results[1]["muon-zero0"]
-    runs_in_bf16 = [run for name, run in results[2].items() if name.startswith("muon-bf16-")]
-    assert len(runs_in_bf16) >= 2
-    for run in runs_in_bf16:
-        assert run["losses"] == pytest.approx(reference["losses"], rel=2**-8)
-        assert run["losses"] == pytest.approx(results[2]["muon-bf16-zero1"]["losses"], rel=1e-5)
-        assert not run["rounded"]
+    run = results[2]["muon-bf16-offload-zero3"]
+    assert run["losses"] == pytest.approx(reference["losses"], rel=2**-8)
+    assert not run["rounded"]
 
 
 @pytest.mark.parametrize(
-    "name", ["zero0", "zero1", "zero2", "zero3", "bf16-zero3", "muon-zero2", "muon-bf16-offload-zero3"]
+    "name", ["zero0", "zero2", "zero3", "bf16-zero3", "muon-zero2", "muon-bf16-offload-zero3"]
 )
 def test_refused_steps_change_nothing(results: dict[int, dict], name: str) -> None:
     for run in runs(results, name):
