@@ -1,3 +1,4 @@
+import multiprocessing
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,8 +125,11 @@ def _by_processes(
 
 
 def test_processes_give_the_answers_of_one_and_keep_them_when_killed(
-    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The imports of new interpreters take longer than all else here.
+    forking = multiprocessing.get_context("fork")
+    monkeypatch.setattr("data.generation.hf.multiprocessing.get_context", lambda _: forking)
     spec, many, output = save_target(tmp_path / "target"), prompts * 4, tmp_path / "two.jsonl"
     expected = _answers(model, prompts, tmp_path / "few.jsonl", temperature=1.0)
     with closing(ProcessGenerator(spec, [torch.device("cpu")] * 2, batch_size=3)) as generator:
