@@ -43,7 +43,8 @@ def main() -> None:
         kept = train(trainer, loader, spec, dtype)
     finally:
         loader.close()
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", spec["peer"])}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    versions[spec["peer"]] = trainer.ran["version"]
     result = {"kept": kept, "defaults": trainer.defaults, "ran": trainer.ran, "versions": versions}
     write_json(Path(spec["output"]) / "result.json", result)
 

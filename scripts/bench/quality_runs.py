@@ -264,8 +264,7 @@ def _train_peer(data: Data, run: Run) -> Json:
         "target": str(data.target),
         "tensors": str(data.tensors),
         "llama_config": llama,
-        # Of what SpecForge trains: it feeds back the state before the norm.
-        "published_config": config_json(drafter, Layout.vllm, "float32") | {"norm_output": False},
+        "published_config": config_json(drafter, Layout.vllm, "float32"),
         "draft_vocab_size": drafter.draft_vocab_size,
         "aux_layer_ids": list(drafter.aux_layer_ids),
         "row_tokens": config.train.row_tokens,

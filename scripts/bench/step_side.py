@@ -90,6 +90,7 @@ def linear(weight: Tensor) -> nn.Linear:
 def build_peer(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, Tensor]]) -> Built:
     from scripts.bench.peers.specforge_step import SpecForgeStep
     from scripts.bench.peers.speculators_step import SpeculatorsStep
+    from scripts.bench.peers.torchspec_step import TorchSpecStep
 
     shape = spec["shape"]
     options: Json = {
@@ -98,9 +99,11 @@ def build_peer(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, Tens
         "device": torch.device(spec["device"]),
         "dtype": getattr(torch, spec["dtype"]),
     }
-    peer: SpecForgeStep | SpeculatorsStep
+    peer: SpecForgeStep | SpeculatorsStep | TorchSpecStep
     if spec["side"] == "specforge":
         peer = SpecForgeStep(spec["llama_config"], shape["draft_vocab_size"], **options)
+    elif spec["side"] == "torchspec":
+        peer = TorchSpecStep(spec["llama_config"], shape["draft_vocab_size"], loss="forward_kl", **options)
     else:
         options |= {"loss": "kl_div", "config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
         peer = SpeculatorsStep(spec["llama_config"], shape["draft_vocab_size"], **options)

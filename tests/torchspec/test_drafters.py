@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from data.target.head import TargetHead
 from eagle31.export.config_json import config_json
-from eagle31.export.layouts import IDS, Layout
+from eagle31.export.layouts import IDS, WEIGHTS, Layout
 from eagle31.export.read import LoadedExport, load_export
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -27,6 +29,7 @@ from eagle31.training.objectives import Loss
 from eagle31.training.step import rollout_loss
 from tests.eagle31.export.exports import LATENT_YARN, drafted
 from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, random_batch, tiny_config, tiny_drafter
+from tests.scripts.bench.commands import command
 
 NUM_STEPS, STEP_DECAY, NUM_TOKENS = 4, 0.8, 24
 CPU = torch.device("cpu")
@@ -159,6 +162,44 @@ def test_yarn_needs_all_its_keys() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}
     with pytest.raises(TypeError, match="NoneType"):
         losses_of_both(Loss.kl, {"rope_parameters": yarn})
+
+
+def test_the_benchmarks_train_its_drafter(tmp_path: Path) -> None:
+    """Its packed rows, with the mask of documents that is added, have our loss; what is kept is read."""
+    from scripts.bench.peers.recipes import TorchSpecTrainer
+    from scripts.bench.step_inputs import Shape, packed_rows, random_batch, random_weights
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    sizes |= {"intermediate_size": 24, "vocab_size": VOCAB, "draft_vocab_size": VOCAB}
+    shape = Shape("torchspec", "answers only", 32, **sizes)
+    config = shape.config()
+    weights = random_weights(config, torch.Generator().manual_seed(0))
+    batch = random_batch(shape, packed_rows(shape, 1)[0], torch.Generator().manual_seed(1))
+    drafter = Drafter(config)
+    drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
+    head = nn.Linear(config.hidden_size, VOCAB, bias=False)
+    head.load_state_dict({"weight": weights["target_head"]})
+    norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    frozen = FrozenParts(weights["target_embed"], TargetHead(norm, head), None, None)
+    _, sums = rollout_loss(drafter, frozen, batch, num_steps=shape.num_steps, step_decay=shape.step_decay)
+
+    side = {"side": "torchspec", "head": "trained"}
+    options = Namespace(threads=1, dtype="float32", device="cpu")
+    spec = command("step").side_spec(side, shape, tmp_path, 1, options) | {"peer": "torchspec", "steps": 4}
+    spec |= {"draft_vocab_size": VOCAB, "published_config": config_json(config, Layout.vllm, "float32")}
+    trainer = TorchSpecTrainer(spec, weights, torch.float32)
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, shape.num_steps)
+    with torch.compiler.set_stance("force_eager"):
+        # Its mask moves with the steps.
+        loss = trainer.loss(trainer.inputs(vars(batch) | {"loss_mask": supervised[:, 0]}))
+        loss.backward()
+    decays = shape.step_decay ** torch.arange(shape.num_steps)
+    torch.testing.assert_close(loss, (decays * sums.loss / sums.num_rows).sum().float(), rtol=1e-5, atol=1e-5)
+    trainer.update()
+    save_file({name: tensor.contiguous() for name, tensor in trainer.weights().items()}, tmp_path / WEIGHTS)
+    trainer.write_config(tmp_path)
+    kept = load_export(tmp_path, CPU).drafter
+    assert not torch.equal(kept.fc.weight, drafter.fc.weight)
 
 
 @pytest.fixture

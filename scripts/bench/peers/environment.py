@@ -1,12 +1,15 @@
-"""The environments of other trainers of EAGLE drafters, which scripts/setup/peers makes."""
+"""The environments of other trainers of EAGLE drafters, which scripts/setup/peers and torchspec make."""
 
+import importlib.util
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from eagle31.errors import UserError
 
-PEERS = ("speculators", "specforge")
+TORCHSPEC = ("torchspec", "torchspec-lk")  # with its default loss, and with lk_lambda
+PEERS = ("speculators", "specforge", *TORCHSPEC)
 ROOT = Path(__file__).resolve().parents[3]
 SETUP = ROOT / "scripts" / "setup" / "peers"
 # Settings of our Python environment, which a peer's must not inherit.
@@ -19,6 +22,10 @@ def find_python(name: str) -> Path:
     Raises:
         UserError: the peer is not installed.
     """
+    if name in TORCHSPEC:
+        if importlib.util.find_spec("torchspec") is None:
+            raise UserError("--peers", name, "It is not installed; run scripts/setup/torchspec.")
+        return Path(sys.executable)
     printed = subprocess.run([str(SETUP), "--print", name], capture_output=True, text=True, check=True)
     python = Path(printed.stdout.strip())
     if not (python.parent.parent / ".eagle31-stamp").exists():

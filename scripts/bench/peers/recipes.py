@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from eagle31.json_files import write_json
 from scripts.bench.peers.specforge_step import SpecForgeStep
 from scripts.bench.peers.speculators_step import SpeculatorsStep
+from scripts.bench.peers.torchspec_step import TorchSpecStep
 
 Json = dict[str, Any]
 
@@ -188,19 +189,79 @@ class SpecForgeTrainer:
 
     def write_config(self, directory: Path) -> None:
         """Write the config.json that describes what it trains: it feeds back the state before the norm."""
+        write_json(directory / "config.json", self.published | {"norm_output": False})
+
+
+class TorchSpecTrainer:
+    """TorchSpec with the optimizer and schedule of its trainer, which itself needs CUDA and FSDP."""
+
+    def __init__(self, spec: Json, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+        from torchspec.config.train_config import TrainingConfig
+        from torchspec.training.optimizer import BF16Optimizer
+
+        chosen, decay = TrainingConfig(), 0.8  # the file that has it imports Mooncake
+        loss = "lk_lambda" if spec["peer"] == "torchspec-lk" else chosen.loss_type
+        step = TorchSpecStep(
+            spec["llama_config"],
+            spec["draft_vocab_size"],
+            ttt_steps=chosen.ttt_length,
+            step_decay=decay,
+            loss=loss,
+            device=torch.device("cpu"),
+            dtype=dtype,
+        )
+        step.load(weights)
+        self.step, self.model = step, step.model
+        self.published = spec["published_config"]
+        arguments = {
+            "lr": chosen.learning_rate,
+            "weight_decay": chosen.weight_decay,
+            "max_grad_norm": chosen.max_grad_norm,
+            "warmup_ratio": chosen.warmup_ratio,
+            "decay_style": chosen.lr_decay_style,
+            "min_lr": chosen.min_lr,
+        }
+        self.optimizer = BF16Optimizer(step.drafter, total_steps=spec["steps"], **arguments)
+        self.defaults = {
+            "torchspec/config/train_config.py TrainingConfig": arguments
+            | {"ttt_length": chosen.ttt_length, "micro_batch_size": chosen.micro_batch_size},
+            "torchspec/training/eagle3_trainer.py _position_decay_weights": {"decay": decay},
+        }
+        self.ran = step.about | {
+            "optimizers": [type(self.optimizer.optimizer).__name__],
+            "drafter": "EAGLE 3.1; the draft head starts from random weights and is trained",
+            "precision": "float32 instead of bfloat16",
+            "batch": "the rows of a step are accumulated with equal weights",
+        }
+
+    def inputs(self, row: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.step.inputs(row)
+
+    def loss(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.step.loss(inputs)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.step.drafter.state_dict())
+
+    def write_config(self, directory: Path) -> None:
         write_json(directory / "config.json", self.published)
 
 
 TRAINERS: dict[str, Callable[[Json, dict[str, Tensor], torch.dtype], PeerTrainer]] = {
     "speculators": SpeculatorsTrainer,
     "specforge": SpecForgeTrainer,
+    "torchspec": TorchSpecTrainer,
+    "torchspec-lk": TorchSpecTrainer,
 }
 
 
 def row_weights(peer: str, supervised: list[int]) -> list[float]:
     """Return the weight of each row's mean loss in that of a step.
 
-    speculators takes the mean over a packed sequence, SpecForge that over its micro-batches.
+    speculators takes the mean over a packed sequence, the others that over their micro-batches.
     """
     if peer == "speculators":
         total = max(sum(supervised), 1)

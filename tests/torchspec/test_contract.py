@@ -1,0 +1,90 @@
+"""What we use of TorchSpec: a change there fails with the name of what has changed."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from data.capture.transport.mooncake_store import load_mooncake
+from data.capture.vllm.environment import ROOT
+
+pytestmark = pytest.mark.usefixtures("torchspec")
+
+# What we call through handles of Ray, which have no signatures.
+ENGINES = {
+    "hf": "torchspec.inference.engine.hf_engine.HFEngine",
+    "vllm": "torchspec.inference.engine.vllm_engine.VllmEngine",
+    "sgl": "torchspec.inference.engine.sgl_engine.SglEngine",
+}
+METHODS = {"generate": ("data_id", "input_ids_ref", "packed_loss_mask_list"), "health_check": ()}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the names that a file has TorchSpec's modules, classes and functions by, and their paths."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0], alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def resolved(path: str) -> Any:
+    """Return the module, class, function or method at a dotted path."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        parent, _, name = path.rpartition(".")
+        return getattr(resolved(parent), name)
+
+
+def problems(tree: ast.AST) -> Iterator[str]:
+    """Yield what a file takes from TorchSpec or passes to it, and TorchSpec does not have."""
+    names = {name: path for name, path in imports(tree) if path.partition(".")[0] == "torchspec"}
+    for path in names.values():
+        try:
+            resolved(path)
+        except (ImportError, AttributeError) as error:
+            yield f"{path}: {error}"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        first, dot, rest = called.partition(".")
+        if first not in names:
+            continue
+        path = names[first] + dot + rest
+        try:
+            signature = inspect.signature(resolved(path))
+            arguments = [None for one in node.args if not isinstance(one, ast.Starred)]
+            keywords = {one.arg: None for one in node.keywords if one.arg}
+            whole = len(arguments) == len(node.args) and len(keywords) == len(node.keywords)
+            (signature.bind if whole else signature.bind_partial)(*arguments, **keywords)
+        except (AttributeError, TypeError) as error:
+            yield f"{path}: {error}"
+
+
+def test_what_our_code_imports_and_calls_is_there() -> None:
+    load_mooncake()  # which TorchSpec's modules import
+    files = [path for folder in ("data", "train", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    trees = {path: ast.parse(path.read_text()) for path in files if "torchspec" in path.read_text()}
+    assert trees
+    assert [f"{path}: {one}" for path, tree in trees.items() for one in problems(tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("from torchspec.inference.factory import make_engines", "make_engines"),
+        ("from torchspec import Eagle3Model\nEagle3Model(None, steps=7)", "steps"),
+        ("import torchspec\ntorchspec.Eagle3Model()", "draft_model"),
+        ("from torchspec.config.mooncake_config import MooncakeConfig\nMooncakeConfig.of(1)", "of"),
+    ],
+)
+def test_what_is_not_there_is_named(code: str, problem: str) -> None:
+    [found] = problems(ast.parse(code))
+    assert problem in found
