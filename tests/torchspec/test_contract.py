@@ -4,22 +4,25 @@ import ast
 import importlib
 import inspect
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data.capture.transport.mooncake_store import load_mooncake
 from data.capture.vllm.environment import ROOT
+from tests.data.capture.transport.mooncake_master import running_master
+from tests.data.capture.transport.mooncake_worker import open_transport, sample
 
 pytestmark = pytest.mark.usefixtures("torchspec")
 
-# What we call through handles of Ray, which have no signatures.
-ENGINES = {
-    "hf": "torchspec.inference.engine.hf_engine.HFEngine",
-    "vllm": "torchspec.inference.engine.vllm_engine.VllmEngine",
-    "sgl": "torchspec.inference.engine.sgl_engine.SglEngine",
+# What is called through a handle of Ray, which has no signature.
+REMOTE = {
+    "generate": ["data_id", "input_ids_ref", "packed_loss_mask_list"],
+    "health_check": [],
 }
-METHODS = {"generate": ("data_id", "input_ids_ref", "packed_loss_mask_list"), "health_check": ()}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -88,3 +91,52 @@ def test_what_our_code_imports_and_calls_is_there() -> None:
 def test_what_is_not_there_is_named(code: str, problem: str) -> None:
     [found] = problems(ast.parse(code))
     assert problem in found
+
+
+@pytest.mark.parametrize("engine", ["base.InferenceEngine", "hf_engine.HFEngine", "vllm_engine.VllmEngine"])
+def test_engines_take_what_they_are_given(engine: str) -> None:
+    load_mooncake()
+    for method, names in REMOTE.items():
+        path = f"torchspec.inference.engine.{engine}.{method}"
+        signature = inspect.signature(resolved(path))
+        missing = [name for name in names if name not in signature.parameters]
+        assert not missing, f"{path} has no {missing}"
+        signature.bind(None, **dict.fromkeys(names))
+
+
+def test_what_its_store_puts_is_what_ours_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_mooncake()
+    from torchspec.config.mooncake_config import MooncakeConfig
+    from torchspec.transfer.mooncake.eagle_store import EagleMooncakeStore
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    request, aux, final = sample(0, 40)
+    with running_master(tmp_path) as master:
+        config = MooncakeConfig(
+            local_hostname="127.0.0.1",
+            metadata_server="P2PHANDSHAKE",
+            master_server_address=master.address,
+            protocol="tcp",
+            global_segment_size=16 << 20,
+            local_buffer_size=1 << 20,
+            host_buffer_size=1 << 20,
+            enable_gpu_direct=False,
+        )
+        store = EagleMooncakeStore(config)
+        store.setup("cpu")
+        stored = store.put(
+            key=request.key,
+            hidden_states=aux.flatten(1)[None],
+            target=None,
+            input_ids=request.input_ids[None],
+            last_hidden_states=final[None],
+        )
+        store.flush()
+        assert set(stored["dtypes"].values()) == {torch.bfloat16, torch.int64}
+        with closing(open_transport(master.settings())) as transport:
+            taken = transport.take(request, 20.0)
+        store.close()
+    assert taken is not None
+    assert taken.aux_hidden_states.equal(aux)
+    assert taken.final_hidden_states.equal(final)
