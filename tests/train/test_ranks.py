@@ -13,14 +13,14 @@ from tests.train.torchrun import torchrun
 STEPS = 3
 STORES = ("train", "validation")
 RUN_SECONDS = 1200
-# Four ranks under ZeRO 3, whose every step is collective, run always; the others with --full.
-CASES = [(4, 3), (8, 0), (8, 3), (16, 1), (16, 2)]
+# Three ranks under ZeRO 3, whose every step is collective, run always; the others with --full.
+CASES = [(3, 3), (8, 0), (8, 3), (16, 1), (16, 2)]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]} ranks, ZeRO {case[1]}")
 def ranks_and_stage(request: pytest.FixtureRequest) -> tuple[int, int]:
     if request.param != CASES[0] and not request.config.getoption("--full"):
-        pytest.skip("four ranks under ZeRO 3 run always, the other cases with --full")
+        pytest.skip("three ranks under ZeRO 3 run always, the other cases with --full")
     return request.param
 
 
@@ -92,7 +92,7 @@ def losses(directory: Path) -> list[float]:
 def few(num_ranks: int) -> list[str]:
     """Return settings with few samples and held-out prompts, and one row for each rank and step."""
     return [
-        "data.num_validation=3",
+        "data.num_validation=2",
         "data.num_test=2",
         f"capture.max_samples={4 * num_ranks}",
         f"train.rows_per_step={num_ranks}",
