@@ -4,22 +4,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from data.capture.vllm.client import VllmClient
+from data.capture.vllm.client import ExpectedTarget, VllmClient
 from data.capture.vllm.server_process import ServerProcess
 from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.spec import TargetSpec
-from eagle31.errors import UserError
-from tests.data.capture.vllm.client_process import KEY
+from tests.data.capture.vllm.capturing import KEY
+from tests.data.capture.vllm.servers import INFO
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     START_SECONDS,
     STOP_TOKEN_IDS,
-    VOCAB_SIZE,
     capture_engine,
     expected_states,
     greedy_answers,
@@ -78,35 +79,52 @@ def prompts() -> list[list[int]]:
     return make_prompts(24)
 
 
-@pytest.fixture(scope="module")
-def greedy(spec: TargetSpec, prompts: list[list[int]]) -> list[list[int]]:
-    return greedy_answers(spec, prompts)
-
-
 def generate_answers(
     generator: VllmGenerator, prompts: list[list[int]], sampling: Sampling, output: Path
 ) -> list[list[int]]:
     return answer_prompts(generator, prompts, sampling, output=output, model_fingerprint="f")
 
 
-def test_greedy_answers_equal_those_of_transformers_next_to_a_refused_prompt(
-    generator: VllmGenerator,
-    prompts: list[list[int]],
-    greedy: list[list[int]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_request_leaves_nothing_to_the_models_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_bad = [*prompts[:5], [3, VOCAB_SIZE], *prompts[5:]]
-    found = generate_answers(generator, with_bad, GREEDY, tmp_path / "a.jsonl")
-    assert found == [*greedy[:5], [], *greedy[5:]]
-    assert "1 of 25 were refused:\n  prompt 5: It has no tokens, or one outside" in capsys.readouterr().err
+    bodies: list[dict[str, Any]] = []
+
+    async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
+        if method == "GET":
+            return {"data": [{"id": "target"}]} if path == "/v1/models" else INFO.to_json()
+        bodies.append(body)
+        return {"choices": [{"finish_reason": "stop", "token_ids": [2]}]}
+
+    monkeypatch.setattr(VllmClient, "_request", answered)
+    expected = ExpectedTarget(INFO.model, "f", torch.bfloat16)
+    asked: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, sampling, prompts in (
+        ("first", SAMPLED, [[1], [3], [5]]),
+        ("alone", SAMPLED, [[1]]),
+        ("other seed", replace(SAMPLED, seed=1), [[1]]),
+        ("greedy", GREEDY, [[1]]),
+    ):
+        generator = VllmGenerator([VllmClient("http://nowhere", 4)], expected)
+        generate_answers(generator, prompts, sampling, tmp_path / f"{name}.jsonl")
+        generator.close()
+        asked[name] = {body["prompt"][0]: body for body in bodies}
+        bodies.clear()
+    fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    fields |= {"ignore_eos": True, "stop_token_ids": list(STOP_TOKEN_IDS), "max_tokens": ANSWER_TOKENS}
+    assert fields.items() <= asked["first"][1].items()
+    assert len({body["seed"] for body in asked["first"].values()}) == 3
+    assert asked["alone"][1] == asked["first"][1]
+    assert asked["other seed"][1]["seed"] != asked["first"][1]["seed"]
+    assert asked["greedy"][1]["temperature"] == 0.0
 
 
+@pytest.mark.full("it starts vLLM")
 def test_a_sampled_answer_depends_only_on_seed_and_index(
-    generator: VllmGenerator, prompts: list[list[int]], greedy: list[list[int]], tmp_path: Path
+    generator: VllmGenerator, spec: TargetSpec, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     whole = generate_answers(generator, prompts, SAMPLED, tmp_path / "whole.jsonl")
-    assert whole != greedy
+    assert whole != greedy_answers(spec, prompts)
     # Alone, a prompt shares its batches with no other. The longest is the first.
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     alone = generate_answers(generator, [prompts[longest]], SAMPLED, tmp_path / "alone.jsonl")
@@ -115,39 +133,3 @@ def test_a_sampled_answer_depends_only_on_seed_and_index(
     assert sum(a != b for a, b in zip(whole, other, strict=True)) > len(prompts) / 2
     same = generate_answers(generator, [prompts[0]] * 4, SAMPLED, tmp_path / "same.jsonl")
     assert len({tuple(answer) for answer in same}) > 1  # the model's top_k is 1
-
-
-def test_conversations_continue_as_soon_as_they_are_answered(
-    generator: VllmGenerator, prompts: list[list[int]], spec: TargetSpec
-) -> None:
-    """Each next prompt is the first one, its completion and another token; the numbers of turns differ."""
-    num_turns = [1 + index % 3 for index in range(8)]
-    asked = {index: [prompts[index]] for index in range(8)}
-    answers: dict[int, list[list[int]]] = {index: [] for index in range(8)}
-    handed_over: list[tuple[int, list[int]]] = []
-
-    def next_prompt(index: int, ids: list[int]) -> list[int] | None:
-        answers[index].append(ids)
-        if len(answers[index]) == num_turns[index]:
-            return None
-        asked[index].append([*asked[index][-1], *ids, 3])
-        return asked[index][-1]
-
-    refused = generator.converse(
-        {index: prompts[index] for index in range(8)},
-        GREEDY,
-        handed_over.extend,
-        next_prompt,
-        seed=lambda index: (0, index, len(answers[index])),
-    )
-    assert refused == {}
-    assert [len(answers[index]) for index in range(8)] == num_turns
-    assert sorted(handed_over) == sorted((index, ids) for index in range(8) for ids in answers[index])
-    flat = [(prompt, ids) for i in range(8) for prompt, ids in zip(asked[i], answers[i], strict=True)]
-    assert [ids for _, ids in flat] == greedy_answers(spec, [prompt for prompt, _ in flat])
-
-    def failing(index: int, ids: list[int]) -> list[int] | None:
-        raise UserError("data.train", index, "The template refuses.")
-
-    with pytest.raises(UserError, match="The template refuses"):
-        generator.converse({0: prompts[0]}, GREEDY, handed_over.extend, failing, seed=lambda index: (index,))

@@ -196,6 +196,18 @@ def greedy_answers(spec: TargetSpec, prompts: list[list[int]]) -> list[list[int]
     return answers
 
 
+@torch.no_grad()
+def largest_shortfall(spec: TargetSpec, prompts: list[list[int]], answers: list[list[int]]) -> float:
+    """Return how far the logit of a written token is below the best one, by transformers."""
+    model = load_target(spec, torch.device("cpu"))
+    shortfall = 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        written = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        shortfall = max(shortfall, float((logits.amax(1) - written).max()))
+    return shortfall
+
+
 def make_hostile_directory(directory: Path) -> Path:
     """Make a user's directory whose modules have the names of our packages and cannot be imported."""
     (directory / "data").mkdir(parents=True)

@@ -3,12 +3,10 @@
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -26,7 +24,6 @@ from data.capture.transport.mooncake import MooncakeTransport, state_bytes
 from data.capture.transport.spool import Spool, file_bytes
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest, capture_tasks
 from data.capture.vllm.client import VllmClient, check_states
-from data.capture.vllm.environment import KEY_VARIABLE, ROOT
 from data.capture.vllm.server_info import INFO_PATH
 from data.capture.vllm.server_process import ServerProcess
 from data.generation.answers import answer_prompts
@@ -34,31 +31,35 @@ from data.generation.vllm import VllmGenerator
 from data.samples import StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
-from data.store.shards import FinishedShards, refused
+from data.store.shards import FinishedShards
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
+from eagle31.json_files import read_json
 from tests.data.capture.transport.mooncake_master import Master, running_master
-from tests.data.capture.vllm.client_process import ENCODING, KEY, capture_store
+from tests.data.capture.vllm.capturing import ENCODING, KEY, STALL_SECONDS, capture_store
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
+    NEAR_TIE,
     START_SECONDS,
     STOP_TOKEN_IDS,
+    VOCAB_SIZE,
     capture_engine,
     expected_states,
     greedy_answers,
     largest_difference,
+    largest_shortfall,
+    make_hostile_directory,
     make_prompts,
     make_samples,
     save_hybrid,
 )
-from tests.data.store.samples import captured_ids
-from tests.processes import command_of
+from tests.processes import EVERY_ADDRESS, command_of, listening
 
 IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 120
 NO_MASTER = "127.0.0.1:9"  # the discard port
-STALL_SECONDS = 20.0
+END_SECONDS = 30.0  # for all processes of a server whose run was killed
 
 
 @pytest.fixture(scope="module")
@@ -77,46 +78,68 @@ def master(mooncake: Path | None, tmp_path_factory: pytest.TempPathFactory) -> I
         yield one
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that another process has started."""
+
+    url: str
+    process_id: int  # the process that starts it again
+
+    def vllm_process(self) -> psutil.Process:
+        """Return the process that answers requests."""
+        [process] = psutil.Process(self.process_id).children()
+        return process
+
+
 @pytest.fixture(scope="module")
-def server(vllm_python: Path, spec: TargetSpec, root: Path, master: Master) -> Iterator[ServerProcess]:
-    """A server that prefills in chunks, with prefix caching and a cache for two of the longest prompts."""
-    chunked = {
-        "max_num_batched_tokens": 64,
-        "max_num_seqs": 8,
-        "enable_prefix_caching": True,
-        "num_gpu_blocks_override": 31,
-    }
-    engine = replace(capture_engine(spec, IDS, root, **chunked), mooncake_masters=[NO_MASTER, master.address])
-    process = ServerProcess(
-        engine.command_line(),
-        host="127.0.0.1",
-        port=None,
-        key=KEY,
-        devices=None,
-        log=root / "server.log",
-        limit_seconds=START_SECONDS,
-        stall_seconds=STALL_SECONDS,
+def server(vllm_python: Path, spec: TargetSpec, root: Path, master: Master) -> Iterator[Server]:
+    """A server that prefills in chunks, with prefix caching and a cache for two of the longest prompts.
+
+    The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
+    """
+    hostile = make_hostile_directory(root / "hostile")
+    script = Path(__file__).with_name("server_run.py")
+    run = psutil.Popen(
+        [sys.executable, str(script), spec.model, str(root), json.dumps(IDS), NO_MASTER, master.address],
+        cwd=hostile,
+        env=os.environ | {"PYTHONPATH": str(hostile)},
     )
-    process.wait_until_ready(progress=False)
-    yield process
-    process.close()
+    ready = root / "server.json"
+    processes = [run]
+    try:
+        wait_for(lambda: ready.exists() or run.poll() is not None, 2 * START_SECONDS)
+        server = Server(**read_json(ready))
+        processes += run.children(recursive=True)
+        assert KEY not in " ".join(str(process.cmdline()) for process in processes)
+        assert {address for address, _ in listening(server.vllm_process())} == {"127.0.0.1"}
+        assert not EVERY_ADDRESS & {address for process in processes for address, _ in listening(process)}
+        yield server
+        processes = [run, *run.children(recursive=True)]
+        assert len(processes) >= 4
+        run.kill()
+        run.wait()
+        # All processes of a server end with the run that started it.
+        wait_for(lambda: not any(map(is_alive, processes)), END_SECONDS)
+        assert KEY not in (root / "server.log").read_text()
+    finally:
+        for process in filter(is_alive, processes):
+            process.kill()
 
 
-def vllm_process(server: ServerProcess) -> psutil.Process:
-    """Return the process that answers requests."""
-    [process] = psutil.Process(server.process_id).children()
-    return process
+def client(server: Server, concurrency: int) -> VllmClient:
+    return VllmClient(server.url, concurrency, KEY, answer_seconds=STALL_SECONDS)
 
 
-def client(server: ServerProcess, concurrency: int) -> VllmClient:
-    return VllmClient(server.url, concurrency, KEY, server.check, STALL_SECONDS)
-
-
-def capture(
-    server: ServerProcess, dataset: Dataset, directory: Path, spec: TargetSpec, **changes: object
-) -> None:
+def capture(server: Server, dataset: Dataset, directory: Path, spec: TargetSpec, **changes: object) -> None:
     expected = replace(expected_states(spec, IDS), **changes)  # type: ignore[arg-type]
     capture_store(client(server, 8), dataset, directory, expected, directory.parent)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
@@ -127,7 +150,7 @@ def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) ->
 
 
 def test_servers_that_are_set_up_differently_are_refused(
-    server: ServerProcess, spec: TargetSpec, root: Path
+    server: Server, spec: TargetSpec, root: Path
 ) -> None:
     dataset, expected = make_samples(4), expected_states(spec, IDS)
     cases: dict[str, dict[str, object]] = {
@@ -152,13 +175,16 @@ def test_servers_that_are_set_up_differently_are_refused(
 
 
 def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
-    server: ServerProcess, spec: TargetSpec, root: Path
+    server: Server, spec: TargetSpec, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, expected = make_prompts(24), expected_states(spec, IDS)
     greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
     before = sorted(root.rglob("*.safetensors"))
     writer = VllmGenerator([client(server, 8)], expected)
-    answers = answer_prompts(writer, prompts, greedy, output=root / "a.jsonl", model_fingerprint="f")
+    with_bad = [*prompts[:5], [3, VOCAB_SIZE], *prompts[5:]]
+    answers = answer_prompts(writer, with_bad, greedy, output=root / "a.jsonl", model_fingerprint="f")
+    assert "1 of 25 were refused:\n  prompt 5: It has no tokens, or one outside" in capsys.readouterr().err
+    assert answers.pop(5) == []
     sampled = replace(greedy, temperature=1.0)
     with pytest.raises(UserError, match="on a CPU, where vLLM then ignores the temperature"):
         answer_prompts(writer, prompts, sampled, output=root / "b.jsonl", model_fingerprint="f")
@@ -172,7 +198,45 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     assert largest_difference(HiddenStateStore(root / "answered"), dataset, spec, IDS) < 1e-5
 
 
-def test_states_of_preempted_prompts_are_exact(server: ServerProcess, spec: TargetSpec, root: Path) -> None:
+def test_conversations_continue_as_soon_as_they_are_answered(server: Server, spec: TargetSpec) -> None:
+    """Each next prompt is the first one, its completion and another token; the numbers of turns differ."""
+    generator = VllmGenerator([client(server, 16)], expected_states(spec, IDS))
+    greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
+    prompts = make_prompts(8)
+    num_turns = [1 + index % 3 for index in range(8)]
+    asked = {index: [prompts[index]] for index in range(8)}
+    answers: dict[int, list[list[int]]] = {index: [] for index in range(8)}
+    handed_over: list[tuple[int, list[int]]] = []
+
+    def next_prompt(index: int, ids: list[int]) -> list[int] | None:
+        answers[index].append(ids)
+        if len(answers[index]) == num_turns[index]:
+            return None
+        asked[index].append([*asked[index][-1], *ids, 3])
+        return asked[index][-1]
+
+    refused = generator.converse(
+        {index: prompts[index] for index in range(8)},
+        greedy,
+        handed_over.extend,
+        next_prompt,
+        seed=lambda index: (0, index, len(answers[index])),
+    )
+    assert refused == {}
+    assert [len(answers[index]) for index in range(8)] == num_turns
+    assert sorted(handed_over) == sorted((index, ids) for index in range(8) for ids in answers[index])
+    flat = [(prompt, ids) for i in range(8) for prompt, ids in zip(asked[i], answers[i], strict=True)]
+    assert [ids for _, ids in flat] == greedy_answers(spec, [prompt for prompt, _ in flat])
+
+    def failing(index: int, ids: list[int]) -> list[int] | None:
+        raise UserError("data.train", index, "The template refuses.")
+
+    with pytest.raises(UserError, match="The template refuses"):
+        generator.converse({0: prompts[0]}, greedy, handed_over.extend, failing, seed=lambda index: (index,))
+    generator.close()
+
+
+def test_states_of_preempted_prompts_are_exact(server: Server, spec: TargetSpec, root: Path) -> None:
     """Growing completions take the cache from prompts that are being captured; these are computed again."""
 
     def num_preemptions() -> float:
@@ -182,30 +246,27 @@ def test_states_of_preempted_prompts_are_exact(server: ServerProcess, spec: Targ
 
     dataset, expected, before = make_samples(30, seed=1), expected_states(spec, IDS), num_preemptions()
     prompts = [prompt[:60] for prompt in make_prompts(24)]
-    answers: dict[bool, list[list[int]]] = {}
+    answers: list[list[int]] = []
 
-    def write(undisturbed: bool) -> None:
-        writer = VllmGenerator([client(server, 1 if undisturbed else 8)], expected)
-        output = root / f"long-{undisturbed}.jsonl"
-        some = prompts[:4] if undisturbed else prompts
-        sampling = Sampling(60, (), temperature=0.0, seed=0)
-        answers[undisturbed] = answer_prompts(writer, some, sampling, output=output, model_fingerprint="f")
+    def write() -> None:
+        writer, sampling = VllmGenerator([client(server, 8)], expected), Sampling(60, (), 0.0, seed=0)
+        output = root / "growing.jsonl"
+        answers.extend(answer_prompts(writer, prompts, sampling, output=output, model_fingerprint="f"))
         writer.close()
 
-    writing = Thread(target=write, args=(False,))
+    writing = Thread(target=write)
     writing.start()
     capture(server, dataset, root / "preempted", spec)
     writing.join()
     assert num_preemptions() > before
     assert largest_difference(HiddenStateStore(root / "preempted"), dataset, spec, IDS) < 1e-5
-    write(undisturbed=True)
-    assert answers[False][:4] == answers[True]
     # Drafts of the tokens that were just written have been accepted, and have changed nothing (vllm#56417).
-    assert any(one == other for answer in answers[True] for one, other in pairwise(answer))
+    assert any(one == other for answer in answers for one, other in pairwise(answer))
+    assert largest_shortfall(spec, prompts, answers) < NEAR_TIE
 
 
 def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
-    server: ServerProcess, spec: TargetSpec, root: Path
+    server: Server, spec: TargetSpec, root: Path
 ) -> None:
     body = {"model": spec.model, "prompt": [1, 2, 3], "max_tokens": 1}
     # vLLM takes such requests at these paths, too, and its own key does not protect the second one.
@@ -224,11 +285,10 @@ def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
     with pytest.raises(UserError, match="demands another key; set VLLM_API_KEY") as caught:
         capture_store(stranger, make_samples(2), root / "stranger", expected_states(spec, IDS), root)
     assert "the-key-of" not in str(caught.value)
-    assert KEY not in (root / "server.log").read_text()
 
 
 def test_what_a_request_asks_for_fails_for_its_client_only(
-    server: ServerProcess, spec: TargetSpec, root: Path
+    server: Server, spec: TargetSpec, root: Path
 ) -> None:
     headers, mask = {"Authorization": f"Bearer {KEY}"}, torch.ones(3, dtype=torch.bool)
 
@@ -238,7 +298,7 @@ def test_what_a_request_asks_for_fails_for_its_client_only(
         assert answer.status_code == 200
         return answer.json()["kv_transfer_params"][PARAMS]
 
-    num_starts, spool = server.num_starts, Spool(root, ENCODING).to_json()
+    process, spool = server.vllm_process(), Spool(root, ENCODING).to_json()
     good = CaptureRequest.of(spool, "7", [1, 2, 3], mask).to_params()[PARAMS]
     through_mooncake = {"mooncake": {"master": NO_MASTER, "segment_bytes": 0}, "dtype": "bfloat16"}
     through_mooncake |= {"num_aux_layers": 5, "hidden_size": 64}
@@ -266,10 +326,10 @@ def test_what_a_request_asks_for_fails_for_its_client_only(
     wait_for(lambda: "eagle31: 7 was not delivered: UserError" in (root / "server.log").read_text(), 60)
     assert ask({PARAMS: good}) == {}
     wait_for((root / "7.safetensors").exists, 60)
-    assert server.num_starts == num_starts
+    assert server.vllm_process() == process
 
 
-def test_states_arrive_through_mooncake(server: ServerProcess, spec: TargetSpec, master: Master) -> None:
+def test_states_arrive_through_mooncake(server: Server, spec: TargetSpec, master: Master) -> None:
     expected, dataset = expected_states(spec, IDS), make_samples(20, seed=2)
     shape = StateShape(len(IDS), expected.hidden_size, expected.dtype)
     lent = MooncakeTransport(
@@ -294,9 +354,8 @@ def test_states_arrive_through_mooncake(server: ServerProcess, spec: TargetSpec,
         assert largest_difference([found[i] for i in range(len(dataset))], dataset, spec, IDS) < 1e-5
 
 
-def test_training_continues_when_the_server_is_killed(
-    server: ServerProcess, spec: TargetSpec, root: Path
-) -> None:
+@pytest.mark.full("it starts vLLM again")
+def test_training_continues_when_the_server_is_killed(server: Server, spec: TargetSpec, root: Path) -> None:
     """The next server answers, in order, what was under way or answered and not yet delivered."""
     spool, expected = Spool(root / "killed", ENCODING), expected_states(spec, IDS)
     spool.directory.mkdir()
@@ -318,38 +377,11 @@ def test_training_continues_when_the_server_is_killed(
         source.expect(order)
         samples = source.get_many(order[:10])
         assert producer._owed
-        vllm_process(server).kill()
+        server.vllm_process().kill()
         samples += [source.get_many([index])[0] for index in order[10:]]
         assert source.collect_stats().num_restarts >= 1
     assert source.refused == {}
     assert largest_difference(samples, dataset.select(order), spec, IDS) < 1e-5
-
-
-def test_nothing_is_lost_when_the_client_is_killed(
-    server: ServerProcess, spec: TargetSpec, root: Path
-) -> None:
-    """Every layer's states equal those of transformers, whoever died on the way."""
-    dataset, store = make_samples(NUM_SAMPLES), root / "store"
-    script = Path(__file__).with_name("client_process.py")
-    arguments = [spec.model, str(root), json.dumps(IDS), str(NUM_SAMPLES), server.url]
-    client = subprocess.Popen(
-        [sys.executable, str(script), *arguments], cwd=ROOT, env=os.environ | {KEY_VARIABLE: KEY}
-    )
-    wait_for(lambda: store.exists() and len(FinishedShards(store).records()) >= 2)
-    client.kill()
-    assert client.wait(timeout=60) == -signal.SIGKILL
-    before = captured_ids(store)
-    assert 0 < len(before) < NUM_SAMPLES
-    capture(server, dataset, store, spec)
-    finished = HiddenStateStore(store)
-    assert len(finished) == NUM_SAMPLES
-    assert refused(store) == {}
-    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
-    # Captured samples stay: the same command again sends no requests.
-    shards = {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")}
-    server.close()
-    capture(server, dataset, store, spec)
-    assert {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*")} == shards
 
 
 @pytest.mark.full("it starts two engines, twice")
@@ -371,6 +403,7 @@ def test_the_engines_of_one_server_share_a_capture(
         log=tmp_path / "server.log",
         limit_seconds=2 * START_SECONDS,
     )
+    connected = VllmClient(process.url, 8, KEY, process.check, STALL_SECONDS)
     dataset, store = make_samples(NUM_SAMPLES), tmp_path / "store"
 
     def kill_an_engine_midway() -> None:
@@ -383,7 +416,7 @@ def test_the_engines_of_one_server_share_a_capture(
         process.wait_until_ready(progress=False)
         killer = Thread(target=kill_an_engine_midway)
         killer.start()
-        capture(process, dataset, store, spec)
+        capture_store(connected, dataset, store, expected_states(spec, IDS), tmp_path)
         killer.join()
         assert process.num_starts == 2
     finished = HiddenStateStore(store)

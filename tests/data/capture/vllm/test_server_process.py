@@ -1,43 +1,28 @@
-"""A server that a run starts, of a target with latent attention."""
+"""The life of a server that a run starts, with a stand-in for vLLM."""
 
-import json
-import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
-from data.capture.filling import StoreSpec, fill_store
-from data.capture.hf import HiddenStateCapture
-from data.capture.hf_source import capture_samples
 from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_process import ServerProcess
-from data.store import HiddenStateStore
-from data.target.loading import load_target
-from data.target.modules import locate
 from eagle31.errors import UserError
-from tests.data.capture.vllm.client_process import ENCODING, KEY, capture_store
+from tests.data.capture.vllm.capturing import KEY, capture_store
 from tests.data.capture.vllm.targets import (
     START_SECONDS,
     capture_engine,
     expected_states,
-    largest_difference,
-    make_hostile_directory,
     make_samples,
     save_mla,
 )
-from tests.data.store.samples import captured_ids
-from tests.processes import EVERY_ADDRESS, listening
 
 IDS = (1, 2, 3, 4)
 NUM_SAMPLES = 160
@@ -50,63 +35,6 @@ def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) ->
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_a_server_ends_with_its_run(vllm_python: Path, tmp_path: Path) -> None:
-    """Every layer's states equal those of transformers; what was captured before a death is kept."""
-    spec, dataset, store = save_mla(tmp_path / "target"), make_samples(NUM_SAMPLES), tmp_path / "store"
-    script = Path(__file__).with_name("client_process.py")
-    arguments = [spec.model, str(tmp_path), json.dumps(IDS), str(NUM_SAMPLES)]
-    # The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
-    hostile = make_hostile_directory(tmp_path / "hostile")
-    run = psutil.Popen(
-        [sys.executable, str(script), *arguments],
-        cwd=hostile,
-        env=os.environ | {"PYTHONPATH": str(hostile)},
-    )
-
-    def num_captured() -> int:
-        return len(captured_ids(store)) if store.exists() else 0
-
-    last: list[psutil.Process] = []
-    try:
-        wait_for(lambda: num_captured() > 0)
-        [supervisor] = run.children()
-        [server] = supervisor.children()
-        first = supervisor.children(recursive=True)
-        last = [supervisor, *first]
-        assert len(first) >= 2
-        assert KEY not in " ".join(str(process.cmdline()) for process in last)
-        assert {address for address, _ in listening(server)} == {"127.0.0.1"}
-        assert not EVERY_ADDRESS & {address for process in last for address, _ in listening(process)}
-        before = num_captured()
-        run.kill()
-        assert run.wait(timeout=60) == -signal.SIGKILL
-        wait_for(lambda: not any(map(is_alive, last)), END_SECONDS)
-    finally:
-        for process in filter(is_alive, [run, *last]):
-            process.kill()
-    assert KEY not in (tmp_path / "server.log").read_text()
-    assert before <= num_captured() < NUM_SAMPLES
-    model = load_target(spec, torch.device("cpu"))
-    capture = HiddenStateCapture(model, locate(model, spec), IDS)
-    fill_store(
-        StoreSpec(store, dataset, ENCODING),
-        partial(capture_samples, dataset, capture, 2000),
-        capture,
-        shard_tokens=500,
-        manifest_fields=FIELDS,
-    )
-    finished = HiddenStateStore(store)
-    assert len(finished) == NUM_SAMPLES
-    assert largest_difference(finished, dataset, spec, IDS) < 1e-5
 
 
 # It does what its argument says: ends, never listens, or answers, and notes that it answered a greedy prompt.

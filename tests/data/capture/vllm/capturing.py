@@ -1,16 +1,9 @@
-"""A run in a separate process that a test kills: TARGET ROOT AUX_LAYER_IDS NUM_SAMPLES [SERVER].
+"""Capture through a server, as the capture stage does it."""
 
-It captures through the server, or through one that it starts and that prefills as the test's target needs.
-"""
-
-import json
 import os
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from datasets import Dataset
 
@@ -22,13 +15,11 @@ from data.capture.transport.spool import file_bytes, open_spool
 from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
-from data.capture.vllm.server_process import ServerProcess
 from data.samples import CapturedSample, StateShape
 from data.store.codec import Encoding
-from data.target.spec import TargetSpec
-from tests.data.capture.vllm.targets import START_SECONDS, capture_engine, expected_states, make_samples
 
 KEY = "the-key-of-this-test"
+STALL_SECONDS = 20.0
 ENCODING = Encoding("exact", "all")
 
 
@@ -68,29 +59,3 @@ def capture_store(
 
     store = StoreSpec(directory, dataset, ENCODING)
     fill_store(store, captured, expected, shard_tokens=500, manifest_fields={"target": "tiny"})
-
-
-if __name__ == "__main__":
-    target, root, ids, num_samples, *server = sys.argv[1:]
-    spec, aux_layer_ids = TargetSpec(target), tuple(json.loads(ids))
-    if server:
-        client = VllmClient(server[0], concurrency=2)
-    else:
-        process = ServerProcess(
-            capture_engine(spec, aux_layer_ids, Path(root)).command_line(),
-            host="127.0.0.1",
-            port=None,
-            key=KEY,
-            devices=None,
-            log=Path(root) / "server.log",
-            limit_seconds=START_SECONDS,
-        )
-        process.wait_until_ready(progress=True)
-        client = VllmClient(process.url, concurrency=4, key=KEY, check=process.check)
-    capture_store(
-        client,
-        make_samples(int(num_samples)),
-        Path(root) / "store",
-        expected_states(spec, aux_layer_ids),
-        Path(root),
-    )

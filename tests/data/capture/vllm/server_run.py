@@ -1,0 +1,41 @@
+"""A run that starts a server and does nothing else: TARGET ROOT AUX_LAYER_IDS MOONCAKE_MASTER..."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+
+from data.capture.vllm.server_process import ServerProcess
+from data.target.spec import TargetSpec
+from eagle31.json_files import write_json
+from tests.data.capture.vllm.capturing import KEY, STALL_SECONDS
+from tests.data.capture.vllm.targets import START_SECONDS, capture_engine
+
+# It prefills in chunks, and its cache is too small for the prompts of a test.
+SMALL = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 31,
+}
+
+if __name__ == "__main__":
+    target, root, ids, *masters = sys.argv[1:]
+    engine = capture_engine(TargetSpec(target), tuple(json.loads(ids)), Path(root), **SMALL)
+    server = ServerProcess(
+        replace(engine, mooncake_masters=masters).command_line(),
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=Path(root) / "server.log",
+        limit_seconds=START_SECONDS,
+        stall_seconds=STALL_SECONDS,
+    )
+    server.wait_until_ready(progress=False)
+    write_json(Path(root) / "server.json", {"url": server.url, "process_id": server.process_id})
+    while True:
+        time.sleep(600)
