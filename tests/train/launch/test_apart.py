@@ -3,7 +3,6 @@
 It runs by the command for two nodes in its header: one runs the target, the other one trains.
 """
 
-import sys
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ from tests.processes import environment_of
 from tests.recipes.headers import header_commands
 from tests.recipes.stand_ins import assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
+from tests.runs.here import run_command
 from tests.train.launch.slurm_cluster import running_apart_cluster, wait_for
 from tests.train.small_run import metrics_of
 
@@ -61,9 +61,11 @@ def test_a_server_on_another_node(
         assert cluster.machines is not None
         first, second = cluster.machines.members
         options = ["--gpus-per-node=0", "--cpus-per-task=1"]
-        number = (
-            cluster.call(sys.executable, "scripts/submit", *header, *options, *run).split()[1].rstrip(",")
-        )
+        shown = run_command("scripts/submit", "--dry-run", *header, *options, *run)
+        assert shown.status == 0, shown.err
+        script = tmp_path / "slurm.sh"
+        script.write_text(shown.out)
+        number = cluster.call("sbatch", "--parsable", str(script)).strip()
         keys: list[str] = []
         wait_for(lambda: keys.extend(keys_of_servers(output_dir)) or bool(keys), RUN_SECONDS)
         written = output_dir if shared else first.path(output_dir)
