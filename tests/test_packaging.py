@@ -47,13 +47,6 @@ def test_the_maths_needs_none_of_a_runs_packages() -> None:
     assert int(done.stdout) > 20, "modules were imported"
 
 
-@pytest.mark.parametrize("package", ["data", "train"])
-def test_a_run_needs_them(package: str) -> None:
-    done = import_all(package, modules_of_extra("train"))
-    assert done.returncode == 1
-    assert "ModuleNotFoundError" in done.stderr
-
-
 @pytest.mark.parametrize("setting", ["extend-include", "files"])
 def test_every_python_command_is_linted_and_type_checked(setting: str) -> None:
     """Commands have no extension, so that ruff and mypy find only those that pyproject.toml names."""
