@@ -149,7 +149,7 @@ def test_gradients_are_torchspecs(draft_vocab_size: int) -> None:
 
 
 def test_linear_rope_has_the_default_base() -> None:
-    """TorchSpec drops rope_theta for linear (and dynamic) scaling."""
+    """TorchSpec drops rope_theta for linear scaling."""
     linear = {"rope_type": "linear", "factor": 2.0}
     ours, theirs = losses_of_both(Loss.kl, {"rope_parameters": linear | {"rope_theta": 10000.0}})
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -248,7 +248,7 @@ def converter(torchspec: Path, *arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_its_checkpoint_with_a_draft_vocabulary_is_read(torchspec: Path, tmp_path: Path) -> None:
+def test_its_checkpoint_is_read_with_its_draft_vocabulary(torchspec: Path, tmp_path: Path) -> None:
     _, expected = trained(tmp_path)
     model = tmp_path / "iter_0000001/model"
     with pytest.raises(ValueError, match="--prune-vocab"):  # which trains no such drafter: it prunes again
@@ -264,11 +264,21 @@ def test_its_checkpoint_with_a_draft_vocabulary_is_read(torchspec: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_its_converter_writes_is_read(torchspec: Path, tmp_path: Path) -> None:
+def test_what_its_converter_writes_is_read_with_the_layer_ids_of_its_engines(
+    torchspec: Path, tmp_path: Path
+) -> None:
     _, expected = trained(tmp_path, draft_vocab_size=VOCAB, rope_parameters=LLAMA3)
-    converter(torchspec, "--input-dir", tmp_path / "iter_0000001", "--config", tmp_path / "drafter.json")
-    loaded = load_export(tmp_path / "iter_0000001_hf", CPU, aux_layer_ids=(0, 2, 5))
+    path, ids = tmp_path / "drafter.json", [1, 3, 5]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eagle_config": {IDS: ids}}))
+    converter(torchspec, "--input-dir", tmp_path / "iter_0000001", "--config", path, "--vllm")
+    loaded = load_export(tmp_path / "iter_0000001_hf", CPU)
     assert torch.equal(drafted(loaded), expected)
+    # They count its engines' layers from 0, and vLLM's from 1; only those of kimi_k2 become vLLM's.
+    assert loaded.drafter.config.aux_layer_ids == tuple(ids)
+
+
+def test_its_wheel_has_no_subpackages(torchspec: Path) -> None:
+    assert 'packages = ["torchspec"]' in (torchspec / "pyproject.toml").read_text()
 
 
 def test_its_converter_fails_to_prune_a_vocabulary(torchspec: Path, tmp_path: Path) -> None:
