@@ -3,6 +3,7 @@
 import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,12 +17,17 @@ PACKAGES = (
     "hydra-core",
     "safetensors",
     "wandb",
+    "ray",
 )
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that results depend on."""
-    return {name: version(name) for name in PACKAGES if _installed(name)}
+    versions = {name: version(name) for name in PACKAGES if _installed(name)}
+    torchspec = find_spec("torchspec")
+    if torchspec is not None and torchspec.origin is not None:  # a checkout, whose name has its commit
+        versions["torchspec"] = Path(torchspec.origin).resolve().parents[1].name
+    return versions
 
 
 def missing_packages() -> list[str]:

@@ -15,6 +15,7 @@ from data.capture.transport.mooncake_store import load_mooncake
 from data.capture.vllm.environment import ROOT
 from tests.data.capture.transport.mooncake_master import running_master
 from tests.data.capture.transport.mooncake_worker import open_transport, sample
+from train.versions import package_versions
 
 pytestmark = pytest.mark.usefixtures("torchspec")
 
@@ -91,6 +92,10 @@ def test_what_our_code_imports_and_calls_is_there() -> None:
 def test_what_is_not_there_is_named(code: str, problem: str) -> None:
     [found] = problems(ast.parse(code))
     assert problem in found
+
+
+def test_a_run_records_the_checkout(torchspec: Path) -> None:
+    assert package_versions()["torchspec"] == torchspec.name
 
 
 @pytest.mark.parametrize("engine", ["base.InferenceEngine", "hf_engine.HFEngine", "vllm_engine.VllmEngine"])
