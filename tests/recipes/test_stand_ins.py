@@ -1,6 +1,7 @@
 """Every recipe, by the torchrun command in its header, on a small stand-in for its target.
 
-`docs/recipes.md` has the table. One recipe runs always, all of them with --full.
+`docs/recipes.md` has the table. All run with --full, and kimi_k2_6 always, on two nodes:
+tests/train/launch/test_apart.py.
 """
 
 import json
@@ -19,18 +20,11 @@ from train.config.capture import CaptureMode
 from train.config.drafter import Attention
 from train.config.target import TargetEngine
 
-# kimi_k2_6 runs always too, on two nodes: tests/train/launch/test_apart.py.
-CORE = ("qwen3_0_6b",)
 RUN_SECONDS = 1500
 
 
-@pytest.fixture(params=RECIPES)
-def recipe(request: pytest.FixtureRequest) -> str:
-    if request.param not in CORE and not request.config.getoption("--full"):
-        pytest.skip(f"{', '.join(CORE)} runs always, the other recipes with --full")
-    return request.param
-
-
+@pytest.mark.full("a complete run of each recipe")
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.timeout(RUN_SECONDS)
 def test_a_recipe_runs_on_a_stand_in(recipe: str, vllm_python: Path, tmp_path: Path) -> None:
     stand_in, run = save_stand_in(recipe, tmp_path), tmp_path / "run"

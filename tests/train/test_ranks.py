@@ -1,4 +1,7 @@
-"""Runs on many ranks, over fewer held-out prompts, shards and validation rows than ranks."""
+"""Runs on many ranks, over fewer held-out prompts, shards and validation rows than ranks.
+
+Three ranks run always: tests/runs/test_kills.py.
+"""
 
 from pathlib import Path
 
@@ -13,25 +16,19 @@ from tests.train.torchrun import torchrun
 STEPS = 3
 STORES = ("train", "validation")
 RUN_SECONDS = 1200
-# Three ranks under ZeRO 3, whose every step is collective, run always; the others with --full.
-CASES = [(3, 3), (8, 0), (8, 3), (16, 1), (16, 2)]
+CASES = [(4, 3), (8, 0), (8, 3), (16, 1), (16, 2)]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]} ranks, ZeRO {case[1]}")
-def ranks_and_stage(request: pytest.FixtureRequest) -> tuple[int, int]:
-    if request.param != CASES[0] and not request.config.getoption("--full"):
-        pytest.skip("three ranks under ZeRO 3 run always, the other cases with --full")
-    return request.param
-
-
+@pytest.mark.full("it starts up to 16 ranks")
+@pytest.mark.parametrize(("num_ranks", "stage"), CASES)
 @pytest.mark.timeout(2 * RUN_SECONDS)
 def test_many_ranks_train_as_one_does(
     small_target: EmbeddedTarget,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    ranks_and_stage: tuple[int, int],
+    num_ranks: int,
+    stage: int,
 ) -> None:
-    num_ranks, stage = ranks_and_stage
     settings = [
         *small_quickstart(small_target, tmp_path, monkeypatch),
         *few(num_ranks),
@@ -92,7 +89,7 @@ def losses(directory: Path) -> list[float]:
 def few(num_ranks: int) -> list[str]:
     """Return settings with few samples and held-out prompts, and one row for each rank and step."""
     return [
-        "data.num_validation=2",
+        "data.num_validation=3",
         "data.num_test=2",
         f"capture.max_samples={4 * num_ranks}",
         f"train.rows_per_step={num_ranks}",

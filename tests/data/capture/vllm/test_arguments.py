@@ -34,6 +34,19 @@ def test_arguments_that_divide_or_change_the_states_are_refused(
     assert CaptureEngine("target", (1,), 4, 100, [], extra=harmless).arguments()["async_scheduling"] is False
 
 
+def test_what_vllm_refuses_names_the_users_argument(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'error: max_num_seqs Input should be greater' >&2\nexit 1\n")
+    python.chmod(0o755)
+    for given, field in (
+        ({"seed": 1, "max_num_seqs": 0}, r"\.max_num_seqs=0"),
+        ({"seed": 1}, "={'seed': 1}"),
+    ):
+        with pytest.raises(UserError, match=f"vllm.engine_args{field}: .*Input should be greater"):
+            check_engine_args(python, [], given)
+
+
+@pytest.mark.full("it imports vLLM")
 def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_path: Path) -> None:
     target = save_target(tmp_path).checkpoint.path
     for weights in tmp_path.glob("*.safetensors"):
