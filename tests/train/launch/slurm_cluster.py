@@ -240,4 +240,4 @@ def wait_for(
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, explain()
-        time.sleep(0.1)
+        time.sleep(0.3)
