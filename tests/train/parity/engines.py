@@ -26,7 +26,7 @@ from train.engines.serving import (
 from train.evaluation.parity import Comparison, check_case, decode_reference
 
 CPU = torch.device("cpu")
-K, MAX_NEW_TOKENS, NUM_PROMPTS = 4, 64, 12
+K, MAX_NEW_TOKENS, NUM_PROMPTS = 4, 48, 12
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ class EngineResults:
         return self.references[export]
 
     def compare(self, job: str, case: str, export: Path) -> Comparison:
-        """Compare a job's drafts with the evaluator's, and its text with that of the target alone."""
-        plain = self.served(f"plain {CASES[case].target}")
+        """Compare a job's drafts with the evaluator's, and its text with the target's if that ran alone."""
+        alone = f"plain {CASES[case].target}"
+        plain = self.served(alone) if alone in self.results else None
         return check_case(self.reference(case, export), self.served(job), plain, K)
 
 

@@ -114,7 +114,7 @@ def aux(*layer_ids: int) -> tuple[str, ...]:
 
 CASES = {
     "eagle31": DrafterCase("llama", PRUNED + aux(1, 3, 5)),
-    "eagle31_llama3_rope": DrafterCase("llama_tied_llama3_rope", PRUNED + aux(1, 3, 5), core=True),
+    "eagle31_llama3_rope": DrafterCase("llama_tied_llama3_rope", PRUNED + aux(1, 3, 5)),
     "eagle3_norm_before_full_vocab_two_aux_bf16": DrafterCase(
         "qwen3_tied", EAGLE3 + NORM_BEFORE + aux(1, 4) + BF16
     ),
@@ -159,7 +159,6 @@ PUBLISHED = (
     "eagle31_full_vocab_speculators",
     "eagle31_mla",
 )
-PUBLISHED_CORE = PUBLISHED[:1]
 CORE = tuple(name for name, case in CASES.items() if case.core)
 
 
@@ -233,7 +232,7 @@ def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: 
         "optim.lr=5e-3",
         "deepspeed.precision=fp32",
         "export.dtype=float32",
-        "evaluate.max_new_tokens=64",
+        "evaluate.max_new_tokens=48",
         "stages=[data,vocab,answers,capture,train,export]",
         *(() if set(PRUNED) & set(case.overrides) else ("drafter.draft_vocab_size=null",)),
         *case.overrides,

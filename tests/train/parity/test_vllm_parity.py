@@ -1,6 +1,7 @@
 """vLLM serves what is trained: exports of every kind, compared with the real engine draft by draft.
 
-The classic mistakes in an export show where vLLM serves them.
+The classic mistakes in an export show where vLLM serves them. The drafter of most tests, without a window and
+in vLLM's layout, is compared in tests/train/stages/test_evaluate.py.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,6 @@ from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import (
     CASES,
     PUBLISHED,
-    PUBLISHED_CORE,
-    error_path,
     export_path,
     is_trained,
     require_export,
@@ -27,8 +26,6 @@ from train.evaluation.parity import Comparison, check_case
 
 pytestmark = pytest.mark.timeout(7200)
 MIN_DRAFTS = 200
-# Served in every test run, the other mistakes with --full.
-CORE_MISTAKES = ("layer ids off by one",)
 CASE = "eagle31_llama3_rope"  # pruned, with every norm, and RoPE scaled: most mistakes can be made in it
 WINDOW_CASE = "eagle3_yarn_window_pruned_norm_before_four_aux"
 
@@ -49,8 +46,8 @@ def published(trained: Path, full: bool, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("published")
     return {
         name: as_published(export_path(name, trained).resolve(), directory / name)
-        for name in (PUBLISHED if full else PUBLISHED_CORE)
-        if is_trained(name, trained)
+        for name in PUBLISHED
+        if full and is_trained(name, trained)
     }
 
 
@@ -63,14 +60,17 @@ def engines(
     vllm_python: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineResults:
-    """Each target alone, with each of its exports, with what others publish, and with each mistake."""
+    """Each target alone, with each of its exports, with what others publish, and with each mistake.
+
+    Without `--full` one target alone, and the exports.
+    """
     names = [name for name in case_names if is_trained(name, trained)]
-    of_target = {CASES[name].target: name for name in names}
+    of_target = {CASES[name].target: name for name in (names if full else names[:1])}
     jobs = [decode_job(f"plain {target}", name, None, trained) for target, name in of_target.items()]
     jobs += [decode_job(name, name, export_path(name, trained).resolve(), trained) for name in names]
     jobs += [decode_job(f"published {name}", name, path, trained) for name, path in published.items()]
     logs = tmp_path_factory.mktemp("vllm")
-    for name in MUTATIONS if full else CORE_MISTAKES:
+    for name in MUTATIONS if full else ():
         export = mistaken(name, trained, logs / name.replace(" ", "_"))
         jobs.append(decode_job(name, case_of(name), export, trained))
     expanded = {name for name in names if CASES[name].expand_mla}
@@ -88,13 +88,14 @@ def compare(engines: EngineResults, name: str) -> Comparison:
     return engines.compare(name, name, require_export(name, engines.trained))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_vllm_drafts_what_the_evaluator_drafts(
-    name: str, case_names: Sequence[str], request: pytest.FixtureRequest
-) -> None:
-    if name not in case_names:
-        pytest.skip("part of scripts/test --full")
-    comparison = compare(request.getfixturevalue("engines"), name)
+LONG = pytest.mark.full("the long matrix")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if case.core else LONG) for name, case in CASES.items()]
+)
+def test_vllm_drafts_what_the_evaluator_drafts(name: str, engines: EngineResults) -> None:
+    comparison = compare(engines, name)
     listed = "\n".join(map(str, [*comparison.drafts, *comparison.plain_completions, *comparison.completions]))
     assert comparison.passed, f"{comparison.failures}\n{listed}"
     assert comparison.num_compared >= MIN_DRAFTS
@@ -102,12 +103,11 @@ def test_vllm_drafts_what_the_evaluator_drafts(
     assert comparison.vllm.acceptance_length > 1.1, "not trained"
 
 
+@pytest.mark.full("another engine for each")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_others_publish_is_read_as_vllm_reads_it(
     name: str, engines: EngineResults, published: dict[str, Path]
 ) -> None:
-    if name not in published and not error_path(name, engines.trained).exists():
-        pytest.skip("part of scripts/test --full")
     require_export(name, engines.trained)
     comparison = engines.compare(f"published {name}", name, published[name])
     assert comparison.passed, comparison.failures
@@ -116,10 +116,9 @@ def test_what_others_publish_is_read_as_vllm_reads_it(
     assert comparison.vllm == compare(engines, name).vllm
 
 
+@pytest.mark.full("another engine for each")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_classic_mistake_shows_in_vllm(name: str, engines: EngineResults) -> None:
-    if name not in engines.results:
-        pytest.skip("part of scripts/test --full")
     if engines.results[name].error is None:  # else vLLM itself refuses it
         reference = engines.reference(case_of(name), require_export(case_of(name), engines.trained))
         assert not check_case(reference, engines.served(name), None, K).passed
