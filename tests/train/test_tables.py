@@ -10,10 +10,5 @@ def test_text_is_to_the_left_and_numbers_are_to_the_right() -> None:
     ]
 
 
-def test_cells_stay_as_they_were_formatted() -> None:
-    rows = [["1e3", "0.10", "007"], ["nan", "1_000", "+2.50%"]]
-    assert aligned(rows, text_columns=3) == ["1e3  0.10   007", "nan  1_000  +2.50%"]
-
-
 def test_indentation_of_a_name_stays_and_empty_cells_leave_no_trailing_spaces() -> None:
     assert aligned([["memory", "3 GB"], ["  weights", ""]]) == ["memory     3 GB", "  weights"]
