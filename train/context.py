@@ -10,6 +10,7 @@ from train.config.run import RunConfig, Stage
 from train.distributed import World
 from train.drafter.chosen import ChosenDrafter
 from train.engines.servers import CapturedTarget, RunServers, ServerSettings, server_settings
+from train.engines.torchspec import TorchSpecEngines
 from train.plan.placement import ServerPlacement, run_placement
 from train.target import Target
 from train.trainer.checkpoints import EarlierTraining
@@ -65,3 +66,9 @@ class RunContext:
 
         log = self.output_dir / f"vllm-{self.world.node_rank}.log"
         return RunServers(self.config.vllm, settings, self.world, log)
+
+    @cached_property
+    def torchspec(self) -> TorchSpecEngines:
+        """TorchSpec's engines of this run; none is started yet."""
+        log_dir = self.output_dir / "torchspec"
+        return TorchSpecEngines(self.config, self.world, lambda: self.captured_target, log_dir)

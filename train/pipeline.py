@@ -31,6 +31,7 @@ from train.config.run import (
     selected_stages,
     starts_vllm,
     uses_servers,
+    uses_torchspec,
 )
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
@@ -167,6 +168,7 @@ def run_stages(context: RunContext) -> None:
                 conclude(context, stage)
     finally:
         context.servers.close()
+        context.torchspec.close(together=False)
 
 
 def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
@@ -253,6 +255,8 @@ def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) 
     artifact = context.artifacts[stage]
     if uses_servers(context.config, stage):
         prepare_servers(context, stage, unfinished)
+    if uses_torchspec(context.config, stage):
+        context.torchspec.start()
     if context.world.is_main:
         check_store(context.config, stage)
         if stage is Stage.train:

@@ -1,6 +1,7 @@
 """The recipe's schema for capture: which engine runs the target, and how its states reach training."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from data.store.codec import Encoding
 from eagle31.choice import Choice
@@ -14,6 +15,7 @@ MOONCAKE_ROOM = 1.1
 class CaptureSource(Choice):
     hf = "hf", "transformers, in the run's processes"
     vllm = "vllm", "vLLM: the servers in vllm.servers, or one that the run starts on each node"
+    torchspec = "torchspec", "TorchSpec: engines that the run starts in Ray"
 
 
 class CaptureMode(Choice):
@@ -26,11 +28,34 @@ class TransportKind(Choice):
     mooncake = "mooncake", "a Mooncake store"
 
 
+class TorchSpecEngine(Choice):
+    hf = "hf", "transformers"
+    vllm = "vllm", "vLLM"
+    sgl = "sgl", "SGLang with TorchSpec's patch"
+
+
+@dataclass
+class TorchSpecConfig:
+    """The engines of capture.source=torchspec."""
+
+    engine: TorchSpecEngine = setting(TorchSpecEngine.hf, "TorchSpec's engine.")
+    num_engines: int = setting(1, "Number of engines.", ge=1)
+    gpus_per_engine: int = setting(1, "GPUs of an engine.", ge=1)
+    config: dict[str, Any] = setting(
+        {},
+        "Further settings of TorchSpec, in the form of its own configuration, such as "
+        "{inference: {vllm: {pp_size: 2}}}.",
+    )
+
+
 @dataclass
 class MooncakeConfig:
-    """The Mooncake store, for capture.transport=mooncake."""
+    """The Mooncake store, for capture.transport=mooncake and capture.source=torchspec."""
 
-    master: str = setting("127.0.0.1:50051", "Address of the master, as HOST:PORT.")
+    master: str = setting(
+        "127.0.0.1:50051",
+        "Address of the master, as HOST:PORT. With capture.source=torchspec, the run starts another one.",
+    )
     protocol: str = setting("tcp", "Transfer protocol: tcp or rdma.")
     device: str | None = setting(None, "Name of the RDMA device. null: chosen by Mooncake.")
     segment_gb: float = setting(4.5, "Memory that each rank contributes to the store, in 10^9 bytes.", gt=0)
@@ -73,10 +98,14 @@ def check_capture(capture: CaptureConfig) -> None:
         raise UserError("capture.store", capture.store, remedy)
     Encoding(capture.codec)
     over_mooncake = capture.transport is TransportKind.mooncake
-    if over_mooncake and capture.source is not CaptureSource.vllm:
+    in_torchspec = capture.source is CaptureSource.torchspec
+    if over_mooncake and in_torchspec:
+        remedy = "TorchSpec has a Mooncake store of its own, which the run starts; leave it out."
+        raise UserError("capture.transport", capture.transport.value, remedy)
+    if over_mooncake and capture.source is CaptureSource.hf:
         remedy = "Transformers runs in the run's own processes; set capture.source=vllm, or leave it out."
         raise UserError("capture.transport", capture.transport.value, remedy)
-    if over_mooncake and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:
+    if (over_mooncake or in_torchspec) and capture.mooncake.segment_gb < MOONCAKE_ROOM * capture.spool_gb:
         needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
         remedy = f"It must be {needed}: a full store would block the states that training waits for."
         raise UserError("capture.mooncake.segment_gb", capture.mooncake.segment_gb, remedy)

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 from eagle31.choice import Choice
 from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, check_capture
+from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TorchSpecConfig, check_capture
 from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
 from train.config.evaluate import EvaluateConfig
@@ -49,6 +49,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    torchspec: TorchSpecConfig = field(default_factory=TorchSpecConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -121,6 +122,13 @@ def uses_servers(config: RunConfig, stage: Stage) -> bool:
         Stage.capture: captures,
         Stage.train: captures and config.capture.mode is CaptureMode.online,
     }.get(stage, False)
+
+
+def uses_torchspec(config: RunConfig, stage: Stage) -> bool:
+    """Return whether a stage has TorchSpec's engines capture."""
+    captures = config.capture.source is CaptureSource.torchspec
+    online = config.capture.mode is CaptureMode.online
+    return captures and (stage is Stage.capture or (online and stage is Stage.train))
 
 
 def training_seed(config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from train.config.capture import TorchSpecConfig
 from train.config.target import TargetConfig, TargetEngine
 
 # Arguments of vLLM that say where the target runs, how fast, or who may use it. They change its numbers by
@@ -88,6 +89,11 @@ def target_inputs(target: TargetConfig, fingerprint: str) -> dict[str, Any]:
 def transformers_inputs(target: TargetConfig) -> dict[str, Any]:
     """Return the inputs of what transformers computes."""
     return {"attn_implementation": target.attn_implementation}
+
+
+def torchspec_inputs(torchspec: TorchSpecConfig) -> dict[str, Any]:
+    """Return the inputs of what TorchSpec's engines compute."""
+    return {"torchspec": {"engine": torchspec.engine.value, "config": dict(torchspec.config)}}
 
 
 def vllm_inputs(engine_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,8 +127,13 @@ def server_settings(
         roots=server_roots(config.capture, Path(config.output_dir)),
         mooncake_masters=[config.capture.mooncake.master] if over_mooncake else [],
     )
+    return ServerSettings(engine, devices, load_seconds(config, target))
+
+
+def load_seconds(config: RunConfig, target: CapturedTarget) -> float:
+    """Return how long an engine may take until it has loaded the target."""
     target_bytes = target_size(config.target, target.parts.config).checkpoint_bytes
-    return ServerSettings(engine, devices, _START_SECONDS + target_bytes / _LOADED_BYTES_PER_SECOND)
+    return _START_SECONDS + target_bytes / _LOADED_BYTES_PER_SECOND
 
 
 class RunServers:

@@ -23,6 +23,7 @@ from huggingface_hub import constants
 from data.addresses import is_loopback, is_url
 from data.cache import cache_directory
 from data.capture.dispatch import Unavailable
+from data.capture.torchspec.engines import check_installed
 from data.capture.transport.mooncake_store import check_joinable, check_master
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
@@ -34,7 +35,7 @@ from data.target.checkpoint import is_hub_id
 from data.target.loading import check_attention
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
-from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_vllm
+from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_torchspec, uses_vllm
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
@@ -135,11 +136,13 @@ def check_named(config: RunConfig) -> None:
 
 
 def check_environment(config: RunConfig) -> None:
-    """Refuse a run that starts vLLM without its environment, or whose servers cannot reach its Mooncake.
+    """Refuse a run without the environment of its engines, or whose servers cannot reach its Mooncake.
 
     Raises:
         UserError: what is missing.
     """
+    if any(uses_torchspec(config, stage) for stage in config.stages):
+        check_installed()
     if config.capture.transport is TransportKind.mooncake:
         check_master(config.capture.mooncake.master, remote_servers(config.vllm))
     if starts_vllm(config):

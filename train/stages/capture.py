@@ -22,13 +22,13 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.distributed import World
-from train.engines.inputs import target_inputs, transformers_inputs, vllm_inputs
+from train.engines.inputs import target_inputs, torchspec_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
 from train.stages.training.states import (
     BATCH_TOKENS,
+    arriving_states,
     open_capture,
     training_samples,
-    vllm_states,
 )
 from train.target import Target
 
@@ -66,6 +66,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
 SOURCE_INPUTS: dict[CaptureSource, Callable[[RunConfig], dict[str, Any]]] = {
     CaptureSource.hf: lambda config: transformers_inputs(config.target),
     CaptureSource.vllm: lambda config: vllm_inputs(config.vllm.engine_args),
+    CaptureSource.torchspec: lambda config: torchspec_inputs(config.torchspec),
 }
 
 
@@ -117,10 +118,10 @@ def capture_by_hf(
         _fill(world, store, capture, target, manifest_fields)
 
 
-def capture_by_vllm(
+def capture_by_engines(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
-    """Have every rank write a part of the samples, as the run's servers deliver them."""
+    """Have every rank write a part of the samples, as the run's servers or engines deliver them."""
     for store in stores:
 
         def capture(
@@ -128,7 +129,7 @@ def capture_by_vllm(
         ) -> Generator[tuple[int, CapturedSample | str], None, None]:
             # The states are exact on their way: the writer encodes them.
             encoding = Encoding("exact")
-            with vllm_states(context, store.dataset, encoding, checks_refused=False) as source:
+            with arriving_states(context, store.dataset, encoding, checks_refused=False) as source:
                 yield from source.captured(missing)
 
         _fill(context.world, store, capture, context.captured_target.expected_states(), manifest_fields)
@@ -189,5 +190,6 @@ def check_samples(location: str, dataset: Dataset) -> None:
 
 SOURCES = {
     CaptureSource.hf: capture_by_hf,
-    CaptureSource.vllm: capture_by_vllm,
+    CaptureSource.vllm: capture_by_engines,
+    CaptureSource.torchspec: capture_by_engines,
 }

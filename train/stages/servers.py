@@ -8,7 +8,7 @@ from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
 from data.store.codec import Encoding
 from train.config.capture import CaptureSource
-from train.config.run import RunConfig, Stage, uses_servers
+from train.config.run import RunConfig, Stage, uses_servers, uses_torchspec
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
@@ -58,9 +58,11 @@ def prepare_servers(context: RunContext, stage: Stage, unfinished: Sequence[Stag
 
 
 def end_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
-    """End the servers that the run has started once no unfinished stage needs them. Every rank calls."""
+    """End the servers and engines of the run once no unfinished stage needs them. Every rank calls."""
     if not _users(context.config, unfinished):
         context.servers.close()
+    if not any(uses_torchspec(context.config, stage) for stage in unfinished):
+        context.torchspec.close(together=True)
 
 
 def server_engine(config: RunConfig) -> tuple[CaptureEngine, float]:

@@ -94,7 +94,7 @@ class MooncakeTransport:
         num_tokens = len(request.input_ids)
         assert aux.shape == (num_tokens, self.num_aux_layers, self.hidden_size), tuple(aux.shape)
         assert final.shape == (num_tokens, self.hidden_size), tuple(final.shape)
-        keys = _keys(request.key)
+        keys = self._keys(request.key)
         deadline = time.monotonic() + self.put_seconds
         with self._outgoing.lock:
             parts = self._outgoing.parts(self._sizes(num_tokens))
@@ -125,10 +125,10 @@ class MooncakeTransport:
         Raises:
             UserError: the key holds other tokens, or another shape or dtype.
         """
-        keys, num_tokens = _keys(request.key), len(request.input_ids)
-        sizes = self._sizes(num_tokens)
+        sizes = self._sizes(len(request.input_ids))
         deadline = time.monotonic() + timeout
         while True:
+            keys = self._keys(request.key)
             if self._present(keys):
                 with self._incoming.lock:
                     parts = self._incoming.parts(sizes)
@@ -145,11 +145,11 @@ class MooncakeTransport:
 
     def arrived(self, key: str) -> bool:
         """Return whether a sample waits under the key."""
-        return self._present(_keys(key))
+        return self._present(self._keys(key))
 
     def discard(self, key: str) -> None:
         """Remove the key's sample, if there is one."""
-        self._store.batch_remove(_keys(key), force=True)
+        self._store.batch_remove(self._keys(key), force=True)
 
     def discard_all(self, prefix: str) -> None:
         """Remove everything under keys with this prefix, which has letters, digits, - and _ only."""
@@ -160,6 +160,12 @@ class MooncakeTransport:
         self._outgoing.release()
         self._incoming.release()
         self._store.close()
+
+    def _keys(self, key: str) -> list[str]:
+        return [self._stored_key(key) + suffix for suffix in SUFFIXES]
+
+    def _stored_key(self, key: str) -> str:
+        return key
 
     def _sizes(self, num_tokens: int) -> list[int]:
         state = self.hidden_size * self.dtype.itemsize
@@ -237,10 +243,6 @@ class _Staging:
     def release(self) -> None:
         if self._buffer.nbytes:
             self._store.unregister_buffer(self._buffer.data_ptr())
-
-
-def _keys(key: str) -> list[str]:
-    return [key + suffix for suffix in SUFFIXES]
 
 
 def _stored_dtype(tensor: Tensor, states: torch.dtype) -> torch.dtype:

@@ -16,7 +16,6 @@ from eagle31.errors import UserError
 REQUIREMENT = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
 
 _CONNECT_SECONDS = 5.0
-_METADATA = "P2PHANDSHAKE"  # no metadata server
 _LOCAL_BYTES = 64  # of the client's buffer; puts and gets use memory that we register
 _ELSEWHERE = ("192.0.2.1", 9)  # an address of no machine (RFC 5737)
 # Each one needs those before it.
@@ -31,6 +30,7 @@ class MooncakeSettings:
     protocol: str = "tcp"  # or rdma
     device: str = ""  # the RDMA device
     segment_bytes: int = 0  # memory that this process lends to the store
+    metadata: str = "P2PHANDSHAKE"  # the URL of a metadata server, or this without one
 
 
 def load_mooncake() -> Any:
@@ -86,7 +86,7 @@ def connect(library: Any, settings: MooncakeSettings) -> Any:
     store = library.MooncakeDistributedStore()
     code = store.setup(
         own_address,
-        _METADATA,
+        settings.metadata,
         settings.segment_bytes,
         _LOCAL_BYTES,
         settings.protocol,

@@ -54,7 +54,7 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
         target = open_capture(context.target, context.drafter.aux_layer_ids, world.device)
         yield TransformersStates(samples, target, encoding, BATCH_TOKENS)
         return
-    with vllm_states(context, samples, encoding, checks_refused=True) as source:
+    with arriving_states(context, samples, encoding, checks_refused=True) as source:
         yield source
         for line in refusal_lines(source.refused, len(source)):
             print(f"capture: {line}", file=sys.stderr)
@@ -96,14 +96,37 @@ def opened_transport(
 
 
 @contextmanager
-def vllm_states(
+def arriving_states(
     context: RunContext, dataset: Dataset, encoding: Encoding, *, checks_refused: bool
 ) -> Iterator[ArrivingStates]:
-    """Open a dataset's states as this run's vLLM servers deliver them to this rank.
+    """Open a dataset's states as this run's vLLM servers, or TorchSpec's engines, deliver them to this rank.
 
     Args:
         checks_refused: whether too many refused samples are an error; a store checks its own.
     """
+    config, world = context.config, context.world
+    if config.capture.source is CaptureSource.torchspec:
+        connected = context.torchspec.producer()
+    else:
+        connected = _vllm_producer(context, dataset, encoding)
+    with connected as (producer, opened):
+        yield ArrivingStates(
+            dataset,
+            producer,
+            opened.transport,
+            shape=opened.shape,
+            sample_bytes=opened.sample_bytes,
+            spool_gb=config.capture.spool_gb,
+            num_sharing=world.ranks_per_node,
+            name=rank_name(context.output_dir, world.rank),
+            checks_refused=checks_refused,
+        )
+
+
+@contextmanager
+def _vllm_producer(
+    context: RunContext, dataset: Dataset, encoding: Encoding
+) -> Iterator[tuple[EngineProducer, OpenTransport]]:
     config, world = context.config, context.world
     expected, longest = context.captured_target.expected_states(), max(dataset_lengths(dataset))
 
@@ -117,15 +140,4 @@ def vllm_states(
         with closing(
             EngineProducer(clients, capture_tasks(opened.transport), check, patience_seconds)
         ) as producer:
-            source = ArrivingStates(
-                dataset,
-                producer,
-                opened.transport,
-                shape=opened.shape,
-                sample_bytes=opened.sample_bytes,
-                spool_gb=config.capture.spool_gb,
-                num_sharing=world.ranks_per_node,
-                name=rank_name(context.output_dir, world.rank),
-                checks_refused=checks_refused,
-            )
-            yield source
+            yield producer, opened

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.capture.transport.mooncake import MooncakeTransport, _keys, state_bytes
+from data.capture.transport.mooncake import MooncakeTransport, state_bytes
 from data.capture.transport.mooncake_store import MooncakeSettings
 from eagle31.errors import UserError
 from tests.data.capture.transport.mooncake_master import (
@@ -131,7 +131,7 @@ def test_what_a_producer_that_died_had_begun_to_put_is_replaced(
 ) -> None:
     request, aux, last = sample(0, SHORT)
     begin = producer._store.batch_put_session_start
-    assert not any(begin(_keys(request.key), producer._sizes(SHORT), producer._pinned))
+    assert not any(begin(producer._keys(request.key), producer._sizes(SHORT), producer._pinned))
     with closing(open_transport(master.settings())) as successor:
         successor.put(request, aux, last)
         check(trainer, 0, SHORT)

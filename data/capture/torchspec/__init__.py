@@ -1,0 +1,1 @@
+"""Hidden states from TorchSpec: its engines, which Ray runs, and its store."""

@@ -1,0 +1,93 @@
+"""The client of an engine of TorchSpec."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from data.capture.dispatch import Prompt, Unavailable
+from data.capture.torchspec.transport import TorchSpecTransport
+
+_INFO_SECONDS = 120.0  # an engine answers once it has computed what it has
+_BATCHES_AHEAD = 2  # one that is computed and one that waits in the engine
+
+
+@dataclass(frozen=True)
+class TorchSpecInfo:
+    """The limits of an engine's prompts."""
+
+    vocab_size: int
+    max_tokens: int
+
+
+class TorchSpecClient:
+    """A connection to an engine, which computes prompts in batches and puts their states into its store.
+
+    Args:
+        find: returns the engine's handle, which changes when it is started again.
+        transport: is told under which keys the engine has put states.
+        batch_size: the most prompts in one call.
+    """
+
+    field = "torchspec.engine"
+    remedy = "look into the engines' logs in OUTPUT_DIR/torchspec"
+
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], Any],
+        info: TorchSpecInfo,
+        transport: TorchSpecTransport,
+        batch_size: int,
+    ) -> None:
+        self.name = name
+        self.concurrency = _BATCHES_AHEAD * batch_size
+        self._find, self._info, self._transport = find, info, transport
+        self._batch_size = batch_size
+        self._engine: Any = None
+        self._waiting: deque[tuple[Prompt, asyncio.Future[list[int]]]] = deque()
+        self._slots = asyncio.Semaphore(_BATCHES_AHEAD)
+
+    async def info(self) -> TorchSpecInfo:
+        self._engine = await asyncio.to_thread(self._find)
+        try:
+            await asyncio.wait_for(self._engine.health_check.remote(), _INFO_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise Unavailable(f"It does not answer ({error!r}).") from error
+        return self._info
+
+    async def compute(self, prompt: Prompt) -> list[int]:
+        """Have the prompt's states put into the store; it joins the batch of those that wait with it."""
+        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt, done))
+        await asyncio.sleep(0)  # the prompts of this moment make one batch
+        async with self._slots:
+            if any(one is done for _, one in self._waiting):
+                size = min(self._batch_size, len(self._waiting))
+                await self._send([self._waiting.popleft() for _ in range(size)])
+        return await done
+
+    async def close(self) -> None:
+        """The engine belongs to the run."""
+
+    async def _send(self, batch: list[tuple[Prompt, asyncio.Future[list[int]]]]) -> None:
+        try:
+            found = await self._engine.generate.remote(
+                data_id=[prompt.key for prompt, _ in batch],
+                input_ids_ref=[torch.tensor(prompt.input_ids) for prompt, _ in batch],
+                packed_loss_mask_list=[f"0,{len(prompt.input_ids)}" for prompt, _ in batch],
+            )
+        except ray.exceptions.RayError as error:
+            found, reason = [], str(error)
+        else:
+            reason = f"It gave {len(found)} of {len(batch)} samples."
+        for index, (prompt, done) in enumerate(batch):
+            if len(found) == len(batch):
+                self._transport.announce(prompt.key, found[index]["mooncake_key"])
+                done.set_result([])
+            else:
+                done.set_exception(Unavailable(reason, lost=True))

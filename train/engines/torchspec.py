@@ -1,0 +1,179 @@
+"""The engines of TorchSpec that a run has, and its store, for every rank."""
+
+import base64
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.capture.producer import EngineProducer
+from data.capture.torchspec.engines import (
+    ADDRESS_VARIABLE,
+    EngineGroup,
+    TorchSpecSettings,
+    join_ray,
+    load_torchspec,
+    start_ray,
+)
+from data.capture.torchspec.transport import DTYPE, TorchSpecTransport, norm_scale
+from data.samples import StateShape
+from data.store.codec import Encoding
+from eagle31.errors import UserError
+from train.config.capture import TorchSpecEngine
+from train.config.run import RunConfig
+from train.distributed import World, read_when_set, shared_values, wait_for_ranks
+from train.engines.servers import CapturedTarget, load_seconds, longest_prompt
+from train.engines.transport import OpenTransport, mooncake_settings
+
+_READY, _CLOSED = "torchspec/ready", "torchspec/closed"
+
+
+class TorchSpecEngines:
+    """The engines that the ranks of a run send prompts to, and the store that they put states into.
+
+    Rank 0 starts them in Ray, and they end with it. Every rank calls `start`, and `close` with `together`.
+
+    Args:
+        target: returns the target that they capture.
+        log_dir: where they write their logs.
+    """
+
+    def __init__(
+        self, config: RunConfig, world: World, target: Callable[[], CapturedTarget], log_dir: Path
+    ) -> None:
+        self._config, self._world, self._target, self._log_dir = config, world, target, log_dir
+        self._group: EngineGroup | None = None
+        self._store: dict[str, Any] | None = None  # the addresses of the master and of the metadata
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long all engines may be away at once: those that are started again load the target again."""
+        return load_seconds(self._config, self._target())
+
+    def settings(self) -> TorchSpecSettings:
+        """Return what TorchSpec has to know of the run.
+
+        Raises:
+            UserError: its engines cannot capture this target.
+        """
+        config, target = self._config, self._target()
+        if target.parts.embed_tokens.dtype != DTYPE:
+            remedy = "TorchSpec runs the target and sends its states in bfloat16; set target.dtype=bfloat16."
+            raise UserError("target.dtype", config.target.dtype, remedy)
+        return TorchSpecSettings(
+            engine=config.torchspec.engine.value,
+            num_engines=config.torchspec.num_engines,
+            gpus_per_engine=config.torchspec.gpus_per_engine,
+            target=target.spec.checkpoint.path,
+            trust_remote_code=target.spec.trust_remote_code,
+            aux_layer_ids=target.aux_layer_ids,
+            num_layers=target.parts.num_layers,
+            hidden_size=target.parts.hidden_size,
+            max_tokens=longest_prompt(config),
+            protocol=config.capture.mooncake.protocol,
+            device=config.capture.mooncake.device or "",
+            extra=config.torchspec.config,
+        )
+
+    def start(self) -> None:
+        """Start the engines on rank 0, unless they run, and connect to them on the others.
+
+        Raises:
+            UserError: TorchSpec is missing, or an engine does not start.
+        """
+        if self._store is not None:
+            return
+        load_torchspec()
+        values = shared_values()
+        if self._world.is_main:
+            settings = self.settings()
+            if self._world.num_nodes > 1:
+                check_reachable()
+            taken, visible = self._world.ranks_per_node, torch.cuda.device_count()
+            address = start_ray(settings, range(taken, visible), self._log_dir)
+            print(f"torchspec: starting {settings.num_engines} {settings.engine} engines", flush=True)
+            group = EngineGroup(settings, _publish, load_seconds(self._config, self._target()))
+            self._group = group
+            store = {"master": group.master, "metadata": group.metadata}
+            values.set(_READY, json.dumps({"ray": address, **store}))
+        else:
+            store = json.loads(read_when_set(values, _READY))
+            join_ray(store.pop("ray"))
+        self._store = store
+
+    @contextmanager
+    def producer(self) -> Iterator[tuple[EngineProducer, OpenTransport]]:
+        """Connect this rank to the engines and to the store."""
+        from data.capture.torchspec.client import TorchSpecClient, TorchSpecInfo
+
+        assert self._store is not None, "the engines have not been started"
+        settings, target = self.settings(), self._target()
+        shape = StateShape(target.num_aux_layers, target.parts.hidden_size, DTYPE)
+        # vLLM keeps the last layer's output, the others what the head reads.
+        after_norm = settings.engine != TorchSpecEngine.vllm.value
+        transport = TorchSpecTransport(
+            replace(mooncake_settings(self._config.capture.mooncake), **self._store),
+            num_aux_layers=shape.num_aux_layers,
+            hidden_size=shape.hidden_size,
+            norm_scale=norm_scale(target.parts.head.norm, shape.hidden_size) if after_norm else None,
+        )
+        info = TorchSpecInfo(target.parts.vocab_size, settings.max_tokens)
+        batch_size = settings.arguments().inference_batch_size
+        clients = [
+            TorchSpecClient(f"engine {index}", partial(_found, index), info, transport, batch_size)
+            for index in range(settings.num_engines)
+        ]
+        with (
+            closing(transport),
+            # The engines were made for this run: there is nothing to check.
+            closing(
+                EngineProducer(clients, lambda _: None, lambda *_: None, self.patience_seconds)
+            ) as producer,
+        ):
+            yield producer, OpenTransport(transport, shape, Encoding("exact"), DTYPE)
+
+    def close(self, together: bool) -> None:
+        """End the engines.
+
+        Args:
+            together: whether every rank calls. Ray ends a process that is connected while rank 0 leaves.
+        """
+        if self._store is None:
+            return
+        import ray
+
+        self._store = None
+        if not self._world.is_main:
+            ray.shutdown()
+        if together:
+            wait_for_ranks(_CLOSED, self._world)
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+            ray.shutdown()
+
+
+def check_reachable() -> None:
+    """Raise UserError where no cluster is named that several nodes reach."""
+    if not os.environ.get(ADDRESS_VARIABLE):
+        remedy = "With several nodes, start Ray on each of them and set it: `stages=[plan]` prints how."
+        raise UserError(ADDRESS_VARIABLE, "", remedy)
+
+
+def _publish(index: int, engine: Any) -> None:
+    import ray
+
+    pickled = base64.b64encode(ray.cloudpickle.dumps(engine)).decode()
+    shared_values().set(f"torchspec/engine/{index}", pickled)
+
+
+def _found(index: int) -> Any:
+    import ray
+
+    return ray.cloudpickle.loads(base64.b64decode(shared_values().get(f"torchspec/engine/{index}")))
