@@ -15,6 +15,7 @@ import torch
 from data.capture.producer import EngineProducer
 from data.capture.torchspec.engines import (
     ADDRESS_VARIABLE,
+    AUTHENTICATION_VARIABLE,
     EngineGroup,
     TorchSpecSettings,
     join_ray,
@@ -89,9 +90,9 @@ class TorchSpecEngines:
         """
         if self._store is not None:
             return
-        load_torchspec()
         values = shared_values()
         if self._world.is_main:
+            load_torchspec()
             settings = self.settings()
             if self._world.num_nodes > 1:
                 check_reachable()
@@ -101,10 +102,15 @@ class TorchSpecEngines:
             group = EngineGroup(settings, _publish, load_seconds(self._config, self._target()))
             self._group = group
             store = {"master": group.master, "metadata": group.metadata}
-            values.set(_READY, json.dumps({"ray": address, **store}))
+            authentication = os.environ.get(AUTHENTICATION_VARIABLE, "")
+            values.set(_READY, json.dumps({"ray": address, "authentication": authentication, **store}))
         else:
             store = json.loads(read_when_set(values, _READY))
-            join_ray(store.pop("ray"))
+            authentication, address = store.pop("authentication"), store.pop("ray")
+            if authentication:
+                os.environ[AUTHENTICATION_VARIABLE] = authentication  # Ray reads it when it is imported
+            load_torchspec()
+            join_ray(address)
         self._store = store
 
     @contextmanager

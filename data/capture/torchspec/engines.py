@@ -18,6 +18,9 @@ from data.capture.vllm.server_info import ROOM_TOKENS
 from eagle31.errors import UserError
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+# Ray's local clusters demand a token, which all of a user's processes find in ~/.ray, and set this where they
+# are started.
+AUTHENTICATION_VARIABLE = "RAY_AUTH_MODE"
 _OBJECT_BYTES = 200_000_000  # Ray's own store carries token ids only
 _MASTER_ATTEMPTS = 5  # another program may take the port that TorchSpec has chosen
 _WATCH_SECONDS, _RESTART_SECONDS = 0.5, 2.0
