@@ -14,7 +14,6 @@ import torch
 
 from data.capture.producer import EngineProducer
 from data.capture.torchspec.engines import (
-    ADDRESS_VARIABLE,
     AUTHENTICATION_VARIABLE,
     EngineGroup,
     TorchSpecSettings,
@@ -94,8 +93,6 @@ class TorchSpecEngines:
         if self._world.is_main:
             load_torchspec()
             settings = self.settings()
-            if self._world.num_nodes > 1:
-                check_reachable()
             taken, visible = self._world.ranks_per_node, torch.cuda.device_count()
             address = start_ray(settings, range(taken, visible), self._log_dir)
             print(f"torchspec: starting {settings.num_engines} {settings.engine} engines", flush=True)
@@ -124,7 +121,7 @@ class TorchSpecEngines:
         # vLLM keeps the last layer's output, the others what the head reads.
         after_norm = settings.engine != TorchSpecEngine.vllm.value
         transport = TorchSpecTransport(
-            replace(mooncake_settings(self._config.capture.mooncake), **self._store),
+            replace(mooncake_settings(self._config.capture, self._world.ranks_per_node), **self._store),
             num_aux_layers=shape.num_aux_layers,
             hidden_size=shape.hidden_size,
             norm_scale=norm_scale(target.parts.head.norm, shape.hidden_size) if after_norm else None,
@@ -163,13 +160,6 @@ class TorchSpecEngines:
             self._group.close()
             self._group = None
             ray.shutdown()
-
-
-def check_reachable() -> None:
-    """Raise UserError where no cluster is named that several nodes reach."""
-    if not os.environ.get(ADDRESS_VARIABLE):
-        remedy = "With several nodes, start Ray on each of them and set it: `stages=[plan]` prints how."
-        raise UserError(ADDRESS_VARIABLE, "", remedy)
 
 
 def _publish(index: int, engine: Any) -> None:

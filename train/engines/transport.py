@@ -17,9 +17,11 @@ from data.capture.transport.protocol import Transport
 from data.capture.transport.spool import MEMORY, file_bytes, open_spool
 from data.samples import StateShape
 from data.store.codec import Encoding
-from train.config.capture import CaptureConfig, MooncakeConfig, TransportKind
+from train.config.capture import MOONCAKE_ROOM, CaptureConfig, TransportKind
 from train.config.vllm import VllmConfig
 from train.engines.servers import CapturedTarget
+
+_LEAST_BYTES = 32_000_000  # Mooncake takes no segment below 16 MiB
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def open_transport(
     shape = StateShape(target.num_aux_layers, target.parts.hidden_size, dtype)
     if chosen.mooncake:
         transport = MooncakeTransport(
-            mooncake_settings(capture.mooncake),
+            mooncake_settings(capture),
             num_aux_layers=shape.num_aux_layers,
             hidden_size=shape.hidden_size,
             dtype=dtype,
@@ -100,13 +102,14 @@ def open_transport(
         yield OpenTransport(spool, shape, encoding, target_dtype)
 
 
-def mooncake_settings(mooncake: MooncakeConfig) -> MooncakeSettings:
-    """Return the recipe's Mooncake store in the transport's units."""
+def mooncake_settings(capture: CaptureConfig, num_sharing: int = 1) -> MooncakeSettings:
+    """Return the recipe's Mooncake store in the transport's units; `num_sharing` ranks lend the default."""
+    mooncake, shared_gb = capture.mooncake, MOONCAKE_ROOM * capture.spool_gb / num_sharing
     return MooncakeSettings(
         master=mooncake.master,
         protocol=mooncake.protocol,
         device=mooncake.device or "",
-        segment_bytes=int(mooncake.segment_gb * 1e9),
+        segment_bytes=max(int((mooncake.segment_gb or shared_gb) * 1e9), _LEAST_BYTES),
     )
 
 

@@ -1,6 +1,7 @@
 """Where the target's vLLM servers run: on the GPUs that train, on other GPUs, or on other nodes."""
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from data.addresses import is_loopback
 from eagle31.errors import UserError
-from train.config.capture import CaptureMode, CaptureSource
+from train.config.capture import CaptureMode, CaptureSource, TorchSpecConfig
 from train.config.run import RunConfig, Stage, uses_vllm
 from train.config.target import TargetEngine
 from train.config.vllm import Placement
@@ -25,6 +26,7 @@ _ALONE_FRACTION = 0.9
 _WAITING_BYTES = 2_000_000_000
 _MARGIN = 0.1  # of training's memory
 _UTILIZATION = "vllm.engine_args.gpu_memory_utilization"
+RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 _OWN_GPUS = "vllm.placement=split, vllm.servers, or --target-nodes of scripts/submit"
 
 
@@ -71,9 +73,39 @@ def run_placement(config: RunConfig, world: World) -> ServerPlacement | None:
     Raises:
         UserError: the servers cannot run there.
     """
+    cluster = cluster_at_hand(world)
+    if config.capture.source is CaptureSource.torchspec:
+        check_torchspec_gpus(config, cluster)
+        if cluster.num_nodes > 1 and not os.environ.get(RAY_ADDRESS):
+            remedy = "With several nodes, start Ray on each of them and set it: `stages=[plan]` prints how."
+            raise UserError(RAY_ADDRESS, "", remedy)
     if uses_vllm(config):
-        return place_servers(RunSizes(config), cluster_at_hand(world))
+        return place_servers(RunSizes(config), cluster)
     return None
+
+
+def torchspec_gpus(torchspec: TorchSpecConfig) -> int:
+    """Return how many GPUs TorchSpec's engines take."""
+    return torchspec.num_engines * torchspec.gpus_per_engine
+
+
+def check_torchspec_gpus(config: RunConfig, cluster: Cluster) -> None:
+    """Raise UserError if TorchSpec's engines have fewer GPUs than they take.
+
+    They have those of the cluster's target nodes, or, where the run starts Ray itself, those of its node that
+    no process trains on.
+    """
+    needed, free = torchspec_gpus(config.torchspec), cluster.gpus_per_node - cluster.processes_per_node
+    if cluster.target_nodes:
+        free = cluster.target_nodes * cluster.gpus_per_node
+    elif os.environ.get(RAY_ADDRESS) or not cluster.gpus_per_node:
+        return
+    if needed > free:
+        remedy = (
+            f"The engines take {needed} GPUs, and {max(0, free)} have no training process: start fewer "
+            f"(--nproc-per-node of torchrun), or start Ray on other nodes and set {RAY_ADDRESS}."
+        )
+        raise UserError("torchspec.gpus_per_engine", config.torchspec.gpus_per_engine, remedy)
 
 
 def serves_training(config: RunConfig) -> bool:

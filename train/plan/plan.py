@@ -1,7 +1,7 @@
 """The plan of a run: the drafter's shape, the work, what it takes, and the commands that start it."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -10,13 +10,21 @@ from data.target.architecture import active_intermediate_size, expert_intermedia
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
 from train.config.capture import CaptureMode, CaptureSource
-from train.config.run import RunConfig, Stage, uses_vllm
+from train.config.run import RunConfig, Stage, uses_torchspec, uses_vllm
 from train.config.vllm import Placement
 from train.distributed import World
 from train.plan.commands import Command, commands
 from train.plan.disk import disks
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
-from train.plan.placement import Cluster, ServerPlacement, cluster_at_hand, place_servers, serves_training
+from train.plan.placement import (
+    Cluster,
+    ServerPlacement,
+    check_torchspec_gpus,
+    cluster_at_hand,
+    place_servers,
+    serves_training,
+    torchspec_gpus,
+)
 from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import Parallelism, ServerMemory, TargetSize
 from train.plan.work import Hours, Work, run_hours, run_work
@@ -149,18 +157,24 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
     config = sizes.config
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
     placement, server, target, refusal = None, None, None, _rows_refusal(config, cluster)
-    if not uses_vllm(config):
-        target = _target_elsewhere(config, cluster, sizes.target)
-    else:
-        try:
-            placement = place_servers(sizes, cluster)
+    in_torchspec = config.capture.source is CaptureSource.torchspec
+    try:
+        if uses_vllm(config):
+            # With TorchSpec, vLLM only writes completions, on the nodes that train.
+            placement = place_servers(sizes, replace(cluster, target_nodes=0) if in_torchspec else cluster)
             server = sizes.server(Parallelism.of({**config.vllm.engine_args, **placement.engine_args}))
             target = _target_in_vllm(config, cluster, placement, server)
-        except UserError as error:
-            refusal = str(error)
+        if in_torchspec:
+            check_torchspec_gpus(config, cluster)
+            target = _target_in_torchspec(config, sizes.target)
+    except UserError as error:
+        refusal = str(error)
+    if not (uses_vllm(config) or in_torchspec):
+        target = _target_elsewhere(config, cluster, sizes.target)
     hours = None
     if target is not None:
-        at_once = serves_training(config) and placement is not None and placement.kind is not Placement.shared
+        apart = placement is not None and placement.kind is not Placement.shared
+        at_once = (serves_training(config) and apart) or uses_torchspec(config, Stage.train)
         hours = run_hours(config, work, cluster.num_ranks, target.num_gpus, at_once)
     shortages = list(_shortages(config, cluster, memory, target))
     works = refusal is None and not shortages
@@ -206,10 +220,13 @@ def _planned(config: RunConfig, world: World) -> Iterator[Cluster]:
     if config.vllm.placement is Placement.split:
         processes = max(1, gpus - Parallelism.of(config.vllm.engine_args).gpus)
     starts_servers = uses_vllm(config) and not config.vllm.servers
-    several = (1, 2) if starts_servers else (1,)
+    in_torchspec = config.capture.source is CaptureSource.torchspec
+    several = (1, 2) if starts_servers or in_torchspec else (1,)
     for nodes in several if plan.num_nodes is None else (plan.num_nodes,):
         apart = starts_servers and serves_training(config) and config.vllm.placement is Placement.auto
-        targets = nodes // 2 if apart or config.vllm.placement is Placement.apart else 0
+        targets = nodes // 2 if apart or in_torchspec or config.vllm.placement is Placement.apart else 0
+        if in_torchspec:
+            processes = gpus if targets else max(1, gpus - torchspec_gpus(config.torchspec))
         yield Cluster(nodes - targets, gpus, processes, gpu_bytes, targets)
 
 
@@ -238,6 +255,14 @@ def _target_in_vllm(
     if placement.memory_fraction is not None:
         where += f"; vLLM takes {placement.memory_fraction:g} of each GPU"
     return TargetGpus(placement.num_servers, gpus, memory.weights, f"vLLM, {where}")
+
+
+def _target_in_torchspec(config: RunConfig, size: TargetSize) -> TargetGpus:
+    torchspec = config.torchspec
+    gpus, engines = torchspec.gpus_per_engine, torchspec.num_engines
+    counts = f"{engines} engine{'s' if engines > 1 else ''} of {gpus} GPU{'s' if gpus > 1 else ''}"
+    text = f"TorchSpec, {counts} ({torchspec.engine.value}) in Ray"
+    return TargetGpus(engines, gpus, size.checkpoint_bytes // gpus, text)
 
 
 def _target_elsewhere(config: RunConfig, cluster: Cluster, size: TargetSize) -> TargetGpus:

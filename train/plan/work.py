@@ -168,7 +168,7 @@ def _row_flops(sizes: RunSizes) -> StepFlops:
 def _store_bytes(sizes: RunSizes, num_tokens: int | None) -> int | None:
     capture, drafter = sizes.config.capture, sizes.drafter
     if capture.mode is CaptureMode.online:
-        return int(capture.spool_gb * 1e9) if capture.source is CaptureSource.vllm else 0
+        return 0 if capture.source is CaptureSource.hf else int(capture.spool_gb * 1e9)
     if capture.store is not None:
         return 0
     if num_tokens is None:

@@ -17,7 +17,7 @@ from data.capture.transport.mooncake_store import library_directory, load_moonca
 from data.capture.vllm.server_info import ROOM_TOKENS
 from eagle31.errors import UserError
 
-ADDRESS_VARIABLE = "RAY_ADDRESS"
+_ADDRESS = "RAY_ADDRESS"
 # Ray's local clusters demand a token, which all of a user's processes find in ~/.ray, and set this where they
 # are started.
 AUTHENTICATION_VARIABLE = "RAY_AUTH_MODE"
@@ -149,7 +149,7 @@ def start_ray(settings: TorchSpecSettings, devices: Sequence[int], log_dir: Path
     environment: dict[str, Any] = {"env_vars": variables}
     if not torch.cuda.is_available():
         environment["worker_process_setup_hook"] = _cpu_hook()
-    given = os.environ.get(ADDRESS_VARIABLE)
+    given = os.environ.get(_ADDRESS)
     if given:
         _init(address=given, runtime_env=environment)
     else:
@@ -184,7 +184,7 @@ def _init(**arguments: Any) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
     except (ConnectionError, RuntimeError, ValueError) as error:
         remedy = f"No Ray cluster answers there or starts here: {error}"
-        raise UserError(ADDRESS_VARIABLE, arguments["address"], remedy) from error
+        raise UserError(_ADDRESS, arguments["address"], remedy) from error
     finally:
         # Ray ends a process at once where this run saves a checkpoint.
         for number, handler in handlers.items():

@@ -114,7 +114,7 @@ def test_a_mooncake_store_must_hold_everything_that_may_wait() -> None:
         "capture.spool_gb=8",
     ]
     with pytest.raises(UserError, match=r"capture\.mooncake\.segment_gb"):
-        check(composed("any_target", *settings))
+        check(composed("any_target", *settings, "capture.mooncake.segment_gb=8"))
     check(composed("any_target", *settings, "capture.mooncake.segment_gb=9"))
 
 

@@ -41,9 +41,11 @@ def ray_processes(ranks: Ranks, name: str) -> list[psutil.Process]:
 
 
 def trained(directory: Path) -> list[float]:
-    """Return the losses and the acceptance lengths by step."""
-    found = [record.get("loss", record.get("acceptance_length")) for record in metrics_of(directory)]
-    return [value for value in found if value is not None]
+    """Return the losses by step, and the acceptance lengths of the validations."""
+    records = metrics_of(directory)
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    lengths = [record["acceptance_length"] for record in records if "acceptance_length" in record]
+    return losses + [length for by_length in lengths for length in by_length.values()]
 
 
 @pytest.fixture(scope="module")
