@@ -7,7 +7,6 @@ import json
 import runpy
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data.target.head import TargetHead
@@ -30,6 +29,7 @@ from eagle31.training.step import rollout_loss
 from tests.eagle31.export.exports import LATENT_YARN, drafted
 from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, random_batch, tiny_config, tiny_drafter
 from tests.scripts.bench.commands import command
+from train.trainer.engine import ensure_process_group
 
 NUM_STEPS, STEP_DECAY, NUM_TOKENS = 4, 0.8, 24
 CPU = torch.device("cpu")
@@ -203,12 +203,10 @@ def test_the_benchmarks_train_its_drafter(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What its checkpoints need: a process group, and no CUDA."""
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its checkpoints need: a process group, which stays for other tests, and no CUDA."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+    ensure_process_group()
 
 
 def trained(directory: Path, **changes: Any) -> tuple[Namespace, Tensor]:
