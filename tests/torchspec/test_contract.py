@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from data.capture.torchspec.engines import TorchSpecSettings
 from data.capture.transport.mooncake_store import load_mooncake
 from data.capture.vllm.environment import ROOT
 from tests.data.capture.transport.mooncake_master import running_master
@@ -92,6 +93,31 @@ def test_what_our_code_imports_and_calls_is_there() -> None:
 def test_what_is_not_there_is_named(code: str, problem: str) -> None:
     [found] = problems(ast.parse(code))
     assert problem in found
+
+
+def test_the_settings_of_a_run_arrive() -> None:
+    """Its configuration has some as a dictionary, in which nothing checks names."""
+    load_mooncake()
+    from torchspec.config.mooncake_config import MooncakeConfig
+
+    sizes: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "max_tokens": 100, "gpus_per_engine": 4}
+    settings = TorchSpecSettings(
+        "sgl",
+        num_engines=1,
+        target="a/b",
+        trust_remote_code=False,
+        aux_layer_ids=(2, 4, 5),
+        protocol="rdma",
+        device="mlx5_0",
+        **sizes,
+    )
+    arguments = settings.arguments()
+    assert arguments.aux_hidden_states_layers == [1, 3, 4]
+    assert (arguments.inference_num_gpus, arguments.inference_num_gpus_per_engine) == (4, 4)
+    arguments.mooncake_master_server_address = "host:1"
+    store = MooncakeConfig.from_flat_args(arguments)
+    assert (store.protocol, store.device_name, store.hidden_dim) == ("rdma", "mlx5_0", 64)
+    assert (store.master_server_address, store.global_segment_size) == ("host:1", 0)
 
 
 def test_a_run_records_the_checkout(torchspec: Path) -> None:
