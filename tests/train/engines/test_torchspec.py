@@ -67,3 +67,20 @@ def test_two_ranks_train_from_an_engine_that_is_killed(
     assert ranks.wait() == 0, ranks.printed()
     assert trained(directory) == pytest.approx(expected, rel=0.02)
     assert (directory / "export" / "config.json").exists()
+
+
+@pytest.mark.full("it starts Ray twice")
+def test_a_killed_run_resumes_and_leaves_no_process(
+    torchspec: Path, small_target: EmbeddedTarget, expected: list[float], tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    ranks = begin(small_target, directory)
+    wait_for_step(directory, 4)
+    started = ray_processes(ranks, "")
+    assert any("HFEngine" in " ".join(command_of(one)) for one in started)
+    ranks.kill()
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not alive
+    ranks = begin(small_target, directory)
+    assert ranks.wait() == 0, ranks.printed()
+    assert trained(directory) == pytest.approx(expected, rel=0.02)

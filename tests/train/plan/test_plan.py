@@ -169,6 +169,19 @@ def test_the_commands_compose_to_a_run_that_is_placed_as_planned(
         assert len(set(config.vllm.servers)) == len(config.vllm.servers)  # two nodes may not have the same
 
 
+def test_torchspecs_engines_have_a_node_and_ray_has_its_commands() -> None:
+    one, two = planned("kimi_k2_6", "capture=torchspec").ways
+    assert "torchspec.gpus_per_engine=8" in str(one.refusal)
+    assert [(command.where, command.line.split(" recipe=")[0]) for command in two.commands] == [
+        ("TARGET1", "ray start --head --port=6379 --num-gpus=8"),
+        ("TRAIN1", "ray start --address=TARGET1:6379 --num-gpus=0"),
+        ("TRAIN1", "RAY_ADDRESS=TARGET1:6379 torchrun --nproc-per-node 8 train/main.py"),
+    ]
+    smaller = ["capture=torchspec", "torchspec.gpus_per_engine=4", "plan.num_nodes=1"]
+    [alone] = planned("qwen3_8b", *smaller, "plan.gpus_per_node=8").ways
+    assert (alone.cluster.processes_per_node, alone.refusal) == (4, None)
+
+
 def test_what_the_user_says_of_the_nodes_counts() -> None:
     [way] = planned("kimi_k2_6", "plan.num_nodes=1", "plan.gpus_per_node=4", "plan.gpu_memory_gb=288").ways
     assert (way.cluster.gpus_per_node, way.cluster.gpu_bytes) == (4, 288_000_000_000)
