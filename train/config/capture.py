@@ -44,7 +44,7 @@ class TorchSpecConfig:
     config: dict[str, Any] = setting(
         {},
         "Further settings of TorchSpec, in the form of its own configuration, such as "
-        "{inference: {vllm: {pp_size: 2}}}.",
+        "{inference: {inference_batch_size: 8}}.",
     )
 
 

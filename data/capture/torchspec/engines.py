@@ -33,7 +33,7 @@ class TorchSpecSettings:
     """What TorchSpec has to know of a run.
 
     max_tokens: the length of the longest sample.
-    extra: further settings in TorchSpec's own form, such as {"inference": {"vllm": {"pp_size": 2}}}.
+    extra: further settings in TorchSpec's own form, such as {"inference": {"inference_batch_size": 8}}.
 
     Raises:
         UserError: `extra` has a setting that the run sets, or its engines do not give one of the layer ids.
@@ -77,9 +77,13 @@ class TorchSpecSettings:
         tensor_size = {"inference": {"sglang": {"tp_size": self.gpus_per_engine}}}
         try:
             config = OmegaConf.merge(tensor_size, dict(self.extra), self._own())
-            return config_to_flat_args(load_config(base_config=config))
+            arguments = config_to_flat_args(load_config(base_config=config))
         except (OmegaConfBaseException, NotImplementedError) as error:
             raise UserError("torchspec.config", dict(self.extra), str(error).splitlines()[0]) from error
+        if arguments.vllm_pp_size > 1:
+            remedy = "The stages store the states of a sample apart, which is not read; leave it out."
+            raise UserError("torchspec.config.inference.vllm.pp_size", arguments.vllm_pp_size, remedy)
+        return arguments
 
     def _own(self) -> dict[str, dict[str, Any]]:
         return {

@@ -37,6 +37,7 @@ def test_torchspecs_arguments_are_those_of_one_engine(torchspec: Path) -> None:
         ({"aux_layer_ids": (4, 6)}, "drafter.aux_layer_ids"),
         ({"extra": {"inference": {"inference_engine_type": "hf"}}}, "torchspec.config.inference"),
         ({"extra": {"inference": {"vllm": {"pp": 2}}}}, "torchspec.config"),
+        ({"extra": {"inference": {"vllm": {"pp_size": 2}}}}, "torchspec.config.inference.vllm.pp_size"),
         ({"extra": {"inference": {"inference_batch_size": "many"}}}, "torchspec.config"),
     ],
 )
