@@ -11,6 +11,7 @@ SLOW = (
     "tests/train/trainer/test_parallel.py",
     "tests/runs/test_kills.py",
     "tests/train/launch/test_apart.py",
+    "tests/train/engines/test_torchspec.py",
     "tests/train/parity/test_vllm_parity.py",
     "tests/data/capture/vllm/test_server.py",
     "tests/train/engines/test_vllm.py",

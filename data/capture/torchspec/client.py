@@ -55,9 +55,11 @@ class TorchSpecClient:
     async def info(self) -> TorchSpecInfo:
         self._engine = await asyncio.to_thread(self._find)
         try:
-            await asyncio.wait_for(self._engine.health_check.remote(), _INFO_SECONDS)
+            healthy = await asyncio.wait_for(self._engine.health_check.remote(), _INFO_SECONDS)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise Unavailable(f"It does not answer ({error!r}).") from error
+        if not healthy:
+            raise Unavailable("It has not loaded the target.")
         return self._info
 
     async def compute(self, prompt: Prompt) -> list[int]:

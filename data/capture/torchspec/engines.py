@@ -281,18 +281,20 @@ class EngineGroup:
         asked = [engine.health_check.remote() for engine in self._engines]
         while not self._closing.wait(_WATCH_SECONDS):
             for index, question in enumerate(asked):
-                done, _ = ray.wait([question], timeout=0)
+                if not ray.wait([question], timeout=0)[0]:
+                    continue
+                reason: object = "it did not load the target"
                 try:
-                    if done:
-                        ray.get(question)
-                        asked[index] = self._engines[index].health_check.remote()
+                    healthy = ray.get(question)
                 except ray.exceptions.RayError as error:
-                    logger.warning("an engine of TorchSpec ended, and is started again: %s", error)
+                    healthy, reason = False, error
+                if not healthy:
+                    logger.warning("an engine of TorchSpec ended, and is started again: %s", reason)
                     self._closing.wait(_RESTART_SECONDS)
-                    self._engines[index], ready = self._make(index)
-                    asked[index] = self._engines[index].health_check.remote()
-                    if not ray.wait(ready, timeout=self._limit_seconds)[1]:
-                        self._published(index, self._engines[index])
+                    ray.kill(self._engines[index])
+                    self._engines[index], _ = self._make(index)
+                    self._published(index, self._engines[index])
+                asked[index] = self._engines[index].health_check.remote()
 
 
 def _launch_master(arguments: Any) -> Any:
