@@ -15,6 +15,7 @@ import torch
 
 from data.capture.transport.mooncake_store import library_directory, load_mooncake
 from data.capture.vllm.server_info import ROOM_TOKENS
+from data.capture.vllm.server_process import visible_devices
 from eagle31.errors import UserError
 
 _ADDRESS = "RAY_ADDRESS"
@@ -142,39 +143,36 @@ def start_ray(settings: TorchSpecSettings, devices: Sequence[int], log_dir: Path
         devices: the GPUs of this machine that engines may have, if the cluster is started here.
         log_dir: where the engines write their logs.
     """
-    os.environ["TORCHSPEC_LOG_DIR"] = str(log_dir.absolute())
     libraries = [str(library_directory()), os.environ.get("LD_LIBRARY_PATH", "")]
+    os.environ["TORCHSPEC_LOG_DIR"] = str(log_dir.absolute())
+    # TorchSpec looks for mooncake_master there.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {
-        # TorchSpec looks for mooncake_master there.
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": os.environ["PATH"],
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
-        "MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR"),
+        "MC_LOG_LEVEL": os.environ["MC_LOG_LEVEL"],
     }
     environment: dict[str, Any] = {"env_vars": variables}
     if not torch.cuda.is_available():
         environment["worker_process_setup_hook"] = _cpu_hook()
-    given = os.environ.get(_ADDRESS)
+    given, visible = os.environ.get(_ADDRESS), os.environ.get("CUDA_VISIBLE_DEVICES")
     if given:
         _init(address=given, runtime_env=environment)
     else:
         num_gpus = settings.num_engines * settings.gpus_per_engine
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        try:
-            _init(
-                address="local",
-                num_gpus=num_gpus,
-                num_cpus=num_gpus + 1,
-                object_store_memory=_OBJECT_BYTES,
-                include_dashboard=False,
-                runtime_env=environment,
-            )
-        finally:
-            if visible is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
-            else:
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices(devices))
+        _init(
+            address="local",
+            num_gpus=num_gpus,
+            num_cpus=num_gpus + 1,
+            object_store_memory=_OBJECT_BYTES,
+            include_dashboard=False,
+            runtime_env=environment,
+        )
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
     import ray
 
     return ray.get_runtime_context().gcs_address
@@ -301,15 +299,10 @@ def _launch_master(arguments: Any) -> Any:
     """Start the store's master, and write its address into TorchSpec's arguments."""
     from torchspec.transfer.mooncake.utils import launch_mooncake_master
 
-    path = os.environ["PATH"]
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{path}"
-    try:
-        for _ in range(_MASTER_ATTEMPTS):
-            arguments.mooncake_master_server_address = arguments.mooncake_metadata_port = None
-            master = launch_mooncake_master(arguments)
-            if master is not None:
-                return master
-    finally:
-        os.environ["PATH"] = path
+    for _ in range(_MASTER_ATTEMPTS):
+        arguments.mooncake_master_server_address = arguments.mooncake_metadata_port = None
+        master = launch_mooncake_master(arguments)
+        if master is not None:
+            return master
     remedy = "mooncake_master did not start; see Ray's logs in /tmp/ray/session_latest/logs."
     raise UserError("capture.source", "torchspec", remedy)

@@ -217,14 +217,14 @@ def _environment(python: Path, key: str | None, devices: Sequence[int] | None) -
     if key is not None:
         environment[KEY_VARIABLE] = key
     if devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(devices))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices(devices))
     if not torch.cuda.is_available():
         # The worker then runs in the engine's process: on a CPU vLLM would start another one for it.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment
 
 
-def _visible(devices: Sequence[int]) -> list[str]:
+def visible_devices(devices: Sequence[int]) -> list[str]:
     """Return how CUDA names some of this process's visible GPUs."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
