@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from data.capture.torchspec.engines import TorchSpecSettings
+from data.capture.torchspec.engines import TorchSpecSettings, check_installed
 from data.capture.torchspec.transport import norm_scale
 from eagle31.errors import UserError
 
@@ -21,13 +21,12 @@ def settings(**changed: Any) -> TorchSpecSettings:
     return TorchSpecSettings(**{**fields, **changed})
 
 
-def test_torchspecs_arguments_are_those_of_one_engine(torchspec: Path) -> None:
+def test_further_settings_are_torchspecs_own(torchspec: Path) -> None:
     extra = {"inference": {"inference_batch_size": 8, "sglang": {"extra_args": {"attention_backend": "fa3"}}}}
     found = settings(extra=extra).arguments()
-    assert found.aux_hidden_states_layers == [0, 3]  # the outputs of layers
-    assert found.max_seq_length > 100
-    assert (found.inference_num_gpus, found.sglang_tp_size) == (4, 4)
     assert (found.inference_batch_size, dict(found.sglang_extra_args)) == (8, {"attention_backend": "fa3"})
+    assert found.sglang_tp_size == 4
+    assert found.max_seq_length > 100  # SGLang cuts a prompt without room for a token after it
 
 
 @pytest.mark.parametrize(
@@ -44,6 +43,13 @@ def test_torchspecs_arguments_are_those_of_one_engine(torchspec: Path) -> None:
 def test_what_torchspec_cannot_do_is_refused(torchspec: Path, changed: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=field):
         settings(**changed).arguments()
+
+
+def test_a_machine_without_torchspec_is_told_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.capture.torchspec.engines.load_mooncake", lambda: None)
+    monkeypatch.setattr("data.capture.torchspec.engines.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"capture\.source=torchspec.*scripts/setup/torchspec"):
+        check_installed()
 
 
 def test_the_scale_of_a_norm_undoes_it_up_to_a_factor() -> None:
