@@ -226,7 +226,8 @@ def _planned(config: RunConfig, world: World) -> Iterator[Cluster]:
         apart = starts_servers and serves_training(config) and config.vllm.placement is Placement.auto
         targets = nodes // 2 if apart or in_torchspec or config.vllm.placement is Placement.apart else 0
         if in_torchspec:
-            processes = gpus if targets else max(1, gpus - torchspec_gpus(config.torchspec))
+            free = gpus if targets else max(1, gpus - torchspec_gpus(config.torchspec))
+            processes = next(count for count in range(free, 0, -1) if config.train.rows_per_step % count == 0)
         yield Cluster(nodes - targets, gpus, processes, gpu_bytes, targets)
 
 
