@@ -8,6 +8,7 @@ import pytest
 from data.embedded.target import EmbeddedTarget
 from tests.processes import command_of
 from tests.runs.forked import Ranks, start
+from tests.runs.here import run_command
 from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of, wait_for_step
 from tests.train.torchrun import run_here
 
@@ -69,19 +70,27 @@ def test_two_ranks_train_from_an_engine_that_is_killed(
     assert (directory / "export" / "config.json").exists()
 
 
-@pytest.mark.full("it starts Ray twice")
-def test_a_killed_run_resumes_and_leaves_no_process(
-    torchspec: Path, small_target: EmbeddedTarget, expected: list[float], tmp_path: Path
+@pytest.mark.full("it starts Ray twice, and vLLM")
+def test_a_killed_run_of_two_engines_resumes_and_vllm_serves_its_export(
+    torchspec: Path,
+    vllm_python: Path,
+    small_target: EmbeddedTarget,
+    expected: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = tmp_path / "run"
-    ranks = begin(small_target, directory)
+    ranks = begin(small_target, directory, "torchspec.num_engines=2")
     wait_for_step(directory, 4)
     started = ray_processes(ranks, "")
-    assert any("HFEngine" in " ".join(command_of(one)) for one in started)
+    assert len(ray_processes(ranks, "HFEngine")) == 2
     ranks.kill()
     _, alive = psutil.wait_procs(started, timeout=20)
     # Ray's agents look for their node about once a minute.
     assert not [one for one in alive if "Agent" not in one.name()]
-    ranks = begin(small_target, directory)
+    ranks = begin(small_target, directory, "torchspec.num_engines=2")
     assert ranks.wait() == 0, ranks.printed()
     assert trained(directory) == pytest.approx(expected, rel=0.02)
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
+    served = run_command("scripts/check_serving", directory / "export", "--target", small_target.model)
+    assert "verdict: vLLM serves what was trained" in served.out, served.err
