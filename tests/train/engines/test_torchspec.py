@@ -57,8 +57,13 @@ def expected(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFact
     return trained(directory)
 
 
-def test_two_ranks_train_from_an_engine_that_is_killed(
-    torchspec: Path, small_target: EmbeddedTarget, expected: list[float], tmp_path: Path
+def test_two_ranks_train_from_an_engine_that_is_killed_to_an_export_that_vllm_serves(
+    torchspec: Path,
+    vllm_python: Path,
+    small_target: EmbeddedTarget,
+    expected: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = tmp_path / "run"
     ranks = begin(small_target, directory)
@@ -67,17 +72,14 @@ def test_two_ranks_train_from_an_engine_that_is_killed(
     engine.kill()
     assert ranks.wait() == 0, ranks.printed()
     assert trained(directory) == pytest.approx(expected, rel=0.02)
-    assert (directory / "export" / "config.json").exists()
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
+    served = run_command("scripts/check_serving", directory / "export", "--target", small_target.model)
+    assert "verdict: vLLM serves what was trained" in served.out, served.err
 
 
-@pytest.mark.full("it starts Ray twice, and vLLM")
-def test_a_killed_run_of_two_engines_resumes_and_vllm_serves_its_export(
-    torchspec: Path,
-    vllm_python: Path,
-    small_target: EmbeddedTarget,
-    expected: list[float],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.full("it starts Ray twice")
+def test_a_killed_run_of_two_engines_resumes_and_leaves_no_process(
+    torchspec: Path, small_target: EmbeddedTarget, expected: list[float], tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
     ranks = begin(small_target, directory, "torchspec.num_engines=2")
@@ -91,6 +93,3 @@ def test_a_killed_run_of_two_engines_resumes_and_vllm_serves_its_export(
     ranks = begin(small_target, directory, "torchspec.num_engines=2")
     assert ranks.wait() == 0, ranks.printed()
     assert trained(directory) == pytest.approx(expected, rel=0.02)
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
-    served = run_command("scripts/check_serving", directory / "export", "--target", small_target.model)
-    assert "verdict: vLLM serves what was trained" in served.out, served.err

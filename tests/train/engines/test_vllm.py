@@ -50,7 +50,7 @@ def in_transformers(
     small_target: EmbeddedTarget, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     directory = tmp_path_factory.mktemp("transformers") / "run"
-    torchrun(MAIN, f"recipe={RECIPE}", *arguments(small_target, data, directory), STAGES)
+    run_here(RECIPE, *arguments(small_target, data, directory), STAGES)
     return directory
 
 
