@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from data.embedded.target import EmbeddedTarget
+from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.processes import command_of
 from tests.runs.forked import Ranks, start
 from tests.runs.here import run_command
@@ -73,7 +74,11 @@ def test_two_ranks_train_from_an_engine_that_is_killed_to_an_export_that_vllm_se
     assert ranks.wait() == 0, ranks.printed()
     assert trained(directory) == pytest.approx(expected, rel=0.02)
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
-    served = run_command("scripts/check_serving", directory / "export", "--target", small_target.model)
+    served = run_command(
+        "scripts/check_serving",
+        *(directory / "export", "--target", small_target.model, "--dtype", "float32"),
+        *("--max-new-tokens", 24, "--engine-args", f"kv_cache_memory_bytes={KV_CACHE_BYTES}"),
+    )
     assert "verdict: vLLM serves what was trained" in served.out, served.err
 
 
