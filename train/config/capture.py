@@ -43,7 +43,7 @@ class TorchSpecConfig:
     gpus_per_engine: int = setting(1, "GPUs of an engine.", ge=1)
     config: dict[str, Any] = setting(
         {},
-        "Further settings of TorchSpec, in the form of its own configuration, such as "
+        "Further settings, in the form of TorchSpec's configuration, such as "
         "{inference: {inference_batch_size: 8}}.",
     )
 
@@ -105,7 +105,7 @@ def check_capture(capture: CaptureConfig) -> None:
     over_mooncake = capture.transport is TransportKind.mooncake
     in_torchspec = capture.source is CaptureSource.torchspec
     if over_mooncake and in_torchspec:
-        remedy = "TorchSpec has a Mooncake store of its own, which the run starts; leave it out."
+        remedy = "The run starts the Mooncake store of TorchSpec; leave it out."
         raise UserError("capture.transport", capture.transport.value, remedy)
     if over_mooncake and capture.source is CaptureSource.hf:
         remedy = "Transformers runs in the run's own processes; set capture.source=vllm, or leave it out."

@@ -29,7 +29,7 @@ class TorchSpecClient:
 
     Args:
         find: returns the engine's handle, which changes when it is started again.
-        transport: is told under which keys the engine has put states.
+        transport: gets the keys under which the engine has put states.
         batch_size: the most prompts in one call.
     """
 
