@@ -6,12 +6,15 @@ from functools import cached_property
 from pathlib import Path
 
 from train.artifact import Artifact
+from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage
 from train.distributed import World
 from train.drafter.chosen import ChosenDrafter
 from train.engines.servers import CapturedTarget, RunServers, ServerSettings, server_settings
 from train.engines.torchspec import TorchSpecEngines
-from train.plan.placement import ServerPlacement, run_placement
+from train.plan.placement import ServerPlacement, cluster_at_hand
+from train.plan.sizes import RunSizes
+from train.plan.where import where_target_runs
 from train.target import Target
 from train.trainer.checkpoints import EarlierTraining
 
@@ -52,7 +55,7 @@ class RunContext:
         Raises:
             UserError: they cannot run there.
         """
-        return run_placement(self.config, self.world)
+        return where_target_runs(RunSizes(self.config)).servers(cluster_at_hand(self.world))
 
     @cached_property
     def servers(self) -> RunServers:
@@ -72,3 +75,12 @@ class RunContext:
         """TorchSpec's engines of this run; none is started yet."""
         log_dir = self.output_dir / "torchspec"
         return TorchSpecEngines(self.config, self.world, lambda: self.captured_target, log_dir)
+
+    @property
+    def capturing(self) -> RunServers | TorchSpecEngines | None:
+        """The engines in other processes that capture; None: transformers does, in the run's own."""
+        return {
+            CaptureSource.hf: None,
+            CaptureSource.vllm: self.servers,
+            CaptureSource.torchspec: self.torchspec,
+        }[self.config.capture.source]

@@ -30,8 +30,6 @@ from train.config.run import (
     pushes,
     selected_stages,
     starts_vllm,
-    uses_servers,
-    uses_torchspec,
 )
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
@@ -49,7 +47,7 @@ from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, run_export
 from train.stages.report import run_report
-from train.stages.servers import begin_servers, end_servers, prepare_servers
+from train.stages.servers import begin_servers, end_engines, prepare_engines
 from train.stages.train import check_ranks, check_rows, run_train, train_inputs
 from train.stages.training.continuing import (
     VOCAB,
@@ -163,7 +161,7 @@ def run_stages(context: RunContext) -> None:
                 context.reused.add(stage.value)
                 if world.is_main:
                     print(f"{stage.value}: reused, {context.artifacts[stage].directory}", flush=True)
-            end_servers(context, unfinished)
+            end_engines(context, unfinished)
             if world.is_main:
                 conclude(context, stage)
     finally:
@@ -253,10 +251,7 @@ def check_training(context: RunContext, *, exports: bool) -> None:
 def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
     """Prepare what a stage without a result needs. Every rank calls."""
     artifact = context.artifacts[stage]
-    if uses_servers(context.config, stage):
-        prepare_servers(context, stage, unfinished)
-    if uses_torchspec(context.config, stage):
-        context.torchspec.start()
+    prepare_engines(context, stage, unfinished)
     if context.world.is_main:
         check_store(context.config, stage)
         if stage is Stage.train:

@@ -10,14 +10,14 @@ from pathlib import Path
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from data.capture.transport.spool import MEMORY
 from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json
-from train.config.capture import CaptureMode, CaptureSource, TransportKind
+from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED
 from train.plan.sizes import RunSizes
+from train.plan.where import where_target_runs
 from train.plan.work import Work
 from train.tables import gigabytes
 
@@ -98,13 +98,10 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     yield DiskUse("checkpoints and export", output_dir, left, remedy)
     remedy = "Set HF_HOME to a directory on a larger disk."
     yield DiskUse("the target's weights", Path(constants.HF_HUB_CACHE), download_bytes(sizes), remedy)
-    if capture.source is CaptureSource.vllm and capture.transport is TransportKind.spool:
+    target = where_target_runs(sizes)
+    if target.spool_dir is not None:
         remedy = "Lower capture.spool_gb, set capture.spool_dir, or enlarge /dev/shm (Docker: --shm-size)."
-        yield DiskUse("the spool", _spool_dir(config), int(capture.spool_gb * 1e9), remedy)
-
-
-def _spool_dir(config: RunConfig) -> Path:
-    return MEMORY if config.capture.spool_dir is None else Path(config.capture.spool_dir)
+        yield DiskUse("the spool", target.spool_dir, target.waiting_bytes, remedy)
 
 
 def download_bytes(sizes: RunSizes) -> int:

@@ -1,7 +1,6 @@
 """Where the target's vLLM servers run: on the GPUs that train, on other GPUs, or on other nodes."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 
 from data.addresses import is_loopback
 from eagle31.errors import UserError
-from train.config.capture import CaptureMode, CaptureSource, TorchSpecConfig
-from train.config.run import RunConfig, Stage, uses_vllm
+from train.config.capture import CaptureMode, CaptureSource
+from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.config.vllm import Placement
 from train.distributed import World
@@ -26,7 +25,6 @@ _ALONE_FRACTION = 0.9
 _WAITING_BYTES = 2_000_000_000
 _MARGIN = 0.1  # of training's memory
 _UTILIZATION = "vllm.engine_args.gpu_memory_utilization"
-RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 _OWN_GPUS = "vllm.placement=split, vllm.servers, or --target-nodes of scripts/submit"
 
 
@@ -57,60 +55,16 @@ class ServerPlacement:
     # Arguments of the engine that follow from the placement, in addition to vllm.engine_args.
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
+    def parallel(self, config: RunConfig) -> Parallelism:
+        """Return how the engines of one server are split over its GPUs."""
+        return Parallelism.of({**config.vllm.engine_args, **self.engine_args})
+
 
 def cluster_at_hand(world: World) -> Cluster:
     """Return the cluster that this run was started on, from torchrun's environment and this node's GPUs."""
     gpus = torch.cuda.device_count()
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if gpus else None
     return Cluster(world.num_nodes, gpus, world.ranks_per_node, gpu_bytes)
-
-
-def run_placement(config: RunConfig, world: World) -> ServerPlacement | None:
-    """Return where the vLLM servers of this run are; None where the run uses none.
-
-    Every rank gets the same answer if the nodes are alike.
-
-    Raises:
-        UserError: the servers cannot run there.
-    """
-    cluster = cluster_at_hand(world)
-    if config.capture.source is CaptureSource.torchspec:
-        check_torchspec_gpus(config, cluster)
-        if cluster.num_nodes > 1 and not os.environ.get(RAY_ADDRESS):
-            remedy = "With several nodes, start Ray on each of them and set it: `stages=[plan]` prints how."
-            raise UserError(RAY_ADDRESS, "", remedy)
-    if uses_vllm(config):
-        return place_servers(RunSizes(config), cluster)
-    return None
-
-
-def torchspec_gpus(torchspec: TorchSpecConfig) -> int:
-    """Return how many GPUs TorchSpec's engines take."""
-    return torchspec.num_engines * torchspec.gpus_per_engine
-
-
-def check_torchspec_gpus(config: RunConfig, cluster: Cluster) -> None:
-    """Raise UserError if TorchSpec's engines have fewer GPUs than they take.
-
-    They have those of the cluster's target nodes, or, where the run starts Ray itself, those of its node that
-    no process trains on.
-    """
-    needed, free = torchspec_gpus(config.torchspec), cluster.gpus_per_node - cluster.processes_per_node
-    if cluster.target_nodes:
-        free = cluster.target_nodes * cluster.gpus_per_node
-    elif os.environ.get(RAY_ADDRESS) or not cluster.gpus_per_node:
-        return
-    if needed > free:
-        remedy = (
-            f"The engines take {needed} GPUs, and {max(0, free)} have no training process: start fewer "
-            f"(--nproc-per-node of torchrun), or start Ray on other nodes and set {RAY_ADDRESS}."
-        )
-        raise UserError("torchspec.gpus_per_engine", config.torchspec.gpus_per_engine, remedy)
-
-
-def serves_training(config: RunConfig) -> bool:
-    """Return whether vLLM runs the target while the drafter is trained."""
-    return config.capture.source is CaptureSource.vllm and config.capture.mode is CaptureMode.online
 
 
 def place_servers(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
@@ -194,7 +148,7 @@ def _shared(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     parallel = _filled(config, cluster.gpus_per_node)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     given = _given_utilization(config)
-    online = serves_training(config)
+    online = _serves_training(config)
     if cluster.gpu_bytes is None:
         fraction = given or (_ALONE_FRACTION / 2 if online else _ALONE_FRACTION - 0.1)
         return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
@@ -212,6 +166,10 @@ def _shared(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
 
 
+def _serves_training(config: RunConfig) -> bool:
+    return config.capture.source is CaptureSource.vllm and config.capture.mode is CaptureMode.online
+
+
 def num_sequences(config: RunConfig) -> int:
     """Return how many sequences of the greatest length an engine can use room for."""
     writes = config.target.engine is TargetEngine.vllm
@@ -221,7 +179,7 @@ def num_sequences(config: RunConfig) -> int:
 def _refuse_shared(
     config: RunConfig, server: ServerMemory, trainer: int, gpu: int, given: float | None
 ) -> None:
-    online = serves_training(config)
+    online = _serves_training(config)
     remedy = (
         f"On each GPU of {gpu / 1e9:.0f} GB vLLM needs {server.total(CAPTURED_SEQUENCES) / 1e9:.1f} GB "
         f"(weights {server.weights / 1e9:.1f}) and {'training' if online else 'the waiting process'} "

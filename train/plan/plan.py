@@ -1,7 +1,7 @@
 """The plan of a run: the drafter's shape, the work, what it takes, and the commands that start it."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -9,24 +9,15 @@ import torch
 from data.target.architecture import active_intermediate_size, expert_intermediate_size
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
-from train.config.capture import CaptureMode, CaptureSource
-from train.config.run import RunConfig, Stage, uses_torchspec, uses_vllm
-from train.config.vllm import Placement
+from train.config.run import RunConfig, Stage
 from train.distributed import World
-from train.plan.commands import Command, commands
+from train.plan.commands import commands
 from train.plan.disk import disks
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
-from train.plan.placement import (
-    Cluster,
-    ServerPlacement,
-    check_torchspec_gpus,
-    cluster_at_hand,
-    place_servers,
-    serves_training,
-    torchspec_gpus,
-)
+from train.plan.placement import Cluster, ServerPlacement, cluster_at_hand
 from train.plan.sizes import RunSizes, trainer_settings
-from train.plan.target import Parallelism, ServerMemory, TargetSize
+from train.plan.target import ServerMemory, TargetSize
+from train.plan.where import Command, TargetGpus, where_target_runs
 from train.plan.work import Hours, Work, run_hours, run_work
 from train.tables import gigabytes
 from train.trainer.learning_rate import described
@@ -34,20 +25,6 @@ from train.trainer.learning_rate import described
 _GPUS_PER_NODE = 8
 # In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.
 _TARGET_ROOM = 0.15
-
-
-@dataclass(frozen=True)
-class TargetGpus:
-    """The GPUs that run the target during capture."""
-
-    num_replicas: int
-    gpus_per_replica: int
-    bytes_per_gpu: int  # of weights; the key-value cache and activations need more
-    where: str  # in words
-
-    @property
-    def num_gpus(self) -> int:
-        return max(1, self.num_replicas * self.gpus_per_replica)
 
 
 @dataclass(frozen=True)
@@ -133,7 +110,7 @@ def make_plan(
     sizes = RunSizes(config)
     work = run_work(sizes, data_summary)
     if config.stages == [Stage.plan]:
-        ways = [run_way(sizes, work, one, given) for one in _planned(config, world)]
+        ways = [run_way(sizes, work, one, given) for one in _planned(sizes, world)]
     else:
         ways = [run_way(sizes, work, cluster_at_hand(world))]
     here = config.plan.gpu_memory_gb is None or config.stages != [Stage.plan] or torch.cuda.is_available()
@@ -154,28 +131,17 @@ def make_plan(
 
 def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] | None = None) -> Way:
     """Return what the run takes on these nodes, with its commands if the user's arguments are given."""
-    config = sizes.config
+    config, where = sizes.config, where_target_runs(sizes)
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
-    placement, server, target, refusal = None, None, None, _rows_refusal(config, cluster)
-    in_torchspec = config.capture.source is CaptureSource.torchspec
+    placement, server, target, hours, refusal = None, None, None, None, _rows_refusal(config, cluster)
     try:
-        if uses_vllm(config):
-            # With TorchSpec, vLLM only writes completions, on the nodes that train.
-            placement = place_servers(sizes, replace(cluster, target_nodes=0) if in_torchspec else cluster)
-            server = sizes.server(Parallelism.of({**config.vllm.engine_args, **placement.engine_args}))
-            target = _target_in_vllm(config, cluster, placement, server)
-        if in_torchspec:
-            check_torchspec_gpus(config, cluster)
-            target = _target_in_torchspec(config, sizes.target)
+        placement = where.servers(cluster)
+        target = where.gpus(cluster, placement)
+        hours = run_hours(config, work, cluster.num_ranks, target.num_gpus, target.beside_training)
     except UserError as error:
         refusal = str(error)
-    if not (uses_vllm(config) or in_torchspec):
-        target = _target_elsewhere(config, cluster, sizes.target)
-    hours = None
-    if target is not None:
-        apart = placement is not None and placement.kind is not Placement.shared
-        at_once = (serves_training(config) and apart) or uses_torchspec(config, Stage.train)
-        hours = run_hours(config, work, cluster.num_ranks, target.num_gpus, at_once)
+    if placement is not None:
+        server = sizes.server(placement.parallel(config))
     shortages = list(_shortages(config, cluster, memory, target))
     works = refusal is None and not shortages
     return Way(
@@ -188,7 +154,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
         hours=hours,
         refusal=refusal,
         shortages=shortages,
-        commands=[] if given is None or not works else commands(given, config, cluster, placement),
+        commands=[] if given is None or not works else commands(given, where, cluster, placement),
     )
 
 
@@ -208,27 +174,16 @@ def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Sta
             raise UserError(shortage.field, shortage.value, f"By the plan's estimate, {shortage}")
 
 
-def _planned(config: RunConfig, world: World) -> Iterator[Cluster]:
+def _planned(sizes: RunSizes, world: World) -> Iterator[Cluster]:
     """Yield the nodes to plan for: as described by `plan`, else those at hand."""
-    plan, here = config.plan, cluster_at_hand(world)
+    plan, here, where = sizes.config.plan, cluster_at_hand(world), where_target_runs(sizes)
     gpu_bytes = here.gpu_bytes if plan.gpu_memory_gb is None else int(plan.gpu_memory_gb * 1e9)
     if not (here.gpus_per_node or plan.gpus_per_node or plan.gpu_memory_gb):
         yield here
         return
     gpus = plan.gpus_per_node or here.gpus_per_node or _GPUS_PER_NODE
-    processes = gpus
-    if config.vllm.placement is Placement.split:
-        processes = max(1, gpus - Parallelism.of(config.vllm.engine_args).gpus)
-    starts_servers = uses_vllm(config) and not config.vllm.servers
-    in_torchspec = config.capture.source is CaptureSource.torchspec
-    several = (1, 2) if starts_servers or in_torchspec else (1,)
-    for nodes in several if plan.num_nodes is None else (plan.num_nodes,):
-        apart = starts_servers and serves_training(config) and config.vllm.placement is Placement.auto
-        targets = nodes // 2 if apart or in_torchspec or config.vllm.placement is Placement.apart else 0
-        if in_torchspec:
-            free = gpus if targets else max(1, gpus - torchspec_gpus(config.torchspec))
-            processes = next(count for count in range(free, 0, -1) if config.train.rows_per_step % count == 0)
-        yield Cluster(nodes - targets, gpus, processes, gpu_bytes, targets)
+    for nodes in where.num_nodes if plan.num_nodes is None else (plan.num_nodes,):
+        yield where.divided(nodes, gpus, gpu_bytes)
 
 
 def _rows_refusal(config: RunConfig, cluster: Cluster) -> str | None:
@@ -238,54 +193,13 @@ def _rows_refusal(config: RunConfig, cluster: Cluster) -> str | None:
     return f"train.rows_per_step={rows}: It must be a multiple of the {cluster.num_ranks} training processes."
 
 
-def _target_in_vllm(
-    config: RunConfig, cluster: Cluster, placement: ServerPlacement, memory: ServerMemory
-) -> TargetGpus:
-    gpus = placement.gpus or Parallelism.of(config.vllm.engine_args).gpus
-    servers = f"{placement.num_servers} server{'s' if placement.num_servers > 1 else ''}"
-    size = f"{servers} of {gpus} GPU{'s' if gpus > 1 else ''}"
-    where = {
-        Placement.shared: f"{size}, shared with training",
-        Placement.split: f"{size}, split from training",
-        Placement.apart: f"{size}, on nodes of their own",
-    }[placement.kind]
-    if cluster.gpus_per_node == 0:
-        where = f"{servers} on the CPU"
-    if config.vllm.servers:
-        where = f"{servers} named in vllm.servers, taken to have {gpus} GPUs each"
-    if placement.memory_fraction is not None:
-        where += f"; vLLM takes {placement.memory_fraction:g} of each GPU"
-    return TargetGpus(placement.num_servers, gpus, memory.weights, f"vLLM, {where}")
-
-
-def _target_in_torchspec(config: RunConfig, size: TargetSize) -> TargetGpus:
-    torchspec = config.torchspec
-    gpus, engines = torchspec.gpus_per_engine, torchspec.num_engines
-    counts = f"{engines} engine{'s' if engines > 1 else ''} of {gpus} GPU{'s' if gpus > 1 else ''}"
-    text = f"TorchSpec, {counts} ({torchspec.engine.value}) in Ray"
-    return TargetGpus(engines, gpus, size.checkpoint_bytes // gpus, text)
-
-
-def _target_elsewhere(config: RunConfig, cluster: Cluster, size: TargetSize) -> TargetGpus:
-    """Return how transformers holds the target."""
-    if config.target.device_map is None:
-        text = "transformers, a copy in every process"
-        return TargetGpus(cluster.num_ranks, 1, size.checkpoint_bytes, text)
-    gpus = max(1, cluster.gpus_per_node)
-    text = f"transformers, spread over the {gpus} GPUs of a node"
-    return TargetGpus(cluster.num_nodes, gpus, size.checkpoint_bytes // gpus, text)
-
-
 def _shortages(
     config: RunConfig, cluster: Cluster, memory: TrainerMemory, target: TargetGpus | None
 ) -> Iterator[Shortage]:
     """Yield what does not fit a GPU. Servers of vLLM have been checked where they were placed."""
     if cluster.gpu_bytes is None:
         return
-    in_transformers = config.capture.source is CaptureSource.hf and target is not None
-    together = in_transformers and config.capture.mode is CaptureMode.online
-    held = target.bytes_per_gpu if together and target is not None else 0
-    available = int(cluster.gpu_bytes * USABLE_FRACTION) - held
+    available = int(cluster.gpu_bytes * USABLE_FRACTION) - (target.held_bytes if target else 0)
     if memory.total > available:
         remedy = (
             "Set deepspeed.zero_stage=2 (on several GPUs), train.activation_checkpointing=true, "
@@ -294,10 +208,9 @@ def _shortages(
         value = config.train.row_tokens
         yield Shortage("train.row_tokens", value, "training", memory.total, available, remedy)
     available = int(cluster.gpu_bytes * (1 - _TARGET_ROOM))
-    if in_transformers and target is not None and target.bytes_per_gpu > available:
-        remedy = "Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto."
-        model = config.target.model
-        yield Shortage("target.model", model, "the target", target.bytes_per_gpu, available, remedy)
+    if target is not None and target.remedy and target.bytes_per_gpu > available:
+        model, needed = config.target.model, target.bytes_per_gpu
+        yield Shortage("target.model", model, "the target", needed, available, target.remedy)
 
 
 def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:

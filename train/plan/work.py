@@ -13,9 +13,10 @@ from data.store.codec import Encoding, Rows, encoded_bytes
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json
-from train.config.capture import CaptureMode, CaptureSource
+from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 from train.plan.sizes import RunSizes
+from train.plan.where import where_target_runs
 
 _HOUR = 3600
 
@@ -168,7 +169,7 @@ def _row_flops(sizes: RunSizes) -> StepFlops:
 def _store_bytes(sizes: RunSizes, num_tokens: int | None) -> int | None:
     capture, drafter = sizes.config.capture, sizes.drafter
     if capture.mode is CaptureMode.online:
-        return 0 if capture.source is CaptureSource.hf else int(capture.spool_gb * 1e9)
+        return where_target_runs(sizes).waiting_bytes
     if capture.store is not None:
         return 0
     if num_tokens is None:

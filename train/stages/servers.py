@@ -38,15 +38,22 @@ def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
         servers.start(must_capture(config, context.world, users[0]))
 
 
-def prepare_servers(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
-    """Wait for the servers that the run has started, and check them. Every rank calls, before the stage.
+def prepare_engines(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
+    """Wait for the servers that the run has started, and check them; start TorchSpec's engines.
+
+    Every rank calls, before the stage.
 
     Raises:
-        UserError: a server does not start, is not what the run needs, or its states do not arrive.
+        UserError: a server or engine does not start, is not what the run needs, or its states do not arrive.
     """
+    if uses_servers(context.config, stage) and not context.servers.named:
+        _prepare_servers(context, stage, unfinished)
+    if uses_torchspec(context.config, stage):
+        context.torchspec.start()
+
+
+def _prepare_servers(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
     config, world, servers = context.config, context.world, context.servers
-    if servers.named:
-        return
     captures = must_capture(config, world, stage)
     servers.start(captures)
     servers.wait_until_ready()
@@ -57,7 +64,7 @@ def prepare_servers(context: RunContext, stage: Stage, unfinished: Sequence[Stag
         servers.checked = True
 
 
-def end_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
+def end_engines(context: RunContext, unfinished: Sequence[Stage]) -> None:
     """End the servers and engines of the run once no unfinished stage needs them. Every rank calls."""
     if not _users(context.config, unfinished):
         context.servers.close()

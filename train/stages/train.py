@@ -17,11 +17,11 @@ from data.store import HiddenStateStore
 from eagle31.errors import UserError
 from eagle31.kernels.compiled import use_compiled
 from train.artifact import Artifact, has_trained
+from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, training_seed
 from train.config.training import OptimConfig, Schedule, TrainConfig
 from train.context import RunContext
 from train.distributed import wait_for_ranks
-from train.plan.placement import serves_training
 from train.stages.training.building import (
     drift_diagnosis,
     expected_speed,
@@ -77,7 +77,8 @@ def train_on(
     """
     config, world, artifacts = context.config, context.world, context.artifacts
     optim, train_data = chosen_optim(config, context.drafter), training_samples(artifacts[Stage.data])
-    ensure_process_group(context.servers.patience_seconds if serves_training(config) else 0.0)
+    engines = context.capturing if config.capture.mode is CaptureMode.online else None
+    ensure_process_group(0.0 if engines is None else engines.patience_seconds)
     use_compiled("inductor" if config.train.compile else None)
     keep_vocab(artifacts[Stage.vocab], directory, world)
     vocab, projected = load_vocab(artifacts[Stage.vocab]), load_projected(directory)
