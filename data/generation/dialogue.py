@@ -22,10 +22,12 @@ from data.conversations.template import TemplateRefused, decode
 _REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CONTEXT_TOKENS = 8
+_LOOP_TOKENS, _LOOPED_TOKENS = 256, 64
 # Why a conversation ends before its last turn.
 CUT = "an answer reaches data.regenerate.max_new_tokens"
 UNREADABLE = "the chat template does not write an answer again as the target wrote it"
 OTHER_CALLS = "the recorded results of tools do not fit the target's calls"
+REPEATED = "an answer repeats itself to its end, which is left out"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # templates read one of them
 
 
@@ -33,9 +35,9 @@ class Regenerated:
     """The prompts of a conversation's assistant turns, each with the target's earlier completions.
 
     It ends after the last turn; where a prompt leaves no room for two tokens; where the template refuses;
-    after a completion that is empty, has no end, or cannot be part of a prompt as it is; and where recorded
-    messages do not fit what the target wrote: the results of tool calls that it did not make, or no results
-    of calls that it made.
+    after a completion that is empty, has no end, repeats itself, or cannot be part of a prompt as it is; and
+    where recorded messages do not fit what the target wrote: the results of tool calls that it did not make,
+    or no results of calls that it made.
 
     Args:
         stop_token_ids: the tokens that end a completion.
@@ -102,6 +104,9 @@ class Regenerated:
         if not ids:
             self._end()
             return
+        if repeats_itself(ids, self._stop_token_ids):
+            self._end(REPEATED)
+            return
         messages = self.conversation.messages
         recorded = messages[self._position]
         self._position += 1
@@ -131,6 +136,14 @@ class Regenerated:
     def _end(self, reason: str | None = None) -> None:
         self.ended = reason
         self._position = len(self.conversation.messages)
+
+
+def repeats_itself(ids: Sequence[int], stop_token_ids: Collection[int]) -> bool:
+    """Return whether the last 256 tokens before the stop token repeat a sequence of at most 64 tokens."""
+    ids = list(ids[:-1] if ids[-1] in stop_token_ids else ids)
+    tail = ids[-_LOOP_TOKENS:]
+    looped = (period for period in range(1, _LOOPED_TOKENS + 1) if tail[period:] == tail[:-period])
+    return len(tail) == _LOOP_TOKENS and any(looped)
 
 
 def parsed_turn(

@@ -180,8 +180,14 @@ def generate_batch(
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
     """Return the sampling settings as transformers takes them."""
-    # The default of transformers is top_k=50.
-    sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+    sampled = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
     stop_token_ids = list(sampling.stop_token_ids)
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,

@@ -14,7 +14,7 @@ from data.conversations.schemas import Conversation
 from data.conversations.template import has_markers
 from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
 from data.generation.answers import AnswerGenerator, answer_dialogues, record_batch
-from data.generation.dialogue import Regenerated
+from data.generation.dialogue import Regenerated, repeats_itself
 from data.sampling import Sampling
 from eagle31.json_files import read_json, write_json
 
@@ -60,8 +60,9 @@ def regenerate(
         UserError: the template refuses too many conversations.
 
     Returns:
-        One sample per assistant turn with at least two tokens, in the columns of tokenized data, mapped from
-        the files in `directory`; the token ids are those that the target generated.
+        One sample per assistant turn that has at least two tokens and does not repeat itself, in the columns
+        of tokenized data, mapped from the files in `directory`; the token ids are those that the target
+        generated.
     """
     directory.mkdir(parents=True, exist_ok=True)
     remaining = iter(conversations)
@@ -104,8 +105,11 @@ def regenerate(
             partial = path.with_suffix(".partial")
             with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
                 for start in range(0, len(turns), _BATCH_SAMPLES):
-                    some = turns[start : start + _BATCH_SAMPLES]
-                    named = [(f"{block[one.index].id}/{one.turn}", one.prompt, one.ids) for one in some]
+                    named = [
+                        (f"{block[one.index].id}/{one.turn}", one.prompt, one.ids)
+                        for one in turns[start : start + _BATCH_SAMPLES]
+                        if one.ids and not repeats_itself(one.ids, stops)
+                    ]
                     writer.write_batch(record_batch(named, max_tokens))
             found = {
                 "refused": refusals[num_before:],

@@ -81,7 +81,7 @@ class VllmGenerator:
 
         def check(client: VllmClient, info: ServerInfo) -> None:
             check_target(client, info, self._expected, longest)
-            check_unchanged(client, info, sampling.temperature)
+            check_unchanged(client, info, samples=sampling.temperature > 0)
 
         def send(index: int, prompt: Sequence[int]) -> None:
             # A conversation that continues keeps its place: those that were begun end before others begin.
@@ -135,7 +135,7 @@ class VllmGenerator:
         return refused
 
 
-def check_unchanged(client: VllmClient, info: ServerInfo, temperature: float) -> None:
+def check_unchanged(client: VllmClient, info: ServerInfo, *, samples: bool) -> None:
     """Raise UserError for a server that captures, where that can change its completions.
 
     Capture is a kind of speculative decoding to vLLM. With asynchronous scheduling, vLLM continues a
@@ -149,7 +149,7 @@ def check_unchanged(client: VllmClient, info: ServerInfo, temperature: float) ->
             "completion (vllm#56417); start it with scripts/serve_target, or with --no-async-scheduling."
         )
         raise UserError("vllm.servers", client.name, remedy)
-    if info.device == "cpu" and temperature:
+    if info.device == "cpu" and samples:
         remedy = (
             "It captures hidden states on a CPU, where vLLM then ignores the temperature; set "
             "data.regenerate.temperature=0, or name no servers."

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class TargetParts:
     hidden_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # empty if the checkpoint names none
+    sampling: dict[str, Any]  # as the generation config recommends it; fields of `data.sampling.Sampling`
     fingerprint: str
 
 
@@ -39,6 +41,7 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
             and the shapes of its config.json; or a value is not finite.
     """
     check_attention(spec)
+    generation = _generation_config(spec)
     config = load_config(spec)
     model = meta_model(config, spec)
     modules = locate(model, spec)
@@ -57,7 +60,8 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
         num_layers=len(modules.layers),
         hidden_size=head.weight.shape[1],
         vocab_size=head.weight.shape[0],
-        eos_token_ids=_eos_token_ids(spec, config),
+        eos_token_ids=_eos_token_ids(generation, config),
+        sampling=_sampling(generation),
         fingerprint=spec.checkpoint.fingerprint(),
     )
 
@@ -96,14 +100,28 @@ def _filled(module: nn.Module, state: dict[str, Tensor]) -> nn.Module:
     return module
 
 
-def _eos_token_ids(spec: TargetSpec, config: PreTrainedConfig) -> tuple[int, ...]:
+def _generation_config(spec: TargetSpec) -> GenerationConfig:
+    path = spec.checkpoint.find_file("generation_config.json")
+    with spec.checkpoint.loading():
+        return GenerationConfig() if path is None else GenerationConfig.from_pretrained(path.parent)
+
+
+def _sampling(generation: GenerationConfig) -> dict[str, Any]:
+    """Return the recommended sampling: as vLLM does, at temperature 1 where nothing else is said."""
+    if generation.do_sample is False:
+        return {"temperature": 0.0}
+    named = {name: getattr(generation, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+    recommended = {name: value for name, value in named.items() if value is not None}
+    temperature = 1.0 if generation.temperature is None else generation.temperature
+    return recommended | {"temperature": temperature, "top_k": max(recommended.get("top_k", 0), 0)}
+
+
+def _eos_token_ids(generation: GenerationConfig, config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the end-of-sequence ids, preferably those of the generation config.
 
     Chat models end a turn with other tokens than a document.
     """
-    path = spec.checkpoint.find_file("generation_config.json")
-    with spec.checkpoint.loading():
-        eos = None if path is None else GenerationConfig.from_pretrained(path.parent).eos_token_id
+    eos = generation.eos_token_id
     if eos is None:
         eos = getattr(config.get_text_config(), "eos_token_id", None)
     if eos is None:

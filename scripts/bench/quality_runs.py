@@ -148,6 +148,7 @@ def prepare_data(
             # The answers in the file are not the target's.
             "data.regenerate.enabled=true",
             "data.regenerate.max_new_tokens=256",
+            "data.regenerate.temperature=0",
             "data.regenerate.batch_size=64",
         ]
     directory = output / ("data-gsm8k" if conversations else "data")

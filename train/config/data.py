@@ -16,7 +16,13 @@ class RegenerateConfig:
 
     enabled: bool = setting(False, "Whether the assistant's turns are replaced.")
     max_new_tokens: int = setting(512, "Length limit of a turn, in tokens.", ge=1)
-    temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=100)
+    temperature: float | None = setting(
+        None,
+        "Sampling temperature; 0 is greedy. null: the sampling that the target's generation_config "
+        "recommends.",
+        ge=0,
+        le=100,
+    )
     batch_size: int = setting(
         16, "Prompts of one forward pass with target.engine=hf; vLLM batches by itself.", ge=1
     )

@@ -245,12 +245,13 @@ def _check_templates(data: DataConfig, target: Target, example: Conversation) ->
 
 
 def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:
-    settings = context.config.data.regenerate
+    settings, target = context.config.data.regenerate, context.target
+    given = {} if settings.temperature is None else {"temperature": settings.temperature}
     sampling = Sampling(
-        settings.max_new_tokens,
-        context.target.eos_token_ids,
-        settings.temperature,
-        context.config.seed,
+        max_new_tokens=settings.max_new_tokens,
+        stop_token_ids=target.eos_token_ids,
+        seed=context.config.seed,
+        **(given or target.parts.sampling),
     )
     with open_generator(context) as generator:
         return regenerate(

@@ -94,7 +94,7 @@ def _users(config: RunConfig, unfinished: Sequence[Stage]) -> list[Stage]:
 
 
 def _samples(config: RunConfig, stage: Stage) -> bool:
-    return stage is Stage.data and config.data.regenerate.temperature > 0
+    return stage is Stage.data and config.data.regenerate.temperature != 0
 
 
 def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
@@ -108,8 +108,7 @@ def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
         else:
             check_target(server, info, expected, longest)
         if config.target.engine is TargetEngine.vllm and _WRITERS & set(users):
-            sampled = any(_samples(config, stage) for stage in users)
-            check_unchanged(server, info, config.data.regenerate.temperature if sampled else 0.0)
+            check_unchanged(server, info, samples=any(_samples(config, stage) for stage in users))
 
     if world.is_main:
         check_servers(servers.clients(everywhere=True), check, None, key="")

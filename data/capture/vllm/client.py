@@ -206,7 +206,14 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """Return the fields of a completion request; none is left to the model's settings."""
     drawn: dict[str, Any] = {}
     if sampling.temperature:
-        drawn = {"temperature": sampling.temperature, "seed": sampling.seed}
+        drawn = {
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+        }
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": 0.0,

@@ -92,6 +92,16 @@ def test_sampling_draws_from_the_full_distribution(
     assert len({answer[0] for answer in hot}) > 80  # of 100; top_k=50 would allow 50
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_sampling_from_the_likeliest_token_is_greedy(
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, limit: dict
+) -> None:
+    sampled = _answers(model, prompts, tmp_path / "a.jsonl", temperature=2.0, **limit)
+    assert sampled == _answers(model, prompts, tmp_path / "b.jsonl")
+    with_penalty = {"temperature": 2.0, "repetition_penalty": 50.0, **limit}
+    assert _answers(model, prompts, tmp_path / "c.jsonl", **with_penalty) != sampled
+
+
 def test_resume_after_a_kill_gives_the_same_answers_and_leaves_the_random_state(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
 ) -> None:

@@ -183,6 +183,21 @@ def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported
         regenerated(generator, tokenizer, tmp_path / "three", [good[0], bad, bad], block_turns=2)
 
 
+def test_an_answer_that_repeats_itself_is_left_out_and_counted(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, stop = [*range(40, 100), 70, 71], tokenizer.eos_token_id
+    looping = [5, *(loop * 5)[:256], stop]
+    for number, answer in enumerate((looping, looping[:-1], [*looping[:2], *looping[3:]], [70, stop])):
+        answers = iter([[70, stop], answer])  # of the first turn, and of the second
+        generator = OneAtATime(lambda prompt, answers=answers: next(answers))
+        rows = regenerated(generator, tokenizer, tmp_path / str(number), CONVERSATIONS[1:2])
+        assert len(rows) == (1 if number < 2 else 2)
+        assert ("1 conversations end where an answer repeats itself" in capsys.readouterr().err) == (
+            number < 2
+        )
+
+
 def test_a_conversation_ends_where_the_target_has_no_answer(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

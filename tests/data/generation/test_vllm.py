@@ -30,6 +30,7 @@ from tests.data.capture.vllm.targets import (
 
 GREEDY = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
 SAMPLED = replace(GREEDY, temperature=1.0)
+RECOMMENDED = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,7 @@ def test_a_request_leaves_nothing_to_the_models_settings(
         ("alone", SAMPLED, [[1]]),
         ("other seed", replace(SAMPLED, seed=1), [[1]]),
         ("greedy", GREEDY, [[1]]),
+        ("recommended", RECOMMENDED, [[1]]),
     ):
         generator = VllmGenerator([VllmClient("http://nowhere", 4)], expected)
         generate_answers(generator, prompts, sampling, tmp_path / f"{name}.jsonl")
@@ -117,6 +119,8 @@ def test_a_request_leaves_nothing_to_the_models_settings(
     assert asked["alone"][1] == asked["first"][1]
     assert asked["other seed"][1]["seed"] != asked["first"][1]["seed"]
     assert asked["greedy"][1]["temperature"] == 0.0
+    fields |= {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    assert fields.items() <= asked["recommended"][1].items()
 
 
 @pytest.mark.full("it starts vLLM")

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,23 @@ def test_a_head_read_from_the_checkpoint_gives_the_models_logits(
     assert (parts.num_layers, parts.hidden_size, parts.vocab_size) == (NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE)
     assert parts.eos_token_ids == (2,)
     assert not any(p.requires_grad for p in parts.head.parameters())
+
+
+@pytest.mark.parametrize(
+    ("recommended", "sampling"),
+    [
+        ({"do_sample": True, "top_k": 20, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20, "top_p": 0.95}),
+        ({"temperature": 0.6, "top_k": -1, "min_p": 0.1}, {"temperature": 0.6, "top_k": 0, "min_p": 0.1}),
+        ({"repetition_penalty": 1.05}, {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.05}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+    ],
+)
+def test_the_recommended_sampling_is_what_vllm_would_serve_with(
+    tmp_path: Path, recommended: dict, sampling: dict
+) -> None:
+    spec = save_target(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    assert load_target_parts(spec).sampling == sampling
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def arguments(target: EmbeddedTarget, data: Path, output_dir: Path) -> list[str]
     regenerate = [
         "data.regenerate.enabled=true",
         "data.regenerate.max_new_tokens=12",
+        "data.regenerate.temperature=0",
         "data.regenerate.batch_size=1",
     ]
     training = ["train.rows_per_step=2", "train.max_steps=6", f"data.train={data}"]

@@ -60,22 +60,22 @@ def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "temperature", "message"),
+    ("changes", "samples", "message"),
     [
-        ({"async_scheduling": True}, 0.0, "asynchronous scheduling"),
-        ({"device": "cpu"}, 1.0, "on a CPU, where vLLM then ignores the temperature"),
-        ({"device": "cpu"}, 0.0, None),
-        ({}, 1.0, None),
-        ({"aux_layer_ids": (), "async_scheduling": True}, 1.0, None),
-        ({"aux_layer_ids": (), "device": "cpu"}, 1.0, None),
+        ({"async_scheduling": True}, False, "asynchronous scheduling"),
+        ({"device": "cpu"}, True, "on a CPU, where vLLM then ignores the temperature"),
+        ({"device": "cpu"}, False, None),
+        ({}, True, None),
+        ({"aux_layer_ids": (), "async_scheduling": True}, True, None),
+        ({"aux_layer_ids": (), "device": "cpu"}, True, None),
     ],
 )
 def test_completions_that_capture_can_change_are_refused(
-    changes: dict, temperature: float, message: str | None
+    changes: dict, samples: bool, message: str | None
 ) -> None:
     info, server = ServerInfo.from_json(INFO.to_json() | changes), VllmClient("http://127.0.0.1:9", 1)
     if message is None:
-        check_unchanged(server, info, temperature)
+        check_unchanged(server, info, samples=samples)
     else:
         with pytest.raises(UserError, match=message):
-            check_unchanged(server, info, temperature)
+            check_unchanged(server, info, samples=samples)
