@@ -14,6 +14,7 @@ gc.disable()  # what the tests import lives as long as the session, so no collec
 
 from data.capture.vllm.environment import ROOT, find_python
 from tests.order import arrange, extend_time_limits
+from tests.workers import fork_workers
 
 MAKE_SECONDS = 1100
 
@@ -27,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full(why): a test that runs with --full only")
     settings.register_profile("suite", deadline=None, database=None, derandomize=True)
     settings.load_profile("suite")
+    if config.getoption("tx") and not hasattr(config, "workerinput"):
+        fork_workers()
 
 
 @pytest.hookimpl(tryfirst=True)

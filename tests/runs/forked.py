@@ -1,6 +1,6 @@
 """Commands in processes that start at once: forks of a server that has imported what a run needs.
 
-The imports take most of the time of a short run. Each of pytest's workers has one such server, the standard
+The imports take most of the time of a short run. All of pytest's workers share one such server, the standard
 library's `forkserver`. A test that looks at memory, threads, or torchrun itself starts a real interpreter.
 """
 
@@ -19,17 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 280.0
-_MODULES = (
-    "train.pipeline",
-    "data.capture.hf",
-    "data.generation.hf",
-    "transformers.models.qwen3.modeling_qwen3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # which DeepSpeed imports for any optimizer
-)
 # A fork has only the thread that makes it; PyArrow starts one when it is imported.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(list(_MODULES))
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.runs.imported"])
 
 
 def environment() -> dict[str, str]:
@@ -110,7 +103,7 @@ def start(
                 )
                 for name in names
             }
-        process = _CONTEXT.Process(target=_run, args=(script, list(map(str, arguments)), own, log))
+        process = CONTEXT.Process(target=_run, args=(script, list(map(str, arguments)), own, log))
         process.start()
         processes.append(process)
     return Ranks(processes, log)
