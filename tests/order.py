@@ -33,7 +33,6 @@ SLOW = (
     "tests/data/generation/test_hf.py",
     "tests/pretended_gpu/test_loop.py",
     "tests/eagle31/decoding/test_speculative.py",
-    "tests/eagle31/kernels/test_compiled.py",
     "tests/scripts/test_serve_target.py",
     "tests/train/report/test_report.py",
     "tests/bad_input/test_templates.py",

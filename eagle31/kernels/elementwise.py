@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from eagle31.kernels.compiled import compilable, uses_compiled
-
 
 def widened(dtype: torch.dtype) -> torch.dtype:
     """Return float32, or float64 for float64."""
@@ -77,10 +75,6 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, weight = ctx.saved_tensors
-        if uses_compiled():
-            gated = _gated(gate, up)
-            grad_weight = grad.t() @ gated
-            return *_gated_backward(torch.mm(grad, weight, out=gated), gate, up), grad_weight
         active = F.silu(gate)
         gated = active * up
         grad_weight = grad.t() @ gated
@@ -89,15 +83,8 @@ class _GatedLinear(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad_gated.mul_(up), gate), grad_up, grad_weight
 
 
-@compilable
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
-
-
-@compilable
-def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up; one kernel computes the activation again."""
-    return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate) * grad
 
 
 class GatedLinear(nn.Linear):
@@ -126,7 +113,6 @@ class _Rotate(torch.autograd.Function):
         return _turn(grad, cos, sin, -1), None, None
 
 
-@compilable
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = x.shape[-1] // 2
     wide = x.to(widened(x.dtype))

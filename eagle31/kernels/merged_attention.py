@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eagle31.kernels.compiled import compilable
 from eagle31.kernels.elementwise import widened
 
 
@@ -144,7 +143,6 @@ def _rollout_scores(query: Tensor, rollout_keys: Sequence[Tensor], scale: float)
     return torch.stack(scores, dim=-1).flatten(1, 2).mul_(scale)
 
 
-@compilable
 def _merge(
     output: Tensor,
     lse: Tensor,
@@ -167,7 +165,6 @@ def _merge(
     return merged.flatten(1, 2).to(output.dtype), merged_lse
 
 
-@compilable
 def _rollout_backward(
     grad: Tensor,
     query: Tensor,

@@ -1,4 +1,4 @@
-"""The training step on the device: against the reference, its time and memory, and compiled."""
+"""The training step on the device: against the reference, its time and memory."""
 
 import gc
 import statistics
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.cost.flops import StepCounts, count_step, step_flops
-from eagle31.kernels.compiled import use_compiled
 from eagle31.model.config import DrafterConfig
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.mla import MlaShape
@@ -169,27 +168,6 @@ def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int
         (first, config.intermediate_size, hidden),
         (first, hidden, config.draft_vocab_size),
     ]
-
-
-def test_what_compiling_gains(check: Check, figure: Figure) -> None:
-    sizes, settings, num_steps = sizes_of(check, "llama3_1_8b")
-    num_steps = 2 if check.small else num_steps  # each speculation step has its own graphs
-    ensure_process_group()
-    engine = build_engine(sizes.drafter, settings, num_steps, check.device)
-    batch = random_row(sizes.drafter, settings.row_tokens, 0, torch.bfloat16, check.device)
-
-    def step(backend: str | None) -> float:
-        use_compiled(backend)
-        return timed(lambda: update(engine, batch, with_metrics=False), check.device)
-
-    try:
-        figure("time to compile", step("inductor"), "s")
-        step(None)
-        ratios = [step(None) / step("inductor") for _ in range(2 if check.small else 5)]
-    finally:
-        use_compiled(None)
-    figure("times as fast with train.compile", statistics.median(ratios))
-    engine.destroy()
 
 
 def sizes_of(check: Check, recipe: str) -> tuple[RunSizes, Any, int]:

@@ -86,13 +86,6 @@ class TrainConfig:
         Loss.kl,
         "Loss of a draft against the target's distribution.",
     )
-    compile: bool = setting(
-        False,
-        "Whether torch.compile makes one kernel of each chain of memory-bound operations: rotary "
-        "embedding, SwiGLU and merging attention. It needs Triton on a GPU and a C++ compiler on a CPU, "
-        "and takes minutes at the start. Off, because its gain has not been measured on a GPU; "
-        "scripts/gpu_check measures it.",
-    )
     activation_checkpointing: bool = setting(
         False,
         "Whether activations are recomputed in the backward pass: less memory for very long rows, about a "

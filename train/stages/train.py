@@ -15,7 +15,6 @@ from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
-from eagle31.kernels.compiled import use_compiled
 from train.artifact import Artifact, has_trained
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, training_seed
@@ -79,7 +78,6 @@ def train_on(
     optim, train_data = chosen_optim(config, context.drafter), training_samples(artifacts[Stage.data])
     engines = context.capturing if config.capture.mode is CaptureMode.online else None
     ensure_process_group(0.0 if engines is None else engines.patience_seconds)
-    use_compiled("inductor" if config.train.compile else None)
     keep_vocab(artifacts[Stage.vocab], directory, world)
     vocab, projected = load_vocab(artifacts[Stage.vocab]), load_projected(directory)
     drafter, frozen = new_drafter(config, context.drafter, vocab, projected, world.device)
