@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.head import TargetHead
-from data.target.modules import TargetModules
+from data.target.modules import TargetModules, layer_input
 from eagle31.errors import UserError
 
 _PROBE_TOKENS = 16
@@ -74,7 +74,7 @@ class HiddenStateCapture:
         """
 
         def keep(output: Tensor, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-            states = args[0] if args else kwargs["hidden_states"]
+            states = layer_input(args, kwargs)
             # Copied at once: with activations held, the allocator would need new memory for later ones.
             output.copy_(states.flatten(0, 1).index_select(0, real.to(states.device)))
 

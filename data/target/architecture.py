@@ -9,17 +9,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from data.target.modules import locate
 from eagle31.errors import UserError
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_topk",
-    "top_k_experts",
-)
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_SHARED_WIDTHS = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
+_UNCACHED_LAYERS = ("linear_attention", "moe", "mlp")  # of the types in transformers' layer_types
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def active_intermediate_size(config: PreTrainedConfig) -> int | None:
     width = getattr(text_config, "moe_intermediate_size", None) or dense
     if chosen is None or width is None:
         return None
-    shared = getattr(text_config, "shared_expert_intermediate_size", None)
+    shared = _first(text_config, _SHARED_WIDTHS)
     if shared is None:
         shared = (getattr(text_config, "n_shared_experts", None) or 0) * width
     return chosen * width + shared
@@ -114,7 +115,8 @@ def head_width(config: PreTrainedConfig) -> int | None:
 def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
     """Return the elements of one token's keys and values, over all layers, in one of the parts of the cache.
 
-    Tensor parallelism divides the heads, not the latent, which all heads read.
+    Tensor parallelism divides the heads, not the latent, which all heads read. Linear attention keeps nothing
+    for each token.
     """
     text_config = config.get_text_config()
     if has_latent_attention(config):
@@ -123,7 +125,8 @@ def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
         num_heads = getattr(text_config, "num_key_value_heads", text_config.num_attention_heads)
         each = head_width(config) or text_config.hidden_size // text_config.num_attention_heads
         width = 2 * max(1, num_heads // num_parts) * each
-    return text_config.num_hidden_layers * width
+    types = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
+    return sum(kind not in _UNCACHED_LAYERS for kind in types) * width
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
@@ -151,29 +154,12 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCounts:
         raise UserError("target.architecture.model_type", config.model_type, remedy) from error
     text_config = config.get_text_config()
     num_experts, chosen = _first(text_config, _NUM_EXPERTS) or 1, _first(text_config, _EXPERTS_PER_TOKEN) or 1
-    vision = _module_names(model, ("vision", "visual", "projector"))
-    total = active = experts = 0
-    tied: nn.Parameter | None = None
-    embedding = model.get_input_embeddings()
-    if getattr(text_config, "tie_word_embeddings", False):
-        tied = embedding.weight
-    for name, parameter in model.named_parameters():
-        count = parameter.numel()
-        total += count
-        if name.split(".experts.")[0] != name:
-            experts += count
-            active += count * chosen // num_experts
-        elif not any(name.startswith(prefix) for prefix in vision) and (
-            parameter is not embedding.weight or parameter is tied
-        ):
-            active += count
-    return ParameterCounts(total, active, experts)
-
-
-def _module_names(model: nn.Module, words: tuple[str, ...]) -> list[str]:
-    return [
-        name for name, _ in model.named_modules() if name and any(w in name.rpartition(".")[2] for w in words)
-    ]
+    modules = locate(model)
+    computing = nn.ModuleList([modules.layers, modules.final_norm, modules.lm_head])
+    counts = {name: parameter.numel() for name, parameter in computing.named_parameters()}
+    experts = sum(count for name, count in counts.items() if ".experts." in name)
+    active = sum(counts.values()) - experts + experts * chosen // num_experts
+    return ParameterCounts(model.num_parameters(), active, experts)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from data.target.modules import TargetModules
+from data.target.modules import TargetModules, layer_input
 
 
 class TargetDecoder:
@@ -23,21 +23,31 @@ class TargetDecoder:
 
     def start(self) -> None:
         """Start a new, empty sequence."""
-        self.cache = DynamicCache()
+        self.cache = DynamicCache(config=self.model.config)
+        self.cache.activate_past_recording()
+        self._token_ids = torch.empty(0, dtype=torch.int64)
 
     def rollback(self, num_tokens: int) -> None:
-        """Drop all tokens after the first `num_tokens`, such as rejected drafts."""
-        excess = self.cache.get_seq_length() - num_tokens
-        if excess:
+        """Drop all tokens after the first `num_tokens`, such as rejected drafts.
+
+        A recurrent state has no earlier ones in it: a target with such layers reads the first tokens again.
+        """
+        excess, kept = len(self._token_ids) - num_tokens, self._token_ids[:num_tokens]
+        if not getattr(self.modules.decoder, "_is_stateful", False):
             self.cache.crop(-excess)
+            self._token_ids = kept
+        elif excess:
+            self.start()
+            self.forward(kept)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Append int64 [n]; return logits [n, V] and aux hidden states [n, A, Ht] in the target's dtype."""
+        self._token_ids = torch.cat([self._token_ids, token_ids.cpu()])
         states: dict[int, Tensor] = {}
 
         def keep(layer_id: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-            states[layer_id] = (args[0] if args else kwargs["hidden_states"])[0]
+            states[layer_id] = layer_input(args, kwargs)[0]
 
         num_layers = len(self.modules.layers)
         hooked = [

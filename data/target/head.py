@@ -4,12 +4,17 @@ from torch import Tensor, nn
 
 
 class TargetHead(nn.Module):
-    """The target's frozen final norm and lm_head."""
+    """The target's frozen final norm and lm_head.
 
-    def __init__(self, norm: nn.Module, lm_head: nn.Module) -> None:
+    Args:
+        softcap: the bound c of logits that the target caps as c * tanh(logits / c).
+    """
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, softcap: float | None = None) -> None:
         super().__init__()
         self.norm = norm
         self.lm_head = lm_head
+        self.softcap = softcap
         self.requires_grad_(False)
 
     @property
@@ -19,7 +24,8 @@ class TargetHead(nn.Module):
 
     def forward(self, final_hidden: Tensor) -> Tensor:
         """Map final_hidden [..., Ht], before the final norm, to logits [..., V] in the parameters' dtype."""
-        return self.lm_head(self.norm(final_hidden.to(self.weight.dtype)))
+        logits = self.lm_head(self.norm(final_hidden.to(self.weight.dtype)))
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def rows(self, token_ids: Tensor) -> "TargetHead":
         """Return a head with logits [..., Vd] of some tokens alone; token_ids is int64 [Vd]."""
@@ -29,4 +35,4 @@ class TargetHead(nn.Module):
         restricted.weight = nn.Parameter(self.weight[ids], requires_grad=False)
         if bias is not None:
             restricted.bias = nn.Parameter(bias[ids], requires_grad=False)
-        return TargetHead(self.norm, restricted)
+        return TargetHead(self.norm, restricted, self.softcap)

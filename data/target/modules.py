@@ -1,17 +1,12 @@
 """Finding the decoder layers, final norm, embedding and lm_head of a target."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from data.target.spec import TargetSpec
 from eagle31.errors import UserError
-
-_LAYERS = ("layers", "h", "blocks")
-_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
-_REMEDY = "Give a causal language model, or add the name in data/target/modules.py."
-_INNER = ("language_model", "text_model", "decoder", "model", "transformer")
 
 
 @dataclass(frozen=True)
@@ -25,57 +20,36 @@ class TargetModules:
     lm_head: nn.Module
 
 
-def locate(model: PreTrainedModel, spec: TargetSpec) -> TargetModules:
-    """Find the decoder layers, final norm, embedding and lm_head, also inside multimodal wrappers.
+def locate(model: PreTrainedModel) -> TargetModules:
+    """Find the modules of a target, also inside multimodal wrappers.
+
+    The decoder is the module that has the model's embedding and as many layers as its text config says. The
+    first norm after the layers is the final one.
 
     Raises:
-        UserError: a module is not found; the error names the paths that were tried.
+        UserError: the model is no decoder of this form.
     """
-    layers_path = _find_layers(model, spec)
-    layers = model.get_submodule(layers_path)
-    assert isinstance(layers, nn.ModuleList)
-    decoder_path = layers_path.rpartition(".")[0]
-    decoder = model.get_submodule(decoder_path)
-    parts = decoder_path.split(".") if decoder_path else []
-    owners = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
-    return TargetModules(
-        decoder=decoder,
-        layers=layers,
-        final_norm=_find_norm(decoder, decoder_path, spec),
-        embed_tokens=_embedding(owners, "get_input_embeddings", spec),
-        lm_head=_embedding(owners, "get_output_embeddings", spec),
+    embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for decoder in model.modules():
+        children = list(decoder.children())
+        for index, layers in enumerate(children):
+            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and embed_tokens in children:
+                others = children[index + 1 :] + children[:index]
+                norm = next((child for child in others if "norm" in type(child).__name__.lower()), None)
+                if norm is not None and lm_head is not None:
+                    return TargetModules(decoder, layers, norm, embed_tokens, lm_head)
+    remedy = (
+        f"{type(model).__name__} has no lm_head, or no module with the embedding, {num_layers} layers and a "
+        "norm: choose a causal language model."
     )
+    raise UserError("target.model", model.config._name_or_path, remedy)
 
 
-def _find_layers(model: PreTrainedModel, spec: TargetSpec) -> str:
-    paths = {module: path for path, module in model.named_modules()}
-    module, tried = model.get_decoder(), []
-    while module is not None:
-        for name in _LAYERS:
-            path = f"{paths[module]}.{name}".lstrip(".")
-            if isinstance(getattr(module, name, None), nn.ModuleList):
-                return path
-            tried.append(path)
-        inner = (getattr(module, name, None) for name in _INNER)
-        module = next((child for child in inner if isinstance(child, nn.Module)), None)
-    raise UserError("target.model", spec.model, f"No decoder layers are at {', '.join(tried)}. {_REMEDY}")
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the input of a layer or the final norm, [B, T, Ht], from what a forward pre-hook receives.
 
-
-def _find_norm(decoder: nn.Module, decoder_path: str, spec: TargetSpec) -> nn.Module:
-    for name in _NORMS:
-        if isinstance(norm := getattr(decoder, name, None), nn.Module):
-            return norm
-    tried = ", ".join(f"{decoder_path}.{name}".lstrip(".") for name in _NORMS)
-    raise UserError("target.model", spec.model, f"No final norm is at {tried}. {_REMEDY}")
-
-
-def _embedding(owners: list[nn.Module], getter: str, spec: TargetSpec) -> nn.Module:
-    for owner in owners:
-        try:
-            module = getattr(owner, getter)()
-        except (AttributeError, NotImplementedError):  # a wrapper that leaves this to its inner model
-            continue
-        if module is not None:
-            return module
-    tried = ", ".join(f"{type(owner).__name__}.{getter}()" for owner in owners)
-    raise UserError("target.model", spec.model, f"None of {tried} returns a module. {_REMEDY}")
+    Of several residual streams it is the mean, as in vLLM's aux hidden states (models/deepseek_v4).
+    """
+    states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return states.mean(dim=2) if states.dim() == 4 else states

@@ -44,7 +44,7 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
     generation = _generation_config(spec)
     config = load_config(spec)
     model = meta_model(config, spec)
-    modules = locate(model, spec)
+    modules = locate(model)
     needed = (modules.embed_tokens, modules.final_norm, modules.lm_head)
     states = read_modules(spec.checkpoint, model, needed)
     for module, state, part in zip(needed, states, ("embedding", "final norm", "head"), strict=True):
@@ -52,11 +52,12 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
         _check_finite(part, state, spec)
     embedding, norm, lm_head = states
     dtype = spec.torch_dtype or _config_dtype(config) or embedding["weight"].dtype
-    head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head)).to(dtype).eval()
+    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head), softcap)
     return TargetParts(
         config=config,
         embed_tokens=embedding["weight"].to(dtype),
-        head=head,
+        head=head.to(dtype).eval(),
         num_layers=len(modules.layers),
         hidden_size=head.weight.shape[1],
         vocab_size=head.weight.shape[0],

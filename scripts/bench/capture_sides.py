@@ -72,7 +72,7 @@ def open_hf(task: Task) -> Iterator[Mapping[str, RunSide]]:
     """Yield the sides; plain prefill runs the decoder on capture's batches, and no side runs the lm_head."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_target(task.spec, device)
-    capture = HiddenStateCapture(model, locate(model, task.spec), task.aux_layer_ids)
+    capture = HiddenStateCapture(model, locate(model), task.aux_layer_ids)
     sides = {one.codec: partial(_capture, task, capture, one) for one in task.encodings}
     yield {PREFILL: partial(_prefill, task, capture), **sides}
 

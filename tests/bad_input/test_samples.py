@@ -54,7 +54,7 @@ def test_a_token_that_the_target_lacks_is_named() -> None:
 def test_a_target_with_damaged_weights_is_not_said_to_scale_its_logits(small_target: EmbeddedTarget) -> None:
     spec = TargetSpec(str(small_target.model))
     model = load_target(spec, torch.device("cpu"))
-    modules = locate(model, spec)
+    modules = locate(model)
     head = TargetHead(modules.final_norm, modules.lm_head)
     capture = HiddenStateCapture(model, modules, [1])
     check_head(capture, head)

@@ -179,7 +179,7 @@ def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> No
     [directory] = run.glob("artifacts/capture-*/validation")
     store, spec = HiddenStateStore(directory), TargetSpec(str(target))
     model = load_target(spec, torch.device("cpu"))
-    capture = HiddenStateCapture(model, locate(model, spec), tuple(store.manifest["aux_layer_ids"]))
+    capture = HiddenStateCapture(model, locate(model), tuple(store.manifest["aux_layer_ids"]))
     for sample in store.get_many(range(len(store))):
         [(aux, final)] = capture.capture([sample.input_ids])
         kept = sample.aux_hidden_states.abs().amax(dim=(1, 2)) > 0  # others are read by no draft

@@ -49,6 +49,7 @@ class EngineSpec:
             "enforce_eager": self.enforce_eager,
             "seed": self.seed,
             "skip_tokenizer_init": True,  # token ids in, token ids out
+            "language_model_only": True,  # the processor of a multimodal target needs its tokenizer
             "enable_prefix_caching": False,  # prompts are repeated, and each one is to be computed
             "disable_log_stats": False,
         }

@@ -232,7 +232,7 @@ def open_target(settings: CheckpointEvaluation, parts: TargetParts, loaded: Load
     """Load the target, and put the drafter where it runs."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_target(settings.spec, device)
-    modules = locate(model, settings.spec)
+    modules = locate(model)
     # A CPU may emulate bf16; elsewhere the drafter runs in the target's dtype, as in serving.
     dtype = torch.float32 if device.type == "cpu" else model.dtype
     drafter = loaded.drafter.to(device, dtype)

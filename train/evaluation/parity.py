@@ -350,7 +350,7 @@ def decode_reference(
         print(f"note: {note}", file=sys.stderr)
     frozen = FrozenParts(loaded.embed_tokens, parts.head.to(device), loaded.draft_target_ids, lm_head=None)
     model = load_target(spec, device)
-    target = TargetDecoder(model, locate(model, spec), loaded.drafter.config.aux_layer_ids)
+    target = TargetDecoder(model, locate(model), loaded.drafter.config.aux_layer_ids)
     return [
         decode_speculatively(
             target,

@@ -144,7 +144,7 @@ def decode_in_transformers(
     """Decode the first prompts with eagle31's decoder, and replay sampled completions of all prompts."""
     evaluate = context.config.evaluate
     model = load_target(context.target.spec, context.world.device)
-    modules = locate(model, context.target.spec)
+    modules = locate(model)
     plain, drafted = greedy_sides(
         TargetDecoder(model, modules, context.drafter.aux_layer_ids),
         *trained,

@@ -60,10 +60,6 @@ class CaptureEngine:
         for name, reason in _UNDIVIDED.items():
             if self.extra.get(name, 1) != 1:
                 raise UserError(f"vllm.engine_args.{name}", self.extra[name], reason)
-        cache_dtype = self.extra.get("kv_cache_dtype", "auto")
-        if cache_dtype != "auto":
-            remedy = "It must be auto: it would apply to the hidden states as well."
-            raise UserError("vllm.engine_args.kv_cache_dtype", cache_dtype, remedy)
         if self.extra.get("async_scheduling"):
             remedy = (
                 "Leave it out: with it, an engine that captures may repeat tokens of an answer (vllm#56417)."
@@ -114,6 +110,7 @@ class CaptureEngine:
             "trust_remote_code": self.trust_remote_code,
             "max_model_len": self.max_tokens + ROOM_TOKENS,
             "skip_tokenizer_init": True,  # token ids in, token ids out
+            "language_model_only": True,  # the processor of a multimodal target needs its tokenizer
             "generation_config": "vllm",  # the model's own settings do not affect a completion
             # Compilation pays for many short steps. Prompts are few and long.
             "enforce_eager": not torch.cuda.is_available(),

@@ -245,7 +245,7 @@ def test_only_the_plain_tensors_of_a_quantized_checkpoint_are_read(tmp_path: Pat
     (tmp_path / unneeded).unlink()
     spec = TargetSpec(str(tmp_path))
     parts = load_target_parts(spec)
-    modules = locate(model, spec)
+    modules = locate(model)
     assert (parts.num_layers, parts.hidden_size, parts.vocab_size) == (LAYERS, HIDDEN, VOCAB)
     assert parts.embed_tokens.dtype == torch.bfloat16
     assert torch.equal(parts.embed_tokens, modules.embed_tokens.get_parameter("weight"))

@@ -51,7 +51,7 @@ def save_model(model: PreTrainedModel, directory: Path, sharded: bool = False) -
 
 def make_capture(spec: TargetSpec, aux_layer_ids: tuple[int, ...] = AUX_LAYER_IDS) -> HiddenStateCapture:
     model = load_target(spec, torch.device("cpu"))
-    return HiddenStateCapture(model, locate(model, spec), aux_layer_ids)
+    return HiddenStateCapture(model, locate(model), aux_layer_ids)
 
 
 def make_dataset(num_samples: int = 12, seed: int = 0) -> Dataset:
@@ -67,7 +67,7 @@ def final_hidden_and_logits(spec: TargetSpec) -> tuple[torch.Tensor, torch.Tenso
     """Run the full model; return the input of its final norm [1, T, Ht] and its logits [1, T, V]."""
     model = load_target(spec, torch.device("cpu"))
     kept = []
-    hook = locate(model, spec).final_norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    hook = locate(model).final_norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
     with torch.no_grad():
         logits = model(input_ids=torch.arange(10)[None]).logits
     hook.remove()

@@ -47,7 +47,7 @@ def tiny_target() -> tuple[LlamaForCausalLM, TargetModules]:
         initializer_range=0.5,
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    return model, locate(model, TargetSpec("tiny"))
+    return model, locate(model)
 
 
 def drafter_for(modules: TargetModules, **changes: object) -> tuple[Drafter, FrozenParts]:

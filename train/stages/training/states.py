@@ -77,7 +77,7 @@ def open_store(location: str | Path, world: World, *, given: bool = False) -> Hi
 def open_capture(target: Target, aux_layer_ids: tuple[int, ...], device: torch.device) -> HiddenStateCapture:
     """Load the target with its capture hooks, and check that its head gives its logits."""
     model = load_target(target.spec, device)
-    capture = HiddenStateCapture(model, locate(model, target.spec), aux_layer_ids)
+    capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
     check_head(capture, target.parts.head)
     return capture
 

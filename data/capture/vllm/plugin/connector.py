@@ -65,7 +65,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's connector for hidden states. `arguments.py` writes its `kv_connector_extra_config`.
 
     Raises:
-        ValueError: vLLM was started with other layers, another method or another cache dtype.
+        ValueError: vLLM was started with other layers, or with another method.
     """
 
     def __init__(
@@ -217,8 +217,6 @@ def _server_info(config: VllmConfig, settings: dict[str, Any]) -> ServerInfo:
             f"aux_layer_ids={list(aux)} need eagle_aux_hidden_state_layer_ids="
             f"{sorted({*aux, num_layers})}, which is {kept}."
         )
-    if config.cache_config.cache_dtype != "auto":
-        raise ValueError("kv_cache_dtype must be auto: it would apply to the hidden states as well.")
     for name, who in _UNDIVIDED.items():
         if getattr(config.parallel_config, name) > 1:
             raise ValueError(f"{name} must be 1: {who} of the hidden states.")

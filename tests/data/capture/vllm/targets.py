@@ -154,7 +154,7 @@ def largest_difference(
 ) -> float:
     """Return how far states are from those of transformers, relative to the largest of each layer."""
     model = load_target(spec, torch.device("cpu"))
-    capture = HiddenStateCapture(model, locate(model, spec), aux_layer_ids)
+    capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
     of_length: dict[int, list[CapturedSample]] = {}  # which transformers computes together, without padding
     for i in range(len(store)):
         found, expected = store[i], dataset[i]
