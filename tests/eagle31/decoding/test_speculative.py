@@ -11,7 +11,6 @@ from data.samples import CapturedSample
 from data.target.cached_decoding import TargetDecoder
 from data.target.head import TargetHead
 from data.target.modules import TargetModules, locate
-from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.chain import ChainDrafter
 from eagle31.decoding.replay import expected_replay, replayed_drafts
