@@ -158,6 +158,7 @@ class DecodedPass:
     counters: Counters
     # For each prompt, the time from its first forward pass to its last token; others run at the same time.
     prompt_seconds: tuple[float, ...]
+    model_runner: str  # V1 or V2: vLLM has two, and by default a GPU takes V2 and a CPU V1
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "DecodedPass":
@@ -166,7 +167,7 @@ class DecodedPass:
         per_position = tuple(counts["accepted_per_position"])
         counters = Counters(counts["num_drafts"], counts["num_accepted"], per_position)
         served = Served(raw["completions"], drafts)
-        return DecodedPass(served, counters, tuple(raw["prompt_seconds"]))
+        return DecodedPass(served, counters, tuple(raw["prompt_seconds"]), raw["model_runner"])
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Engine:
     def llm(self) -> Any:
         if self._llm is None:
             started = time.perf_counter()
-            self._llm = build(self.job["engine"])
+            self._llm = build(self.job["engine"], worker_extension_cls=f"__main__.{DraftReader.__name__}")
             self.start_seconds = time.perf_counter() - started
             if self.job["record_drafts"]:
                 self.events = record_drafts(self._llm)
@@ -161,6 +161,7 @@ def decode_pass(engine: Engine, job: Json, sampling: Json) -> Json:
         "drafts": placed_drafts(outputs, engine.events),
         "counters": difference(counters(llm), before),
         "prompt_seconds": [output.metrics.last_token_ts - output.metrics.scheduled_ts for output in outputs],
+        "model_runner": "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1",
     }
 
 
@@ -200,14 +201,32 @@ def margins(
     return found
 
 
+class DraftReader:
+    """What every worker of vLLM gets: a method that reads the tokens that it has just drafted."""
+
+    model_runner: Any
+
+    def read_drafts(self) -> Any:
+        """Return vLLM's DraftTokenIds, for which Model Runner V2 gives placeholders."""
+        runner = self.model_runner
+        taken = runner.take_draft_token_ids()
+        if runner.vllm_config.use_v2_model_runner:
+            states = runner.req_states
+            for name, token_ids in zip(taken.req_ids, taken.draft_token_ids, strict=True):
+                token_ids[:] = states.draft_tokens[states.req_id_to_index[name], : len(token_ids)].tolist()
+        return taken
+
+
 def record_drafts(llm: Any) -> list[Event]:
     """Start recording every draft that the scheduler processes, and return the list of events.
 
     The scheduler is in this process, however many processes run the model.
     """
     events: list[Event] = []
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    core = llm.llm_engine.engine_core.engine_core
+    scheduler, executor = core.scheduler, core.model_executor
     update = scheduler.update_from_output
+    executor.take_draft_token_ids = lambda: executor.collective_rpc("read_drafts")[-1]  # of the last stage
 
     def noting(scheduler_output: Any, model_runner_output: Any) -> Any:
         for request_id, drafted in scheduler_output.scheduled_spec_decode_tokens.items():

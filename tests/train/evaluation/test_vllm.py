@@ -58,7 +58,7 @@ def decoded(
     seconds: float = 2.0,
 ) -> DecodedPass:
     counters = Counters(sum(map(len, drafts)), sum(accepted_per_position), accepted_per_position)
-    return DecodedPass(Served(completions, drafts), counters, (seconds,) * len(completions))
+    return DecodedPass(Served(completions, drafts), counters, (seconds,) * len(completions), "V1")
 
 
 def test_drafts_count_that_end_within_the_completion() -> None:

@@ -15,6 +15,7 @@ from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, target_path
 from train.engines.serving import (
+    DecodedPass,
     DecodeJob,
     EngineFailure,
     EngineSpec,
@@ -26,7 +27,19 @@ from train.engines.serving import (
 from train.evaluation.parity import Comparison, check_case, decode_reference
 
 CPU = torch.device("cpu")
-K, MAX_NEW_TOKENS, NUM_PROMPTS = 4, 48, 12
+K = 4
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How many prompts an engine completes, and by how many tokens."""
+
+    num_prompts: int = 12
+    max_new_tokens: int = 48
+
+
+ENOUGH = Amount()
+FEW = Amount(4, 16)  # for Model Runner V2, whose kernels are interpreted
 
 
 @dataclass(frozen=True)
@@ -35,58 +48,64 @@ class EngineResults:
 
     trained: Path
     results: dict[str, JobResult]
-    references: dict[Path, list[Decoded]] = field(default_factory=dict)
+    references: dict[tuple[Path, Amount], list[Decoded]] = field(default_factory=dict)
 
-    def served(self, name: str) -> Served:
-        """Return a job's tokens and drafts; fail the test where its engine failed."""
+    def decoded(self, name: str) -> DecodedPass:
+        """Return a job's only pass; fail the test where its engine failed."""
         result = self.results[name]
         if result.error is not None:
             pytest.fail(f"{name}: {result.error}\n{result.traceback}", pytrace=False)
-        return result.passes[0].served
+        return result.passes[0]
 
-    def reference(self, case: str, export: Path) -> list[Decoded]:
+    def served(self, name: str) -> Served:
+        return self.decoded(name).served
+
+    def reference(self, case: str, export: Path, amount: Amount = ENOUGH) -> list[Decoded]:
         """Return what the evaluator makes of an export on a case's target and prompts."""
-        if export not in self.references:
+        key = (export, amount)
+        if key not in self.references:
             target = target_path(case, self.trained)
             spec = TargetSpec(str(target), dtype="float32")
-            self.references[export] = decode_reference(
+            self.references[key] = decode_reference(
                 export,
                 load_target_parts(spec),
                 spec,
-                held_out_prompts(self.trained, CASES[case].target),
+                held_out_prompts(self.trained, CASES[case].target)[: amount.num_prompts],
                 CPU,
                 k=K,
-                max_new_tokens=MAX_NEW_TOKENS,
+                max_new_tokens=amount.max_new_tokens,
                 stop_token_ids=(),
             )
-        return self.references[export]
+        return self.references[key]
 
-    def compare(self, job: str, case: str, export: Path) -> Comparison:
+    def compare(self, job: str, case: str, export: Path, amount: Amount = ENOUGH) -> Comparison:
         """Compare a job's drafts with the evaluator's, and its text with the target's if that ran alone."""
         alone = f"plain {CASES[case].target}"
-        plain = self.served(alone) if alone in self.results else None
-        return check_case(self.reference(case, export), self.served(job), plain, K)
+        plain = self.served(alone) if alone in self.results and amount == ENOUGH else None
+        return check_case(self.reference(case, export, amount), self.served(job), plain, K)
 
 
 def held_out_prompts(trained: Path, target: str) -> list[list[int]]:
     [answers] = (trained / "runs" / target / "artifacts").glob("answers-*/test")
     rows = load_from_disk(str(answers))
-    return [row["input_ids"][: row["num_prompt_tokens"]] for row in rows][:NUM_PROMPTS]
+    return [row["input_ids"][: row["num_prompt_tokens"]] for row in rows]
 
 
-def decode_job(name: str, case: str, export: Path | None, trained: Path) -> DecodeJob:
+def decode_job(
+    name: str, case: str, export: Path | None, trained: Path, amount: Amount = ENOUGH
+) -> DecodeJob:
     """Return a job without stop tokens, so that every prompt gives as many drafts as it can."""
-    prompts = held_out_prompts(trained, CASES[case].target)
+    prompts = held_out_prompts(trained, CASES[case].target)[: amount.num_prompts]
     engine = EngineSpec(
         target=str(target_path(case, trained)),
         export=export,
         k=K,
         bare=export is not None and layout_of(read_raw_config(export)) is Layout.speculators,
-        max_model_len=max(map(len, prompts)) + MAX_NEW_TOKENS + draft_room(K),
-        max_num_seqs=NUM_PROMPTS,
+        max_model_len=max(map(len, prompts)) + amount.max_new_tokens + draft_room(K),
+        max_num_seqs=amount.num_prompts,
         extra={"kv_cache_memory_bytes": KV_CACHE_BYTES},
     )
-    return DecodeJob(name, engine, prompts, MAX_NEW_TOKENS, record_drafts=export is not None)
+    return DecodeJob(name, engine, prompts, amount.max_new_tokens, record_drafts=export is not None)
 
 
 def run_together(jobs: Sequence[DecodeJob], python: Path, log: Path) -> dict[str, JobResult]:

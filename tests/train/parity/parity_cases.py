@@ -124,7 +124,7 @@ CASES = {
     "eagle31_full_vocab_speculators": DrafterCase("llama_tied_llama3_rope", SPECULATORS + aux(1, 2, 5)),
     "eagle31_window_speculators": DrafterCase(
         "llama_tied_llama3_rope",
-        SPECULATORS + WINDOW + NORM_BEFORE + TWO_LAYERS + NARROWER + aux(0, 2, 3, 5),
+        SPECULATORS + WINDOW + PRUNED + NORM_BEFORE + TWO_LAYERS + NARROWER + aux(0, 2, 3, 5),
         core=True,
     ),
     "eagle3": DrafterCase("llama", EAGLE3 + PRUNED + aux(2, 3, 5)),

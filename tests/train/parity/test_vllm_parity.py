@@ -1,7 +1,7 @@
 """vLLM serves what is trained: exports of every kind, compared with the real engine draft by draft.
 
-The classic mistakes in an export show where vLLM serves them. The drafter of most tests, without a window and
-in vLLM's layout, is compared in tests/train/stages/test_evaluate.py.
+Both of vLLM's model runners serve them; the classic mistakes in an export show there. The drafter of most
+tests, without a window and in vLLM's layout, is compared in tests/train/stages/test_evaluate.py.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ import pytest
 
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.runs.here import run_command
-from tests.train.parity.engines import EngineResults, K, decode_job, run_together
+from tests.runs.model_runner import interpreted_v2
+from tests.train.parity.engines import ENOUGH, FEW, EngineResults, K, decode_job, run_together
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import (
     CASES,
@@ -22,10 +23,12 @@ from tests.train.parity.parity_cases import (
     target_path,
 )
 from tests.train.parity.published import as_published
+from train.engines.serving import DecodeJob, JobResult
 from train.evaluation.parity import Comparison, check_case
 
 pytestmark = pytest.mark.timeout(7200)
-MIN_DRAFTS = 200
+MIN_DRAFTS = {"V1": 200, "V2": 20}
+EXPANDED = [name for name, case in CASES.items() if case.expand_mla]
 CASE = "eagle31_llama3_rope"  # pruned, with every norm, and RoPE scaled: most mistakes can be made in it
 WINDOW_CASE = "eagle3_yarn_window_pruned_norm_before_four_aux"
 
@@ -62,7 +65,7 @@ def engines(
 ) -> EngineResults:
     """Each target alone, with each of its exports, with what others publish, and with each mistake.
 
-    Without `--full` one target alone, and the exports.
+    Without `--full` one target alone, and the exports, which Model Runner V2 gets in both cases.
     """
     names = [name for name in case_names if is_trained(name, trained)]
     of_target = {CASES[name].target: name for name in (names if full else names[:1])}
@@ -73,32 +76,44 @@ def engines(
     for name in MUTATIONS if full else ():
         export = mistaken(name, trained, logs / name.replace(" ", "_"))
         jobs.append(decode_job(name, case_of(name), export, trained))
-    expanded = {name for name in names if CASES[name].expand_mla}
-    results = run_together([job for job in jobs if job.name not in expanded], vllm_python, logs / "vllm.log")
+    few = [
+        decode_job(f"V2 {name}", name, export_path(name, trained).resolve(), trained, FEW) for name in names
+    ]
+    results = run_all(jobs, vllm_python, logs / "vllm")
+    with interpreted_v2(vllm_python, logs / "v2") as python:
+        return EngineResults(trained, results | run_all(few, python, logs / "vllm_v2"))
+
+
+def run_all(jobs: Sequence[DecodeJob], python: Path, logs: Path) -> dict[str, JobResult]:
+    """Run jobs, with and without MLA as plain attention: a process has this setting as a whole."""
+    expanded = [job for job in jobs if job.name.removeprefix("V2 ") in EXPANDED]
+    results = run_together([job for job in jobs if job not in expanded], python, logs.with_suffix(".log"))
     if expanded:
-        # A process has this setting as a whole.
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("VLLM_MLA_DISABLE", "1")
-            apart = [job for job in jobs if job.name in expanded]
-            results |= run_together(apart, vllm_python, logs / "vllm_expanded.log")
-    return EngineResults(trained, results)
+            results |= run_together(expanded, python, logs.with_name(f"{logs.name}_expanded.log"))
+    return results
 
 
-def compare(engines: EngineResults, name: str) -> Comparison:
-    return engines.compare(name, name, require_export(name, engines.trained))
+def compare(engines: EngineResults, name: str, runner: str = "V1") -> Comparison:
+    job, amount = {"V1": (name, ENOUGH), "V2": (f"V2 {name}", FEW)}[runner]
+    export = require_export(name, engines.trained)
+    assert engines.decoded(job).model_runner == runner
+    return engines.compare(job, name, export, amount)
 
 
 LONG = pytest.mark.full("the long matrix")
 
 
+@pytest.mark.parametrize("runner", ["V1", "V2"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if case.core else LONG) for name, case in CASES.items()]
 )
-def test_vllm_drafts_what_the_evaluator_drafts(name: str, engines: EngineResults) -> None:
-    comparison = compare(engines, name)
+def test_vllm_drafts_what_the_evaluator_drafts(name: str, runner: str, engines: EngineResults) -> None:
+    comparison = compare(engines, name, runner)
     listed = "\n".join(map(str, [*comparison.drafts, *comparison.plain_completions, *comparison.completions]))
     assert comparison.passed, f"{comparison.failures}\n{listed}"
-    assert comparison.num_compared >= MIN_DRAFTS
+    assert comparison.num_compared >= MIN_DRAFTS[runner]
     # An untrained drafter is right by accident only, and agreeing on nothing shows nothing.
     assert comparison.vllm.acceptance_length > 1.1, "not trained"
 
@@ -111,7 +126,7 @@ def test_what_others_publish_is_read_as_vllm_reads_it(
     require_export(name, engines.trained)
     comparison = engines.compare(f"published {name}", name, published[name])
     assert comparison.passed, comparison.failures
-    assert comparison.num_compared >= MIN_DRAFTS
+    assert comparison.num_compared >= MIN_DRAFTS["V1"]
     # The weights are the same: whoever reads them, they draft as they were trained.
     assert comparison.vllm == compare(engines, name).vllm
 
