@@ -71,7 +71,7 @@ class _Read:
     starts: list[int]  # of each source in the table, and the end
     ranks: NDArray[np.void]  # bytes [C], by which prompts are chosen; equal for equal prompts
     sets: NDArray[np.int32]  # [C], the evaluation set that has a conversation's prompt, or -1
-    num_malformed: int
+    counts: Counter[str]  # of rows that are malformed or have images
 
     @property
     def sources(self) -> NDArray[np.int32]:
@@ -97,7 +97,7 @@ def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversatio
     read = _read(mixture.sources, directory / _TABLE, mixture.seed, evaluated)
     summary: dict[str, Any] = {
         "num_conversations_read": len(read.table),
-        "num_malformed": read.num_malformed,
+        **read.counts,
     }
     duplicate_of = np.full(len(read.table), -1, dtype=np.int64)
     if mixture.similarity is not None:
@@ -151,7 +151,7 @@ def print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
 
 def _read(sources: Mapping[str, Source], path: Path, seed: int, evaluated: EvaluationPrompts) -> _Read:
     """Read all sources into a file of conversations, which are in memory one at a time."""
-    ranks, sets, starts, num_malformed = bytearray(), [], [0], 0
+    ranks, sets, starts, counts = bytearray(), [], [0], Counter[str]()
     with ConversationWriter(path) as writer:
         for source in sources.values():
             reader = source.reader()
@@ -160,17 +160,23 @@ def _read(sources: Mapping[str, Source], path: Path, seed: int, evaluated: Evalu
                 ranks += prompt_rank(first_prompt(conversation), seed)[:RANK_BYTES]
                 sets.append(evaluated.find(conversation))
             starts.append(len(sets))
-            num_malformed += len(reader.malformed)
+            counts["num_malformed"] += len(reader.malformed)
+            counts["num_with_images"] += reader.num_with_images
+            counts["num_image_prompts"] += len(reader.image_prompts)
+            rows = f"of {reader.num_rows:,} rows of {source.location}"
             if reader.malformed:
-                what = f"of {reader.num_rows:,} rows of {source.location} are malformed"
-                print_left_out(what, reader.malformed)
+                print_left_out(f"{rows} are malformed", reader.malformed)
+            if reader.num_with_images:
+                print(f"data: {reader.num_with_images:,} {rows} have images; the turns before them are used")
+            if reader.image_prompts:
+                print_left_out(f"{rows} have an image before their first answer", reader.image_prompts)
     return _Read(
         list(sources),
         ConversationTable(path),
         starts,
         np.frombuffer(bytes(ranks), dtype=f"V{RANK_BYTES}"),
         np.array(sets, dtype=np.int32),
-        num_malformed,
+        counts,
     )
 
 

@@ -17,6 +17,7 @@ from data.conversations.schemas import (
     Conversation,
     MalformedRow,
     Schema,
+    before_images,
     find_schema,
     to_conversation,
 )
@@ -88,7 +89,8 @@ class ConversationReader:
     """Iterates over the conversations of a source in order, of which only a few are in memory.
 
     Malformed rows are left out; `malformed` has them as (location, reason), located as `file.jsonl:12` or
-    `file.parquet[11]`.
+    `file.parquet[11]`. A conversation with images ends before the first one; `image_prompts` has those of
+    which no answer is left.
 
     Args:
         max_malformed_fraction: the fraction of the rows that may be malformed.
@@ -97,12 +99,14 @@ class ConversationReader:
     def __init__(self, source: Source, max_malformed_fraction: float) -> None:
         self.source = source
         self.num_conversations = 0
+        self.num_with_images = 0
         self.malformed: list[tuple[str, str]] = []
+        self.image_prompts: list[tuple[str, str]] = []
         self._max_malformed_fraction = max_malformed_fraction
 
     @property
     def num_rows(self) -> int:
-        return self.num_conversations + len(self.malformed)
+        return self.num_conversations + len(self.malformed) + len(self.image_prompts)
 
     def __iter__(self) -> Iterator[Conversation]:
         """Yield the conversations.
@@ -111,11 +115,13 @@ class ConversationReader:
             UserError: the source does not exist, has no known schema, or, at its end, no conversation or too
                 many malformed rows.
         """
-        self.num_conversations, self.malformed = 0, []
+        self.num_conversations = self.num_with_images = 0
+        self.malformed, self.image_prompts = [], []
         source = self.source
         columns = Columns(source.prompt_column, source.response_column)
         schema: Schema | None = None
         for where, row in _rows(source):
+            has_images = False
             try:
                 if isinstance(row, MalformedRow):
                     raise row
@@ -123,9 +129,14 @@ class ConversationReader:
                     raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
                 if schema is None:
                     schema = find_schema(row, source.location, columns, source.require_answer, source.field)
-                conversation = to_conversation(row, schema, source.require_answer)
+                messages = schema(row)
+                text_only = before_images(messages)
+                has_images = len(text_only) < len(messages)
+                self.num_with_images += has_images
+                conversation = to_conversation(row, text_only, source.require_answer)
             except MalformedRow as reason:
-                self.malformed.append((where, str(reason)))
+                left_out = self.image_prompts if has_images else self.malformed
+                left_out.append((where, f"before its first image, {reason}" if has_images else str(reason)))
                 continue
             self.num_conversations += 1
             yield conversation
@@ -138,10 +149,13 @@ class ConversationReader:
             raise UserError(self.source.field, self.source.location, remedy)
         if not self.num_conversations or num_malformed > self._max_malformed_fraction * num_rows:
             remedy = f"{num_malformed} of {num_rows} rows are malformed"
+            if self.image_prompts:
+                remedy += f", and {len(self.image_prompts)} have an image before their first answer"
             if self.num_conversations:
                 remedy += f", more than {self._max_malformed_fraction:.0%}"
             remedy += ". Correct them. The first reasons:"
-            raise UserError(self.source.field, self.source.location, remedy + first_reasons(self.malformed))
+            left_out = self.malformed or self.image_prompts
+            raise UserError(self.source.field, self.source.location, remedy + first_reasons(left_out))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 from data.conversations.perturbation import UNCHANGED
@@ -24,6 +24,7 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+_MEDIA = ("image", "video", "audio")  # in the type of a content part
 _PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
 
 Messages = list[dict[str, Any]]
@@ -145,8 +146,19 @@ def _role_and_content(message: Any) -> dict[str, Any]:
     return {"role": _SHAREGPT_ROLES[role], "content": message.get("value")}
 
 
-def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -> Conversation:
-    """Convert a row to a conversation as vLLM would pass it to the template.
+def before_images(messages: Messages) -> Messages:
+    """Return the messages before the first that has an image, a video or a sound among its content parts."""
+    return list(takewhile(lambda message: not _has_media(message.get("content")), messages))
+
+
+def _has_media(content: Any) -> bool:
+    parts = content if isinstance(content, list) else []
+    types = [str(part.get("type")) for part in parts if isinstance(part, dict)]
+    return any(kind in type_ for type_ in types for kind in _MEDIA)
+
+
+def to_conversation(row: dict[str, Any], messages: Messages, require_answer: bool) -> Conversation:
+    """Convert the messages of a row to a conversation as vLLM would pass it to the template.
 
     Text parts are joined by newlines, empty `tool_calls` are removed, and tool call arguments that are a JSON
     string are parsed.
@@ -154,19 +166,19 @@ def to_conversation(row: dict[str, Any], schema: Schema, require_answer: bool) -
     Raises:
         MalformedRow: the row is not a conversation.
     """
-    messages = tuple(_checked(message) for message in schema(row))
-    roles = [message["role"] for message in messages]
+    checked = tuple(_checked(message) for message in messages)
+    roles = [message["role"] for message in checked]
     if require_answer and "assistant" not in roles:
         raise MalformedRow("there is no assistant turn")
     if "user" not in roles or ("assistant" in roles and roles.index("assistant") < roles.index("user")):
         raise MalformedRow("there is no user message before the first assistant turn")
     tools = _tools(row.get("tools"))
     identifier = row.get("id")
-    _check_text([identifier, messages, tools])
+    _check_text([identifier, checked, tools])
     if identifier is None or identifier == "":
-        content = json.dumps([messages, tools], sort_keys=True, default=str)
+        content = json.dumps([checked, tools], sort_keys=True, default=str)
         identifier = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return Conversation(str(identifier), messages, tools)
+    return Conversation(str(identifier), checked, tools)
 
 
 def _check_text(values: Any) -> None:

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from data.conversations.reading import ReadResult, read_conversations
+from data.conversations.reading import ReadResult, Source, read_conversations
 from eagle31.errors import UserError
 from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl
 
@@ -87,6 +87,27 @@ def test_unknown_and_ambiguous_columns_are_user_errors(tmp_path, row, columns, e
         read_conversations(source, **columns)
 
 
+def test_a_conversation_ends_before_its_first_image_and_is_no_malformed_row(tmp_path):
+    text, image = {"type": "text", "text": "what is"}, {"type": "image_url", "image_url": {"url": "a.png"}}
+    first = [{"role": "user", "content": [text, text]}, {"role": "assistant", "content": "a"}]
+    with_image = {"role": "user", "content": [text, image]}
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]}
+    rows = [
+        [with_image, answer],
+        [*first, with_image, answer],
+        [*first, answer],
+        [first[0], with_image, answer],
+    ]
+    source = Source(str(write_jsonl(tmp_path / "a.jsonl", [{"messages": row} for row in rows])))
+    reader = source.reader()
+    assert [len(one.messages) for one in reader] == [2, 3]
+    assert (reader.num_rows, reader.num_with_images, reader.malformed) == (4, 3, [])
+    assert [where.rpartition(":")[2] for where, _ in reader.image_prompts] == ["1", "4"]
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": rows[0]}])
+    with pytest.raises(UserError, match="1 have an image before their first answer"):
+        list(reader)
+
+
 def test_malformed_rows_are_left_out_with_lines_and_reasons(tmp_path):
     def messages(*items: tuple[Any, Any]) -> dict[str, Any]:
         return {"messages": [{"role": role, "content": content} for role, content in items]}
@@ -104,7 +125,7 @@ def test_malformed_rows_are_left_out_with_lines_and_reasons(tmp_path):
         {"messages": "q"},
         [1, 2],
         {"message": []},
-        messages(("user", [{"type": "image_url"}]), ("assistant", "a")),
+        messages(("user", [{"type": "citation"}]), ("assistant", "a")),
         good,
     ]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
