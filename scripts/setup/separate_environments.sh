@@ -16,33 +16,15 @@ find_python() {
     return 1
 }
 
-# install_wheel ENVIRONMENT REQUIREMENT LEFT_OUT [PACKAGE ...] installs a wheel and those of its requirements whose
-# names do not match LEFT_OUT, without extras, and the PACKAGEs. The first PACKAGE has to be torch with its version,
-# which decides the build that all the others get. Python compiles what is imported, at the first import.
-install_wheel() {
-    local environment=$1 requirement=$2 left_out=$3
+# install_packages ENVIRONMENT LEFT_OUT TORCH PACKAGE ... installs PACKAGEs and what they require, without the packages
+# in the list LEFT_OUT, and with TORCH whichever build they require.
+install_packages() {
+    local environment=$1 left_out=$2 torch=$3
     shift 3
-    local pip="$environment/bin/python -m pip" wheels="$environment/wheels"
-    $pip install --no-compile "$1"
-    $pip download --no-deps --dest "$wheels" "$requirement"
-    "$environment/bin/python" - "$wheels" "$left_out" >"$environment/requirements.txt" <<'REQUIREMENTS'
-import re
-import sys
-import zipfile
-from email.parser import HeaderParser
-from pathlib import Path
-
-(wheel,) = Path(sys.argv[1]).glob("*.whl")
-with zipfile.ZipFile(wheel) as archive:
-    (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-    metadata = HeaderParser().parsestr(archive.read(name).decode())
-for requirement in metadata.get_all("Requires-Dist"):
-    if "extra ==" not in requirement and not re.match(rf"({sys.argv[2]})(?![\w-])", requirement):
-        print(requirement)
-REQUIREMENTS
-    $pip install --no-compile --requirement "$environment/requirements.txt" "$@"
-    $pip install --no-compile --no-deps "$wheels"/*.whl
-    rm -r "$wheels"
+    printf '%s\n' $left_out >"$environment/left_out.txt"
+    echo "$torch" >"$environment/torch.txt"
+    "$environment/bin/python" "$(dirname "${BASH_SOURCE[0]}")/uv" pip install --excludes "$environment/left_out.txt" \
+        --overrides "$environment/torch.txt" "$torch" "$@"
 }
 
 # ensure_separate_environment ENVIRONMENT STAMP MINOR INSTALL CHECK makes an environment with the function INSTALL
