@@ -3,9 +3,11 @@
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import IDS, Layout, Verifier
+from eagle31.export.layouts import IDS, Layout, Verifier, sglang_ids
 from eagle31.model.config import DrafterConfig
+from eagle31.model.mla import MlaShape
 
+_NOT_IN_SGLANG = ("norm_before_residual", "sliding_window", "attention_bias", "mlp_bias")
 SLIDING = "sliding_attention"  # among the layer_types
 
 
@@ -25,14 +27,20 @@ def config_json(
     vLLM, which read it.
     """
     drafter = _drafter_json(config, dtype)
-    if layout is Layout.vllm:
+    if layout is Layout.sglang:
+        _check_sglang(config)
+        drafter["eagle_config"][IDS] = sglang_ids(config.aux_layer_ids)
+    if layout is not Layout.speculators:
         return drafter
     if not config.attention.in_speculators:
         remedy = f"vLLM does not read this layout for {config.attention.title}; use export.layout=vllm."
         raise UserError("export.layout", layout.value, remedy)
     assert verifier is not None
     # vLLM reads the norms and the ids from the top level and everything else from the layer's config.
-    at_top = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output", IDS)
+    at_top = (
+        *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc"),
+        *("fc_norm", "norm_output", IDS),
+    )
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -46,12 +54,26 @@ def config_json(
             },
         },
         **{key: drafter[key] for key in at_top},
-        "norm_before_fc": False,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "transformer_layer_config": {key: value for key, value in drafter.items() if key != "architectures"},
     }
+
+
+def _check_sglang(config: DrafterConfig) -> None:
+    """Raise UserError for what SGLang's drafters do not have: it would leave it out without a word.
+
+    Source: models/llama_eagle3.py and models/kimi_k25_eagle3.py of SGLang 0.5.23.
+    """
+    absent = [name for name in _NOT_IN_SGLANG if getattr(config, name)]
+    if not config.attention.in_sglang:
+        absent.append("attention")
+    if isinstance(config.attention, MlaShape) and config.num_hidden_layers > 1:
+        absent.append("num_hidden_layers")
+    for name in absent:
+        remedy = "SGLang's drafters do not have this; use export.layout=vllm."
+        raise UserError(f"drafter.{name}", getattr(config, name), remedy)
 
 
 def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
@@ -75,8 +97,8 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": config.num_key_value_heads,
         **config.attention.to_json(config),
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling if scaled else None,
@@ -87,10 +109,11 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": len(ids),
         IDS: ids,
-        "eagle_config": {IDS: ids, "use_aux_hidden_state": True},
+        "eagle_config": {IDS: list(ids), "use_aux_hidden_state": True},
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
         "tie_word_embeddings": False,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,

@@ -1,5 +1,6 @@
 """The layouts in which EAGLE-3 drafters are published: their keys, their tensor names, their files."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ PICKLED_WEIGHTS, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.j
 TORCHSPEC_PREFIX = "model_state.model.draft_model."
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+# The architectures as which vLLM loads the layers of speculators' drafters, by their model_type.
+_SPECULATORS_LAYERS = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
 
 
 class Layout(Choice):
@@ -25,6 +28,7 @@ class Layout(Choice):
 
     vllm = "vllm", "the drafter's config.json: `--speculative-config` names export and method"
     speculators = "speculators", "config.json names the target too: `vllm serve EXPORT` is enough"
+    sglang = "sglang", "as vllm, and SGLang captures the same layers"
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,20 @@ class Verifier:
 
 def layout_of(raw: dict[str, Any]) -> Layout:
     """Return the layout of a parsed config.json."""
-    is_speculators = "speculators_config" in raw or "speculators_model_type" in raw
-    return Layout.speculators if is_speculators else Layout.vllm
+    if "speculators_config" in raw or "speculators_model_type" in raw:
+        return Layout.speculators
+    ids, inner_ids = raw.get(IDS), (raw.get("eagle_config") or {}).get(IDS)
+    return Layout.sglang if ids and inner_ids and inner_ids == sglang_ids(ids) else Layout.vllm
+
+
+def sglang_ids(aux_layer_ids: Sequence[int]) -> list[int]:
+    """Return aux layer ids as SGLang counts them: layer outputs, where vLLM counts layer inputs.
+
+    vLLM reads the ids at the top level and SGLang those in `eagle_config`, so a config.json can have both.
+
+    Source: `set_eagle3_layers_to_capture` in SGLang's models.
+    """
+    return [i - 1 for i in aux_layer_ids]
 
 
 def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +64,7 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a speculators checkpoint has another algorithm, or no layer config.
     """
-    if layout_of(raw) is Layout.vllm:
+    if layout_of(raw) is not Layout.speculators:
         return raw
     if raw.get("speculators_model_type") != "eagle3":
         remedy = "Only eagle3 drafters are supported."
@@ -56,10 +72,15 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise UserError("transformer_layer_config", layer, "config.json does not have the layer's shape.")
+    architecture = _SPECULATORS_LAYERS.get(layer.get("model_type", "llama"))
+    if architecture is None:
+        remedy = f"vLLM reads {' and '.join(_SPECULATORS_LAYERS)} layers."
+        raise UserError("transformer_layer_config.model_type", layer["model_type"], remedy)
     taken = {key: raw[key] for key in ("target_hidden_size", IDS) if raw.get(key)}
     return layer | {
         **taken,
         "draft_vocab_size": raw.get("draft_vocab_size"),
+        "architectures": [architecture],
         "norm_before_residual": raw.get("norm_before_residual", True),
         "norm_before_fc": raw.get("norm_before_fc", False),
         "fc_norm": raw.get("fc_norm", False),
@@ -68,16 +89,23 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def served_name(name: str, layout: Layout = Layout.vllm) -> str:
-    """Return a parameter's tensor name in the checkpoint: in vLLM's layout the first layer is `midlayer`."""
-    if layout is Layout.vllm and name.startswith("layers.0."):
+    """Return a parameter's tensor name in the checkpoint.
+
+    The first layer is `midlayer`, except in speculators' layout. SGLang calls the norm of a later layer's
+    input `hidden_norm`.
+    """
+    if layout is not Layout.speculators and name.startswith("layers.0."):
         return name.replace("layers.0.", "midlayer.", 1)
-    return name
+    return name.replace("input_layernorm", "hidden_norm") if layout is Layout.sglang else name
 
 
-def parameter_name(name: str) -> str:
+def parameter_name(name: str, layout: Layout) -> str:
     """Return the parameter's name of a checkpoint's tensor."""
     name = name.removeprefix(TORCHSPEC_PREFIX).removeprefix("model.")
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+    if name.startswith("midlayer."):
+        return name.replace("midlayer.", "layers.0.", 1)
+    later = layout is Layout.sglang and not name.startswith("layers.0.")
+    return name.replace("hidden_norm", "input_layernorm") if later else name
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:

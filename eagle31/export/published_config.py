@@ -9,7 +9,7 @@ from eagle31.export.config_json import SLIDING
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
 from eagle31.model.attention import AttentionShape
 from eagle31.model.config import ATTENTIONS, DrafterConfig
-from eagle31.model.gqa import GqaShape
+from eagle31.model.gqa import DEEPSPEC
 
 SHAPE_KEYS = (
     "hidden_size",
@@ -59,13 +59,14 @@ def _read_config(
     raw: dict[str, Any], num_target_layers: int | None, aux_layer_ids: Sequence[int] | None
 ) -> ReadConfig:
     layer = layer_config(raw)
-    refuse_unknown_parts(raw, layer)
     attention = _attention(layer)
+    refuse_unknown_parts(raw, layer)
     attention.check_json(layer)
     values = _numbers(layer, attention)
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
     window, window_notes = _sliding_window(layer, values["num_hidden_layers"], attention)
     notes += window_notes
+    eagle = layer.get("eagle_config") or {}
     config = DrafterConfig(
         **{key: values[key] for key in SHAPE_KEYS},
         **attention.from_json(layer),
@@ -79,18 +80,31 @@ def _read_config(
         fc_norm=bool(layer.get("fc_norm", False)),
         norm_output=bool(layer.get("norm_output", False)),
         norm_before_residual=bool(layer.get("norm_before_residual", False)),
+        norm_before_fc=bool(eagle.get("norm_before_fc", layer.get("norm_before_fc", False))),
+        attention_bias=bool(layer.get("attention_bias", False)),
+        mlp_bias=bool(layer.get("mlp_bias", False)),
         bos_token_id=layer.get("bos_token_id"),
         eos_token_id=layer.get("eos_token_id"),
     )
     if layer.get("model_type") == "deepseek_v3":
         notes += ("model_type deepseek_v3: vLLM reads it as multi-token prediction and does not serve it.",)
+    if DEEPSPEC in layer["architectures"]:
+        notes += (f"architecture {DEEPSPEC}: vLLM does not serve it before eagle31 has exported it again.",)
     return ReadConfig(config, layout_of(raw), notes)
 
 
 def _attention(layer: dict[str, Any]) -> type[AttentionShape]:
-    """Return the kind of attention that a layer's config describes."""
+    """Return the kind of attention that a layer's config describes.
+
+    Raises:
+        UserError: vLLM has no such EAGLE-3 drafter, or it is not supported here.
+    """
     architecture = next(iter(layer.get("architectures") or ()), None)
-    return next((kind for kind in ATTENTIONS.values() if architecture in kind.architectures), GqaShape)
+    for kind in ATTENTIONS.values():
+        if architecture in kind.architectures:
+            return kind
+    supported = [name for kind in ATTENTIONS.values() for name in kind.architectures]
+    raise UserError("architectures", architecture, f"Supported are {', '.join(supported)}.")
 
 
 def _numbers(layer: dict[str, Any], attention: type[AttentionShape]) -> dict[str, Any]:
@@ -161,23 +175,7 @@ def _rope_parameters(layer: dict[str, Any], max_position_embeddings: int) -> dic
 def refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
     """Raise UserError for parts of a checkpoint that are not supported here."""
     eagle = layer.get("eagle_config") or {}
-    if layout_of(raw) is Layout.vllm:
-        architecture = next(iter(raw.get("architectures") or ()), None)
-        supported = [name for kind in ATTENTIONS.values() for name in kind.architectures]
-        if architecture not in supported:
-            raise UserError("architectures", architecture, f"Supported are {', '.join(supported)}.")
-    else:
-        model_type = layer.get("model_type", "llama")
-        if model_type != "llama":
-            raise UserError(
-                "transformer_layer_config.model_type",
-                model_type,
-                "Only llama layers are supported; those of qwen3 have a q_norm and a k_norm.",
-            )
     unknown = {
-        "norm_before_fc": eagle.get("norm_before_fc", layer.get("norm_before_fc", False)),
-        "attention_bias": layer.get("attention_bias", False),
-        "mlp_bias": layer.get("mlp_bias", False),
         "quantization_config": layer.get("quantization_config") or raw.get("quantization_config"),
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0 and layer["logit_scale"],
         "eagle_config.use_aux_hidden_state=false": eagle.get("use_aux_hidden_state", True) is False,
@@ -195,7 +193,9 @@ def vllm_default_ids(num_target_layers: int) -> tuple[int, ...]:
 
 def stated_ids(layer: dict[str, Any]) -> tuple[int, ...]:
     """Return a layer config's aux layer ids as vLLM captures them: each once, ascending; maybe none."""
-    return tuple(sorted(set(layer.get(IDS) or (layer.get("eagle_config") or {}).get(IDS) or ())))
+    ids = layer.get(IDS) or (layer.get("eagle_config") or {}).get(IDS)
+    of_outputs = layer.get("target_layer_ids") or ()  # DeepSpec's, which count the outputs of layers
+    return tuple(sorted(set(ids or [i + 1 for i in of_outputs])))
 
 
 def _aux_layer_ids(

@@ -1,6 +1,6 @@
 """Reads an exported or published checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,6 @@ from eagle31.export.layouts import parameter_name, read_raw_config, read_tensors
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
-
-_UNSUPPORTED = {
-    "q_norm.weight": "a norm of the queries, as Qwen3 has it",
-    "k_norm.weight": "a norm of the keys, as Qwen3 has it",
-    ".bias": "a bias",
-}
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,7 @@ def load_export(
         raw, num_target_layers=target.num_layers if target else None, aux_layer_ids=aux_layer_ids
     )
     config = read.config
-    tensors = {parameter_name(name): tensor for name, tensor in read_tensors(directory).items()}
-    refuse_unsupported(tensors)
+    tensors = {parameter_name(name, read.layout): tensor for name, tensor in read_tensors(directory).items()}
     embed_tokens = tensors.pop("embed_tokens.weight", None)
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
@@ -96,15 +89,6 @@ def load_export(
         raw,
         read.notes,
     )
-
-
-def refuse_unsupported(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError for weights of layers that vLLM's EAGLE-3 drafters do not have."""
-    for name, tensor in sorted(tensors.items()):
-        part = next((what for end, what in _UNSUPPORTED.items() if name.endswith(end)), None)
-        if part is not None:
-            remedy = f"It is {part}, which vLLM does not load into an EAGLE-3 drafter, nor does eagle31."
-            raise UserError(name, list(tensor.shape), f"{remedy} Choose another checkpoint.")
 
 
 def draft_target_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None:

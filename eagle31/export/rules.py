@@ -12,7 +12,6 @@ from eagle31.export.layouts import Layout, Verifier, layout_of, served_name
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 
-FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 # The target's name, and RoPE, which has several spellings: the drafts show it.
 _NOT_COMPARED = {"speculators_config", "rope_scaling", "rope_theta"}
 

@@ -32,7 +32,7 @@ class _RMSNorm(torch.autograd.Function):
         wide_grad = grad.to(inverse.dtype)
         normed = x.to(inverse.dtype) * inverse
         along = wide_grad * normed
-        grad_weight = along.sum(0).to(weight.dtype)
+        grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
         wide_weight = weight.to(inverse.dtype)
@@ -51,7 +51,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm over the last dimension of [N, H], computed in float32 or wider.
+    """RMSNorm over the last dimension of [..., H], computed in float32 or wider.
 
     On CUDA it is PyTorch's fused kernel.
     """
@@ -94,10 +94,11 @@ class GatedLinear(nn.Linear):
     """
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
-        """Return (silu(gate) * up) @ weight.T. gate, up: [N, I] -> [N, H]."""
+        """Return (silu(gate) * up) @ weight.T + bias. gate, up: [N, I] -> [N, H]."""
         if not torch.is_grad_enabled():
-            return F.linear(_gated(gate, up), self.weight)
-        return _GatedLinear.apply(gate, up, self.weight)
+            return F.linear(_gated(gate, up), self.weight, self.bias)
+        product: Tensor = _GatedLinear.apply(gate, up, self.weight)
+        return product if self.bias is None else product + self.bias
 
 
 class _Rotate(torch.autograd.Function):

@@ -41,7 +41,7 @@ class _AddedProduct(torch.autograd.Function):
 
 
 class SplitLinear(nn.Linear):
-    """A projection of concat(first, second), each `in_features // 2` wide.
+    """A projection of concat(first, second), each `in_features // 2` wide. A bias belongs to the second.
 
     Every computation is a call of this one module, because sharded weights are gathered module by module.
     """
@@ -54,8 +54,10 @@ class SplitLinear(nn.Linear):
             tokens: the products with the first input.
         """
         if tokens is not None:
-            return _AddedProduct.apply(x, self.weight, tokens.products, tokens.indices)
-        return F.linear(x, self.weight[:, : x.shape[1]])
+            product: Tensor = _AddedProduct.apply(x, self.weight, tokens.products, tokens.indices)
+            return product if self.bias is None else product + self.bias
+        both = x.shape[1] == self.in_features
+        return F.linear(x, self.weight[:, : x.shape[1]], self.bias if both else None)
 
 
 def project(projection: nn.Module, x: Tensor, tokens: TokenProjection | None) -> Tensor:

@@ -44,7 +44,9 @@ class AttentionShape(ABC):
     required_keys: ClassVar[tuple[str, ...]] = ()  # of config.json: vLLM has no default for them
     rope_keys: ClassVar[dict[str, tuple[str, ...]]]  # that vLLM reads, by rope_type
     has_window: ClassVar[bool]  # whether vLLM serves it with a sliding window
+    optional_parts: ClassVar[tuple[str, ...]]  # fields of `DrafterConfig` for parts that vLLM has with it
     in_speculators: ClassVar[bool]  # whether vLLM reads it in the layout of speculators
+    in_sglang: ClassVar[bool]  # whether SGLang has it
 
     @classmethod
     def widths(cls) -> tuple[str, ...]:

@@ -5,12 +5,14 @@ from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.model.attention import AttentionShape
-from eagle31.model.gqa import GqaShape
+from eagle31.model.gqa import GqaShape, NormedGqaShape
 from eagle31.model.mla import MlaShape
 from eagle31.model.rope import served_rope
 
 # The kinds of attention, by the name that `drafter.attention` has for them.
-ATTENTIONS: dict[str, type[AttentionShape]] = {kind.name: kind for kind in (GqaShape, MlaShape)}
+ATTENTIONS: dict[str, type[AttentionShape]] = {
+    kind.name: kind for kind in (GqaShape, NormedGqaShape, MlaShape)
+}
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -42,6 +44,11 @@ class DrafterConfig:
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
+    # Of others' drafters: a norm of all aux hidden states together, and biases; kinds of attention differ in
+    # which of them vLLM has.
+    norm_before_fc: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
     attention: AttentionShape = field(default_factory=GqaShape)
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -59,6 +66,10 @@ class DrafterConfig:
                 f"It must divide num_attention_heads ({self.num_attention_heads}).",
             )
         self._check_window()
+        for name in ("norm_before_fc", "attention_bias", "mlp_bias"):
+            if getattr(self, name) and name not in self.attention.optional_parts:
+                remedy = f"vLLM's drafter with {self.attention.title} has no such part."
+                raise UserError(f"drafter.{name}", True, remedy)
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise UserError(
                 "drafter.draft_vocab_size",

@@ -35,6 +35,8 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         num_aux, target_width = len(config.aux_layer_ids), config.target_hidden_size
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(num_aux * target_width, eps=config.rms_norm_eps)
         if config.fc_norm:
             norms = [RMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(num_aux)]
             self.fc_norm = nn.ModuleList(norms)
@@ -46,14 +48,13 @@ class Drafter(nn.Module):
         self.rotary = Rotary(config.rotary_width, config.rope_parameters, config.max_position_embeddings)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """Project the aux hidden states, each with its own norm under `fc_norm`. [T, A, Ht] -> [T, H]."""
+        """Project the aux hidden states after their norms. [T, A, Ht] -> [T, H]."""
+        states = aux_hidden_states
+        if self.config.norm_before_fc:
+            states = self.input_norm(states.flatten(1)).view_as(states)
         if self.config.fc_norm:
-            return self.fc(torch.cat(self.norm_captured(aux_hidden_states), dim=-1))
-        return self.fc(aux_hidden_states.flatten(1))
-
-    def norm_captured(self, aux_hidden_states: Tensor) -> list[Tensor]:
-        """Return each aux hidden state after its norm under `fc_norm`. [T, A, Ht] -> A tensors [T, Ht]."""
-        return [norm(aux_hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)]
+            return self.fc(torch.cat([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=-1))
+        return self.fc(states.flatten(1))
 
     def first_step(
         self,

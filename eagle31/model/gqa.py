@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from eagle31.errors import UserError
-from eagle31.kernels.elementwise import rotate
+from eagle31.kernels.elementwise import RMSNorm, rotate
 from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
 from eagle31.model.attention import AttentionModule, AttentionShape, Projections
 from eagle31.model.rope import ROPE_KEYS, check_rope
 
 if TYPE_CHECKING:
     from eagle31.model.config import DrafterConfig
+
+
+DEEPSPEC = "Qwen3Eagle3Model"  # the architecture of DeepSpec's drafters, which vLLM has under another name
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class GqaShape(AttentionShape):
     name = "gqa"
     title = "GQA"
     # What vLLM 0.32 loads as `Eagle3LlamaForCausalLM`; it adds "Eagle3" to a plain LlamaForCausalLM.
-    architectures = (
+    architectures: ClassVar[tuple[str, ...]] = (
         "LlamaForCausalLMEagle3",
         "Eagle3LlamaForCausalLM",
         "LlamaForCausalLM",
@@ -31,10 +34,12 @@ class GqaShape(AttentionShape):
         "Eagle3Qwen2_5vlForCausalLM",
         "Eagle3Qwen3vlForCausalLM",
     )
-    model_types = ("llama",)
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
     rope_keys = ROPE_KEYS
     has_window = True
+    optional_parts: ClassVar[tuple[str, ...]] = ("norm_before_fc", "attention_bias", "mlp_bias")
     in_speculators = True
+    in_sglang = True
 
     @classmethod
     def from_target(
@@ -78,6 +83,26 @@ class GqaShape(AttentionShape):
         return Projections(heads[0] * config.head_dim, heads[1] * 2 * config.head_dim)
 
 
+@dataclass(frozen=True)
+class NormedGqaShape(GqaShape):
+    """Grouped-query attention with a norm of each head's queries and keys, as Qwen3 has it."""
+
+    name = "gqa_qk_norm"
+    title = "GQA with norms of queries and keys"
+    architectures = ("Eagle3Qwen3ForCausalLM", DEEPSPEC)
+    model_types = ("qwen3",)
+    required_keys = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+    optional_parts = ("norm_before_fc", "attention_bias")
+    in_sglang = False
+
+    def to_json(self, config: "DrafterConfig") -> dict[str, Any]:
+        return super().to_json(config) | {"use_sliding_window": config.sliding_window is not None}
+
+    def projections(self, config: "DrafterConfig") -> Projections:
+        kept = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
+        return super().projections(config)._replace(query_kept=kept[0], key_kept=kept[1])
+
+
 class GroupedQueryAttention(AttentionModule):
     """Queries, keys and values of one width."""
 
@@ -88,10 +113,13 @@ class GroupedQueryAttention(AttentionModule):
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         linear, input_size = (SplitLinear, 2 * width) if reads_embedding else (nn.Linear, width)
-        self.q_proj = linear(input_size, query_size, bias=False)
-        self.k_proj = linear(input_size, key_size, bias=False)
-        self.v_proj = linear(input_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, width, bias=False)
+        normed, bias = isinstance(config.attention, NormedGqaShape), config.attention_bias
+        self.q_proj = linear(input_size, query_size, bias=bias)
+        self.k_proj = linear(input_size, key_size, bias=bias)
+        self.v_proj = linear(input_size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, width, bias=bias and not normed)  # as vLLM's Qwen3
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
 
     @property
     def query_input(self) -> nn.Module:
@@ -102,13 +130,13 @@ class GroupedQueryAttention(AttentionModule):
         return self.k_proj, self.v_proj
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
-        return rotate(self._heads(self.q_proj, x, tokens), cos, sin)
+        return rotate(self.q_norm(self._heads(self.q_proj, x, tokens)), cos, sin)
 
     def key_value(
         self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
         key_tokens, value_tokens = tokens or (None, None)
-        key = rotate(self._heads(self.k_proj, x, key_tokens), cos, sin)
+        key = rotate(self.k_norm(self._heads(self.k_proj, x, key_tokens)), cos, sin)
         return key, self._heads(self.v_proj, x, value_tokens)
 
     def output(self, attended: Tensor) -> Tensor:

@@ -48,7 +48,9 @@ class MlaShape(AttentionShape):
         "yarn": tuple(key for key in ROPE_KEYS["yarn"] if key not in ("attention_factor", "truncate")),
     }
     has_window = False
+    optional_parts = ()
     in_speculators = False
+    in_sglang = True
 
     q_lora_rank: int
     kv_lora_rank: int

@@ -9,8 +9,13 @@ from torch.nn import functional as F
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.gqa import NormedGqaShape
 from eagle31.model.mla import MlaShape
 from eagle31.training.batch import PackedBatch
+
+
+def linear(x: Tensor, weight: Callable[..., Tensor], name: str) -> Tensor:
+    return x @ weight(name).T + weight(name, kind="bias")
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,8 +46,13 @@ def grouped_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values [T, Hq, D] of grouped-query attention, keys and values repeated."""
     q, k, v = (
-        (inputs @ weight(f"self_attn.{name}_proj").T).unflatten(-1, (-1, config.head_dim)) for name in "qkv"
+        linear(inputs, weight, f"self_attn.{name}_proj").unflatten(-1, (-1, config.head_dim))
+        for name in "qkv"
     )
+    if isinstance(config.attention, NormedGqaShape):
+        q, k = (
+            rms(x, weight(f"self_attn.{name}_norm"), config.rms_norm_eps) for x, name in ((q, "q"), (k, "k"))
+        )
     q, k = (rope(x, positions, config.rope_theta) for x in (q, k))
     repeat = config.num_attention_heads // config.num_key_value_heads
     return q, k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
@@ -87,7 +97,10 @@ def naive_states(
     """Return the post-norm states of every row, a tensor [T, H] per step."""
     weights = dict(drafter.named_parameters())
     eps, length = config.rms_norm_eps, len(batch.input_ids)
-    aux = list(batch.aux_hidden_states.unbind(1))
+    states = batch.aux_hidden_states
+    if config.norm_before_fc:
+        states = rms(states.flatten(1), weights["input_norm.weight"], eps).view_as(states)
+    aux = list(states.unbind(1))
     if config.fc_norm:
         aux = [rms(x, weights[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(aux)]
     state = torch.cat(aux, -1) @ weights["fc.weight"].T
@@ -109,8 +122,9 @@ def naive_states(
         mask = torch.cat([seen, *own], dim=1)
         for layer in range(config.num_hidden_layers):
 
-            def weight(name: str, layer: int = layer) -> Tensor:
-                return weights[f"layers.{layer}.{name}.weight"]
+            def weight(name: str, layer: int = layer, kind: str = "weight") -> Tensor:
+                name = f"layers.{layer}.{name}.{kind}"
+                return weights[name] if kind == "weight" else weights.get(name, torch.zeros(()))
 
             residual = state
             if layer == 0:
@@ -128,10 +142,10 @@ def naive_states(
             scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) * q.shape[-1] ** -0.5
             probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
             attended = torch.einsum("hqk,khd->qhd", probs, torch.cat(values)).flatten(1)
-            hidden = residual + attended @ weight("self_attn.o_proj").T
+            hidden = residual + linear(attended, weight, "self_attn.o_proj")
             normed = rms(hidden, weight("post_attention_layernorm"), eps)
-            gated = F.silu(normed @ weight("mlp.gate_proj").T) * (normed @ weight("mlp.up_proj").T)
-            state = hidden + gated @ weight("mlp.down_proj").T
+            gated = F.silu(linear(normed, weight, "mlp.gate_proj")) * linear(normed, weight, "mlp.up_proj")
+            state = hidden + linear(gated, weight, "mlp.down_proj")
         normed = rms(state, weights["norm.weight"], eps)
         outputs.append(normed)
         state = normed if config.norm_output else state

@@ -9,6 +9,7 @@ from torch import nn
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.gqa import NormedGqaShape
 from eagle31.model.mla import MlaShape
 from eagle31.training.batch import PackedBatch
 
@@ -30,6 +31,9 @@ def tiny_config(**changes: Any) -> DrafterConfig:
     return replace(config, **changes)
 
 
+QK_NORM: dict[str, Any] = {"attention": NormedGqaShape()}
+# What vLLM's drafters have in addition, and others train.
+BIASES: dict[str, Any] = {"norm_before_fc": True, "attention_bias": True, "mlp_bias": True}
 EAGLE3: dict[str, Any] = {"fc_norm": False, "norm_output": False}
 # Changes to `tiny_config`: multi-head latent attention with values narrower than keys, and as wide.
 MLA: dict[str, Any] = {
@@ -76,7 +80,7 @@ def random_batch(
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])
     positions = torch.cat([torch.arange(n) for n in (*lengths, padding)])
     aux_shape = (total, len(config.aux_layer_ids), config.target_hidden_size)
-    scales = torch.tensor([1.0, 4.0, 20.0, 3.0])[: aux_shape[1], None]
+    scales = torch.tensor([1.0, 4.0, 20.0, 3.0, 2.0])[: aux_shape[1], None]
     return PackedBatch(
         input_ids=torch.randint(config.vocab_size, (total,), generator=generator),
         loss_mask=mask & (documents >= 0),

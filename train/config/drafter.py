@@ -10,6 +10,7 @@ from train.config.setting import setting
 
 class Attention(Choice):
     gqa = "gqa", "grouped-query attention"
+    gqa_qk_norm = "gqa_qk_norm", "gqa with norms of queries and keys, as in Qwen3"
     mla = "mla", "multi-head latent attention"
 
 
@@ -17,8 +18,8 @@ class Attention(Choice):
 class DrafterShape:
     """The drafter's architecture. null takes the value of the checkpoint in init_from, else the target's.
 
-    fc_norm, norm_output and norm_before_residual are never taken from init_from: an EAGLE 3 checkpoint is
-    trained further as EAGLE 3.1, with fc_norm weights that start at one.
+    fc_norm and norm_output are never taken from init_from: an EAGLE 3 checkpoint is trained further as
+    EAGLE 3.1, with fc_norm weights that start at one.
     """
 
     attention: Attention | None = setting(
@@ -85,7 +86,9 @@ class DrafterShape:
     norm_output: bool = setting(
         True, "Whether the next step receives the state after the final norm (EAGLE 3.1)."
     )
-    norm_before_residual: bool = setting(False, "Whether the layer's residual is the normalized input.")
+    norm_before_residual: bool | None = setting(
+        None, "Whether the layer's residual is the normalized input. null: that of init_from, else false."
+    )
     train_lm_head: bool = setting(
         True, "Whether the draft head is trained; otherwise it stays the target's rows."
     )

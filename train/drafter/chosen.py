@@ -12,9 +12,9 @@ from train.config.drafter import DrafterShape
 from train.drafter.published import (
     fetch_checkpoint,
     open_published,
+    starting_config,
     starting_ids,
     starting_notes,
-    starting_shape,
 )
 from train.drafter.shape import complete_shape
 from train.target import Target
@@ -46,34 +46,39 @@ class ChosenDrafter:
         return Checkpoint(str(directory.resolve())).fingerprint()
 
     @cached_property
-    def shape(self) -> DrafterShape:
-        """The recipe's shape, completed by the checkpoint in `drafter.init_from`.
-
-        Raises:
-            UserError: the two contradict each other, or the checkpoint is for another target.
-        """
-        if self.initial is None:
-            return self.settings
-        shape = starting_shape(self.settings, self.initial.drafter.config)
-        if self.announced:
-            for note in starting_notes(shape, self.initial, self.target.parts):
-                print(f"init_from: {note}")
-        return shape
-
-    @cached_property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        ids, num_layers = self.shape.aux_layer_ids, self.target.parts.num_layers
+        if self._started is not None:
+            return self._started.aux_layer_ids
+        ids, num_layers = self.settings.aux_layer_ids, self.target.parts.num_layers
         return default_aux_layer_ids(num_layers) if ids is None else check_aux_layer_ids(ids, num_layers)
 
     def config(self, draft_vocab_size: int | None = None) -> DrafterConfig:
-        """Return the complete shape: the values that the recipe sets, else the target's.
+        """Return the complete configuration: that of the checkpoint in `drafter.init_from`, or the recipe's
+        values, else the target's.
 
         Args:
             draft_vocab_size: None for the recipe's, or the target's vocabulary.
+
+        Raises:
+            UserError: recipe and checkpoint contradict each other, or the checkpoint is for another target.
         """
+        if self._started is not None:
+            return self._started
         parts = self.target.parts
-        size = draft_vocab_size or self.shape.draft_vocab_size or parts.vocab_size
-        return complete_shape(self.shape, parts.config, self.aux_layer_ids, parts.vocab_size, size)
+        size = draft_vocab_size or self.settings.draft_vocab_size or parts.vocab_size
+        return complete_shape(self.settings, parts.config, self.aux_layer_ids, parts.vocab_size, size)
+
+    @cached_property
+    def _started(self) -> DrafterConfig | None:
+        """The configuration of the drafter that starts from a checkpoint."""
+        if self.initial is None:
+            return None
+        text_config = self.target.parts.config.get_text_config()
+        config = starting_config(self.settings, self.initial.drafter.config, text_config)
+        if self.announced:
+            for note in starting_notes(config, self.initial, self.target.parts):
+                print(f"init_from: {note}")
+        return config
 
     @cached_property
     def _initial_directory(self) -> Path | None:

@@ -1,13 +1,14 @@
 """Drafter checkpoints to start training from, exported or published: found, checked, and loaded."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from data.target.checkpoint import comparable_fingerprints, is_hub_id
 from data.target.parts import TargetParts, load_target_parts
@@ -18,14 +19,14 @@ from eagle31.export.check import CPU, changed_findings, export_findings, target_
 from eagle31.export.layouts import layer_config, read_raw_config
 from eagle31.export.published_config import read_config, stated_ids
 from eagle31.export.read import LoadedExport, TargetDefaults, load_export
-from eagle31.export.rules import FLAGS, Finding, finding
+from eagle31.export.rules import Finding, finding
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.vocab import DraftVocab, coverage
 from train.config.drafter import Attention, DrafterShape
+from train.drafter.shape import sliding_window
 
-# Settings that training may change: no weight has its shape or its meaning from them.
-_FREE = {"sliding_window"}
+_FREE = {"fc_norm", "norm_output", "sliding_window"}  # what training may change of a checkpoint
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 _PICKLED_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # where there is no safetensors file
 
@@ -134,40 +135,44 @@ def starting_ids(directory: Path, recipe: Sequence[int] | None) -> tuple[int, ..
     raise _conflict("aux_layer_ids", list(recipe), list(stated), directory)
 
 
-def starting_shape(recipe: DrafterShape, checkpoint: DrafterConfig) -> DrafterShape:
-    """Return the recipe's shape with null values taken from the checkpoint. The norm flags stay the recipe's.
+def starting_config(
+    recipe: DrafterShape, checkpoint: DrafterConfig, target: PreTrainedConfig
+) -> DrafterConfig:
+    """Return the checkpoint's configuration with the recipe's fc_norm, norm_output and sliding window.
 
-    A sliding window that the recipe sets replaces the checkpoint's.
+    Args:
+        target: the target's text config.
 
     Raises:
-        UserError: the recipe sets a value that differs from the checkpoint's.
+        UserError: the recipe sets another value that differs from the checkpoint's.
     """
-    given = asdict(recipe)
-    found = asdict(checkpoint) | {"rope_parameters": checkpoint.served_rope}
-    found["aux_layer_ids"] = list(checkpoint.aux_layer_ids)
-    found["attention"] = Attention(checkpoint.attention.name)
-    found |= asdict(checkpoint.attention)
-    taken: dict[str, Any] = {}
-    for name in given.keys() & found.keys() - set(FLAGS):
-        if given[name] in (None, {}):
-            taken[name] = found[name]
-        elif name not in _FREE and not _agree(given[name], found[name]):
+    attention = Attention(checkpoint.attention.name)
+    found = vars(checkpoint) | {"rope_parameters": checkpoint.served_rope, "attention": attention}
+    found |= vars(checkpoint.attention) | {"aux_layer_ids": list(checkpoint.aux_layer_ids)}
+    given = vars(recipe)
+    for name in given.keys() & found.keys() - _FREE:
+        if given[name] not in (None, {}) and not _agree(given[name], found[name]):
             raise _conflict(name, given[name], found[name], recipe.init_from)
-    return replace(recipe, **taken)
+    window = recipe.sliding_window or checkpoint.sliding_window
+    return replace(
+        checkpoint,
+        fc_norm=recipe.fc_norm,
+        norm_output=recipe.norm_output,
+        sliding_window=sliding_window(replace(recipe, attention=attention, sliding_window=window), target),
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+    )
 
 
-def starting_notes(recipe: DrafterShape, loaded: LoadedExport, parts: TargetParts) -> list[str]:
+def starting_notes(config: DrafterConfig, loaded: LoadedExport, parts: TargetParts) -> list[str]:
     """Return what the user should know about the checkpoint that training starts from."""
     checkpoint = loaded.drafter.config
     notes = list(loaded.notes)
-    for name in FLAGS:
-        found, chosen = getattr(checkpoint, name), getattr(recipe, name)
+    for name in sorted(_FREE):
+        found, chosen = getattr(checkpoint, name), getattr(config, name)
         if found != chosen:
             fresh = "; its new weights are ones" if name == "fc_norm" and chosen else ""
             notes.append(f"{name} changes from {found} to {chosen}{fresh}.")
-    if recipe.sliding_window != checkpoint.sliding_window:
-        before = checkpoint.sliding_window or "none"
-        notes.append(f"sliding_window changes from {before} to {recipe.sliding_window}.")
     same_width = checkpoint.hidden_size == parts.hidden_size
     if same_width and not torch.equal(loaded.embed_tokens, parts.embed_tokens.float()):
         notes.append("its embedding differs from the target's; the target's is used.")

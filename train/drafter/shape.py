@@ -49,7 +49,7 @@ def complete_shape(
         aux_layer_ids=aux_layer_ids,
         fc_norm=shape.fc_norm,
         norm_output=shape.norm_output,
-        norm_before_residual=shape.norm_before_residual,
+        norm_before_residual=bool(shape.norm_before_residual),
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )

@@ -6,7 +6,7 @@ import pytest
 from eagle31.errors import UserError
 from eagle31.export.config_json import config_json
 from eagle31.export.layouts import Layout, Verifier
-from tests.eagle31.tiny import MLA, tiny_config
+from tests.eagle31.tiny import MLA, QK_NORM, tiny_config
 
 VERIFIER = Verifier("org/target", ("Qwen3ForCausalLM",), 3)
 
@@ -40,7 +40,7 @@ def test_json_of_mla_has_what_vllm_reads() -> None:
     assert "head_dim" not in written  # transformers may read it as qk_rope_head_dim
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.vllm, Layout.speculators])
 def test_a_window_is_that_of_every_layer(layout: Layout) -> None:
     config = tiny_config(num_hidden_layers=2, sliding_window=48)
     raw: dict[str, Any] = config_json(config, layout, "float32", VERIFIER)
@@ -67,6 +67,28 @@ def test_a_speculators_config_is_what_vllm_serve_reads() -> None:
     # vLLM reads these from the top level alone, norm_before_residual with a default of true.
     assert (raw["fc_norm"], raw["norm_output"], raw["norm_before_residual"]) == (True, True, False)
     assert raw["transformer_layer_config"]["num_aux_hidden_states"] == 3
+
+
+def test_sglang_reads_ids_that_are_one_lower() -> None:
+    raw = config_json(tiny_config(aux_layer_ids=(2, 4)), Layout.sglang, "float32")
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 4]  # vLLM reads these, and SGLang those
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"sliding_window": 9}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        (QK_NORM, "attention"),
+        (MLA | {"num_hidden_layers": 2}, "num_hidden_layers"),
+    ],
+)
+def test_what_sglang_would_leave_out_is_refused(changes: dict, field: str) -> None:
+    with pytest.raises(UserError) as raised:
+        config_json(tiny_config(**changes), Layout.sglang, "float32")
+    assert raised.value.field == f"drafter.{field}"
 
 
 def test_mla_has_no_speculators_layout() -> None:

@@ -17,7 +17,7 @@ from tests.eagle31.export.exports import (
     export,
     rename,
 )
-from tests.eagle31.tiny import MLA, VOCAB, WIDE_MLA
+from tests.eagle31.tiny import BIASES, MLA, QK_NORM, VOCAB, WIDE_MLA
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,9 @@ CPU = torch.device("cpu")
         (Layout.vllm, {"norm_before_residual": True, "draft_vocab_size": VOCAB}),
         (Layout.vllm, MLA | {"rope_parameters": DEFAULT_ROPE}),
         (Layout.vllm, WIDE_MLA | {"rope_parameters": LATENT_YARN}),
-        (Layout.speculators, {}),
+        (Layout.speculators, QK_NORM | {"attention_bias": True, "aux_layer_ids": (0, 1, 2, 3, 5)}),
+        (Layout.vllm, BIASES),
+        (Layout.sglang, {"num_hidden_layers": 3}),
         (Layout.speculators, {"num_hidden_layers": 2, "aux_layer_ids": (1, 3), "rope_parameters": LLAMA3}),
     ],
 )

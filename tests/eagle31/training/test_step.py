@@ -10,12 +10,23 @@ from torch import Tensor, nn
 
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.mla import MlaShape
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Loss
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import DepthSums, rollout_loss
 from tests.eagle31.naive import is_supervised, naive_loss, naive_states
-from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, WIDE_MLA, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import (
+    BIASES,
+    EAGLE3,
+    MLA,
+    QK_NORM,
+    VOCAB,
+    WIDE_MLA,
+    random_batch,
+    tiny_config,
+    tiny_drafter,
+)
 
 VARIANTS = {
     "eagle3.1": {},
@@ -28,6 +39,8 @@ VARIANTS = {
     "four aux layers": {"aux_layer_ids": (0, 1, 2, 3)},
     "multi-head": {"num_key_value_heads": 4},
     "multi-query": {"num_key_value_heads": 1},
+    "norms of queries and keys, two layers": QK_NORM | {"attention_bias": True, "num_hidden_layers": 2},
+    "norm before fc, biases, eagle3": EAGLE3 | BIASES,
     "mla": MLA,
     "mla, eagle3, two layers": MLA | {"num_hidden_layers": 2, "fc_norm": False, "norm_output": False},
     "mla, values as wide as keys": WIDE_MLA,
@@ -48,8 +61,8 @@ def random_case(seed: int, **changes: Any) -> tuple[Drafter, FrozenParts, Packed
         "draft_vocab_size": draw.choice([29, 7, VOCAB]),
         "norm_before_residual": draw.random() < 0.3,
     }
-    shape |= draw.choice([{}, {}, MLA, WIDE_MLA])
-    if "attention" not in shape:
+    shape |= draw.choice([BIASES, QK_NORM, MLA, WIDE_MLA])
+    if not isinstance(shape.get("attention"), MlaShape):
         shape["sliding_window"] = (None, 1, 3, 6, 17, 40)[seed % 6]
     config = tiny_config(**shape | draw.choice([{}, EAGLE3]) | changes)
     drafter, frozen = tiny_drafter(config, seed=seed)
