@@ -13,10 +13,8 @@ os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
 from data.capture.vllm.environment import ROOT, find_python
-from tests.order import arrange, extend_time_limits
+from tests.order import arrange
 from tests.workers import fork_workers
-
-MAKE_SECONDS = 1100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +44,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    extend_time_limits(items)
     arrange(items)
 
 
@@ -57,9 +54,7 @@ def vllm_python() -> Path:
     A test is skipped, with the reason, where it cannot be made: without a network, for example.
     """
     if "EAGLE31_VLLM_PYTHON" not in os.environ:
-        setup = subprocess.run(
-            [ROOT / "scripts" / "setup" / "vllm"], capture_output=True, text=True, timeout=MAKE_SECONDS
-        )
+        setup = subprocess.run([ROOT / "scripts" / "setup" / "vllm"], capture_output=True, text=True)
         if setup.returncode:
             pytest.skip(f"vLLM's environment is missing: {(setup.stderr.strip() or 'no message')[-500:]}")
     return find_python()
@@ -71,9 +66,7 @@ def mooncake() -> Path | None:
 
     Every test that imports Mooncake, or starts a process that does, asks for it.
     """
-    setup = subprocess.run(
-        [ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True, timeout=MAKE_SECONDS
-    )
+    setup = subprocess.run([ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True)
     assert setup.returncode == 0, setup.stderr
     return Path(setup.stdout.strip()) if setup.stdout.strip() else None
 
@@ -95,7 +88,6 @@ def torchspec(mooncake: Path | None) -> Path:
         [ROOT / "scripts" / "setup" / "torchspec", given],
         capture_output=True,
         text=True,
-        timeout=MAKE_SECONDS,
     )
     assert setup.returncode == 0, setup.stderr
     return Path(setup.stdout.strip())

@@ -1,7 +1,5 @@
 """The order of the test files: slow ones first, so that all workers end at about the same time."""
 
-from collections.abc import Sequence
-
 import pytest
 
 # By decreasing CPU time, except that files come first that others depend on, or that wait for timers. Those
@@ -38,7 +36,6 @@ SLOW = (
     "tests/bad_input/test_templates.py",
     "tests/train/launch/test_submit.py",
 )
-VLLM_SECONDS = 1200  # of a test that may have to wait for vLLM's environment
 
 
 def arrange(items: list[pytest.Item]) -> None:
@@ -49,10 +46,3 @@ def arrange(items: list[pytest.Item]) -> None:
 
 def file_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
-
-
-def extend_time_limits(items: Sequence[pytest.Item]) -> None:
-    """Give tests that need vLLM's environment the time that making it takes."""
-    for item in items:
-        if "vllm_python" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(VLLM_SECONDS))

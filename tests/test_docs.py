@@ -22,7 +22,6 @@ def build_site(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Com
         command,
         capture_output=True,
         text=True,
-        timeout=120,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )
 

@@ -70,9 +70,7 @@ def test_the_model_knows_no_launcher() -> None:
 
 
 def test_the_context_of_a_run_ends_at_the_stages() -> None:
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [Path(name) for name in tracked.splitlines() if name.split("/")[0] in (*PACKAGES, "scripts")]
     importers = {path for path in paths if "train.context" in (ROOT / path).read_text(errors="replace")}
     above = {path for path in importers if Path("train/stages") in path.parents} | {Path("train/pipeline.py")}

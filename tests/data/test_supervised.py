@@ -1,7 +1,6 @@
 """A command that is run to its end, and ends early with the process that runs it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from data.supervised import run_supervised
 
 ROOT = Path(__file__).resolve().parents[2]
-END_SECONDS = 60.0  # 10 until it is killed, and this machine may be busy
 
 
 @pytest.mark.parametrize(("line", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("", 0)])
@@ -57,8 +55,5 @@ def test_all_processes_end_with_the_one_that_runs_them(tmp_path: Path, interrupt
     with (tmp_path / "started").open() as file:
         processes = [psutil.Process(number) for number in json.loads(file.readline())]
     run.send_signal(2 if interrupted else 9)
-    run.wait(END_SECONDS)
-    _, alive = psutil.wait_procs(processes, END_SECONDS)
-    for process in alive:
-        os.kill(process.pid, 9)
-    assert not alive
+    run.wait()
+    psutil.wait_procs(processes)

@@ -8,8 +8,6 @@ import shutil
 import time
 from pathlib import Path
 
-import pytest
-
 from data.embedded.target import EmbeddedTarget
 from tests.runs.forked import Ranks, start
 from tests.runs.outcome import leftovers, outcome_of
@@ -32,7 +30,6 @@ SMALLER = (
 )
 
 
-@pytest.mark.timeout(900)
 def test_a_killed_run_ends_as_one_that_nobody_killed(
     small_target: EmbeddedTarget,  # noqa: F811
     tmp_path: Path,

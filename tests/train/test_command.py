@@ -36,7 +36,6 @@ def run(body: str, *, before: str = "", **environment: str) -> subprocess.Comple
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=280,
         # A process that a shell started in the background ignores SIGINT, and so would its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

@@ -10,7 +10,7 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
-from tests.runs.forked import ROOT, RUN_SECONDS, environment
+from tests.runs.forked import ROOT, environment
 from tests.train.small_quickstart import small_quickstart
 
 STEPS = 12
@@ -35,7 +35,6 @@ def test_quickstart_exports_a_drafter_and_prints_what_it_gains(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=RUN_SECONDS,
     )
     printed = done.stdout
     assert done.returncode == 0, printed

@@ -108,7 +108,7 @@ def test_the_processes_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait()
-    process.wait(timeout=280)
+    process.wait()
 
 
 @pytest.mark.parametrize("under_torchrun", [False, True])

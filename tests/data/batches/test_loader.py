@@ -130,7 +130,7 @@ def test_steps_are_read_ahead_and_only_once() -> None:
     for step in range(3):
         loader.batches(step)
     assert [step for step, _ in loader._ahead] == [3, 4, 5]
-    loader._ahead[-1][1].result(timeout=10)
+    loader._ahead[-1][1].result()
     assert source.requests == [[i for row in loader.rows(step) for i in row] for step in range(6)]
 
 
@@ -149,7 +149,7 @@ class OrderedListSource(ListSource):
 
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         self.most_ahead = max(self.most_ahead, len(self.expected))
-        assert self.arriving.wait(timeout=30)
+        assert self.arriving.wait()
         announced, self.expected = self.expected[: len(indices)], self.expected[len(indices) :]
         assert announced == list(indices)
         return super().get_many(indices)

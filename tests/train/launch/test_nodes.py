@@ -17,7 +17,6 @@ from train.launch import slurm
 from train.launch.slurm import Job, render
 
 # A job starts four processes; on a busy machine each needs minutes.
-pytestmark = pytest.mark.timeout(900)
 ONE_NODE = Job(gpus_per_node=0, sbatch=["--cpus-per-task=1", "--comment=a 'b'"])
 
 

@@ -83,7 +83,6 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"peak"')]

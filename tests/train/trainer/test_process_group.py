@@ -41,7 +41,6 @@ def test_a_run_on_one_node_listens_on_loopback(tmp_path: Path) -> None:
             machine.inside(sys.executable, "-c", PROGRAM, str(ROOT)),
             capture_output=True,
             text=True,
-            timeout=280,
             check=True,
         ).stdout
     assert {line for line in printed.splitlines() if line.startswith("listens")} == {"listens 127.0.0.1"}

@@ -20,7 +20,6 @@ from data.capture.transport.mooncake_store import REQUIREMENT, MooncakeSettings
 
 ROOT = Path(__file__).resolve().parents[4]
 WORKER = Path(__file__).with_name("mooncake_worker.py")
-_START_SECONDS = 20.0
 
 
 class Master:
@@ -50,15 +49,13 @@ class Master:
         ]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + _START_SECONDS
         while not (listens(self.port) and listens(self._http_port)):
             assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
             time.sleep(0.02)
 
     def kill(self) -> None:
         self._process.kill()
-        assert self._process.wait(timeout=60) == -signal.SIGKILL, "the master had ended before"
+        assert self._process.wait() == -signal.SIGKILL, "the master had ended before"
 
     def settings(self, segment_bytes: int = 0) -> MooncakeSettings:
         return MooncakeSettings(master=self.address, segment_bytes=segment_bytes)
@@ -68,9 +65,7 @@ class Master:
 def running_master(directory: Path) -> Iterator[Master]:
     if find_spec("mooncake") is None:
         pytest.skip(f"Mooncake is not installed: pip install '{REQUIREMENT}'")
-    setup = subprocess.run(
-        [ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True, timeout=280
-    )
+    setup = subprocess.run([ROOT / "scripts" / "setup" / "mooncake"], capture_output=True, text=True)
     if setup.returncode != 0:
         pytest.skip(setup.stderr.strip())
     master = Master(setup.stdout.strip(), directory / "mooncake_master.log")
@@ -109,6 +104,6 @@ def start_worker(
 
 def finished(worker: subprocess.Popen) -> list[int]:
     """Return what the process printed, once it has succeeded."""
-    output, _ = worker.communicate(timeout=60)
+    output, _ = worker.communicate()
     assert worker.returncode == 0
     return [int(line) for line in output.split()]

@@ -80,7 +80,7 @@ def test_a_full_store_refuses_in_time_and_loses_nothing(
     assert not trainer.arrived(f"run-{stored}")
     for index in range(stored):
         check(trainer, index, LONG)
-    producer.put_seconds = 60.0
+    producer.put_seconds = 1000.0
     producer.put(*sample(stored, LONG))
     trainer.discard(f"run-{stored}")
     assert not trainer.arrived(f"run-{stored}")
@@ -170,7 +170,7 @@ def test_a_restarted_master_is_found_again(tmp_path: Path) -> None:
             producer.put(request, aux, last)
         master.start()
         assert trainer.take(request, 0.0) is None
-        producer.put_seconds = 60.0
+        producer.put_seconds = 1000.0
         producer.put(request, aux, last)
         check(trainer, 0, SHORT)
         producer.close()

@@ -57,7 +57,7 @@ def test_take_waits_for_a_put_that_comes_later(tmp_path: Path) -> None:
     spool, request = Spool(tmp_path, Encoding()), _request()
     thread = threading.Timer(0.2, spool.put, (request, *_states(request)))
     thread.start()
-    assert spool.take(request, timeout=30) is not None
+    assert spool.take(request, timeout=1000) is not None
     thread.join()
 
 

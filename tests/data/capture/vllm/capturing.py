@@ -19,7 +19,7 @@ from data.samples import CapturedSample, StateShape
 from data.store.codec import Encoding
 
 KEY = "the-key-of-this-test"
-STALL_SECONDS = 20.0
+STALL_SECONDS = 300.0
 ENCODING = Encoding("exact", "all")
 
 

@@ -29,7 +29,7 @@ from data.target.spec import TargetSpec
 
 VOCAB_SIZE, MAX_TOKENS = 100, 150
 KV_CACHE_BYTES = 64 << 20  # enough for all prompts; vLLM fills it with zeros first
-START_SECONDS = 180.0  # of a server, on a machine with other work
+START_SECONDS = 1000.0
 ANSWER_TOKENS, STOP_TOKEN_IDS, NEAR_TIE = 12, (2, 57, 91), 1e-4
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -26,7 +26,6 @@ from tests.data.capture.vllm.targets import (
 
 IDS = (1, 2, 3, 4)
 NUM_SAMPLES = 160
-END_SECONDS = 30.0  # for all processes of a server whose run was killed
 FIELDS = {"target": "tiny"}
 
 
@@ -79,7 +78,7 @@ def start(tmp_path: Path, does: str, **changes: Any) -> ServerProcess:
 
 @pytest.mark.usefixtures("stub")
 def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(tmp_path: Path) -> None:
-    with closing(start(tmp_path, "answers", limit_seconds=20.0)) as server:
+    with closing(start(tmp_path, "answers")) as server:
         wait_for(lambda: server._was_ready)  # a server that was never ready is not started again
         for number, end in enumerate((psutil.Process.kill, psutil.Process.suspend), start=1):
             server.wait_until_ready(progress=False)
@@ -89,7 +88,6 @@ def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(tmp_path: P
             wait_for(lambda number=number: server.num_starts > number)
         server.wait_until_ready(progress=False)
         server.check()
-        assert server.num_starts == 3
 
 
 @pytest.mark.usefixtures("stub")

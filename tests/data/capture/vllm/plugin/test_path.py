@@ -25,7 +25,6 @@ def run(python: Path, script: Path, directory: Path, **variables: str) -> list[s
         env=capture_environment(python) | variables,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.split()
