@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import parameter_name, read_raw_config, read_tensors
+from eagle31.export.layouts import IDS, parameter_name, read_raw_config, read_tensors
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -17,7 +17,7 @@ from eagle31.model.drafter import Drafter
 
 @dataclass(frozen=True)
 class TargetDefaults:
-    """Parts of the target that a published checkpoint may leave out."""
+    """The target of a checkpoint: its sizes, and what a published checkpoint may leave out."""
 
     num_layers: int
     embed_tokens: Tensor  # [V, Ht]
@@ -46,18 +46,20 @@ def load_export(
     """Load a checkpoint written here or published elsewhere, in any layout, for evaluation.
 
     Args:
-        target: provides what a published checkpoint leaves out; exports written here leave nothing out.
+        target: the one that the checkpoint has to be for; it provides what a published one leaves out.
         aux_layer_ids: replace the checkpoint's.
 
     Raises:
-        UserError: files or tensors are missing, damaged or of the wrong shape, or the checkpoint has parts
-            that are not supported here.
+        UserError: files or tensors are missing, damaged or of the wrong shape, the checkpoint has parts that
+            are not supported here, or it is for another target.
     """
     raw = read_raw_config(directory)
     read = read_config(
         raw, num_target_layers=target.num_layers if target else None, aux_layer_ids=aux_layer_ids
     )
     config = read.config
+    if target is not None:
+        check_target(config, target)
     tensors = {parameter_name(name, read.layout): tensor for name, tensor in read_tensors(directory).items()}
     embed_tokens = tensors.pop("embed_tokens.weight", None)
     d2t = tensors.pop("d2t", None)
@@ -89,6 +91,19 @@ def load_export(
         raw,
         read.notes,
     )
+
+
+def check_target(config: DrafterConfig, target: TargetDefaults) -> None:
+    """Raise UserError for a drafter whose sizes and layers are those of another target."""
+    vocab_size, hidden_size = target.embed_tokens.shape
+    for name, expected in (("vocab_size", vocab_size), ("target_hidden_size", hidden_size)):
+        if getattr(config, name) != expected:
+            raise UserError(
+                name, getattr(config, name), f"The target has {expected}: this is a drafter for another."
+            )
+    if not 0 <= config.aux_layer_ids[0] <= config.aux_layer_ids[-1] <= target.num_layers:
+        remedy = f"The target has ids from 0 to {target.num_layers}: this is a drafter for another."
+        raise UserError(IDS, list(config.aux_layer_ids), remedy)
 
 
 def draft_target_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.export.check import export_findings
 from eagle31.export.config_json import config_json
-from eagle31.export.drafts import made_up_drafts
-from eagle31.export.layouts import WEIGHTS, Layout, Verifier, read_raw_config, served_name
+from eagle31.export.drafts import check_drafts, made_up_drafts
+from eagle31.export.layouts import WEIGHTS, Layout, Verifier, served_name
 from eagle31.export.published_config import read_config
-from eagle31.export.rules import Finding, finding
+from eagle31.export.read import load_export
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -29,11 +28,9 @@ def check_config(config: DrafterConfig, layout: Layout) -> None:
     """Raise UserError for a drafter that could not be exported, whatever its weights."""
     raw = config_json(config, layout, "float32", Verifier("", (), 1))
     try:
-        findings = _config_findings(read_config(raw).config, config)
+        _check_read_back(read_config(raw).config, config)
     except UserError as error:
         raise UserError(f"drafter.{error.field}", error.value, error.remedy) from None
-    if findings:
-        raise UserError("drafter", "its shape", " ".join(map(str, findings)))
 
 
 def served_tensors(
@@ -96,20 +93,19 @@ def write_export(
     save_tensors(tensors, partial / WEIGHTS, metadata={"format": "pt"})
     raw = config_json(config, layout, dtype, verifier)
     write_json(partial / "config.json", raw | {"eagle31": provenance | {"drafts": drafts}})
-    findings = export_findings(partial) or _config_findings(
-        read_config(read_raw_config(partial)).config, config
-    )
-    if findings:
-        lines = "\n".join(f"  {one}" for one in findings)
-        raise UserError("export", directory, f"vLLM would not serve it as it was trained:\n{lines}")
+    loaded = load_export(partial, torch.device("cpu"))
+    _check_read_back(loaded.drafter.config, config)
+    check_drafts(drafts, loaded.drafter, loaded.embed_tokens)
     if directory.exists():
         shutil.rmtree(directory)
     os.replace(partial, directory)
 
 
-def _config_findings(served: DrafterConfig, trained: DrafterConfig) -> list[Finding]:
-    """Compare what is read back field by field; drafts compare RoPE, which has several spellings."""
-    names = [field.name for field in fields(DrafterConfig) if field.name != "rope_parameters"]
-    pairs = [(name, getattr(served, name), getattr(trained, name)) for name in names]
-    remedy = "It was trained with the other value."
-    return [finding(name, found, expected, remedy) for name, found, expected in pairs if found != expected]
+def _check_read_back(served: DrafterConfig, trained: DrafterConfig) -> None:
+    """Raise UserError for a field that vLLM reads otherwise, except RoPE, which the drafts compare."""
+    for name in (field.name for field in fields(DrafterConfig) if field.name != "rope_parameters"):
+        found, expected = getattr(served, name), getattr(trained, name)
+        if found != expected:
+            raise UserError(
+                name, expected, f"vLLM would read {found} from config.json and serve another drafter."
+            )

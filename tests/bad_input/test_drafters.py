@@ -100,7 +100,7 @@ def evaluate(name: str, prepare: Callable[[Path], None], *says: str) -> Case:
 
 DRAFTERS = [
     evaluate("weights_cut", at(WEIGHTS, cut), "model.safetensors=drafter: It is damaged"),
-    evaluate("weights_flipped", at(WEIGHTS, flip), "checkpoint=drafter", "drafts: found"),
+    evaluate("weights_flipped", at(WEIGHTS, flip), "checkpoint=drafter", "drafts="),
     evaluate("weights_nan", with_value("norm.weight", float("nan")), "norm.weight are not finite"),
     evaluate("tensor_missing", tensors(lambda content: content.pop("norm.weight")), "Missing key", "norm"),
     evaluate("q_norm", added("midlayer.self_attn.q_norm.weight", 8), "Unexpected key", "q_norm"),

@@ -15,11 +15,10 @@ from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eagle31.errors import UserError
-from eagle31.export.check import CPU, changed_findings, export_findings, target_findings
+from eagle31.export.drafts import check_drafts
 from eagle31.export.layouts import layer_config, read_raw_config
-from eagle31.export.published_config import read_config, stated_ids
+from eagle31.export.published_config import stated_ids
 from eagle31.export.read import LoadedExport, TargetDefaults, load_export
-from eagle31.export.rules import Finding, finding
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.vocab import DraftVocab, coverage
@@ -67,42 +66,36 @@ def open_published(
         UserError: the checkpoint cannot be read, is for another target, was changed since its export, or has
             weights that are not finite.
     """
-    raw = read_raw_config(directory)
-    read = read_config(raw, num_target_layers=parts.num_layers, aux_layer_ids=aux_layer_ids)
-    target = target_defaults(parts)
-    findings = target_findings(read.config, target)
-    if not findings:
-        loaded = load_export(directory, CPU, target=target, aux_layer_ids=aux_layer_ids)
-        check_finite(loaded, directory, field)
-        if loaded.drafter.config.aux_layer_ids == stated_ids(layer_config(raw)):  # not other ids on purpose
-            findings = changed_findings(loaded)
-    if findings:
-        raise UserError(field, directory, " ".join(map(str, findings)))
+    cpu, target = torch.device("cpu"), target_defaults(parts)
+    loaded = load_export(directory, cpu, target=target, aux_layer_ids=aux_layer_ids)
+    check_finite(loaded, directory, field)
+    recorded = (loaded.config.get("eagle31") or {}).get("drafts")
+    own_ids = loaded.drafter.config.aux_layer_ids == stated_ids(layer_config(loaded.config))
+    if recorded and (own_ids or aux_layer_ids is None):  # not other ids on purpose
+        try:
+            check_drafts(recorded, loaded.drafter, loaded.embed_tokens)
+        except UserError as error:
+            raise UserError(field, directory, str(error)) from None
     return loaded
 
 
-def validate_export(directory: Path, spec: TargetSpec) -> list[Finding]:
-    """Return everything that is wrong with an export or a published checkpoint for serving this target.
+def validate_export(directory: Path, spec: TargetSpec) -> tuple[str, ...]:
+    """Check an export or a published checkpoint for serving this target; return the notes on it.
 
     Raises:
-        UserError: the target cannot be read.
+        UserError: what `open_published` raises, or it was trained for other weights or another tokenizer.
     """
     parts = load_target_parts(spec)
-    findings = export_findings(directory, target_defaults(parts))
-    try:
-        written = read_raw_config(directory).get("eagle31") or {}
-    except UserError:
-        return findings
+    loaded = open_published(directory, parts, None, "export")
+    written = loaded.config.get("eagle31") or {}
     weights, tokenizer = written.get("target_fingerprint"), written.get("tokenizer_fingerprint")
     if weights and comparable_fingerprints(weights, parts.fingerprint) and weights != parts.fingerprint:
-        remedy = "This is an export for another target, or for another revision of it; give the right one."
-        findings.append(finding("target_fingerprint", parts.fingerprint[:18], weights[:18], remedy))
-    if tokenizer:
-        found = tokenizer_fingerprint(load_tokenizer(spec))
-        if found != tokenizer:
-            remedy = "wrong tokenizer: it is not the one in training, so ids have another meaning."
-            findings.append(finding("tokenizer_fingerprint", found[:12], tokenizer[:12], remedy))
-    return findings
+        remedy = f"The target has {parts.fingerprint[:18]}: it is another one, or another revision."
+        raise UserError("target_fingerprint", weights[:18], remedy)
+    if tokenizer and tokenizer != (found := tokenizer_fingerprint(load_tokenizer(spec))):
+        remedy = f"The target has {found[:12]}: it is the wrong tokenizer, whose ids have another meaning."
+        raise UserError("tokenizer_fingerprint", tokenizer[:12], remedy)
+    return loaded.notes
 
 
 def target_defaults(parts: TargetParts) -> TargetDefaults:

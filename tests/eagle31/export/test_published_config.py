@@ -6,7 +6,6 @@ from transformers import LlamaConfig
 from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, layout_of
 from eagle31.export.published_config import SHAPE_KEYS, read_config
-from eagle31.export.rules import schema_findings
 from tests.eagle31.export.exports import DEFAULT_ROPE, LATENT_YARN, LLAMA3, YARN, written
 from tests.eagle31.tiny import MLA, QK_NORM, VOCAB, WIDE_MLA, tiny_config
 
@@ -34,7 +33,6 @@ def test_config_round_trip(layout: Layout, changes: dict) -> None:
         raw = written(config, layout)
     read = read_config(raw)
     assert (read.config, read.layout, read.notes) == (config, layout, ())
-    assert schema_findings(raw, config) == []
 
 
 @pytest.mark.parametrize(

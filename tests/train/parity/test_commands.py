@@ -1,14 +1,11 @@
 """What check_serving and bench/serving refuse, and their exit status."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from eagle31.export.rules import Finding
 from tests.runs.here import run_command
-from train.drafter import published
 
 
 @pytest.fixture
@@ -34,15 +31,3 @@ def test_invalid_input_is_refused_before_anything_is_read(export: Path, tmp_path
         done = run_command(script, *arguments)
         assert (done.status, done.err.startswith("error: ")) == (2, True), arguments
         assert message in done.err
-
-
-def test_unsound_export_ends_before_an_engine_starts(
-    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finding = Finding("fc_norm", "false", "true", "Export again.")
-    monkeypatch.setattr(published, "validate_export", lambda directory, spec: [finding])
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", sys.executable)
-    done = run_command("scripts/check_serving", export, "--target", tmp_path / "none")
-    assert done.status == 1
-    assert "fc_norm: found false, expected true" in done.out
-    assert "vLLM was not started" in done.out
