@@ -77,7 +77,7 @@ class StageRun:
 
 
 # Shards are checked when they are read.
-_STORES = ("*/manifest.json", "*/index.safetensors", "*/capture.json")
+_STORES = ("*/manifest.json", "*/index.npy", "*/capture.json")
 METRICS, BEST = "metrics.jsonl", "checkpoints/best/*"
 STAGES = {
     Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json")),

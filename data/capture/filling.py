@@ -15,13 +15,22 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from data.capture.tokens import TokenRows, dataset_lengths, dataset_rows, tokens_fingerprint
-from data.progress import STALL_SECONDS, Progress, format_seconds, tracked
+from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
+from data.progress import STALL_SECONDS, Progress, format_seconds
 from data.refusals import check_refusals, refusal_lines, retry_remedy
 from data.samples import CapturedSample
-from data.store.codec import Encoding, Rows, encoded_bytes
-from data.store.index import MANIFEST, as_read_back, claim, describes, missing_ids, write_manifest
-from data.store.shards import FinishedShards, ShardRecord, open_shard, refuse, refused
+from data.store.codec import Rows, encoded_bytes
+from data.store.index import (
+    MANIFEST,
+    as_read_back,
+    claim,
+    describes,
+    missing_ids,
+    refuse,
+    refused,
+    write_manifest,
+)
+from data.store.shards import FinishedShards
 from data.store.writer import StoreWriter, disk_full, remove_all_leftovers
 from eagle31.errors import UserError
 
@@ -50,7 +59,7 @@ class StoreSpec:
 
     directory: Path
     dataset: Dataset  # columns input_ids and loss_mask
-    encoding: Encoding
+    codec: str
 
 
 def fill_store(
@@ -91,20 +100,20 @@ def fill_store(
         total = sum(lengths[sample_id] for sample_id in own)
         with (
             Progress("capture", total, "tokens", shown=progress) as bar,
-            StoreWriter(store.directory, name, store.encoding, shard_tokens) as writer,
+            StoreWriter(store.directory, name, store.codec, shard_tokens) as writer,
             closing(capture(mine, own)) as samples,
         ):
             refusals: dict[int, str] = {}
             for sample_id, sample in samples:
                 if isinstance(sample, str):
-                    refuse(store.directory, name, sample_id, sample)
+                    refuse(store.directory, sample_id, sample)
                     refusals[sample_id] = sample
                     remedy = retry_remedy(store.directory)
                     check_refusals(refusals, len(lengths), remedy)
                 else:
                     writer.append(sample_id, sample)
                 bar.update(lengths[sample_id])
-    finish_store(store, fields, rank, progress=progress, stall_seconds=stall_seconds)
+    finish_store(store, fields, rank, stall_seconds=stall_seconds)
 
 
 def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -118,11 +127,11 @@ def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
 
 
 def store_fields(store: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a store's description: `manifest_fields`, its encoding, and its dataset."""
+    """Return a store's description: `manifest_fields`, its codec, and its dataset."""
     return as_read_back(
         {
             **manifest_fields,
-            "encoding": store.encoding.to_json(),
+            "codec": store.codec,
             "tokens_fingerprint": tokens_fingerprint(store.dataset),
             "dataset_samples": len(store.dataset),
         }
@@ -157,19 +166,19 @@ def check_store_refusals(store: StoreSpec) -> dict[int, str]:
     return found
 
 
-def estimate_bytes(rows: NDArray, states: CapturedStates, encoding: Encoding) -> int:
+def estimate_bytes(rows: NDArray, states: CapturedStates, codec: str) -> int:
     """Return the size of samples in a store without its headers. rows int64 [n, 3], from `dataset_rows`."""
     num_layers, total = len(states.aux_layer_ids), Rows(*map(int, rows.sum(axis=0)))
-    return encoded_bytes(encoding, total, num_layers, states.hidden_size, states.dtype)
+    return encoded_bytes(codec, total, num_layers, states.hidden_size, states.dtype)
 
 
 def check_space(store: StoreSpec, missing: Sequence[int], states: CapturedStates) -> None:
     """Print how much will be captured; raise UserError where the disk cannot hold it."""
-    rows = dataset_rows(store.dataset, store.encoding)[missing]
-    needed, free = estimate_bytes(rows, states, store.encoding), shutil.disk_usage(store.directory).free
+    rows = dataset_rows(store.dataset)[missing]
+    needed, free = estimate_bytes(rows, states, store.codec), shutil.disk_usage(store.directory).free
     print(
         f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {store.directory}, "
-        f"{needed / 1e9:.2f} GB ({store.encoding.codec}) of {free / 1e9:.2f} GB free",
+        f"{needed / 1e9:.2f} GB ({store.codec}) of {free / 1e9:.2f} GB free",
         file=sys.stderr,
     )
     if needed > free:
@@ -182,7 +191,6 @@ def finish_store(
     fields: Mapping[str, Any],
     rank: int = 0,
     *,
-    progress: bool = False,
     stall_seconds: float | None = None,
 ) -> None:
     """Return once the store is finished: every sample is captured or refused, and the manifest says so.
@@ -196,34 +204,28 @@ def finish_store(
         stall_seconds: rank 0 waits this long for another sample; None waits for any time.
 
     Raises:
-        UserError: a shard holds other tokens than the dataset, or has another encoding; too many samples are
-            refused; or no missing sample has come for `stall_seconds`.
+        UserError: too many samples are refused, or no missing sample has come for `stall_seconds`.
     """
     if rank != 0:
         _wait_for_manifest(store.directory, fields)
         return
     directory, num_samples = store.directory, len(store.dataset)
-    records = _complete_records(directory, num_samples, stall_seconds)
+    _wait_for_samples(directory, num_samples, stall_seconds)
     for line in refusal_lines(check_store_refusals(store), num_samples, directory):
         print(f"capture: {line}", file=sys.stderr)
-    if describes(directory, fields, records):
-        return
-    remove_all_leftovers(directory)
-    tokens = TokenRows(store.dataset)
-    for record in tracked(records, "check the store", "shards", shown=progress):
-        _check_shard(directory, record, tokens, fields)
-    write_manifest(directory, fields, records)
+    if not describes(directory, fields):
+        remove_all_leftovers(directory)
+        write_manifest(directory, fields)
 
 
-def _complete_records(directory: Path, num_samples: int, stall_seconds: float | None) -> list[ShardRecord]:
-    """Return the shards once no sample is missing in them."""
+def _wait_for_samples(directory: Path, num_samples: int, stall_seconds: float | None) -> None:
+    """Return once no sample is missing in the shards."""
     shards = FinishedShards(directory)
     num_missing, progressed = num_samples + 1, time.monotonic()
     while True:
-        records = shards.records()
-        missing = missing_ids(directory, records, num_samples)
+        missing = missing_ids(directory, shards.records(), num_samples)
         if not missing:
-            return records
+            return
         if len(missing) < num_missing:
             num_missing, progressed = len(missing), time.monotonic()
         elif stall_seconds is not None and time.monotonic() - progressed > stall_seconds:
@@ -254,16 +256,3 @@ def _wait_for_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
             if describes(directory, fields):
                 return
         time.sleep(_POLL_SECONDS)
-
-
-def _check_shard(directory: Path, record: ShardRecord, tokens: TokenRows, fields: Mapping[str, Any]) -> None:
-    path = directory / record.file
-    if record.encoding.to_json() != fields["encoding"]:
-        raise UserError("capture", path, f"Its encoding is {record.encoding.to_json()}; delete it.")
-    shard = open_shard(path)
-    ids, mask = shard.read_column("input_ids").numpy(), shard.read_column("loss_mask").numpy()
-    lengths, expected_ids, expected_mask = tokens.flat(record.sample_ids)
-    same = np.array_equal(lengths, record.lengths) and np.array_equal(ids, expected_ids)
-    if not same or not np.array_equal(mask, expected_mask):
-        remedy = "It holds other tokens than the dataset; delete it and run again to capture it again."
-        raise UserError("capture", path, remedy)

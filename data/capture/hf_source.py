@@ -10,7 +10,7 @@ from torch import Tensor
 from data.capture.hf import HiddenStateCapture
 from data.capture.tokens import TokenRows, dataset_lengths
 from data.samples import CapturedSample
-from data.store.codec import Encoding, decode, encode
+from data.store.codec import decode, encode
 from eagle31.errors import UserError
 
 
@@ -45,16 +45,14 @@ class TransformersStates:
 
     Args:
         dataset: columns input_ids and loss_mask.
-        encoding: what a store would keep of the states; training reads the same as from a store.
+        codec: what a store would keep of the states; training reads the same as from a store.
         batch_tokens: the most tokens in one forward pass, with padding.
     """
 
-    def __init__(
-        self, dataset: Dataset, capture: HiddenStateCapture, encoding: Encoding, batch_tokens: int
-    ) -> None:
+    def __init__(self, dataset: Dataset, capture: HiddenStateCapture, codec: str, batch_tokens: int) -> None:
         self.lengths = dataset_lengths(dataset)
         self._tokens, self._capture = TokenRows(dataset), capture
-        self._encoding, self._batch_tokens = encoding, batch_tokens
+        self._codec, self._batch_tokens = codec, batch_tokens
         on_gpu = capture.device.type == "cuda"
         # In a stream of its own it runs next to the kernels of training.
         self._stream = torch.cuda.Stream(capture.device) if on_gpu else None
@@ -73,7 +71,7 @@ class TransformersStates:
             for batch in batches_by_length([len(ids) for ids, _ in rows], self._batch_tokens):
                 of_batch = [rows[place] for place in batch]
                 for place, row, states in zip(batch, of_batch, _states(self._capture, of_batch), strict=True):
-                    encoded = encode(CapturedSample(*row, *states), self._encoding)
+                    encoded = encode(CapturedSample(*row, *states), self._codec)
                     samples[place] = decode({name: tensor.cpu() for name, tensor in encoded.items()})
         return [samples[place] for place in range(len(rows))]
 

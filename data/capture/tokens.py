@@ -11,8 +11,6 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.store.codec import Encoding
-
 _COLUMNS = ["input_ids", "loss_mask"]
 _BATCH_ROWS = 1000
 
@@ -33,10 +31,10 @@ def tokens_fingerprint(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def dataset_rows(dataset: Dataset, encoding: Encoding) -> NDArray:
+def dataset_rows(dataset: Dataset) -> NDArray:
     """Return the `kept_rows` of every sample. int64 [N, 3]: tokens, aux, final."""
-    parts = [_kept_rows(lengths, mask, encoding) for lengths, _, mask in _batches(dataset)]
-    return np.concatenate([*parts, np.empty((0, 3), np.int64)])
+    keys, positions, _ = dataset_supervision(dataset).T
+    return np.stack([dataset_lengths(dataset), keys, positions], axis=1)
 
 
 def dataset_supervision(dataset: Dataset) -> NDArray:
@@ -79,13 +77,6 @@ def _arrays(table: pa.Table) -> tuple[NDArray, NDArray, NDArray]:
     lengths = pc.list_value_length(ids).to_numpy().astype(np.int64)
     flat_ids, flat_mask = (pc.list_flatten(column).to_numpy() for column in (ids, mask))
     return lengths, flat_ids.astype(np.int64), flat_mask.astype(bool)
-
-
-def _kept_rows(lengths: NDArray, mask: NDArray, encoding: Encoding) -> NDArray:
-    if encoding.final_states == "all":
-        return np.stack([lengths] * 3, axis=1)
-    keys, positions, _ = _supervision(lengths, mask).T
-    return np.stack([lengths, keys, positions], axis=1)
 
 
 def _supervision(lengths: NDArray, mask: NDArray) -> NDArray:

@@ -1,17 +1,19 @@
-"""The encoding of a captured sample: the states' dtype, and which of the states are kept."""
+"""The encoding of a captured sample: the states' dtype, and which of the states are kept.
+
+The codec `exact` keeps the target's dtype, `bf16` bfloat16, and `fp8` e4m3 with a power of two per token and
+layer, which decodes to bfloat16 without another rounding. States that no supervised draft reads are left out,
+and decode to zeros.
+"""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data.samples import CapturedSample
-from eagle31.errors import UserError
 
 CODECS = ("exact", "bf16", "fp8")  # each holds less than the one before
-FINAL_STATES = ("all", "supervised")
 STATES = ("aux_hidden_states", "final_hidden_states")
 # Which of `Rows` an encoded tensor has.
 ROWS_OF = {"input_ids": "tokens", "loss_mask": "tokens"} | {
@@ -26,33 +28,7 @@ _FP8_MANTISSA, _FP8_EXPONENT = 0.875, 9  # of 448, the largest
 _FP16_BITS, _FP16_SHIFT = ~0x4000, 8
 _BLOCK_ELEMENTS = 1 << 20
 _PART_VALUES = 1 << 18  # converted to fp8 at a time on a CPU
-# A file without any state could have the shape of any number of layers, which are decoded to zeros.
-_MAX_AUX_LAYERS, _MAX_HIDDEN_SIZE = 256, 1 << 17
 _TOKEN_BYTES = 5  # input_ids int32, loss_mask bool
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """What a store keeps of a sample.
-
-    codec: `exact` is the target's dtype; `bf16`; `fp8` is e4m3 with a power of two per token and layer, which
-        decodes to bfloat16 without another rounding.
-    final_states: `all`; `supervised` leaves out states that no supervised draft reads. They decode to zeros.
-
-    Raises:
-        UserError: the codec or the choice of final states is unknown.
-    """
-
-    codec: str = "exact"
-    final_states: str = "supervised"
-
-    def __post_init__(self) -> None:
-        for name, names in (("codec", CODECS), ("final_states", FINAL_STATES)):
-            if getattr(self, name) not in names:
-                raise UserError(f"capture.{name}", getattr(self, name), f"Choose one of {', '.join(names)}.")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -62,9 +38,6 @@ class Rows:
     tokens: int
     aux: int
     final: int
-
-    def __add__(self, other: "Rows") -> "Rows":
-        return Rows(self.tokens + other.tokens, self.aux + other.aux, self.final + other.final)
 
 
 def supervised_final(loss_mask: Tensor) -> Tensor:
@@ -88,72 +61,40 @@ def supervised_aux(supervised: Tensor) -> int:
     return int(indices[-1]) if len(indices) else 0
 
 
-def kept_rows(encoding: Encoding, loss_mask: Tensor) -> Rows:
+def kept_rows(loss_mask: Tensor) -> Rows:
     """Return the rows that are kept of one sample. loss_mask bool [T]."""
-    num_tokens = len(loss_mask)
-    if encoding.final_states == "all":
-        return Rows(num_tokens, num_tokens, num_tokens)
     supervised = supervised_final(loss_mask)
-    return Rows(num_tokens, supervised_aux(supervised), int(supervised.sum()))
+    return Rows(len(loss_mask), supervised_aux(supervised), int(supervised.sum()))
 
 
-def encoded_bytes(
-    encoding: Encoding, rows: Rows, num_aux_layers: int, hidden_size: int, dtype: torch.dtype
-) -> int:
+def encoded_bytes(codec: str, rows: Rows, num_aux_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Return the exact size that `encode` gives samples with these rows.
 
     Args:
         dtype: the target's dtype.
     """
-    width = {"exact": dtype.itemsize, "bf16": 2, "fp8": 1}[encoding.codec]
-    state = hidden_size * width + (encoding.codec == "fp8")
+    width = {"exact": dtype.itemsize, "bf16": 2, "fp8": 1}[codec]
+    state = hidden_size * width + (codec == "fp8")
     return rows.tokens * _TOKEN_BYTES + (rows.aux * num_aux_layers + rows.final) * state
 
 
-def encode(sample: CapturedSample, encoding: Encoding) -> dict[str, Tensor]:
+def encode(sample: CapturedSample, codec: str) -> dict[str, Tensor]:
     """Encode a sample, on the device of its states.
 
     Returns:
         input_ids int32 [T], loss_mask bool [T], aux_hidden_states [Ra, A, Ht], final_hidden_states [Rl, Ht];
         with fp8 their `_exponents` uint8 [Ra, A] and [Rl]. Ra and Rl are those of `kept_rows`.
     """
-    aux, final = sample.aux_hidden_states, sample.final_hidden_states
-    if encoding.final_states == "supervised":
-        supervised = supervised_final(sample.loss_mask)
-        aux, final = aux[: supervised_aux(supervised)], final[supervised.to(final.device)]
+    supervised = supervised_final(sample.loss_mask)
+    aux = sample.aux_hidden_states[: supervised_aux(supervised)]
+    final = sample.final_hidden_states[supervised.to(sample.final_hidden_states.device)]
     tensors = {"input_ids": sample.input_ids.to(torch.int32), "loss_mask": sample.loss_mask}
     for name, states in zip(STATES, (aux, final), strict=True):
-        if encoding.codec == "fp8":
+        if codec == "fp8":
             tensors[name], tensors[name + _EXPONENTS] = _to_fp8(states)
         else:
-            tensors[name] = states.bfloat16() if encoding.codec == "bf16" else states
+            tensors[name] = states.bfloat16() if codec == "bf16" else states
     return tensors
-
-
-def check_encoded(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for tensors that `decode` cannot have from `encode`."""
-    ids, mask, aux, final = (tensors.get(name) for name in ("input_ids", "loss_mask", *STATES))
-    if ids is None or mask is None or aux is None or final is None:
-        raise ValueError(f"it has the tensors {sorted(tensors)[:8]}")
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    num_tokens = len(mask) if mask.dim() == 1 else -1
-    fits = (
-        ids.shape == mask.shape
-        and (ids.dtype, mask.dtype) == (torch.int32, torch.bool)
-        and (aux.dim(), final.dim()) == (3, 2)
-        and len(aux) <= num_tokens
-        and final.shape[1] == aux.shape[2] <= _MAX_HIDDEN_SIZE
-        and aux.shape[1] <= _MAX_AUX_LAYERS
-    )
-    if not fits or len(final) not in (num_tokens, int(supervised_final(mask).sum())):
-        raise ValueError(f"its tensors have the shapes {shapes}")
-    for name, states in zip(STATES, (aux, final), strict=True):
-        exponents = tensors.get(name + _EXPONENTS)
-        coded = states.dtype == torch.float8_e4m3fn
-        if coded != (exponents is not None) or not states.is_floating_point() or states.dtype != aux.dtype:
-            raise ValueError(f"its states are {aux.dtype} and {final.dtype}")
-        if exponents is not None and (exponents.dtype, exponents.shape) != (torch.uint8, states.shape[:-1]):
-            raise ValueError(f"its exponents are {exponents.dtype} {list(exponents.shape)}")
 
 
 def decode(tensors: Mapping[str, Tensor]) -> CapturedSample:
@@ -186,9 +127,6 @@ def decode_into(tensors: Mapping[str, Tensor], sample: CapturedSample) -> None:
     _decode_states(aux, tensors.get(STATES[0] + _EXPONENTS), sample.aux_hidden_states[: len(aux)])
     sample.aux_hidden_states[len(aux) :] = 0
     exponents = tensors.get(STATES[1] + _EXPONENTS)
-    if len(final) == len(sample.final_hidden_states):
-        _decode_states(final, exponents, sample.final_hidden_states)
-        return
     kept = torch.nonzero(supervised_final(sample.loss_mask)).flatten()
     first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (0, 0)
     if last - first == len(kept):  # the usual case: one answer

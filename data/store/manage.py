@@ -1,63 +1,39 @@
 """Operations on complete stores: describe them, verify them, and try refused samples again."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.progress import tracked
-from data.store.codec import Encoding
-from data.store.index import (
-    MANIFEST,
-    SETTINGS,
-    ShardEntry,
-    ShardTable,
-    missing_ids,
-    read_index,
-    read_manifest,
-    read_settings,
-)
-from data.store.shards import (
-    DamagedShard,
-    FinishedShards,
-    ShardRecord,
-    check_content,
-    check_sidecar,
-    check_size,
-    forget_refusals,
-    read_sidecar,
-    refused,
-)
+from data.store.index import MANIFEST, REFUSED, SETTINGS, missing_ids, read_index, read_manifest, refused
+from data.store.shards import DamagedShard, FinishedShards, ShardFile, ShardRecord, check_shard, shard_paths
 from eagle31.errors import UserError
+from eagle31.json_files import read_json_object
 
 
 @dataclass(frozen=True)
 class Contents:
     """The contents of a store's directory, finished or not."""
 
-    directory: Path
-    settings: dict[str, Any]  # the target, the dataset and the encoding of the capture
+    settings: dict[str, Any]  # the target, the dataset and the codec of the capture
     records: list[ShardRecord]
     refused: dict[int, str]
     missing: list[int]
     finished: bool
 
     @property
-    def encoding(self) -> Encoding:
-        return Encoding(**self.settings["encoding"])
-
-    @property
     def is_damaged(self) -> bool:
-        """Whether the store was finished and samples are missing: shards or their sidecars are gone."""
+        """Whether the store was finished and samples are missing: shards are gone."""
         return self.finished and bool(self.missing)
 
     @staticmethod
     def read(directory: Path) -> "Contents":
-        """Read the contents; raise UserError where the directory holds no store, or a sidecar is damaged."""
+        """Read the contents; raise UserError where the directory holds no store."""
         settings, records = _read_settings(directory), FinishedShards(directory).records()
         missing = missing_ids(directory, records, settings["dataset_samples"])
-        finished = read_manifest(directory) is not None
-        return Contents(directory, settings, records, refused(directory), missing, finished)
+        return Contents(settings, records, refused(directory), missing, read_manifest(directory) is not None)
 
 
 def retry(directory: Path) -> dict[int, str]:
@@ -70,7 +46,7 @@ def retry(directory: Path) -> dict[int, str]:
     if forgotten:
         # First the manifest, which says that the store is finished without them.
         (directory / MANIFEST).unlink(missing_ok=True)
-        forget_refusals(directory)
+        shutil.rmtree(directory / REFUSED)
     return forgotten
 
 
@@ -78,39 +54,37 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     path = directory / SETTINGS
     if not path.exists():
         raise UserError("STORE", directory, f"The directory holds no store: {SETTINGS} is missing.")
-    return read_settings(directory)
+    return read_json_object(path)
 
 
 def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
-    """Read every shard and yield what is wrong with it, with its sidecar or with the index.
+    """Read every shard and yield what is wrong with it or with the index.
 
     Raises:
         UserError: the directory holds no store.
     """
     _read_settings(directory)
     manifest = read_manifest(directory)
-    listed: dict[str, ShardEntry] = {}
+    listed = {}
     if manifest:
+        listed = {file: (num_bytes, checksum) for file, num_bytes, checksum in manifest["shards"]}
         try:
-            listed = {shard.file: shard for shard in ShardTable(read_index(directory, manifest))}
+            read_index(directory, manifest)
         except DamagedShard as error:
             yield error
-    sidecars = {path.with_suffix(".safetensors").name for path in directory.glob("shard-*.json")}
-    files = sorted(sidecars | listed.keys())
-    for file in tracked(files, "verify", "shards", shown=progress):
+    found = {path.name for path in shard_paths(directory)}
+    for file in tracked(sorted(found | listed.keys()), "verify", "shards", shown=progress):
+        path = directory / file
         try:
-            _check(directory, file, listed.get(file))
-        except UserError as error:
+            if file in listed:
+                check_shard(path, listed[file][0])
+            shard = ShardFile(path)
+            altered = list(shard.altered_samples())
+            same = file not in listed or shard.record().checksum == listed[file][1]
+        except DamagedShard as error:
             yield error
-
-
-def _check(directory: Path, file: str, listed: ShardEntry | None) -> None:
-    if listed:
-        check_size(directory, file, listed.num_bytes)
-        check_content(directory, file, listed.checksum)
-    record = read_sidecar((directory / file).with_suffix(".json"))
-    if not listed:
-        check_size(directory, file, record.num_bytes)
-    if not listed or record.checksum != listed.checksum:
-        check_content(directory, file, record.checksum)
-    check_sidecar(directory, record)
+            continue
+        if altered or not same:
+            what = f"Samples {altered} were altered" if altered else "Its list of samples was altered"
+            remedy = f"{what}; delete it and run again with the capture stage."
+            yield DamagedShard(str(path), "damaged", remedy)

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from data.addresses import is_url
 from data.samples import CapturedSample, StateShape
-from data.store.codec import STATES, check_encoded, decode, decode_into, decoded_dtype
-from data.store.index import MANIFEST, ShardTable, read_index, read_manifest
-from data.store.shard_file import ShardFile, new_memory
-from data.store.shards import DamagedShard, check_size, open_shard
+from data.store.codec import STATES, decode, decode_into, decoded_dtype
+from data.store.index import MANIFEST, read_index, read_manifest
+from data.store.shards import DamagedShard, ShardFile, check_shard, new_memory
 from eagle31.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,85 +25,6 @@ if TYPE_CHECKING:
 
 # Open files of a reader: a process may have 1,024 by default.
 _MAX_OPEN_SHARDS = 128
-
-
-class SampleReader:
-    """Reads the encoded samples of some shards by their position in the index, in any number of threads.
-
-    Shards are opened on first use, and those that were not used for longest are closed again.
-
-    Args:
-        index: from `read_index` or `build_index`.
-        open_file: opens a shard's file by its name; by default it is in the directory.
-        max_open_shards: None keeps the headers of all, 2 kB each, where no file is open.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        index: Mapping[str, NDArray],
-        *,
-        open_file: Callable[[str], ShardFile] | None = None,
-        max_open_shards: int | None = _MAX_OPEN_SHARDS,
-    ) -> None:
-        self._directory = Path(directory)
-        self._open_file = open_file or (lambda name: open_shard(self._directory / name))
-        self._index, self._table = index, ShardTable(index)
-        self._max_open_shards = max_open_shards
-        self._lock = threading.Lock()  # guards the field below
-        self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
-
-    def encoded(self, index: int, allocate: Callable[[int], Tensor] = new_memory) -> dict[str, Tensor]:
-        """Return a sample's tensors after comparing their checksum.
-
-        Args:
-            allocate: returns uint8 memory for the tensors, of this size or larger.
-
-        Raises:
-            DamagedShard: the shard is missing, or the sample was altered.
-        """
-        shard = int(self._index["shards"][index])
-        starts, rows = self._index["starts"][index].tolist(), self._index["rows"][index].tolist()
-        expected = int(self._index["checksums"][index])
-        file = self._open(shard)
-        try:
-            tensors, checksum = file.read(starts, rows, allocate=allocate)
-        except OSError as error:
-            raise self._damaged(shard, index, str(error)) from error
-        if checksum != expected:
-            raise self._damaged(shard, index, f"its checksum was {expected} and is {checksum}")
-        try:
-            check_encoded(tensors)
-        except ValueError as error:
-            raise self._damaged(shard, index, str(error)) from error
-        return tensors
-
-    def state_shape(self) -> StateShape:
-        """Return the shape and dtype that the states decode to. There is at least one shard."""
-        tensors = self._open(0).read((0, 0, 0), (0, 0, 0))[0]
-        return StateShape.of(tensors[STATES[0]], decoded_dtype(tensors))
-
-    def _open(self, shard: int) -> ShardFile:
-        with self._lock:
-            found = self._open_shards.get(shard)
-            if found is not None:
-                self._open_shards.move_to_end(shard)
-                return found
-        opened = self._open_file(self._table.file(shard))
-        with self._lock:
-            self._open_shards[shard] = opened
-            if self._max_open_shards is not None and len(self._open_shards) > self._max_open_shards:
-                # A thread that is reading from it keeps it open.
-                self._open_shards.popitem(last=False)
-        return opened
-
-    def _damaged(self, shard: int, index: int, what: str) -> DamagedShard:
-        path = self._directory / self._table.file(shard)
-        sample_id = int(self._index["sample_ids"][index])
-        remedy = f"The sample was altered ({what}); delete the shard and run again with the capture stage: "
-        return DamagedShard(
-            str(path), f"sample {sample_id}", f"{remedy}only the shard's samples are captured again."
-        )
 
 
 class _ThreadMemory(threading.local):
@@ -132,7 +52,7 @@ def store_description(location: Path | str) -> dict[str, Any]:
     manifest = read_manifest(_opened(location)[1])
     if manifest is None:
         raise UserError("capture.store", location, f"There is no {MANIFEST}: it is no finished store.")
-    parts = {"format", "num_shards", "num_bytes", "index_checksum"}
+    parts = {"format", "num_shards", "num_bytes", "index_checksum", "shards"}
     return {name: value for name, value in manifest.items() if name not in parts}
 
 
@@ -179,16 +99,14 @@ class HiddenStateStore:
             raise UserError("capture.store" if given else "capture", location, remedy)
         self.manifest = manifest
         with self._explained():
-            index = read_index(self.directory, manifest)
-        self.shards = ShardTable(index)
-        self.sample_ids: NDArray[np.int64] = index["sample_ids"]  # in the tokenised dataset; ascending
-        self.lengths: NDArray[np.int64] = index["rows"][:, 0].astype(np.int64)
-        self._reader = SampleReader(
-            self.directory,
-            index,
-            open_file=self._open_file,
-            max_open_shards=_MAX_OPEN_SHARDS if self._remote is None else None,
-        )
+            self._index = read_index(self.directory, manifest)
+        self.shards: list[tuple[str, int, int]] = manifest["shards"]  # names, sizes, checksums
+        self.sample_ids: NDArray[np.int64] = self._index["sample_id"]  # in the tokenised dataset; ascending
+        self.lengths: NDArray[np.int64] = self._index["rows"][:, 0]
+        # Headers, 2 kB each, stay where no file is open.
+        self._max_open_shards = _MAX_OPEN_SHARDS if self._remote is None else len(self.shards)
+        self._lock = threading.Lock()  # guards the field below
+        self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._memory = _ThreadMemory()
         self._threads = ThreadPoolExecutor(num_threads, "read-samples") if num_threads > 1 else None
 
@@ -197,7 +115,7 @@ class HiddenStateStore:
 
     def __getitem__(self, index: int) -> CapturedSample:
         with self._explained():
-            return decode(self._reader.encoded(index))
+            return decode(self._encoded(index))
 
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         if self._threads is None or len(indices) < 2:
@@ -208,7 +126,8 @@ class HiddenStateStore:
     def state_shape(self) -> StateShape:
         """The shape and dtype of a token's decoded states."""
         with self._explained():
-            return self._reader.state_shape()
+            tensors = self._open(0).read((0, 0, 0), (0, 0, 0))[0]
+        return StateShape.of(tensors[STATES[0]], decoded_dtype(tensors))
 
     def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None:
         """Decode samples into tensors of the caller, with `num_threads` of them at the same time."""
@@ -222,7 +141,7 @@ class HiddenStateStore:
 
     def _read_into(self, task: tuple[int, CapturedSample]) -> None:
         with self._explained():
-            decode_into(self._reader.encoded(task[0], self._memory.of_size), task[1])
+            decode_into(self._encoded(task[0], self._memory.of_size), task[1])
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
         """Check that the shards are there with the sizes that were recorded.
@@ -235,17 +154,54 @@ class HiddenStateStore:
         """
         with self._explained():
             if self._remote is None:
-                for shard in self.shards[rank::world_size]:
-                    check_size(self.directory, shard.file, shard.num_bytes)
+                for file, num_bytes, _ in self.shards[rank::world_size]:
+                    check_shard(self.directory / file, num_bytes)
             elif rank == 0:
                 sizes = self._remote.sizes()
-                for shard in self.shards:
-                    if sizes.get(shard.file) != shard.num_bytes:
-                        found = sizes.get(shard.file)
-                        raise DamagedShard(shard.file, found, f"It had {shard.num_bytes} bytes.")
+                for file, num_bytes, _ in self.shards:
+                    if sizes.get(file) != num_bytes:
+                        raise DamagedShard(file, sizes.get(file), f"It had {num_bytes} bytes.")
 
-    def _open_file(self, name: str) -> ShardFile:
-        return open_shard(self.directory / name if self._remote is None else self._remote.file(name))
+    def _encoded(self, index: int, allocate: Callable[[int], Tensor] = new_memory) -> dict[str, Tensor]:
+        """Return a sample's tensors after comparing their checksum; raise DamagedShard where it differs.
+
+        Args:
+            allocate: returns uint8 memory for the tensors, of this size or larger.
+        """
+        entry = self._index[index]
+        shard, expected = int(entry["shard"]), int(entry["checksum"])
+        try:
+            tensors, checksum = self._open(shard).read(
+                entry["starts"].tolist(), entry["rows"].tolist(), allocate=allocate
+            )
+        except OSError as error:
+            what = str(error)
+        else:
+            if checksum == expected:
+                return tensors
+            what = f"its checksum was {expected} and is {checksum}"
+        path = self.directory / self.shards[shard][0]
+        remedy = (
+            f"The sample was altered ({what}); delete the shard and run again with the capture stage: "
+            "only the shard's samples are captured again."
+        )
+        raise DamagedShard(str(path), f"sample {entry['sample_id']}", remedy)
+
+    def _open(self, shard: int) -> ShardFile:
+        """Return a shard, opened on first use; those that were not used for longest are closed again."""
+        with self._lock:
+            found = self._open_shards.get(shard)
+            if found is not None:
+                self._open_shards.move_to_end(shard)
+                return found
+        name = self.shards[shard][0]
+        opened = ShardFile(self.directory / name if self._remote is None else self._remote.file(name))
+        with self._lock:
+            self._open_shards[shard] = opened
+            if len(self._open_shards) > self._max_open_shards:
+                # A thread that is reading from it keeps it open.
+                self._open_shards.popitem(last=False)
+        return opened
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -12,8 +12,7 @@ from uuid import uuid4
 import fsspec
 
 from data.cache import cache_directory
-from data.store.index import INDEX, MANIFEST, read_manifest
-from data.store.shard_file import MAX_HEADER_BYTES, file_checksum
+from data.store.index import INDEX, MANIFEST, file_checksum, read_manifest
 from eagle31.credentials import has_url_credentials
 from eagle31.errors import UserError
 from eagle31.tensor_files import TensorEntry, read_header
@@ -60,7 +59,7 @@ class RemoteFile:
 
         def read() -> dict[str, TensorEntry]:
             with self._system.open(self.path, "rb", cache_type="readahead", block_size=1 << 16) as file:
-                return read_header(file, self.path, MAX_HEADER_BYTES)
+                return read_header(file, self.path)
 
         return _requested(self.path, read)
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from data.locks import holder, try_lock
 from data.samples import CapturedSample
-from data.store.codec import Encoding, encode
+from data.store.codec import encode
 from data.store.shards import FinishedShards, write_shard
 from eagle31.errors import UserError
 
 QUEUE_BYTES = 1 << 28
 _WRITER_NAME = re.compile(r"[A-Za-z0-9_-]+")
-# Shards and sidecars, finished or not.
-_SHARD_FILE = re.compile(r"\.?(?P<stem>shard-(?P<writer>.+)-(?P<number>\d{5,}))\.(safetensors|json)")
+# Shards, finished or not.
+_SHARD_FILE = re.compile(r"\.?(?P<name>shard-(?P<writer>.+)-(?P<number>\d{5,})\.safetensors)")
 
 
 class _Waiting(NamedTuple):
@@ -51,12 +51,12 @@ class StoreWriter:
         self,
         directory: Path,
         name: str,
-        encoding: Encoding,
+        codec: str,
         shard_tokens: int,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         assert _WRITER_NAME.fullmatch(name), name
-        self.directory, self.name, self.encoding = Path(directory), name, encoding
+        self.directory, self.name, self.codec = Path(directory), name, codec
         self.shard_tokens, self.queue_bytes = shard_tokens, queue_bytes
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = hold_name(self.directory, name)
@@ -173,7 +173,7 @@ class StoreWriter:
             return bool(self._waiting) or not self._closing
 
     def _take(self, new: _Waiting) -> None:
-        tensors = encode(new.sample, self.encoding)
+        tensors = encode(new.sample, self.codec)
         self._open.append((new.sample_id, {name: tensor.cpu() for name, tensor in tensors.items()}))
         self._open_tokens += len(new.sample.input_ids)
         if self._open_tokens >= self.shard_tokens:
@@ -182,7 +182,7 @@ class StoreWriter:
     def _write(self) -> None:
         path = self.directory / f"shard-{self.name}-{self._next_number:05d}.safetensors"
         self._next_number += 1
-        write_shard(path, self.encoding, self._open)
+        write_shard(path, self._open)
         self._open, self._open_tokens = [], 0
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -213,10 +213,10 @@ def _numbers(directory: Path, name: str) -> list[int]:
 
 def remove_leftovers(directory: Path, name: str) -> None:
     """Remove a writer's unfinished files. Only the process that holds the name may call this."""
-    finished = {Path(record.file).stem for record in FinishedShards(directory, name).records()}
+    finished = {record.file for record in FinishedShards(directory).records()}
     for file in os.listdir(directory):
         found = _SHARD_FILE.match(file)
-        if found and found["writer"] == name and (file.startswith(".") or found["stem"] not in finished):
+        if found and found["writer"] == name and (file.startswith(".") or found["name"] not in finished):
             (directory / file).unlink()
 
 

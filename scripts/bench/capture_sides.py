@@ -29,7 +29,6 @@ from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient
 from data.capture.vllm.server_process import ServerProcess
 from data.samples import CapturedSample, StateShape
-from data.store.codec import Encoding
 from data.target.architecture import has_latent_attention
 from data.target.loading import load_target
 from data.target.modules import locate
@@ -58,7 +57,7 @@ class Task:
     spec: TargetSpec
     aux_layer_ids: tuple[int, ...]
     dataset: Dataset  # columns input_ids and loss_mask
-    encodings: tuple[Encoding, ...]
+    codecs: tuple[str, ...]
     batch_tokens: int
     shard_tokens: int
     scratch: Path  # an empty directory for stores
@@ -73,7 +72,7 @@ def open_hf(task: Task) -> Iterator[Mapping[str, RunSide]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_target(task.spec, device)
     capture = HiddenStateCapture(model, locate(model), task.aux_layer_ids)
-    sides = {one.codec: partial(_capture, task, capture, one) for one in task.encodings}
+    sides = {one: partial(_capture, task, capture, one) for one in task.codecs}
     yield {PREFILL: partial(_prefill, task, capture), **sides}
 
 
@@ -90,13 +89,13 @@ def _prefill(task: Task, capture: HiddenStateCapture) -> Timing:
     return Timing(time.perf_counter() - started, time.process_time() - cpu)
 
 
-def _capture(task: Task, capture: HiddenStateCapture, encoding: Encoding) -> Timing:
+def _capture(task: Task, capture: HiddenStateCapture, codec: str) -> Timing:
     """Time a capture from an empty directory to a finished store."""
     directory = task.scratch / "store"
     started, cpu = time.perf_counter(), time.process_time()
     with redirect_stderr(StringIO()):
         fill_store(
-            StoreSpec(directory, task.dataset, encoding),
+            StoreSpec(directory, task.dataset, codec),
             partial(capture_samples, task.dataset, capture, task.batch_tokens),
             capture,
             shard_tokens=task.shard_tokens,
@@ -124,10 +123,7 @@ def open_vllm(task: Task) -> Iterator[Mapping[str, RunSide]]:
     )
     plain = _Server(engine.plain_command_line(), scratch / "plain.log")
     capturing = _Server(engine.command_line(), scratch / "capture.log")
-    sides = {
-        encoding.codec: partial(_capture_in_vllm, capturing, task, parts, encoding)
-        for encoding in task.encodings
-    }
+    sides = {codec: partial(_capture_in_vllm, capturing, task, parts, codec) for codec in task.codecs}
     try:
         yield {PREFILL: partial(_prefill_in_vllm, plain, task), **sides}
     finally:
@@ -181,7 +177,7 @@ def _prefill_in_vllm(server: _Server, task: Task) -> Timing:
     return _timed(server, lambda: asyncio.run(send_all(client)))
 
 
-def _capture_in_vllm(server: _Server, task: Task, parts: TargetParts, encoding: Encoding) -> Timing:
+def _capture_in_vllm(server: _Server, task: Task, parts: TargetParts, codec: str) -> Timing:
     """Capture all samples from an empty directory to a finished store."""
     expected = ExpectedStates(
         target=task.spec.checkpoint.path,
@@ -192,12 +188,11 @@ def _capture_in_vllm(server: _Server, task: Task, parts: TargetParts, encoding: 
         dtype=parts.embed_tokens.dtype,
     )
     shape = StateShape(len(task.aux_layer_ids), parts.hidden_size, expected.dtype)
-    on_the_way = Encoding("exact", encoding.final_states)
 
     def captured(
         _: Sequence[int], missing: Sequence[int]
     ) -> Generator[tuple[int, CapturedSample | str], None, None]:
-        with open_spool(None, f"bench-{os.getpid()}", on_the_way, _SPOOL_BYTES) as spool:
+        with open_spool(None, f"bench-{os.getpid()}", "exact", _SPOOL_BYTES) as spool:
             producer = EngineProducer([client], capture_tasks(spool), lambda *_: None, _PATIENCE_SECONDS)
             with closing(producer):
                 source = ArrivingStates(
@@ -205,7 +200,7 @@ def _capture_in_vllm(server: _Server, task: Task, parts: TargetParts, encoding: 
                     producer,
                     spool,
                     shape=shape,
-                    sample_bytes=lambda mask: file_bytes(on_the_way, mask, *vars(shape).values()),
+                    sample_bytes=lambda mask: file_bytes("exact", mask, *vars(shape).values()),
                     spool_gb=_SPOOL_BYTES / 1e9,
                     name="bench",
                 )
@@ -214,7 +209,7 @@ def _capture_in_vllm(server: _Server, task: Task, parts: TargetParts, encoding: 
     def fill() -> None:
         with redirect_stderr(StringIO()):
             fill_store(
-                StoreSpec(task.scratch / "store", task.dataset, encoding),
+                StoreSpec(task.scratch / "store", task.dataset, codec),
                 captured,
                 expected,
                 shard_tokens=task.shard_tokens,

@@ -32,7 +32,7 @@ FILES = {
     "vocab-*/vocab.safetensors": "missing",
     "answers-*/stage.json": "missing",
     "capture-*/train/manifest.json": "empty",
-    "capture-*/validation/index.safetensors": "cut",
+    "capture-*/validation/index.npy": "cut",
     "train-*/stage.json": "junk",
     "export-*/checkpoint/model.safetensors": "flipped",
     "evaluate-*/evaluation.json": "missing",
@@ -179,7 +179,7 @@ def test_results_that_are_made_again_are_the_same(
         (Stage.data, "train/data-*.arrow", "cut"),
         (Stage.vocab, "vocab.safetensors", "missing"),
         (Stage.answers, "validation/data-*.arrow", "junk"),
-        (Stage.capture, "train/index.safetensors", "flipped"),
+        (Stage.capture, "train/index.npy", "flipped"),
         (Stage.capture, "validation/manifest.json", "cut"),
         (Stage.train, "stage.json", "cut"),
         (Stage.export, "checkpoint/model.safetensors", "missing"),
@@ -199,7 +199,7 @@ def test_results_that_are_made_again_are_the_same(
     written = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_mtime > begun]
     names = {path.name for path in written}
     assert names >= {"model.safetensors", "vocab.safetensors", "evaluation.json"}
-    assert names >= {"stage.json", "index.safetensors", "index.html", "summary.png", "config.yaml"}
+    assert names >= {"stage.json", "index.npy", "index.html", "summary.png", "config.yaml"}
 
 
 def test_what_a_run_writes_follows_the_umask(finished: tuple[Path, str]) -> None:

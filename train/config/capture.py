@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.store.codec import Encoding
+from data.store.codec import CODECS
 from eagle31.choice import Choice
 from eagle31.errors import UserError
 from train.config.setting import setting
@@ -101,7 +101,8 @@ def check_capture(capture: CaptureConfig) -> None:
     if capture.store is not None and capture.mode is CaptureMode.online:
         remedy = "Online training reads no store; give null, or capture.mode=offline."
         raise UserError("capture.store", capture.store, remedy)
-    Encoding(capture.codec)
+    if capture.codec not in CODECS:
+        raise UserError("capture.codec", capture.codec, f"Choose one of {', '.join(CODECS)}.")
     over_mooncake = capture.transport is TransportKind.mooncake
     in_torchspec = capture.source is CaptureSource.torchspec
     if over_mooncake and in_torchspec:

@@ -23,7 +23,6 @@ from data.capture.torchspec.engines import (
 )
 from data.capture.torchspec.transport import DTYPE, TorchSpecTransport, norm_scale
 from data.samples import StateShape
-from data.store.codec import Encoding
 from eagle31.errors import UserError
 from train.config.capture import TorchSpecEngine
 from train.config.run import RunConfig
@@ -139,7 +138,7 @@ class TorchSpecEngines:
                 EngineProducer(clients, lambda _: None, lambda *_: None, self.patience_seconds)
             ) as producer,
         ):
-            yield producer, OpenTransport(transport, shape, Encoding("exact"), DTYPE)
+            yield producer, OpenTransport(transport, shape, "exact", DTYPE)
 
     def close(self, together: bool) -> None:
         """End the engines.

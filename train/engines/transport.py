@@ -16,7 +16,6 @@ from data.capture.transport.mooncake_store import MooncakeSettings
 from data.capture.transport.protocol import Transport
 from data.capture.transport.spool import MEMORY, file_bytes, open_spool
 from data.samples import StateShape
-from data.store.codec import Encoding
 from train.config.capture import MOONCAKE_ROOM, CaptureConfig, TransportKind
 from train.config.vllm import VllmConfig
 from train.engines.servers import CapturedTarget
@@ -39,7 +38,7 @@ class OpenTransport:
 
     transport: Transport
     shape: StateShape
-    encoding: Encoding
+    codec: str
     target_dtype: torch.dtype
 
     def sample_bytes(self, loss_mask: Tensor) -> int:
@@ -48,7 +47,7 @@ class OpenTransport:
         if isinstance(self.transport, MooncakeTransport):
             return state_bytes(len(loss_mask), shape.num_aux_layers, shape.hidden_size, shape.dtype)
         layers, size = shape.num_aux_layers, shape.hidden_size
-        return file_bytes(self.encoding, loss_mask, layers, size, self.target_dtype)
+        return file_bytes(self.codec, loss_mask, layers, size, self.target_dtype)
 
 
 def chosen_transport(capture: CaptureConfig, vllm: VllmConfig, output_dir: Path) -> ChosenTransport:
@@ -70,16 +69,16 @@ def chosen_transport(capture: CaptureConfig, vllm: VllmConfig, output_dir: Path)
 
 @contextmanager
 def open_transport(
-    chosen: ChosenTransport, capture: CaptureConfig, encoding: Encoding, target: CapturedTarget, name: str
+    chosen: ChosenTransport, capture: CaptureConfig, codec: str, target: CapturedTarget, name: str
 ) -> Iterator[OpenTransport]:
     """Open the transport between this rank and the servers; nothing is left in it at the end.
 
     Args:
-        encoding: the form of the states on the way.
+        codec: the form of the states on the way.
         name: this trainer process, from `rank_name`.
     """
     target_dtype = target.parts.embed_tokens.dtype
-    dtype = target_dtype if encoding.codec == "exact" else torch.bfloat16
+    dtype = target_dtype if codec == "exact" else torch.bfloat16
     shape = StateShape(target.num_aux_layers, target.parts.hidden_size, dtype)
     if chosen.mooncake:
         transport = MooncakeTransport(
@@ -92,14 +91,14 @@ def open_transport(
             # What a killed run left, and what nobody reads: it may occupy pinned memory of other processes.
             transport.discard_all(f"{name}-")
             try:
-                yield OpenTransport(transport, shape, encoding, target_dtype)
+                yield OpenTransport(transport, shape, codec, target_dtype)
             finally:
                 transport.discard_all(f"{name}-")
         return
     if chosen.made:
         chosen.spool_dir.mkdir(parents=True, exist_ok=True)
-    with open_spool(chosen.spool_dir, name, encoding, int(capture.spool_gb * 1e9)) as spool:
-        yield OpenTransport(spool, shape, encoding, target_dtype)
+    with open_spool(chosen.spool_dir, name, codec, int(capture.spool_gb * 1e9)) as spool:
+        yield OpenTransport(spool, shape, codec, target_dtype)
 
 
 def mooncake_settings(capture: CaptureConfig, num_sharing: int = 1) -> MooncakeSettings:

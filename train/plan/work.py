@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from data.store.codec import Encoding, Rows, encoded_bytes
+from data.store.codec import Rows, encoded_bytes
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json
@@ -178,7 +178,7 @@ def _store_bytes(sizes: RunSizes, num_tokens: int | None) -> int | None:
     # bfloat16 if the dtype is unknown.
     dtype = getattr(torch, sizes.config.target.dtype, torch.bfloat16)
     return encoded_bytes(
-        Encoding(capture.codec),
+        capture.codec,
         Rows(num_tokens, num_tokens, supervised),
         len(drafter.aux_layer_ids),
         drafter.target_hidden_size,

@@ -13,7 +13,6 @@ from data.capture.tokens import tokens_fingerprint
 from data.conversations.saved import load_saved
 from data.samples import CapturedSample
 from data.store import HiddenStateStore
-from data.store.codec import Encoding
 from data.store.index import STATES_VERSION, as_read_back
 from data.store.reader import store_description
 from data.target.tokenizer import tokenizer_fingerprint
@@ -37,7 +36,7 @@ SHARD_TOKENS = 65_536  # in one file of the store; a writer has the memory of th
 # it is the same.
 _PLACES = frozenset({"target", "target_revision"})
 _SETTINGS = {
-    "encoding": "capture.codec",
+    "codec": "capture.codec",
     "aux_layer_ids": "drafter.aux_layer_ids",
 }
 
@@ -58,7 +57,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
         inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
     if capture.store is not None:
         fields = manifest_fields(context.target, context.drafter.aux_layer_ids)
-        fields["encoding"] = Encoding(capture.codec).to_json()
+        fields["codec"] = capture.codec
         inputs["store"] = check_states(capture.store, fields)
     return inputs
 
@@ -80,8 +79,8 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     elif capture.mode is CaptureMode.offline:
         datasets["train"] = samples
     # Replay equals serving only if it reads the exact states.
-    encodings = dict.fromkeys(HELD_OUT, Encoding()) | {"train": Encoding(capture.codec)}
-    specs = [StoreSpec(directory / name, dataset, encodings[name]) for name, dataset in datasets.items()]
+    codecs = dict.fromkeys(HELD_OUT, "exact") | {"train": capture.codec}
+    specs = [StoreSpec(directory / name, dataset, codecs[name]) for name, dataset in datasets.items()]
     fields = manifest_fields(context.target, context.drafter.aux_layer_ids)
     SOURCES[capture.source](context, specs, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
@@ -128,8 +127,8 @@ def capture_by_engines(
             _: Sequence[int], missing: Sequence[int], store: StoreSpec = store
         ) -> Generator[tuple[int, CapturedSample | str], None, None]:
             # The states are exact on their way: the writer encodes them.
-            encoding = Encoding("exact")
-            with arriving_states(context, store.dataset, encoding, checks_refused=False) as source:
+            codec = "exact"
+            with arriving_states(context, store.dataset, codec, checks_refused=False) as source:
                 yield from source.captured(missing)
 
         _fill(context.world, store, capture, context.captured_target.expected_states(), manifest_fields)

@@ -6,7 +6,6 @@ from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import VllmClient, check_states, check_target
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
-from data.store.codec import Encoding
 from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage, uses_servers, uses_torchspec
 from train.config.target import TargetEngine
@@ -113,7 +112,7 @@ def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
     if world.is_main:
         check_servers(servers.clients(everywhere=True), check, None, key="")
     if captures and _CAPTURERS & set(users) and world.leads_node:
-        with opened_transport(config, target, world.rank, Encoding(config.capture.codec)) as opened:
+        with opened_transport(config, target, world.rank, config.capture.codec) as opened:
             # A transport is cleared of the keys that begin with the rank's name.
             key = f"{rank_name(context.output_dir, world.rank)}-probe"
             check_servers(servers.clients(everywhere=False), check, opened.transport, key)

@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from data.capture.transport.protocol import StateRequest
 from data.samples import CapturedSample
-from data.store.codec import Encoding, check_encoded, decode, encode, encoded_bytes, kept_rows
-from data.store.shard_file import write_columns
+from data.store.codec import decode, encode, encoded_bytes, kept_rows
+from data.store.shards import sample_checksum, write_columns
 from eagle31.errors import UserError
 from eagle31.tensor_files import map_tensors
 
@@ -39,18 +38,18 @@ class Spool:
     table of interned strings grows, and Python 3.12 keeps every one of them until the process ends.
     """
 
-    def __init__(self, directory: Path, encoding: Encoding) -> None:
+    def __init__(self, directory: Path, codec: str) -> None:
         self.directory = Path(directory)
-        self.encoding = encoding
+        self.codec = codec
         self._checked = not self.directory.resolve().is_relative_to(MEMORY)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` needs to open the spool in another process."""
-        return {"spool": str(self.directory), "encoding": self.encoding.to_json()}
+        return {"spool": str(self.directory), "codec": self.codec}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Spool":
-        return Spool(Path(content["spool"]), Encoding(**content["encoding"]))
+        return Spool(Path(content["spool"]), content["codec"])
 
     def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
         """Write a sample's file. aux [T, A, Ht], final [T, Ht], on any device.
@@ -60,8 +59,8 @@ class Spool:
             FileNotFoundError: the directory no longer exists.
         """
         sample = CapturedSample(request.input_ids, request.loss_mask, aux, final)
-        tensors = {name: value.cpu().contiguous() for name, value in encode(sample, self.encoding).items()}
-        metadata = {"crc32": _crc32(tensors)} if self._checked else None
+        tensors = {name: value.cpu().contiguous() for name, value in encode(sample, self.codec).items()}
+        metadata = {"crc32": str(sample_checksum(tensors))} if self._checked else None
         # The file of a producer that died while it wrote the same sample would count towards the bound.
         self._remove_unfinished(request.key)
         temporary = f"{self.directory}/{request.key}.{os.getpid()}{_UNFINISHED}"
@@ -94,7 +93,8 @@ class Spool:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         _remove(path)
         if not sample.input_ids.equal(request.input_ids):
-            raise _damaged(path, "it is another one")
+            remedy = "It has other tokens than were requested: something else writes there. Run again."
+            raise UserError("capture.spool_dir", path, remedy)
         return sample
 
     def arrived(self, key: str) -> bool:
@@ -122,12 +122,8 @@ class Spool:
             if not self._checked:
                 raise
             return None
-        if self._checked and metadata.get("crc32") != _crc32(tensors):
+        if self._checked and metadata.get("crc32") != str(sample_checksum(tensors)):
             return None
-        try:
-            check_encoded(tensors)
-        except ValueError as error:
-            raise _damaged(path, str(error)) from error
         return decode(tensors)
 
     def _path(self, key: str) -> str:
@@ -141,15 +137,15 @@ class Spool:
 
 
 def file_bytes(
-    encoding: Encoding, loss_mask: Tensor, num_aux_layers: int, hidden_size: int, dtype: torch.dtype
+    codec: str, loss_mask: Tensor, num_aux_layers: int, hidden_size: int, dtype: torch.dtype
 ) -> int:
     """Return the largest size of a sample's file. loss_mask bool [T]; `dtype` is the target's."""
-    rows = kept_rows(encoding, loss_mask)
-    return encoded_bytes(encoding, rows, num_aux_layers, hidden_size, dtype) + _FILE_BYTES
+    rows = kept_rows(loss_mask)
+    return encoded_bytes(codec, rows, num_aux_layers, hidden_size, dtype) + _FILE_BYTES
 
 
 @contextmanager
-def open_spool(base: Path | None, name: str, encoding: Encoding, limit_bytes: int) -> Iterator[Spool]:
+def open_spool(base: Path | None, name: str, codec: str, limit_bytes: int) -> Iterator[Spool]:
     """Open a private directory in `base`, which is removed at the end.
 
     The directory that a killed run of the same name left is removed first.
@@ -176,24 +172,12 @@ def open_spool(base: Path | None, name: str, encoding: Encoding, limit_bytes: in
         raise UserError("capture.spool_gb", f"{limit_bytes / 1e9:.2f}", remedy)
     directory = Path(tempfile.mkdtemp(prefix=f"eagle31-{name}.", dir=base))
     try:
-        yield Spool(directory, encoding)
+        yield Spool(directory, codec)
     finally:
         # A producer that is still alive may add a file in the meantime.
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _damaged(path: str, reason: str) -> UserError:
-    remedy = f"It is no sample that was requested ({reason}): something else writes there. Run again."
-    return UserError("capture.spool_dir", path, remedy)
-
-
 def _remove(path: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path)
-
-
-def _crc32(tensors: Mapping[str, Tensor]) -> str:
-    checksum = 0
-    for name in sorted(tensors):
-        checksum = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, checksum)
-    return str(checksum)

@@ -12,12 +12,11 @@ from data.capture.transport.protocol import Producer, StateRequest
 from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
-from data.store.codec import Encoding
 from data.store.index import write_manifest
 from data.store.writer import StoreWriter
 
 SHAPE = StateShape(num_aux_layers=3, hidden_size=256, dtype=torch.float32)
-ENCODING = Encoding()
+CODEC = "exact"
 NUM_SAMPLES = 30
 
 
@@ -38,11 +37,11 @@ def random_states(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write_store(directory: Path, dataset: Dataset) -> HiddenStateStore:
-    with StoreWriter(directory, "test", ENCODING, shard_tokens=100) as writer:
+    with StoreWriter(directory, "test", CODEC, shard_tokens=100) as writer:
         for index, row in enumerate(dataset.with_format("torch")):
             states = random_states(row["input_ids"])
             writer.append(index, CapturedSample(row["input_ids"], row["loss_mask"], *states))
-    write_manifest(directory, {"encoding": ENCODING.to_json()})
+    write_manifest(directory, {"codec": CODEC})
     return HiddenStateStore(directory)
 
 
@@ -85,7 +84,7 @@ def used_bytes(spool: Spool) -> int:
 
 
 def sample_bytes(loss_mask: torch.Tensor) -> int:
-    return file_bytes(ENCODING, loss_mask, *vars(SHAPE).values())
+    return file_bytes(CODEC, loss_mask, *vars(SHAPE).values())
 
 
 def states_from(
@@ -104,5 +103,5 @@ def states_from(
 
 @contextmanager
 def open_memory(name: str) -> Iterator[Spool]:
-    with open_spool(None, name, ENCODING, 10**8) as spool:
+    with open_spool(None, name, CODEC, 10**8) as spool:
         yield spool

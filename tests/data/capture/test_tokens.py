@@ -1,7 +1,6 @@
 from itertools import product
 from pathlib import Path
 
-import pytest
 import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
 
@@ -11,7 +10,7 @@ from data.capture.tokens import (
     dataset_supervision,
     tokens_fingerprint,
 )
-from data.store.codec import FINAL_STATES, Encoding, kept_rows
+from data.store.codec import kept_rows
 from eagle31.cost.flops import count_step
 from eagle31.training.batch import PackedBatch
 from tests.data.target.tiny_target import make_dataset
@@ -25,12 +24,11 @@ def random_masks(num_samples: int) -> Dataset:
     return Dataset.from_dict({"input_ids": [list(range(n)) for n in lengths], "loss_mask": masks})
 
 
-@pytest.mark.parametrize("final_states", FINAL_STATES)
-def test_rows_of_a_dataset_are_those_of_its_samples(final_states: str) -> None:
-    dataset, encoding = random_masks(1100), Encoding("fp8", final_states)
-    found = dataset_rows(dataset, encoding)
+def test_rows_of_a_dataset_are_those_of_its_samples() -> None:
+    dataset = random_masks(1100)
+    found = dataset_rows(dataset)
     for row, mask in zip(found.tolist(), dataset["loss_mask"], strict=True):
-        expected = kept_rows(encoding, torch.tensor(mask))
+        expected = kept_rows(torch.tensor(mask))
         assert row == [expected.tokens, expected.aux, expected.final]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from data.samples import CapturedSample
-from data.store.codec import Encoding, decode, encode
+from data.store.codec import decode, encode
 from data.store.index import claim, write_manifest
 from data.store.shards import FinishedShards
 from data.store.writer import StoreWriter
 
 LENGTHS = [5, 9, 3, 14, 2, 1, 8]
 NUM_LAYERS, HIDDEN_SIZE = 3, 8
-EXACT = Encoding("exact", "all")
+EXACT = "exact"
 
 
 def make_sample(index: int, dtype: torch.dtype = torch.bfloat16) -> CapturedSample:
@@ -28,37 +28,38 @@ def make_sample(index: int, dtype: torch.dtype = torch.bfloat16) -> CapturedSamp
     )
 
 
-def settings(num_samples: int = len(LENGTHS), encoding: Encoding = EXACT, **changes: object) -> dict:
+def settings(num_samples: int = len(LENGTHS), codec: str = EXACT, **changes: object) -> dict:
     return {
         "target": "tiny",
         "target_revision": None,
         "dtype": "bfloat16",
         "aux_layer_ids": [0, 2, 5],
-        "encoding": encoding.to_json(),
+        "codec": codec,
         "tokens_fingerprint": "abc",
         "dataset_samples": num_samples,
     } | changes
 
 
 def append_all(
-    directory: Path, ids: Iterable[int], name: str = "a", encoding: Encoding = EXACT, shard_tokens: int = 15
+    directory: Path, ids: Iterable[int], name: str = "a", codec: str = EXACT, shard_tokens: int = 15
 ) -> None:
-    with StoreWriter(directory, name, encoding, shard_tokens) as writer:
+    with StoreWriter(directory, name, codec, shard_tokens) as writer:
         for sample_id in ids:
             writer.append(sample_id, make_sample(sample_id))
 
 
-def write_store(directory: Path, encoding: Encoding = EXACT, **changes: Any) -> None:
+def write_store(directory: Path, codec: str = EXACT, **changes: Any) -> None:
     """Write the seven samples by two writers, neither of them in order."""
-    own = settings(encoding=encoding, **changes)
+    own = settings(codec=codec, **changes)
     claim(directory, own)
-    append_all(directory, [6, 1, 4, 0], "a", encoding)
-    append_all(directory, [5, 3, 2], "b", encoding)
+    append_all(directory, [6, 1, 4, 0], "a", codec)
+    append_all(directory, [5, 3, 2], "b", codec)
     write_manifest(directory, own)
 
 
-def encoded(index: int, encoding: Encoding) -> CapturedSample:
-    return decode(encode(make_sample(index), encoding))
+def encoded(index: int, codec: str = EXACT) -> CapturedSample:
+    """Return a sample as a store gives it back."""
+    return decode(encode(make_sample(index), codec))
 
 
 def assert_equal(found: CapturedSample, expected: CapturedSample) -> None:

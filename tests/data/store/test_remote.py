@@ -7,11 +7,11 @@ import fsspec
 import pytest
 
 from data.store import HiddenStateStore, reader, remote
-from data.store.codec import CODECS, Encoding
+from data.store.codec import CODECS
 from data.store.remote import RemoteDirectory
 from eagle31.errors import UserError
 from tests.data.store.s3 import s3_bucket
-from tests.data.store.samples import LENGTHS, assert_equal, encoded, flip_last_byte, make_sample, write_store
+from tests.data.store.samples import LENGTHS, assert_equal, encoded, flip_last_byte, write_store
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def upload(store: Path, url: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_store_is_read_from_object_storage(tmp_path: Path, bucket: str, codec: str) -> None:
-    write_store(tmp_path / "store", Encoding(codec))
+    write_store(tmp_path / "store", codec)
     url = f"{bucket}/{codec}"
     upload(tmp_path / "store", url)
     store = HiddenStateStore(url, num_threads=3)
     assert store.lengths.tolist() == LENGTHS
     for index, sample in enumerate(store.get_many(range(7))):
-        assert_equal(sample, encoded(index, Encoding(codec)))
+        assert_equal(sample, encoded(index, codec))
     store.verify()
 
 
@@ -72,10 +72,10 @@ def test_what_the_service_fails_to_answer_is_requested_again_and_then_named(
         return await request(*arguments, **options)
 
     store = HiddenStateStore(url, given=True)
-    assert_equal(store[5], make_sample(5))  # its shard is open
+    assert_equal(store[5], encoded(5))  # its shard is open
     monkeypatch.setattr(system, "_cat_file", failing)
     num_failures = 1
-    assert_equal(store[5], make_sample(5))
+    assert_equal(store[5], encoded(5))
     assert num_failures < 0
     num_failures = 100
     with pytest.raises(UserError, match=r"reduce your request rate.*run the same command again") as named:
@@ -100,7 +100,7 @@ def test_each_shard_s_header_is_read_once_and_one_rank_lists_the_shards(
     store.verify(rank=1, world_size=2)
 
 
-@pytest.mark.parametrize("file", ["index.safetensors", "manifest.json"])
+@pytest.mark.parametrize("file", ["index.npy", "manifest.json"])
 def test_a_damaged_copy_of_the_index_is_fetched_again(tmp_path: Path, bucket: str, file: str) -> None:
     write_store(tmp_path / "store")
     url = f"{bucket}/index"

@@ -13,7 +13,7 @@ from data.store import HiddenStateStore
 from data.store import writer as writer_module
 from data.store.codec import encode
 from data.store.index import missing_ids, write_manifest
-from data.store.shards import FinishedShards, check_content, check_sidecar
+from data.store.shards import FinishedShards, ShardFile
 from data.store.writer import StoreWriter, remove_all_leftovers
 from eagle31.errors import UserError
 from tests.data.store.samples import (
@@ -22,6 +22,7 @@ from tests.data.store.samples import (
     append_all,
     assert_equal,
     captured_ids,
+    encoded,
     make_sample,
     settings,
 )
@@ -38,8 +39,7 @@ def test_shards_close_when_full_and_hold_samples_in_order(tmp_path: Path) -> Non
     append_all(tmp_path, [6, 1, 4, 0, 3], shard_tokens=15)  # of 8, 9, 2, 5 and 14 tokens
     assert records(tmp_path) == [[6, 1], [4, 0, 3]]
     for record in FinishedShards(tmp_path).records():
-        check_sidecar(tmp_path, record)
-        assert record.lengths == tuple(LENGTHS[i] for i in record.sample_ids)
+        assert record.rows[:, 0].tolist() == [LENGTHS[i] for i in record.sample_ids]
         assert record.writer == "a"
 
 
@@ -167,14 +167,13 @@ def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None
         lost = appended - captured_ids(directory)
         assert sum(LENGTHS[i % 7] for i in lost) <= 2 * SHARD_TOKENS + max(LENGTHS)
         for record in FinishedShards(directory).records():
-            check_content(directory, record.file, record.checksum)
-            check_sidecar(directory, record)
+            assert not list(ShardFile(directory / record.file).altered_samples())
     held = Counter(i for record in FinishedShards(directory).records() for i in record.sample_ids)
     assert held == Counter(range(num_samples))
     assert kills > 3
     write_manifest(directory, settings(num_samples))
     for sample_id, sample in enumerate(HiddenStateStore(directory).get_many(range(num_samples))):
-        assert_equal(sample, make_sample(sample_id))
+        assert_equal(sample, encoded(sample_id))
     assert not [path for path in directory.iterdir() if path.name.endswith(".partial")]
 
 
@@ -182,8 +181,7 @@ def test_leftovers_go_when_nobody_writes_under_their_name(tmp_path: Path) -> Non
     append_all(tmp_path, [3], "a")
     for name in ("a", "b", "busy"):
         (tmp_path / f".shard-{name}-00007.safetensors.partial").write_bytes(b"half")
-        (tmp_path / f".shard-{name}-00007.json.123.partial").write_bytes(b"half")
-        (tmp_path / f"shard-{name}-00008.safetensors").write_bytes(b"no sidecar")
+        (tmp_path / f"shard-{name}-00008.safetensors").write_bytes(b"no shard")
     append_all(tmp_path, [1], "c")
     (tmp_path / "shard-c-00000.safetensors").write_bytes(b"damaged")
     with StoreWriter(tmp_path, "busy", EXACT, 15) as writer:
@@ -194,6 +192,5 @@ def test_leftovers_go_when_nobody_writes_under_their_name(tmp_path: Path) -> Non
     left = sorted(path.name for path in tmp_path.glob("*shard-*"))
     assert left == [
         ".shard-busy-00009.safetensors.partial",
-        "shard-a-00000.json",
         "shard-a-00000.safetensors",
     ]

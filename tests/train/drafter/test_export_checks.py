@@ -74,14 +74,14 @@ def without_ids(raw: dict[str, Any]) -> None:
     ("edit", "expected"),
     [
         (off_by_one, "drafts"),
-        (without_ids, "drafts"),
+        (without_ids, "aux_layer_ids"),
         (lambda raw: raw.update({IDS: [0, 2, 6], "eagle_config": {IDS: [0, 2, 6]}}), IDS),
         (lambda raw: raw.pop("norm_output"), "drafts"),
         (lambda raw: raw.update(norm_output=False), "drafts"),
         (lambda raw: raw.update(fc_norm=False), "fc_norm.0.weight"),
         (lambda raw: raw.update(rope_scaling=None), "drafts"),
         (lambda raw: raw.update(vocab_size=99), "vocab_size"),
-        (lambda raw: raw.update(architectures=["LlamaForCausalLM"]), "architectures"),
+        (lambda raw: raw.update(architectures=["Qwen3ForCausalLM"]), "architectures"),
     ],
 )
 def test_a_mistake_in_config_json_is_named(export: Path, spec: TargetSpec, edit: Edit, expected: str) -> None:

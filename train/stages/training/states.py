@@ -20,7 +20,6 @@ from data.conversations.saved import load_saved
 from data.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
-from data.store.codec import Encoding
 from data.target.loading import load_target
 from data.target.modules import locate
 from train.artifact import Artifact
@@ -49,12 +48,12 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
         captured = context.artifacts[Stage.capture].directory / "train"
         yield open_store(capture.store or captured, world, given=capture.store is not None)
         return
-    samples, encoding = training_samples(context.artifacts[Stage.data]), Encoding(capture.codec)
+    samples, codec = training_samples(context.artifacts[Stage.data]), capture.codec
     if capture.source is CaptureSource.hf:
         target = open_capture(context.target, context.drafter.aux_layer_ids, world.device)
-        yield TransformersStates(samples, target, encoding, BATCH_TOKENS)
+        yield TransformersStates(samples, target, codec, BATCH_TOKENS)
         return
-    with arriving_states(context, samples, encoding, checks_refused=True) as source:
+    with arriving_states(context, samples, codec, checks_refused=True) as source:
         yield source
         for line in refusal_lines(source.refused, len(source)):
             print(f"capture: {line}", file=sys.stderr)
@@ -83,21 +82,21 @@ def open_capture(target: Target, aux_layer_ids: tuple[int, ...], device: torch.d
 
 
 def opened_transport(
-    config: RunConfig, target: CapturedTarget, rank: int, encoding: Encoding
+    config: RunConfig, target: CapturedTarget, rank: int, codec: str
 ) -> AbstractContextManager[OpenTransport]:
     """Open the run's transport between a rank and vLLM's servers. A rank has one at a time.
 
     Args:
-        encoding: the form of the states on the way.
+        codec: the form of the states on the way.
     """
     output_dir = Path(config.output_dir)
     chosen = chosen_transport(config.capture, config.vllm, output_dir)
-    return open_transport(chosen, config.capture, encoding, target, rank_name(output_dir, rank))
+    return open_transport(chosen, config.capture, codec, target, rank_name(output_dir, rank))
 
 
 @contextmanager
 def arriving_states(
-    context: RunContext, dataset: Dataset, encoding: Encoding, *, checks_refused: bool
+    context: RunContext, dataset: Dataset, codec: str, *, checks_refused: bool
 ) -> Iterator[ArrivingStates]:
     """Open a dataset's states as this run's vLLM servers, or TorchSpec's engines, deliver them to this rank.
 
@@ -108,7 +107,7 @@ def arriving_states(
     if config.capture.source is CaptureSource.torchspec:
         connected = context.torchspec.producer()
     else:
-        connected = _vllm_producer(context, dataset, encoding)
+        connected = _vllm_producer(context, dataset, codec)
     with connected as (producer, opened):
         yield ArrivingStates(
             dataset,
@@ -125,7 +124,7 @@ def arriving_states(
 
 @contextmanager
 def _vllm_producer(
-    context: RunContext, dataset: Dataset, encoding: Encoding
+    context: RunContext, dataset: Dataset, codec: str
 ) -> Iterator[tuple[EngineProducer, OpenTransport]]:
     config, world = context.config, context.world
     expected, longest = context.captured_target.expected_states(), max(dataset_lengths(dataset))
@@ -135,7 +134,7 @@ def _vllm_producer(
 
     # Servers that the run has started write into the memory of their own node.
     clients = context.servers.clients(everywhere=False)
-    with opened_transport(config, context.captured_target, world.rank, encoding) as opened:
+    with opened_transport(config, context.captured_target, world.rank, codec) as opened:
         patience_seconds = context.servers.patience_seconds
         with closing(
             EngineProducer(clients, capture_tasks(opened.transport), check, patience_seconds)

@@ -17,14 +17,14 @@ from data.capture.transport.protocol import StateRequest, Transport
 from data.capture.transport.spool import Spool
 from data.capture.vllm.capture_request import CaptureRequest
 from data.capture.vllm.plugin.cache_copy import HostCopy
-from data.store.codec import Encoding
+from data.store.codec import CODECS
 
 MAX_DESTINATIONS = 64
 _THREADS = 4  # of a destination, which encode and write
 _REASON_LETTERS = 1000
 _DTYPES = ("bfloat16", "float16", "float32")
 _FIELDS = {
-    "spool": {"spool", "encoding"},
+    "spool": {"spool", "codec"},
     "mooncake": {"mooncake", "num_aux_layers", "hidden_size", "dtype"},
 }
 
@@ -54,7 +54,8 @@ class Accepted:
             return f"A {kind} has the fields {sorted(_FIELDS[kind])}, not {sorted(destination)}."
         if kind == "mooncake":
             return self._mooncake_refusal(destination)
-        Encoding(**destination["encoding"])  # raises UserError
+        if destination["codec"] not in CODECS:
+            return f"codec must be one of {', '.join(CODECS)}, not {str(destination['codec'])[:40]}."
         directory = os.path.realpath(destination["spool"])
         if not any(Path(directory).is_relative_to(os.path.realpath(root)) for root in self.roots):
             return f"{destination['spool']} is not below {', '.join(self.roots)}."

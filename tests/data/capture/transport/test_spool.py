@@ -11,11 +11,10 @@ import torch
 from data.capture.transport.protocol import StateRequest
 from data.capture.transport.spool import MEMORY, Spool, file_bytes, open_spool
 from data.samples import CapturedSample
-from data.store.codec import CODECS, Encoding, decode, encode
+from data.store.codec import CODECS, decode, encode
 from eagle31.errors import UserError
 
 NUM_LAYERS, HIDDEN_SIZE = 3, 64
-ENCODINGS = [Encoding(codec, final_states) for codec in CODECS for final_states in ("all", "supervised")]
 
 
 def _request(key: str = "run-0-0", length: int = 40, seed: int = 0) -> StateRequest:
@@ -38,15 +37,13 @@ def assert_equal(found: CapturedSample | None, expected: CapturedSample) -> None
         assert torch.equal(getattr(found, name), value)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-def test_what_is_put_is_taken_once(tmp_path: Path, encoding: Encoding) -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_put_is_taken_once(tmp_path: Path, codec: str) -> None:
     request = _request()
-    Spool(tmp_path, encoding).put(request, *_states(request))
-    trainer = Spool.from_json(Spool(tmp_path, encoding).to_json())
+    Spool(tmp_path, codec).put(request, *_states(request))
+    trainer = Spool.from_json(Spool(tmp_path, codec).to_json())
     assert trainer.arrived(request.key)
-    expected = decode(
-        encode(CapturedSample(request.input_ids, request.loss_mask, *_states(request)), encoding)
-    )
+    expected = decode(encode(CapturedSample(request.input_ids, request.loss_mask, *_states(request)), codec))
     assert_equal(trainer.take(request, timeout=0), expected)
     assert not list(tmp_path.iterdir())
     assert not trainer.arrived(request.key)
@@ -54,7 +51,7 @@ def test_what_is_put_is_taken_once(tmp_path: Path, encoding: Encoding) -> None:
 
 
 def test_take_waits_for_a_put_that_comes_later(tmp_path: Path) -> None:
-    spool, request = Spool(tmp_path, Encoding()), _request()
+    spool, request = Spool(tmp_path, "exact"), _request()
     thread = threading.Timer(0.2, spool.put, (request, *_states(request)))
     thread.start()
     assert spool.take(request, timeout=1000) is not None
@@ -63,7 +60,7 @@ def test_take_waits_for_a_put_that_comes_later(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "altered"])
 def test_a_torn_file_on_a_disk_is_not_there_yet(tmp_path: Path, damage: str) -> None:
-    spool, request = Spool(tmp_path, Encoding()), _request()
+    spool, request = Spool(tmp_path, "exact"), _request()
     spool.put(request, *_states(request))
     [path] = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -74,7 +71,7 @@ def test_a_torn_file_on_a_disk_is_not_there_yet(tmp_path: Path, damage: str) -> 
 
 
 def test_what_a_dead_producer_left_half_written_goes(tmp_path: Path) -> None:
-    spool, request, other = Spool(tmp_path, Encoding()), _request(), _request("run-0-00")
+    spool, request, other = Spool(tmp_path, "exact"), _request(), _request("run-0-00")
     for left in (request.key, other.key):
         (tmp_path / f"{left}.1.tmp").write_bytes(b"half")
     spool.put(request, *_states(request))
@@ -87,7 +84,7 @@ def test_what_a_dead_producer_left_half_written_goes(tmp_path: Path) -> None:
 def test_a_sample_may_be_discarded_while_it_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data.capture.transport import spool as module
 
-    spool, request = Spool(tmp_path, Encoding()), _request()
+    spool, request = Spool(tmp_path, "exact"), _request()
     write_columns = module.write_columns
 
     def write_and_discard(*arguments: object) -> None:
@@ -107,18 +104,18 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("data.capture.transport.spool.write_columns", fail)
     request = _request()
     with pytest.raises(UserError, match=r"capture\.spool_dir=.*disk is full"):
-        Spool(tmp_path, Encoding()).put(request, *_states(request))
+        Spool(tmp_path, "exact").put(request, *_states(request))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-def test_size_is_known_beforehand(tmp_path: Path, encoding: Encoding) -> None:
-    spool = Spool(tmp_path, encoding)
+@pytest.mark.parametrize("codec", CODECS)
+def test_size_is_known_beforehand(tmp_path: Path, codec: str) -> None:
+    spool = Spool(tmp_path, codec)
     for length in (1, 2, 40, 333):
         request = _request(length=length)
         spool.put(request, *_states(request))
         [path] = tmp_path.iterdir()
-        most = file_bytes(encoding, request.loss_mask, NUM_LAYERS, HIDDEN_SIZE, torch.float32)
+        most = file_bytes(codec, request.loss_mask, NUM_LAYERS, HIDDEN_SIZE, torch.float32)
         assert path.stat().st_blocks * 512 <= most
         assert path.stat().st_size > most - 8192
         spool.discard(request.key)
@@ -130,28 +127,28 @@ def test_open_spool_is_private_and_removes_what_a_dead_run_left(tmp_path: Path) 
         directory.mkdir()
         (directory / "file").write_bytes(b"left")
     (tmp_path / "eagle31-run-0.link").symlink_to(elsewhere)
-    with open_spool(tmp_path, "run-0", Encoding(), 1000) as spool:
+    with open_spool(tmp_path, "run-0", "exact", 1000) as spool:
         assert not (tmp_path / "eagle31-run-0.abc").exists()
         assert (kept / "file").exists()
         assert (elsewhere / "file").exists()
         assert spool.directory.stat().st_mode & 0o777 == 0o700
         spool.put(_request(), *_states(_request()))
     assert not spool.directory.exists()
-    with open_spool(None, f"test-{tmp_path.name}", Encoding(), 1000) as spool:
+    with open_spool(None, f"test-{tmp_path.name}", "exact", 1000) as spool:
         assert spool.directory.parent == MEMORY
 
 
 def test_open_spool_needs_a_directory_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(UserError, match=r"capture\.spool_dir"),
-        open_spool(tmp_path / "no", "a", Encoding(), 1),
+        open_spool(tmp_path / "no", "a", "exact", 1),
     ):
         pass
     usage = namedtuple("usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9 - 1))
     with (
         pytest.raises(UserError, match=r"capture\.spool_gb=1\.00"),
-        open_spool(tmp_path, "a", Encoding(), 10**9),
+        open_spool(tmp_path, "a", "exact", 10**9),
     ):
         pass
     assert not list(tmp_path.iterdir())

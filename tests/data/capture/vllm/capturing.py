@@ -16,11 +16,10 @@ from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
 from data.samples import CapturedSample, StateShape
-from data.store.codec import Encoding
 
 KEY = "the-key-of-this-test"
 STALL_SECONDS = 300.0
-ENCODING = Encoding("exact", "all")
+CODEC = "exact"
 
 
 def capture_store(
@@ -42,7 +41,7 @@ def capture_store(
         _: Sequence[int], missing: Sequence[int]
     ) -> Generator[tuple[int, CapturedSample | str], None, None]:
         with (
-            open_spool(root, f"test-{os.getpid()}", ENCODING, 10**7) as spool,
+            open_spool(root, f"test-{os.getpid()}", CODEC, 10**7) as spool,
             closing(EngineProducer([client], capture_tasks(spool), check, patience_seconds)) as producer,
         ):
             source = ArrivingStates(
@@ -50,12 +49,12 @@ def capture_store(
                 producer,
                 spool,
                 shape=shape,
-                sample_bytes=lambda mask: file_bytes(ENCODING, mask, *vars(shape).values()),
+                sample_bytes=lambda mask: file_bytes(CODEC, mask, *vars(shape).values()),
                 spool_gb=0.01,
                 name="test",
                 checks_refused=False,
             )
             yield from source.captured(missing)
 
-    store = StoreSpec(directory, dataset, ENCODING)
+    store = StoreSpec(directory, dataset, CODEC)
     fill_store(store, captured, expected, shard_tokens=500, manifest_fields={"target": "tiny"})

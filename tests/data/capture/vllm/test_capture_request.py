@@ -3,7 +3,7 @@ import torch
 
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest, mask_spans, tokens_sha256
 
-DESTINATION = {"spool": "/spool", "encoding": {"codec": "fp8", "final_states": "all"}}
+DESTINATION = {"spool": "/spool", "codec": "fp8"}
 
 
 def test_a_capture_request_survives_its_transfer() -> None:
