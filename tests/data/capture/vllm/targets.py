@@ -22,6 +22,7 @@ from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import ExpectedStates
 from data.samples import CapturedSample
 from data.store import HiddenStateStore
+from data.store.codec import decode, encode
 from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.parts import load_target_parts
@@ -164,10 +165,12 @@ def largest_difference(
     difference = 0.0
     for samples in of_length.values():
         states = capture.capture([sample.input_ids for sample in samples])
-        for found, (aux, last) in zip(samples, states, strict=True):
+        for sample, own in zip(samples, states, strict=True):
+            expected = CapturedSample(sample.input_ids, sample.loss_mask, *own)
+            found, kept = (decode(encode(one, "exact")) for one in (sample, expected))
             for ours, theirs in (
-                (found.aux_hidden_states, aux),
-                (found.final_hidden_states[:, None], last[:, None]),
+                (found.aux_hidden_states, kept.aux_hidden_states),
+                (found.final_hidden_states[:, None], kept.final_hidden_states[:, None]),
             ):
                 error = (ours - theirs).abs().amax(dim=(0, 2)) / theirs.abs().amax(dim=(0, 2))
                 difference = max(difference, float(error.max()))

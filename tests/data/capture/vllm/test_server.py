@@ -36,7 +36,7 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.data.capture.transport.mooncake_master import Master, running_master
-from tests.data.capture.vllm.capturing import ENCODING, KEY, STALL_SECONDS, capture_store
+from tests.data.capture.vllm.capturing import CODEC, KEY, STALL_SECONDS, capture_store
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
@@ -297,12 +297,12 @@ def test_what_a_request_asks_for_fails_for_its_client_only(
         assert answer.status_code == 200
         return answer.json()["kv_transfer_params"][PARAMS]
 
-    process, spool = server.vllm_process(), Spool(root, ENCODING).to_json()
+    process, spool = server.vllm_process(), Spool(root, CODEC).to_json()
     good = CaptureRequest.of(spool, "7", [1, 2, 3], mask).to_params()[PARAMS]
     through_mooncake = {"mooncake": {"master": NO_MASTER, "segment_bytes": 0}, "dtype": "bfloat16"}
     through_mooncake |= {"num_aux_layers": 5, "hidden_size": 64}
     refusals: dict[str, object] = {
-        "capture.codec=int4": {"destination": spool | {"encoding": {"codec": "int4"}}},
+        "codec must be one of": {"destination": spool | {"codec": "int4"}},
         "letters, digits": {"key": "../../7"},
         "is not below": {"destination": spool | {"spool": f"{root}/../elsewhere"}},
         "does not exist": {"destination": spool | {"spool": f"{root}/nowhere"}},
@@ -356,7 +356,7 @@ def test_states_arrive_through_mooncake(server: Server, spec: TargetSpec, master
 @pytest.mark.full("it starts vLLM again")
 def test_training_continues_when_the_server_is_killed(server: Server, spec: TargetSpec, root: Path) -> None:
     """The next server answers, in order, what was under way or answered and not yet delivered."""
-    spool, expected = Spool(root / "killed", ENCODING), expected_states(spec, IDS)
+    spool, expected = Spool(root / "killed", CODEC), expected_states(spec, IDS)
     spool.directory.mkdir()
     dataset = make_samples(40)
     shape = StateShape(len(IDS), expected.hidden_size, expected.dtype)
@@ -365,7 +365,7 @@ def test_training_continues_when_the_server_is_killed(server: Server, spec: Targ
         check_states(client, info, expected, MAX_TOKENS)
 
     def sample_bytes(loss_mask: torch.Tensor) -> int:
-        return file_bytes(ENCODING, loss_mask, *vars(shape).values())
+        return file_bytes(CODEC, loss_mask, *vars(shape).values())
 
     producer = EngineProducer([client(server, 8)], capture_tasks(spool), check, PATIENCE_SECONDS)
     with contextlib.closing(producer):
