@@ -22,9 +22,18 @@ from data.batches.loader import RowLoader
 from data.store import HiddenStateStore
 from eagle31.json_files import write_json
 from eagle31.training.batch import PackedBatch, supervised_drafts
-from scripts.bench.peers.recipes import TRAINERS, PeerTrainer, row_weights
+from scripts.bench.peers.peer import Peer
+from scripts.bench.peers.specforge_peer import SpecForge
+from scripts.bench.peers.speculators_peer import Speculators
+from scripts.bench.peers.torchspec_peer import TorchSpec
 
 Json = dict[str, Any]
+TRAINERS: dict[str, type[SpecForge | Speculators | TorchSpec]] = {
+    "speculators": Speculators,
+    "specforge": SpecForge,
+    "torchspec": TorchSpec,
+    "torchspec-lk": TorchSpec,
+}
 
 
 def main() -> None:
@@ -32,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(spec["seed"])
     dtype = torch.float32
-    trainer = TRAINERS[spec["peer"]](spec, load_file(spec["tensors"]), dtype)
+    trainer = TRAINERS[spec["peer"]].trainer(spec, load_file(spec["tensors"]), dtype)
     loader = RowLoader(
         HiddenStateStore(Path(spec["store"])),
         row_tokens=spec["row_tokens"],
@@ -44,12 +53,12 @@ def main() -> None:
     finally:
         loader.close()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    versions[spec["peer"]] = trainer.ran["version"]
+    versions[spec["peer"]] = trainer.version
     result = {"kept": kept, "defaults": trainer.defaults, "ran": trainer.ran, "versions": versions}
     write_json(Path(spec["output"]) / "result.json", result)
 
 
-def train(trainer: PeerTrainer, loader: RowLoader, spec: Json, dtype: torch.dtype) -> list[Json]:
+def train(trainer: Peer, loader: RowLoader, spec: Json, dtype: torch.dtype) -> list[Json]:
     """Train for `spec["steps"]` steps; return the kept steps with their training time."""
     # What is compiled at the first use is no training.
     for row in loader.batches(0):
@@ -77,6 +86,17 @@ def train(trainer: PeerTrainer, loader: RowLoader, spec: Json, dtype: torch.dtyp
     return kept
 
 
+def row_weights(peer: str, supervised: list[int]) -> list[float]:
+    """Return the weight of each row's mean loss in that of a step.
+
+    speculators takes the mean over a packed sequence, the others that over their micro-batches.
+    """
+    if peer == "speculators":
+        total = max(sum(supervised), 1)
+        return [count / total for count in supervised]
+    return [1 / len(supervised)] * len(supervised)
+
+
 def tensors(row: PackedBatch, dtype: torch.dtype) -> dict[str, Tensor]:
     batch = row.to(torch.device("cpu"), dtype)
     return {field.name: getattr(batch, field.name) for field in fields(batch)}
@@ -87,7 +107,7 @@ def supervised_positions(row: dict[str, Tensor]) -> int:
     return int(supervised_drafts(row["loss_mask"], row["document_ids"], 1).sum())
 
 
-def keep(trainer: PeerTrainer, directory: Path) -> None:
+def keep(trainer: Peer, directory: Path) -> None:
     directory.mkdir(parents=True)
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in trainer.weights().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

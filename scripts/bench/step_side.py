@@ -88,9 +88,10 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 def build_peer(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, Tensor]]) -> Built:
-    from scripts.bench.peers.specforge_step import SpecForgeStep
-    from scripts.bench.peers.speculators_step import SpeculatorsStep
-    from scripts.bench.peers.torchspec_step import TorchSpecStep
+    from scripts.bench.peers.peer import Peer
+    from scripts.bench.peers.specforge_peer import SpecForge
+    from scripts.bench.peers.speculators_peer import Speculators
+    from scripts.bench.peers.torchspec_peer import TorchSpec
 
     shape = spec["shape"]
     options: Json = {
@@ -99,14 +100,15 @@ def build_peer(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, Tens
         "device": torch.device(spec["device"]),
         "dtype": getattr(torch, spec["dtype"]),
     }
-    peer: SpecForgeStep | SpeculatorsStep | TorchSpecStep
+    sizes = spec["llama_config"], shape["draft_vocab_size"]
+    peer: Peer
     if spec["side"] == "specforge":
-        peer = SpecForgeStep(spec["llama_config"], shape["draft_vocab_size"], **options)
+        peer = SpecForge(*sizes, **options)
     elif spec["side"] == "torchspec":
-        peer = TorchSpecStep(spec["llama_config"], shape["draft_vocab_size"], loss="forward_kl", **options)
+        peer = TorchSpec(*sizes, loss="forward_kl", **options)
     else:
-        options |= {"loss": "kl_div", "config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-        peer = SpeculatorsStep(spec["llama_config"], shape["draft_vocab_size"], **options)
+        ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        peer = Speculators(*sizes, loss="kl_div", config=ids, **options)
     peer.load(weights)
     inputs = [peer.inputs(row) for row in rows]
 
@@ -115,7 +117,7 @@ def build_peer(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, Tens
         loss.backward()
         return loss.detach()
 
-    return peer.model, step, peer.about
+    return peer.model, step, {"version": peer.version, "ran": peer.ran["model"]}
 
 
 class Side:
