@@ -20,24 +20,14 @@ from torch import Tensor
 
 from data.store.codec import ROWS_OF, STATES
 from eagle31.errors import UserError
-from eagle31.tensor_files import TensorEntry, read_header
+from eagle31.tensor_files import DTYPES, TensorEntry, read_header
 
 SHARD_NAME = re.compile(r"shard-(?P<writer>.+)-(?P<number>\d{5,})\.safetensors")
 # The kinds of rows, in the order of the column `rows`.
 KINDS = ("tokens", "aux", "final")
 # What a shard has of each sample besides its tensors: its id, its number of rows of each kind, its crc32.
 _SAMPLE_IDS, _ROWS, _CHECKSUMS = "sample_ids", "rows", "checksums"
-_DTYPES = {
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _AGAIN = "delete it and run again with the capture stage: only this shard is captured again."
 
 
@@ -118,7 +108,7 @@ def write_columns(
         shape = [sum(len(piece) for piece in columns[name]), *first.shape[1:]]
         alike = {(piece.dtype, piece.shape[1:]) for piece in columns[name]}
         assert len(alike) == 1, f"{name}: {alike}"
-        described[name] = {"dtype": _DTYPES[first.dtype], "shape": shape, "data_offsets": [start, stop]}
+        described[name] = {"dtype": _DTYPE_NAMES[first.dtype], "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -209,7 +199,7 @@ class ShardFile:
             entries = self._file.header()
             self._columns = {
                 name: _Column(
-                    _DTYPES_BY_NAME[entry.dtype],
+                    DTYPES[entry.dtype],
                     entry.shape[0],
                     entry.shape[1:],
                     (entry.stop - entry.start) // max(entry.shape[0], 1),

@@ -1,5 +1,4 @@
 import gc
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -33,7 +32,7 @@ def test_tensors_read_back(tmp_path: Path) -> None:
 def test_mapped_tensors_are_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = TENSORS | {
-        "bf16": torch.randn(3, 5).bfloat16(),
+        "bf16": torch.randn(3, 4).bfloat16(),
         "fp8": torch.randn(4).to(torch.float8_e4m3fn),
         "mask": torch.tensor([True, False, True]),
         "scalar": torch.tensor(7),
@@ -50,35 +49,6 @@ def test_mapped_tensors_are_those_of_the_file(tmp_path: Path) -> None:
     path.write_bytes(written)
     map_tensors(path)[0]["a"].zero_()
     assert path.read_bytes() == written
-
-
-def write_by_hand(path: Path, shape: list[int], data: bytes, **others: object) -> None:
-    """Write a file of one tensor, float32, whose data begins at an odd address."""
-    described = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, len(data)]}}
-    header = json.dumps(described | others).encode()
-    header += b" " * (1 - len(header) % 2)
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-
-
-def test_a_file_that_is_not_aligned_is_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_by_hand(path, [2], torch.tensor([1.5, 2]).numpy().tobytes(), __metadata__=None)
-    found, metadata = map_tensors(path)
-    assert found["a"].tolist() == [1.5, 2]
-    assert metadata == {}
-
-
-def test_a_header_of_what_torch_has_not_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_by_hand(path, [0, 1 << 70], b"")
-    with pytest.raises(UserError, match=re.escape(f"{path}: 'a' has shape [0, {1 << 70}]")):
-        map_tensors(path)
-    write_by_hand(path, [1], bytes(4), b={"dtype": "F6", "shape": [0], "data_offsets": [4, 4]})
-    with pytest.raises(UserError, match=re.escape(f"{path}: It has tensors of F6")):
-        map_tensors(path)
-    write_by_hand(path, [1], bytes(4), __metadata__={"crc32": 12})
-    with pytest.raises(UserError, match=re.escape(f"{path}: Its header is damaged")):
-        map_tensors(path)
 
 
 def test_files_that_are_mapped_leave_nothing_behind(tmp_path: Path) -> None:
@@ -99,8 +69,6 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "pointer": lambda content: POINTER,
     "huge header": lambda content: (1 << 40).to_bytes(8, "little") + content,
     "cut in the data": lambda content: content[:-5],
-    "header altered": lambda content: content.replace(b"F32", b"F99"),
-    "offsets": lambda content: content.replace(b"[0,24]", b"[9,24]"),
 }
 
 
