@@ -166,7 +166,7 @@ def test_yarn_needs_all_its_keys() -> None:
 
 def test_the_benchmarks_train_its_drafter(tmp_path: Path) -> None:
     """Its packed rows, with the mask of documents that is added, have our loss; what is kept is read."""
-    from scripts.bench.peers.recipes import TorchSpecTrainer
+    from scripts.bench.peers.torchspec_peer import TorchSpec
     from scripts.bench.step_inputs import Shape, packed_rows, random_batch, random_weights
 
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
@@ -187,7 +187,7 @@ def test_the_benchmarks_train_its_drafter(tmp_path: Path) -> None:
     options = Namespace(threads=1, dtype="float32", device="cpu")
     spec = command("step").side_spec(side, shape, tmp_path, 1, options) | {"peer": "torchspec", "steps": 4}
     spec |= {"draft_vocab_size": VOCAB, "published_config": config_json(config, Layout.vllm, "float32")}
-    trainer = TorchSpecTrainer(spec, weights, torch.float32)
+    trainer = TorchSpec.trainer(spec, weights, torch.float32)
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, shape.num_steps)
     with torch.compiler.set_stance("force_eager"):
         # Its mask moves with the steps.
