@@ -95,6 +95,7 @@ class LlamaPeer(Peer):
             normed = nn.functional.rms_norm(shifted, self.norm.shape, self.norm, self.rms_norm_eps)
         losses_by_step, *_ = self.model(
             input_ids=self.padding(inputs["input_ids"].unsqueeze(0), left=False),
+            attention_mask=(inputs["document_ids"] >= 0).long().unsqueeze(0),
             hidden_states=inputs["aux_hidden_states"].flatten(1).unsqueeze(0),
             position_ids=inputs["position_ids"].unsqueeze(0),
             **self.teacher(inputs, normed),

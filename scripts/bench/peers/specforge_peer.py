@@ -91,7 +91,6 @@ class SpecForge(LlamaPeer):
 
     def teacher(self, row: dict[str, Tensor], final_states: Tensor) -> Json:
         return {
-            "attention_mask": (row["document_ids"] >= 0).long().unsqueeze(0),
             "loss_mask": row["loss_mask"].long().view(1, -1, 1),
             "target": None,
             "target_hidden_for_compact": final_states,
