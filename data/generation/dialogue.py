@@ -1,10 +1,10 @@
 """A conversation whose assistant turns the target writes again.
 
 What it wrote becomes a message for its chat template: reasoning, text and tool calls. The template decides
-what a completion means. A completion has several readings: a part of it is calls or reasoning, or all of it
-is text. The first reading is taken with which the template writes the completion again, character for
-character; around a text it may leave out white space, as it does in serving. Where no reading does, the
-conversation ends: its next prompt would have what nobody wrote.
+what a completion means: what it writes around the reasoning and the content of an example is looked for in
+the completion. A message is taken if the template writes the completion again with it, character for
+character; around a text it may leave out white space, as it does in serving. Otherwise the conversation ends:
+its next prompt would have what nobody wrote.
 """
 
 import json
@@ -19,9 +19,9 @@ from data.conversations.prompts import render_prompt, render_text
 from data.conversations.schemas import Conversation
 from data.conversations.template import TemplateRefused, decode
 
-_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CONTEXT_TOKENS = 8
+_REASONING, _CONTENT = "REASONING-of-an-example", "CONTENT-of-an-example"
 _LOOP_TOKENS, _LOOPED_TOKENS = 256, 64
 # Why a conversation ends before its last turn.
 CUT = "an answer reaches data.regenerate.max_new_tokens"
@@ -171,23 +171,29 @@ def parsed_turn(
             add_generation_prompt=add_generation_prompt,
         )
 
-    plain = str(tokenizer.decode(list(answer), skip_special_tokens=True))
-    # Some templates put spaces around a text.
-    texts = [{"role": "assistant", "content": content} for content in (plain, plain.strip())]
     # Decoded after the prompt's end, because some tokenizers drop a text's first space.
     end = list(prompt[-_CONTEXT_TOKENS:])
     answered = decode(tokenizer, [*end, *answer]).removeprefix(decode(tokenizer, end))
     before = text(history, add_generation_prompt=True)
-    written = [before + answered]
-    if plain.strip():
-        written.append(before + answered.replace(plain, plain.strip(), 1))
-    for message in [*_readings(tokenizer, conversation.tools, prompt, answer), *texts]:
+    text_of_answer = answered.removesuffix(decode(tokenizer, list(answer[-1:])))
+    readings = [*_parsed(tokenizer, conversation.tools, prompt, answer)]
+    for keys in (_REASONING_KEYS, ()):
+        example = {"role": "assistant", "content": _CONTENT, **dict.fromkeys(keys, _REASONING)}
         try:
-            rendered = text([*history, message], add_generation_prompt=False)
+            written = text([*history, example], add_generation_prompt=False)
         except TemplateRefused:
             continue
-        if rendered.startswith(tuple(written)):  # it may write more after the turn's end
-            return message
+        readings += _readings(written.removeprefix(before), text_of_answer, tokenizer.all_special_tokens)
+    for message in readings:
+        content = message["content"]
+        for shown in dict.fromkeys((content, content.strip())):
+            try:
+                rendered = text([*history, message | {"content": shown}], add_generation_prompt=False)
+            except TemplateRefused:
+                continue
+            read = before + answered, before + answered.replace(content, content.strip(), 1)
+            if rendered.startswith(read):  # it may write more after the turn's end
+                return message | {"content": shown}
     return None
 
 
@@ -207,13 +213,13 @@ def _calls(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [(function.get("name"), function.get("arguments") or {}) for function in functions]
 
 
-def _readings(
+def _parsed(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]] | None,
     prompt: Sequence[int],
     answer: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """Yield messages that the answer may be: the tokenizer's own reading, and those of common formats."""
+    """Yield the message that the tokenizer's own parser reads, if it has one."""
     if getattr(tokenizer, "response_template", None):
         try:
             parsed = tokenizer.parse_response(
@@ -222,20 +228,29 @@ def _readings(
             yield {"content": "", **parsed, "role": "assistant"}
         except (ValueError, TypeError):  # it is not written as the format requires
             pass
-    text = decode(tokenizer, list(answer))
-    for token in tokenizer.all_special_tokens:
-        if text.endswith(token):  # the end of the turn
-            text = text.removesuffix(token)
-            break
-    found = _REASONING.match(text)  # it may begin at the end of the prompt
-    reasoning = dict.fromkeys(_REASONING_KEYS, found[1].strip("\n")) if found else {}
-    rest = text[found.end() :] if found else text
-    calls = [_call(one) for one in _CALL.findall(rest)]
+
+
+def _readings(written: str, answered: str, special_tokens: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield messages that an answer may be, by what the template writes around reasoning and content.
+
+    Args:
+        written: the template's turn with `_CONTENT`, and `_REASONING` if it has any.
+        answered: the answer without the token that ends it.
+    """
+    opening, _, _ = written.partition(_CONTENT)
+    parts = map(re.escape, opening.split(_REASONING))
+    found = re.match("(.*?)".join(parts) + "(.*)", answered, re.DOTALL)
+    if found is None:
+        return
+    *reasonings, content = found.groups()
+    message = {"role": "assistant", **dict.fromkeys(_REASONING_KEYS if reasonings else (), *reasonings[:1])}
+    calls = [_call(one) for one in _CALL.findall(content)]
+    readings = [message | {"content": content}]
     if calls and None not in calls:
-        content = _CALL.sub("", rest).strip()
-        yield {"role": "assistant", "content": content, **reasoning, "tool_calls": calls}
-    if reasoning:
-        yield {"role": "assistant", "content": rest.strip("\n"), **reasoning}
+        readings.insert(0, message | {"content": _CALL.sub("", content).strip(), "tool_calls": calls})
+    for reading in readings:
+        if not any(token in part for token in special_tokens for part in (*reasonings, reading["content"])):
+            yield reading
 
 
 def _call(text: str) -> dict[str, Any] | None:

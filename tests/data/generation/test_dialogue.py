@@ -128,12 +128,16 @@ TWO_TURNS = [
     {"role": "user", "content": "and"},
     {"role": "assistant", "content": "x"},
 ]
-# As that of gpt-oss: an answer has several messages, of which the history has the last.
+# As that of gpt-oss: an answer has several messages, of which the history has the last, with another end.
 CHANNELS = """\
 {%- for message in messages %}
+{%- if message.thinking and loop.last %}
+{{- '<|im_start|>assistant<channel>analysis<message>' + message.thinking + '<end>' }}
+{%- endif %}
 {{- '<|im_start|>' + message.role }}
 {%- if message.role == 'assistant' %}{{- '<channel>final' }}{%- endif %}
-{{- '<message>' + message.content + '<|im_end|>' }}
+{{- '<message>' + message.content }}
+{{- '<|im_end|>' if message.role == 'assistant' and loop.last else '<end>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}"""
 CHANNEL_ANSWER = (
@@ -148,8 +152,9 @@ CHANNEL_ANSWER = (
         (STRUCTURED, "four", CUT),
         (STRUCTURED, "<think>\nI add<|im_end|>", UNREADABLE),
         (STRUCTURED, "<think>I add.</think>four<|im_end|>", UNREADABLE),
-        (CHANNELS, CHANNEL_ANSWER, UNREADABLE),
-        (CHANNELS, "<channel>final<message>four<|im_end|>", UNREADABLE),
+        (CHANNELS.replace("message.thinking", "none"), CHANNEL_ANSWER, UNREADABLE),
+        (CHANNELS, CHANNEL_ANSWER.replace("final", "other"), UNREADABLE),
+        (CHANNELS, CHANNEL_ANSWER.replace("Two.", "Two.<end><|im_start|>assistant"), UNREADABLE),
     ],
 )
 def test_a_conversation_ends_where_its_history_would_have_what_the_target_did_not_write(
@@ -161,6 +166,17 @@ def test_a_conversation_ends_where_its_history_would_have_what_the_target_did_no
     rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [answer, "no"])
     assert [row["id"] for row in rows] == ["c/0"]
     assert f"1 conversations end where {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [CHANNEL_ANSWER, "<channel>final<message>four<|im_end|>"])
+def test_an_answer_of_several_messages_is_read_as_the_template_writes_it(tmp_path: Path, answer: str) -> None:
+    tokenizer = byte_level_tokenizer(CHANNELS)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<channel>", "<message>", "<end>"]})
+    rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [answer, "no"])
+    assert [row["id"] for row in rows] == ["c/0", "c/1"]
+    prompt = tokenizer.decode(rows[1]["input_ids"][: rows[1]["num_prompt_tokens"]])
+    assert "<|im_start|>assistant<channel>final<message>four<end>" in prompt
+    assert "analysis" not in prompt
 
 
 @pytest.mark.parametrize("answer", ["four\n<|im_end|>", " four <|im_end|>"])
@@ -193,19 +209,20 @@ def test_the_reading_is_one_that_the_template_writes_so(tokenizer: PreTrainedTok
 
 def test_a_tokenizers_own_rules_read_formats_that_no_other_reading_knows() -> None:
     template = STRUCTURED.replace("<think>\\n", "[[").replace("\\n</think>", "]]")
+    template = template.replace("reasoning_content", "thoughts")
     tokenizer = byte_level_tokenizer(template)
     answer = "[[I add.]]\n\nfour<|im_end|>"
     assert parsed(tokenizer, answer) == {"role": "assistant", "content": answer.removesuffix("<|im_end|>")}
     tokenizer.response_template = {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
-            "reasoning_content": {"open": "[[", "close": "]]"},
+            "thoughts": {"open": "[[", "close": "]]"},
             "content": {"close": "<|im_end|>"},
         },
     }
     found = parsed(tokenizer, answer)
     assert found is not None
-    assert (found["reasoning_content"], found["content"].strip()) == ("I add.", "four")
+    assert (found["thoughts"], found["content"].strip()) == ("I add.", "four")
     # What is not written in the format is text.
     assert parsed(tokenizer, "]] four<|im_end|>") == {"role": "assistant", "content": "]] four"}
 
