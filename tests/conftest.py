@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
 
 os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
 from data.capture.vllm.environment import ROOT, find_python
-from tests.order import arrange
+from tests.order import QuickAfterSlow, arrange
 from tests.workers import fork_workers
 
 
@@ -28,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("suite")
     if config.getoption("tx") and not hasattr(config, "workerinput"):
         fork_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> QuickAfterSlow:
+    return QuickAfterSlow(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,7 @@
 """A command that is run to its end, and ends early with the process that runs it."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,16 +45,19 @@ with open("log", "wb") as log:
 """
 
 
-@pytest.mark.parametrize("interrupted", [False, True], ids=["killed", "interrupted"])
-def test_all_processes_end_with_the_one_that_runs_them(tmp_path: Path, interrupted: bool) -> None:
-    (tmp_path / "started").unlink(missing_ok=True)
-    run = subprocess.Popen(
-        [sys.executable, "-ISc", RUN, str(ROOT), COMMAND], cwd=tmp_path, stderr=subprocess.DEVNULL
-    )
-    while not (tmp_path / "started").exists():
-        assert run.poll() is None
-    with (tmp_path / "started").open() as file:
-        processes = [psutil.Process(number) for number in json.loads(file.readline())]
-    run.send_signal(2 if interrupted else 9)
-    run.wait()
+def test_all_processes_end_with_the_one_that_runs_them(tmp_path: Path) -> None:
+    """One run is killed, and one is interrupted."""
+    runs, processes = {}, []
+    for number in (signal.SIGKILL, signal.SIGINT):
+        directory = tmp_path / number.name
+        directory.mkdir()
+        command = [sys.executable, "-ISc", RUN, str(ROOT), COMMAND]
+        runs[number] = subprocess.Popen(command, cwd=directory, stderr=subprocess.DEVNULL)
+        while not (directory / "started").exists():
+            assert runs[number].poll() is None
+        with (directory / "started").open() as file:
+            processes += [psutil.Process(process_id) for process_id in json.loads(file.readline())]
+    for number, run in runs.items():
+        run.send_signal(number)
+        run.wait()
     psutil.wait_procs(processes)

@@ -60,11 +60,11 @@ def expected(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFact
 
 def test_two_ranks_train_from_an_engine_that_is_killed_to_an_export_that_vllm_serves(
     torchspec: Path,
-    vllm_python: Path,
     small_target: EmbeddedTarget,
     expected: list[float],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     directory = tmp_path / "run"
     ranks = begin(small_target, directory)
@@ -73,7 +73,8 @@ def test_two_ranks_train_from_an_engine_that_is_killed_to_an_export_that_vllm_se
     engine.kill()
     assert ranks.wait() == 0, ranks.printed()
     assert trained(directory) == pytest.approx(expected, rel=0.02)
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
+    # Only now: the environment may still be in the making.
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(request.getfixturevalue("vllm_python")))
     served = run_command(
         "scripts/check_serving",
         *(directory / "export", "--target", small_target.model, "--dtype", "float32"),
