@@ -23,7 +23,7 @@ def test_torch_loads_weights_only_and_no_code_is_trusted_by_default() -> None:
     assert not [path for path, text in texts.items() if trusted.search(text)]
     recipes = {path: path.read_text() for path in (ROOT / "recipes").rglob("*.yaml")}
     trusting = {path.stem for path, text in recipes.items() if "trust_remote_code: true" in text}
-    assert trusting <= {"kimi_k2_5", "kimi_k2_6"}
+    assert trusting <= {"kimi_k2_6"}
 
 
 class Poison:

@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from data.capture.vllm.environment import check_engine_args, find_python
 from data.locks import holder, try_lock
 from data.store import DamagedShard
-from data.target.architecture import check_architecture
 from eagle31.errors import UserError
 from eagle31.export.write import check_config
 from eagle31.json_files import write_json, write_text
@@ -199,7 +198,6 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
 
 def check_drafter(context: RunContext) -> None:
     """Raise UserError if the shape, or `drafter.init_from`, does not fit the target."""
-    check_architecture(context.config.target.architecture, context.target.parts.config)
     check_config(context.drafter.config(), context.config.export.layout)
 
 

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from data.target.modules import locate
 from eagle31.errors import UserError
 
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _SHARED_WIDTHS = (
@@ -46,25 +45,6 @@ def from_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
         reason = " ".join(str(error).split())[:300]
         remedy = f"transformers cannot build a config of this type: {reason}"
         raise UserError("target.architecture.model_type", model_type, remedy) from error
-
-
-def check_architecture(architecture: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Compare the architecture in a recipe with the target's config.
-
-    Raises:
-        UserError: a key differs; the error names the first one.
-    """
-    if not architecture:
-        return
-    expected, found = from_architecture(architecture), config.get_text_config()
-    names = {"rope_parameters" if name in _ROPE else name for name in architecture} - {"model_type", "dtype"}
-    for name in sorted(names):
-        in_recipe, in_target = getattr(expected, name, None), getattr(found, name, None)
-        if name == "rope_parameters":
-            in_recipe, in_target = _plain_rope(in_recipe), _plain_rope(in_target)
-        if in_recipe != in_target:
-            remedy = f"The target's config.json has {in_target}; this recipe is for another version of it."
-            raise UserError(f"target.architecture.{name}", in_recipe, remedy)
 
 
 def active_intermediate_size(config: PreTrainedConfig) -> int | None:
@@ -103,9 +83,15 @@ def has_latent_attention(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
-def head_width(config: PreTrainedConfig) -> int | None:
-    """Return the width of a head that the config states."""
+def first_layer(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the text config, with the heads of the first layer where those of other layers differ."""
     text_config = config.get_text_config()
+    return text_config.per_layer_config[0] if text_config.is_heterogeneous else text_config
+
+
+def head_width(config: PreTrainedConfig) -> int | None:
+    """Return the width of a head of the first layer that the config states."""
+    text_config = first_layer(config)
     # transformers' head_dim of a target with latent attention is the width of the part with RoPE.
     if has_latent_attention(config):
         return text_config.v_head_dim
@@ -116,9 +102,9 @@ def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
     """Return the elements of one token's keys and values, over all layers, in one of the parts of the cache.
 
     Tensor parallelism divides the heads, not the latent, which all heads read. Linear attention keeps nothing
-    for each token.
+    for each token; other layers count as the first.
     """
-    text_config = config.get_text_config()
+    text_config = first_layer(config)
     if has_latent_attention(config):
         width = text_config.kv_lora_rank + text_config.qk_rope_head_dim
     else:
@@ -165,9 +151,3 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCounts:
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
-
-
-def _plain_rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Drop the keys that transformers adds or renames, and convert integers to floats."""
-    plain = {key: value for key, value in (parameters or {}).items() if key != "type"}
-    return {key: float(value) if isinstance(value, int) else value for key, value in plain.items()}

@@ -143,7 +143,7 @@ def prepare_data(
     else:
         target = ensure_chat_target(cache, conversations)
         overrides += [
-            *("target=hub", f"target.model={target.model}", "target.dtype=float32"),
+            *(f"target.model={target.model}", "target.dtype=float32"),
             *(f"data.train={target.train}", f"data.eval={target.held_out}"),
             # The answers in the file are not the target's.
             "data.regenerate.enabled=true",

@@ -51,8 +51,8 @@ class TargetConfig:
     )
     architecture: dict[str, Any] = setting(
         {},
-        "Keys of the model's config.json, from which a plan is made while the model is not on this "
-        "machine. They must agree with config.json where it is.",
+        "Keys of the model's config.json that differ from transformers' defaults. A plan is made from them "
+        "while the model is not on this machine.",
     )
     checkpoint_gb: float | None = setting(
         None,

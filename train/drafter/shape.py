@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from data.target.architecture import active_intermediate_size, head_width
+from data.target.architecture import active_intermediate_size, first_layer, head_width
 from eagle31.errors import UserError
 from eagle31.model.attention import AttentionShape
 from eagle31.model.config import ATTENTIONS, DrafterConfig
@@ -26,7 +26,7 @@ def complete_shape(
     Raises:
         UserError: neither gives a value, or values contradict each other.
     """
-    target = target_config.get_text_config()
+    target = first_layer(target_config)
     hidden_size = _given(shape.hidden_size, target.hidden_size)
     heads = _given(shape.num_attention_heads, target.num_attention_heads)
     intermediate_size = _given(shape.intermediate_size, active_intermediate_size(target))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from train.plan.placement import Cluster, ServerPlacement, cluster_at_hand
 from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import ServerMemory, TargetSize
 from train.plan.where import Command, TargetGpus, where_target_runs
-from train.plan.work import Hours, Work, run_hours, run_work
+from train.plan.work import Hours, Work, budget_works, run_hours, run_work
 from train.tables import gigabytes
 from train.trainer.learning_rate import described
 
@@ -54,6 +55,7 @@ class Way:
     server: ServerMemory | None  # on each GPU of a server, without its cache
     target: TargetGpus | None
     hours: Hours | None
+    budget_hours: dict[str, float | None]  # by the names of recipes/budget
     refusal: str | None  # why the run cannot start so
     shortages: list[Shortage]
     commands: list[Command]
@@ -110,7 +112,8 @@ def make_plan(
     sizes = RunSizes(config)
     work = run_work(sizes, data_summary)
     if config.stages == [Stage.plan]:
-        ways = [run_way(sizes, work, one, given) for one in _planned(sizes, world)]
+        budgets = budget_works(sizes) if config.train.max_steps is None else {}
+        ways = [run_way(sizes, work, one, given, budgets) for one in _planned(sizes, world)]
     else:
         ways = [run_way(sizes, work, cluster_at_hand(world))]
     here = config.plan.gpu_memory_gb is None or config.stages != [Stage.plan] or torch.cuda.is_available()
@@ -129,15 +132,24 @@ def make_plan(
     )
 
 
-def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] | None = None) -> Way:
+def run_way(
+    sizes: RunSizes,
+    work: Work,
+    cluster: Cluster,
+    given: Sequence[str] | None = None,
+    budgets: Mapping[str, Work] = MappingProxyType({}),
+) -> Way:
     """Return what the run takes on these nodes, with its commands if the user's arguments are given."""
     config, where = sizes.config, where_target_runs(sizes)
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
     placement, server, target, hours, refusal = None, None, None, None, _rows_refusal(config, cluster)
+    budget_hours: dict[str, float | None] = {}
     try:
         placement = where.servers(cluster)
         target = where.gpus(cluster, placement)
-        hours = run_hours(config, work, cluster.num_ranks, target.num_gpus, target.beside_training)
+        gpus = (cluster.num_ranks, target.num_gpus, target.beside_training)
+        hours = run_hours(config, work, *gpus)
+        budget_hours = {name: run_hours(config, one, *gpus).total for name, one in budgets.items()}
     except UserError as error:
         refusal = str(error)
     if placement is not None:
@@ -152,6 +164,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
         server=server,
         target=target,
         hours=hours,
+        budget_hours=budget_hours,
         refusal=refusal,
         shortages=shortages,
         commands=[] if given is None or not works else commands(given, where, cluster, placement),

@@ -44,6 +44,9 @@ def _ways(ways: list[Way]) -> list[str]:
             lines.append(f"    target    {way.target.where}")
         lines.append(f"    memory    {_memory_of(way)}")
         lines += [f"    {name:9} {value}" for name, value in hours_lines(way.hours)]
+        if any(way.budget_hours.values()):
+            found = ", ".join(f"{name} {hours or 0:.3g}" for name, hours in way.budget_hours.items())
+            lines.append(f"    budgets   {found} hours (budget=NAME)")
         for command in way.commands:
             lines.append(f"    on {command.where}:" if command.where != "Slurm" else "    or with Slurm:")
             lines.append(f"      {command.line}")

@@ -8,17 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from data.store.codec import Rows, encoded_bytes
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.errors import UserError
 from eagle31.json_files import read_sealed_json
 from train.config.capture import CaptureMode
+from train.config.compose import RECIPES, choices
 from train.config.run import RunConfig
 from train.plan.sizes import RunSizes
 from train.plan.where import where_target_runs
 
 _HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a run trains on."""
+
+    max_samples: int | None
+    num_epochs: int
+
+    @staticmethod
+    def of(config: Any) -> "Budget":
+        return Budget(config.capture.max_samples, config.train.num_epochs)
 
 
 @dataclass(frozen=True)
@@ -61,18 +75,28 @@ def newest_data_summary(output_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def run_work(sizes: RunSizes, data_summary: Mapping[str, Any]) -> Work:
+def budget_works(sizes: RunSizes) -> dict[str, Work]:
+    """Return the work of the run with each budget in recipes/budget, the smallest first."""
+    names = choices("budget")
+    budgets = {name: Budget.of(OmegaConf.load(RECIPES / "budget" / f"{name}.yaml")) for name in names}
+    works = {name: run_work(sizes, {}, budget) for name, budget in budgets.items()}
+    return dict(sorted(works.items(), key=lambda one: one[1].trained_tokens or 0))
+
+
+def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | None = None) -> Work:
     """Return the work of the full run.
 
     Args:
         data_summary: what the data stage recorded; empty before it has run.
+        budget: how much it trains on; None: what the configuration says.
     """
     config, train = sizes.config, sizes.config.train
-    tokens, tokens_from = _data_tokens(config, data_summary)
+    budget = budget or Budget.of(config)
+    tokens, tokens_from = _data_tokens(config, data_summary, budget.max_samples)
     row_tokens = train.rows_per_step * train.row_tokens
     steps = train.max_steps
     if steps is None and tokens is not None:
-        steps = max(1, tokens * train.num_epochs // row_tokens)
+        steps = max(1, tokens * budget.num_epochs // row_tokens)
     trained = None if steps is None else steps * row_tokens
     flops = _row_flops(sizes)
     captured = trained if config.capture.mode is CaptureMode.online else tokens
@@ -144,11 +168,12 @@ def _measured_rate(output_dir: Path) -> float | None:
     return None
 
 
-def _data_tokens(config: RunConfig, data_summary: Mapping[str, Any]) -> tuple[int | None, str]:
+def _data_tokens(
+    config: RunConfig, data_summary: Mapping[str, Any], limit: int | None
+) -> tuple[int | None, str]:
     """Return the tokens as measured, else as limited by the recipe."""
     if "num_tokens" in data_summary:
         return data_summary["num_tokens"], "measured"
-    limit = config.capture.max_samples
     if limit is None:
         return None, "unknown before the data stage, without capture.max_samples"
     mean = config.plan.document_tokens or config.data.max_tokens

@@ -5,13 +5,11 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from data.target.architecture import (
     active_intermediate_size,
-    check_architecture,
     count_parameters,
     expert_intermediate_size,
     from_architecture,
@@ -54,16 +52,6 @@ def test_active_parameters_exclude_other_experts_and_the_embedding() -> None:
     assert found.total - found.active == (LAYERS - 1) * (8 - 3) * expert + VOCAB * HIDDEN
     tied = count_parameters(LlamaConfig(**SMALL, tie_word_embeddings=True))
     assert tied.total == tied.active
-
-
-def test_an_architecture_is_compared_with_the_config() -> None:
-    architecture = {"model_type": "qwen3", "dtype": "bfloat16", **SMALL, "rope_theta": 5000.0}
-    check_architecture(architecture, Qwen3Config(**SMALL, rope_theta=5000.0))
-    check_architecture({}, LlamaConfig())
-    with pytest.raises(UserError, match=r"target\.architecture\.hidden_size=32"):
-        check_architecture(architecture, Qwen3Config(**SMALL | {"hidden_size": 64}, rope_theta=5000.0))
-    with pytest.raises(UserError, match=r"target\.architecture\.rope_parameters"):
-        check_architecture(architecture, Qwen3Config(**SMALL, rope_theta=6000.0))
 
 
 def test_an_unknown_model_type_is_a_user_error() -> None:
