@@ -137,6 +137,8 @@ class ServerProcess:
         """Start the server again when it dies or hangs, until it is closed or dies too often."""
         while True:
             how = self._follow()
+            if how is not None:
+                self._server.kill()  # one that hangs would not end when it is asked to
             self._server.end()
             if how is None:
                 return

@@ -24,6 +24,7 @@ def s3_bucket() -> Iterator[str]:
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_MAX_ATTEMPTS": "1",  # the client would repeat what we repeat, with pauses
     }
     try:
         with patch.dict(os.environ, settings):
