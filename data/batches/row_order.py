@@ -1,15 +1,12 @@
 """The samples of each packed row, the order of the rows, and their division among the ranks."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from threading import Lock
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle31.errors import UserError
-
-_KEPT_EPOCHS = 2  # rows are read in their order, and announced or looked up again shortly before or after
 
 
 class RowOrder:
@@ -29,23 +26,13 @@ class RowOrder:
     def __init__(
         self, lengths: Sequence[int] | NDArray, row_tokens: int, seed: int, begin_epoch: int = 0
     ) -> None:
-        self._lengths, self._row_tokens, self._seed = np.asarray(lengths), row_tokens, seed
-        self._packed: OrderedDict[int, list[list[int]]] = OrderedDict()  # by epoch
-        self._lock = Lock()
+        # Rows are read in their order, and announced or looked up again shortly before or after.
+        self._rows = lru_cache(maxsize=2)(partial(pack_epoch, np.asarray(lengths), row_tokens, seed))
         self.rows_per_epoch = len(self._rows(begin_epoch))
 
     def row(self, epoch: int, index: int) -> list[int]:
         """Return the samples of a row of an epoch."""
         return self._rows(epoch)[index]
-
-    def _rows(self, epoch: int) -> list[list[int]]:
-        with self._lock:
-            if epoch not in self._packed:
-                self._packed[epoch] = pack_epoch(self._lengths, self._row_tokens, self._seed, epoch)
-            self._packed.move_to_end(epoch)
-            if len(self._packed) > _KEPT_EPOCHS:
-                self._packed.popitem(last=False)
-            return self._packed[epoch]
 
 
 def pack_epoch(lengths: Sequence[int] | NDArray, row_tokens: int, seed: int, epoch: int) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """Filling a store with the states of a dataset: what it lacks, its space, its samples, and its end."""
 
-import os
 import shutil
 import sys
 import time
@@ -16,7 +15,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
-from data.progress import STALL_SECONDS, Progress, format_seconds
+from data.progress import Progress
 from data.refusals import check_refusals, refusal_lines, retry_remedy
 from data.samples import CapturedSample
 from data.store.codec import Rows, encoded_bytes
@@ -32,10 +31,8 @@ from data.store.index import (
 )
 from data.store.shards import FinishedShards
 from data.store.writer import StoreWriter, disk_full, remove_all_leftovers
-from eagle31.errors import UserError
 
 _POLL_SECONDS = 0.5
-_LOOK_SECONDS = 10.0  # a manifest that has not changed is read again, as its shards may appear later
 
 # From all samples of a rank and those of them that are missing: each missing one with its states, or with the
 # reason why it is refused.
@@ -72,7 +69,6 @@ def fill_store(
     world_size: int = 1,
     manifest_fields: Mapping[str, Any],
     progress: bool = False,
-    stall_seconds: float = STALL_SECONDS,
 ) -> None:
     """Write this rank's part of the missing samples; return on every rank once the store is finished.
 
@@ -81,11 +77,10 @@ def fill_store(
     Args:
         shard_tokens: the approximate number of tokens per file, which memory holds until it is written.
         manifest_fields: JSON values that describe how the states are made.
-        stall_seconds: the longest time without a new sample while rank 0 waits for the other ranks.
 
     Raises:
-        UserError: the disk cannot hold the store, the directory holds another store, too many samples are
-            refused, or other ranks hang. Finished shards are kept.
+        UserError: the disk cannot hold the store, the directory holds another store, or too many samples are
+            refused. Finished shards are kept.
     """
     fields = store_fields(store, manifest_fields)
     missing = open_store(store.directory, fields, rank)
@@ -113,7 +108,7 @@ def fill_store(
                 else:
                     writer.append(sample_id, sample)
                 bar.update(lengths[sample_id])
-    finish_store(store, fields, rank, stall_seconds=stall_seconds)
+    finish_store(store, fields, rank)
 
 
 def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -190,8 +185,6 @@ def finish_store(
     store: StoreSpec,
     fields: Mapping[str, Any],
     rank: int = 0,
-    *,
-    stall_seconds: float | None = None,
 ) -> None:
     """Return once the store is finished: every sample is captured or refused, and the manifest says so.
 
@@ -201,58 +194,21 @@ def finish_store(
 
     Args:
         fields: from `store_fields`.
-        stall_seconds: rank 0 waits this long for another sample; None waits for any time.
 
     Raises:
-        UserError: too many samples are refused, or no missing sample has come for `stall_seconds`.
+        UserError: too many samples are refused.
     """
-    if rank != 0:
-        _wait_for_manifest(store.directory, fields)
-        return
     directory, num_samples = store.directory, len(store.dataset)
-    _wait_for_samples(directory, num_samples, stall_seconds)
+    if rank != 0:
+        # The manifest of an earlier run may still exist while a shard that it lists is replaced.
+        while not describes(directory, fields):
+            time.sleep(_POLL_SECONDS)
+        return
+    shards = FinishedShards(directory)
+    while missing_ids(directory, shards.records(), num_samples):
+        time.sleep(_POLL_SECONDS)
     for line in refusal_lines(check_store_refusals(store), num_samples, directory):
         print(f"capture: {line}", file=sys.stderr)
     if not describes(directory, fields):
         remove_all_leftovers(directory)
         write_manifest(directory, fields)
-
-
-def _wait_for_samples(directory: Path, num_samples: int, stall_seconds: float | None) -> None:
-    """Return once no sample is missing in the shards."""
-    shards = FinishedShards(directory)
-    num_missing, progressed = num_samples + 1, time.monotonic()
-    while True:
-        missing = missing_ids(directory, shards.records(), num_samples)
-        if not missing:
-            return
-        if len(missing) < num_missing:
-            num_missing, progressed = len(missing), time.monotonic()
-        elif stall_seconds is not None and time.monotonic() - progressed > stall_seconds:
-            remedy = (
-                f"No sample has come for {format_seconds(stall_seconds)} and {num_missing:,} are missing, "
-                f"such as {missing[0]}: another rank hangs, or its shards do not appear here. Run the same "
-                "command again, which captures what is missing."
-            )
-            raise UserError("output_dir", directory, remedy)
-        time.sleep(_POLL_SECONDS)
-
-
-def _wait_for_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
-    """Wait until the manifest describes a store of these fields whose shards are all there.
-
-    The manifest of an earlier run may still exist while a shard that it lists is replaced.
-    """
-    path, seen, looked = directory / MANIFEST, None, 0.0
-    while True:
-        try:
-            stat = os.stat(path)
-        except FileNotFoundError:
-            time.sleep(_POLL_SECONDS)
-            continue
-        state = (stat.st_ino, stat.st_mtime_ns)
-        if state != seen or time.monotonic() - looked > _LOOK_SECONDS:
-            seen, looked = state, time.monotonic()
-            if describes(directory, fields):
-                return
-        time.sleep(_POLL_SECONDS)

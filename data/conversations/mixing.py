@@ -23,11 +23,11 @@ from data.conversations.held_out import (
 from data.conversations.near_duplicates import near_duplicates
 from data.conversations.reading import Source, first_reasons
 from data.conversations.schemas import Conversation
-from data.conversations.table import ConversationTable, ConversationWriter, Selection
+from data.conversations.table import ConversationTable, Selection
 from eagle31.errors import UserError
 
 LEFT_OUT = "left_out.jsonl"
-_TABLE, _EVAL_TABLE = "conversations.arrow", "held_out.arrow"
+_TABLE, _EVAL_TABLE = "conversations.jsonl", "held_out.jsonl"
 _Indices = NDArray[np.int64]
 
 
@@ -152,27 +152,28 @@ def print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
 def _read(sources: Mapping[str, Source], path: Path, seed: int, evaluated: EvaluationPrompts) -> _Read:
     """Read all sources into a file of conversations, which are in memory one at a time."""
     ranks, sets, starts, counts = bytearray(), [], [0], Counter[str]()
-    with ConversationWriter(path) as writer:
-        for source in sources.values():
-            reader = source.reader()
-            for conversation in reader:
-                writer.add(conversation)
-                ranks += prompt_rank(first_prompt(conversation), seed)[:RANK_BYTES]
-                sets.append(evaluated.find(conversation))
-            starts.append(len(sets))
-            counts["num_malformed"] += len(reader.malformed)
-            counts["num_with_images"] += reader.num_with_images
-            counts["num_image_prompts"] += len(reader.image_prompts)
-            rows = f"of {reader.num_rows:,} rows of {source.location}"
-            if reader.malformed:
-                print_left_out(f"{rows} are malformed", reader.malformed)
-            if reader.num_with_images:
-                print(f"data: {reader.num_with_images:,} {rows} have images; the turns before them are used")
-            if reader.image_prompts:
-                print_left_out(f"{rows} have an image before their first answer", reader.image_prompts)
+    table = ConversationTable(path)
+    for source in sources.values():
+        reader = source.reader()
+        for conversation in reader:
+            table.add(conversation)
+            ranks += prompt_rank(first_prompt(conversation), seed)[:RANK_BYTES]
+            sets.append(evaluated.find(conversation))
+        starts.append(len(sets))
+        counts["num_malformed"] += len(reader.malformed)
+        counts["num_with_images"] += reader.num_with_images
+        counts["num_image_prompts"] += len(reader.image_prompts)
+        rows = f"of {reader.num_rows:,} rows of {source.location}"
+        if reader.malformed:
+            print_left_out(f"{rows} are malformed", reader.malformed)
+        if reader.num_with_images:
+            print(f"data: {reader.num_with_images:,} {rows} have images; the turns before them are used")
+        if reader.image_prompts:
+            print_left_out(f"{rows} have an image before their first answer", reader.image_prompts)
+    table.flush()
     return _Read(
         list(sources),
-        ConversationTable(path),
+        table,
         starts,
         np.frombuffer(bytes(ranks), dtype=f"V{RANK_BYTES}"),
         np.array(sets, dtype=np.int32),

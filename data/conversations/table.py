@@ -1,89 +1,49 @@
-"""Conversations in an Arrow file, of which only a few are in memory."""
+"""Conversations in a file, of which only one is in memory."""
 
 import json
+import os
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from data.conversations.schemas import Conversation, Conversations
 
-# A conversation is read together with the others of its batch: few, because a random order reads one of them.
-_BATCH_CONVERSATIONS = 16
-_SCHEMA = pa.schema({"id": pa.string(), "messages": pa.string(), "tools": pa.string()})
-
-
-class ConversationWriter:
-    """Writes conversations to the file of a `ConversationTable`."""
-
-    def __init__(self, path: Path) -> None:
-        self._sink = pa.OSFile(str(path), "wb")
-        self._writer = pa.ipc.new_file(self._sink, _SCHEMA)
-        self._rows: list[tuple[str, str, str | None]] = []
-
-    def __enter__(self) -> "ConversationWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._write()
-        self._writer.close()
-        self._sink.close()
-
-    def add(self, conversation: Conversation) -> None:
-        tools = None if conversation.tools is None else json.dumps(conversation.tools, default=str)
-        # `default`: Parquet has dates, which templates write as text.
-        self._rows.append((conversation.id, json.dumps(conversation.messages, default=str), tools))
-        if len(self._rows) == _BATCH_CONVERSATIONS:
-            self._write()
-
-    def _write(self) -> None:
-        if self._rows:
-            columns = zip(*self._rows, strict=True)
-            arrays = [pa.array(column, pa.string()) for column in columns]
-            self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
-            self._rows = []
-
 
 class ConversationTable:
-    """The conversations of a file that `ConversationWriter` has written.
+    """Conversations that are written to a file as JSON lines, and read from it in any order.
 
-    The file is read, not mapped, so that its size does not count as this process's memory. Forked processes
-    can use the same table.
+    Forked processes can read the same table, once `flush` was called.
     """
 
     def __init__(self, path: Path) -> None:
-        self._reader = pa.ipc.open_file(pa.OSFile(str(path)))
-        self._batch: tuple[int, pa.RecordBatch] = (-1, None)
-        num_batches = self._reader.num_record_batches
-        self._length = 0
-        if num_batches:
-            last = self._reader.get_batch(num_batches - 1)
-            self._length = (num_batches - 1) * _BATCH_CONVERSATIONS + last.num_rows
+        self._file = path.open("w+b")
+        self._starts = array("q", [0])  # of the lines, and the end of the file
+
+    def add(self, conversation: Conversation) -> None:
+        # `default`: Parquet has dates, which templates write as text.
+        line = json.dumps([conversation.id, conversation.messages, conversation.tools], default=str).encode()
+        self._file.write(line + b"\n")
+        self._starts.append(self._starts[-1] + len(line) + 1)
+
+    def flush(self) -> None:
+        """Have what was added in the file."""
+        self._file.flush()
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> Conversation:
-        if not 0 <= index < self._length:
+        if not 0 <= index < len(self):
             raise IndexError(index)
-        number, row = divmod(index, _BATCH_CONVERSATIONS)
-        if self._batch[0] != number:
-            self._batch = number, self._reader.get_batch(number)
-        id, messages, tools = (column[row].as_py() for column in self._batch[1].columns)
-        return Conversation(
-            id, tuple(json.loads(messages)), None if tools is None else tuple(json.loads(tools))
-        )
+        start, stop = self._starts[index : index + 2]
+        id, messages, tools = json.loads(os.pread(self._file.fileno(), stop - start, start))
+        return Conversation(id, tuple(messages), None if tools is None else tuple(tools))
 
     def __iter__(self) -> Iterator[Conversation]:
-        return (self[index] for index in range(self._length))
+        return (self[index] for index in range(len(self)))
 
 
 class Selection:

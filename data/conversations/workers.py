@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import Connection
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,42 +42,16 @@ def end_with_parent() -> None:
 
 
 def isolated(function: Callable[[], _Result], seconds: float = ISOLATED_SECONDS) -> _Result:
-    """Return what a function returns in a forked process, whose memory is limited.
-
-    Raises:
-        ProcessKilled: it has used up its time, or the kernel has killed the process.
-        Exception: what the function raises.
-    """
-    receiver, sender = _FORK.Pipe(duplex=False)
-    process = _FORK.Process(target=_send_result, args=(function, sender), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(seconds):
-            raise ProcessKilled(f"it takes more than {seconds:g} s")
-        result, error = receiver.recv()
-    except EOFError:
-        raise ProcessKilled("it was killed") from None
-    finally:
-        receiver.close()
-        process.kill()  # one that has a result does nothing else
-        process.join()
-    if error is not None:
-        raise error
-    return result
-
-
-def _send_result(function: Callable[[], Any], sender: "Connection[Any, Any]") -> None:
-    end_with_parent()
-    _limit_memory()
-    try:
-        sender.send((function(), None))
-    except Exception as error:
-        sender.send((None, error))
+    """Return what a function returns in a forked process; raise what `map_in_order` does."""
+    with closing(map_in_order(lambda _: function(), [None], num_workers=2, seconds=seconds)) as results:
+        return next(results)
 
 
 def map_in_order(
-    function: Callable[[_Chunk], _Result], chunks: Iterable[_Chunk], num_workers: int
+    function: Callable[[_Chunk], _Result],
+    chunks: Iterable[_Chunk],
+    num_workers: int,
+    seconds: float = _CHUNK_SECONDS,
 ) -> Generator[_Result, None, None]:
     """Yield the function's results in the order of the chunks; at most a few per worker are in progress.
 
@@ -85,9 +59,11 @@ def map_in_order(
         function: inherited by the processes, with everything that it refers to; not pickled.
         num_workers: the number of processes; 1 uses only this process. Workers are forked, so no process
             group may exist yet.
+        seconds: the longest time for a chunk.
 
     Raises:
-        ProcessKilled: the kernel or somebody else has killed one of the processes.
+        ProcessKilled: a chunk has taken longer, or somebody has killed one of the processes.
+        Exception: what the function raises.
     """
     if num_workers <= 1:
         yield from map(function, chunks)
@@ -98,13 +74,13 @@ def map_in_order(
         for chunk in chunks:
             pending.append(pool.submit(_in_worker, chunk))
             if len(pending) > _CHUNKS_PER_WORKER * num_workers:
-                yield pending.popleft().result(_CHUNK_SECONDS)
+                yield pending.popleft().result(seconds)
         while pending:
-            yield pending.popleft().result(_CHUNK_SECONDS)
+            yield pending.popleft().result(seconds)
     except FutureTimeout as error:
         for process in list(pool._processes.values()):
             process.kill()
-        raise ProcessKilled(f"it takes more than {_CHUNK_SECONDS:g} s for one chunk") from error
+        raise ProcessKilled(f"it takes more than {seconds:g} s") from error
     except BrokenProcessPool as error:
         raise ProcessKilled("it was killed") from error
     finally:

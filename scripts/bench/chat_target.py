@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from data.embedded.corpus import ChatExample, Corpus, Message, is_held_out
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_built
 from data.embedded.training import TrainingSettings
-from eagle31.errors import UserError
 
 FORMAT_VERSION = 3  # raise it for changes that do not change the settings
 
@@ -43,9 +42,6 @@ def ensure_chat_target(
         cache_dir: has one directory per fingerprint of the file's content and the settings.
         conversations: JSON lines with `question` and `answer`.
         settings: the shape and training; None uses the defaults.
-
-    Raises:
-        UserError: the file cannot be read, or has too few questions and answers.
     """
     settings = settings or ChatTargetSettings()
     corpus = read_chats(conversations)
@@ -56,41 +52,14 @@ def ensure_chat_target(
 
 
 def read_chats(path: Path) -> Corpus:
-    """Read JSON lines with `question` and `answer`, without repeated questions, split by the question.
-
-    Raises:
-        UserError: the file cannot be read, a line lacks a column, or one of the two sides would be empty.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("--conversations", path, f"It cannot be read: {error}.") from None
-    corpus = Corpus([], [])
-    questions: set[str] = set()
-    for number, line in enumerate(lines, 1):
-        question, answer = _columns(path, number, line)
-        if question in questions:
-            continue
-        questions.add(question)
-        user, assistant = (
-            Message(role="user", content=question),
-            Message(role="assistant", content=answer),
-        )
-        example = ChatExample(id=str(number), messages=[user, assistant])
-        (corpus.held_out if is_held_out(question) else corpus.train).append(example)
-    if not corpus.train or not corpus.held_out:
-        remedy = "It has too few questions to train on and to hold some out; give a file with more."
-        raise UserError("--conversations", path, remedy)
-    return corpus
-
-
-def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
-    remedy = f"Line {number} is not a JSON object with question and answer."
-    try:
+    """Read JSON lines with `question` and `answer`, without repeated questions, split by the question."""
+    answers: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        question, answer = row["question"], row["answer"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError("--conversations", path, remedy) from None
-    if not (isinstance(question, str) and isinstance(answer, str) and question.strip() and answer.strip()):
-        raise UserError("--conversations", path, remedy)
-    return question, answer
+        answers.setdefault(row["question"], row["answer"])
+    corpus = Corpus([], [])
+    for number, (question, answer) in enumerate(answers.items()):
+        user = Message(role="user", content=question)
+        example = ChatExample(id=str(number), messages=[user, Message(role="assistant", content=answer)])
+        (corpus.held_out if is_held_out(question) else corpus.train).append(example)
+    return corpus

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.conversations.schemas import Conversation
-from data.conversations.table import ConversationTable, ConversationWriter
+from data.conversations.table import ConversationTable
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 
@@ -23,7 +23,8 @@ def pair(question: str = "two?", answer: str = "2") -> dict[str, str]:
 
 def write_table(conversations: Iterable[Conversation], path: Path) -> ConversationTable:
     """Write the conversations to a file, and open it."""
-    with ConversationWriter(path) as writer:
-        for conversation in conversations:
-            writer.add(conversation)
-    return ConversationTable(path)
+    table = ConversationTable(path)
+    for conversation in conversations:
+        table.add(conversation)
+    table.flush()
+    return table

@@ -5,8 +5,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from data.embedded.training import TrainingSettings
-from eagle31.errors import UserError
-from scripts.bench.chat_target import ChatTargetSettings, ensure_chat_target, read_chats
+from scripts.bench.chat_target import ChatTargetSettings, ensure_chat_target
 
 TINY = ChatTargetSettings(
     vocab_size=300,
@@ -42,18 +41,3 @@ def test_a_small_qwen3_is_trained_once(conversations: Path, tmp_path: Path) -> N
     written = (built.model / "model.safetensors").stat().st_mtime_ns
     assert ensure_chat_target(tmp_path / "cache", conversations, settings=TINY) == built
     assert (built.model / "model.safetensors").stat().st_mtime_ns == written
-
-
-@pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ('{"question": "a", "answer": "b"}\nno JSON\n', "Line 2"),
-        ('{"question": "a"}\n', "Line 1"),
-        ("", "too few"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path: Path, text: str, remedy: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=remedy):
-        read_chats(path)

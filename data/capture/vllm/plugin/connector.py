@@ -36,11 +36,6 @@ from data.capture.vllm.server_info import ServerInfo
 # Of the host, for states that wait to be delivered; more where one prompt takes more.
 PENDING_BYTES = 1 << 31
 _REASON_LETTERS = 1000
-_UNDIVIDED = {
-    "pipeline_parallel_size": "the first stages have none",
-    "decode_context_parallel_size": "each rank has a part",
-    "prefill_context_parallel_size": "each rank has a part",
-}
 _STATES_LAYER = "cache_only_layers."  # the layer's name in vLLM's ExtractHiddenStatesModel
 
 
@@ -74,7 +69,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._info = _server_info(vllm_config, self._settings)
+        self._info = ServerInfo.of(vllm_config)
         self._group = _states_group(kv_cache_config)
         self._accepted = _accepted(self._info, self._settings)
         self._copies: list[PendingCopy] = []
@@ -195,32 +190,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBNHC"  # the states of all layers of a token are contiguous
-
-
-def _server_info(config: VllmConfig, settings: dict[str, Any]) -> ServerInfo:
-    """Return the info of this engine.
-
-    Raises:
-        ValueError: the engine would not give the requested states.
-    """
-    assert config.kv_transfer_config is not None
-    speculative, model = config.speculative_config, config.model_config
-    if speculative is None or not speculative.uses_extract_hidden_states():
-        raise ValueError(
-            "speculative_config needs method=extract_hidden_states: scripts/serve_target sets it."
-        )
-    num_layers = model.get_total_num_hidden_layers()
-    aux = tuple(settings["aux_layer_ids"])
-    kept = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
-    if kept != sorted({*aux, num_layers}):
-        raise ValueError(
-            f"aux_layer_ids={list(aux)} need eagle_aux_hidden_state_layer_ids="
-            f"{sorted({*aux, num_layers})}, which is {kept}."
-        )
-    for name, who in _UNDIVIDED.items():
-        if getattr(config.parallel_config, name) > 1:
-            raise ValueError(f"{name} must be 1: {who} of the hidden states.")
-    return ServerInfo.of(config)
 
 
 def _accepted(info: ServerInfo, settings: dict[str, Any]) -> Accepted:
