@@ -83,6 +83,11 @@ def has_latent_attention(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
+def has_residual_streams(config: PreTrainedConfig) -> bool:
+    """Return whether the target has several residual streams (hyper-connections)."""
+    return getattr(config.get_text_config(), "hc_mult", 1) > 1
+
+
 def first_layer(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the text config, with the heads of the first layer where those of other layers differ."""
     text_config = config.get_text_config()

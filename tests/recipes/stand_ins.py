@@ -2,13 +2,19 @@
 
 import json
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from data.capture.hf import HiddenStateCapture
 from data.embedded.corpus import ChatExample, Message
@@ -21,6 +27,7 @@ from data.target.spec import TargetSpec
 from tests.train.torchrun import composed
 
 VOCAB_SIZE = 400
+MAX_POSITIONS = 512
 NUM_CONVERSATIONS = 40
 # In vLLM 0.32 on the CPU, stand-ins for MiniMax-M2 route by softmax, which transformers cannot.
 OTHER_ROUTING = ("minimax_m2_5",)
@@ -94,22 +101,35 @@ def save_stand_in(recipe: str, directory: Path, seed: int = 0, **other_sizes: An
     architecture = composed(recipe, "target.model=x", "data.train=x").target.architecture
     sizes = SMALL[architecture["model_type"]] | other_sizes
     examples = conversations(NUM_CONVERSATIONS, seed)
-    tokenizer = train_tokenizer(examples, VOCAB_SIZE, architecture["max_position_embeddings"])
-    end, pad = (tokenizer.convert_tokens_to_ids(token) for token in (END_TOKEN, PAD_TOKEN))
-    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
-    config = from_architecture(
-        architecture | sizes | special | {"dtype": "float32", "initializer_range": 0.1}
-    )
-    torch.manual_seed(seed)
-    model = model_class(config).from_config(config, dtype=torch.float32)
-    scatter(model)
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
-    model.save_pretrained(directory / "model")
-    save_tokenizer(tokenizer, directory / "model")
+    save_model(lambda special: from_architecture(architecture | sizes | special), directory, examples, seed)
     train = directory / "train.jsonl"
     lines = (json.dumps(example if "qwen3" in recipe else as_sharegpt(example)) for example in examples)
     train.write_text("\n".join(lines) + "\n")
     return StandIn(directory / "model", train, sizes)
+
+
+def save_model(
+    make_config: Callable[[dict[str, Any]], PreTrainedConfig],
+    directory: Path,
+    examples: Sequence[ChatExample],
+    seed: int = 0,
+) -> None:
+    """Save a random model and its tokenizer in `directory / "model"`.
+
+    Args:
+        make_config: from the keys that depend on the tokenizer, and those that all stand-ins share.
+    """
+    tokenizer = train_tokenizer(examples, VOCAB_SIZE, MAX_POSITIONS)
+    end, pad = (tokenizer.convert_tokens_to_ids(token) for token in (END_TOKEN, PAD_TOKEN))
+    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
+    config = make_config(special | {"dtype": "float32", "initializer_range": 0.1})
+    torch.manual_seed(seed)
+    wrapped = type(config) in AutoModelForImageTextToText._model_mapping
+    model = (AutoModelForImageTextToText if wrapped else model_class(config)).from_config(config)
+    scatter(model)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    model.save_pretrained(directory / "model")
+    save_tokenizer(tokenizer, directory / "model")
 
 
 def scatter(model: PreTrainedModel) -> None:
@@ -170,14 +190,20 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
     return arguments
 
 
-def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> None:
-    """Check that only held-out states are stored where training is online, and that they are the target's."""
+def assert_captured(
+    run: Path, recipe: str, target: Path, *, online: bool, dtype: str = "auto", tolerance: float = 1e-3
+) -> None:
+    """Check that only held-out states are stored where training is online, and that they are the target's.
+
+    Args:
+        tolerance: relative to the largest of the target's states.
+    """
     stores = {path.parent.name for path in run.glob("artifacts/capture-*/*/shard-*.safetensors")}
     assert stores == {"validation", "test"} | (set() if online else {"train"})
     if recipe in OTHER_ROUTING:
         return
     [directory] = run.glob("artifacts/capture-*/validation")
-    store, spec = HiddenStateStore(directory), TargetSpec(str(target))
+    store, spec = HiddenStateStore(directory), TargetSpec(str(target), dtype=dtype)
     model = load_target(spec, torch.device("cpu"))
     capture = HiddenStateCapture(model, locate(model), tuple(store.manifest["aux_layer_ids"]))
     for sample in store.get_many(range(len(store))):
@@ -190,4 +216,4 @@ def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> No
         ):
             needed = ours.flatten(1).abs().amax(1) > 0
             error = (ours[needed] - theirs[needed]).abs().max() / theirs.abs().max()
-            assert error < 1e-3
+            assert error < tolerance

@@ -14,7 +14,7 @@ from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import ExpectedStates, VllmClient
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_process import ServerProcess
-from data.target.architecture import has_latent_attention
+from data.target.architecture import has_latent_attention, has_residual_streams
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from train.config.capture import CaptureConfig, TransportKind
@@ -79,6 +79,7 @@ class CapturedTarget:
             max_tokens=max_tokens,
             roots=roots,
             mla=has_latent_attention(self.parts.config),
+            streams=has_residual_streams(self.parts.config),
             mooncake_masters=mooncake_masters,
             extra=engine_args,
         )

@@ -35,6 +35,7 @@ class CaptureEngine:
         max_tokens: the length of the longest sample, and of the longest prompt with its completion.
         roots: the directories below which the engine may write.
         mla: whether the target has latent attention.
+        streams: whether the target has several residual streams.
         mooncake_masters: the Mooncake stores that the engine may put into, as host:port.
         extra: further arguments of `vllm.LLM`.
 
@@ -53,6 +54,7 @@ class CaptureEngine:
     trust_remote_code: bool = False
     target_fingerprint: str | None = None
     mla: bool = False
+    streams: bool = False
     mooncake_masters: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -73,7 +75,17 @@ class CaptureEngine:
             raise UserError("drafter.aux_layer_ids", list(self.aux_layer_ids), remedy)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for capture."""
+        """Return the arguments of `vllm.LLM` for capture.
+
+        Raises:
+            UserError: vLLM's final-layer states are not those that the target's head reads.
+        """
+        if self.streams:
+            remedy = (
+                "vLLM keeps the mean of the target's residual streams, which does not determine the input of its "
+                "head; set capture=hf or capture=hf_online."
+            )
+            raise UserError("capture.source", "vllm", remedy)
         settings = {
             "aux_layer_ids": list(self.aux_layer_ids),
             "target_fingerprint": self.target_fingerprint,

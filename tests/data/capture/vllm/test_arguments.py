@@ -33,6 +33,13 @@ def test_arguments_that_divide_or_change_the_states_are_refused(
     assert CaptureEngine("target", (1,), 4, 100, [], extra=harmless).arguments()["async_scheduling"] is False
 
 
+def test_a_target_with_several_residual_streams_is_captured_by_transformers() -> None:
+    engine = CaptureEngine("target", (1,), 4, 100, [], streams=True)
+    assert engine.answer_arguments()["model"] == "target"
+    with pytest.raises(UserError, match=r"capture\.source=vllm: .*capture=hf"):
+        engine.arguments()
+
+
 def test_what_vllm_refuses_names_the_users_argument(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'error: max_num_seqs Input should be greater' >&2\nexit 1\n")

@@ -1,0 +1,378 @@
+"""Families of targets: a small random model of each, and what has been tried with it.
+
+python -m tests.recipes.families [NAME...] tries them again, and prints their rows of docs/recipes.md.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
+
+from data.capture.vllm.environment import find_python
+from data.target.architecture import from_architecture
+from eagle31.json_files import read_json, write_json
+from tests.data.capture.vllm.targets import KV_CACHE_BYTES
+from tests.recipes.stand_ins import (
+    NUM_CONVERSATIONS,
+    VOCAB_SIZE,
+    assert_captured,
+    conversations,
+    save_model,
+)
+from tests.runs.here import run_command
+from tests.train.torchrun import run_here
+
+# The ids of images are tokens that the tokenizer does not have.
+_IMAGES = {name: VOCAB_SIZE + i for i, name in enumerate(("image_token_id", "video_token_id"))}
+_VISION_ENDS = {"vision_start_token_id": VOCAB_SIZE + 2, "vision_end_token_id": VOCAB_SIZE + 3}
+# vLLM's CPU kernels need heads of at least 32, and latent attention a latent of 512 with 64 rotated.
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE + 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DELTA_NET = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_LATENT = {key: value for key, value in _DENSE.items() if key != "head_dim"} | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+# For targets whose own rotary parameters no drafter in vLLM has.
+_DRAFTER_ROPE = "drafter.rope_parameters={rope_type: default, rope_theta: 10000.0}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of targets.
+
+    text: its config.json's keys of the text model, in `text_config` if the model is `wrapped`.
+    layers: where transformers has the decoder layers.
+    published: what its published config.json has where transformers saves otherwise.
+    dtype: of the target; vLLM's CPU kernels for gated delta nets take bfloat16 only.
+    overrides: of its run.
+    engine_args: of vLLM on a CPU.
+    missing: the reason for each of "vLLM capture" and "served" that does not work on a CPU.
+    """
+
+    title: str
+    stand_in: str
+    model_type: str
+    text: dict[str, Any]
+    wrapped: dict[str, Any] = field(default_factory=dict)
+    layers: str = "model.layers"
+    final_norm: str = "norm"
+    published: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    overrides: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = ()
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def config(self, special: dict[str, Any]) -> PreTrainedConfig:
+        text = self.text | special
+        if self.wrapped:
+            return from_architecture({"model_type": self.model_type, "text_config": text} | self.wrapped)
+        return from_architecture({"model_type": self.model_type} | text)
+
+
+# A linear layer's states in vLLM's prefix cache are copied by a kernel in Triton, which CPUs do not have.
+_NO_PREFIXES = ("vllm.engine_args.enable_prefix_caching=false",)
+FAMILIES = {
+    "qwen3_5": Family(
+        "Qwen3.5, Qwen3.6",
+        "gated delta net and full attention 3 to 1, multimodal",
+        "qwen3_5",
+        _DENSE
+        | _DELTA_NET
+        | {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}},
+        {"vision_config": _QWEN_VISION} | _IMAGES | _VISION_ENDS,
+        dtype="bfloat16",
+        engine_args=_NO_PREFIXES,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3.5 and Qwen3.6 with experts",
+        "the same, 2 of 4 experts and a shared one",
+        "qwen3_5_moe",
+        _DENSE
+        | _DELTA_NET
+        | {
+            "rope_parameters": _ROPE | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        {"vision_config": _QWEN_VISION} | _IMAGES | _VISION_ENDS,
+        dtype="bfloat16",
+        engine_args=_NO_PREFIXES,
+    ),
+    "qwen3_vl": Family(
+        "Qwen3-VL",
+        "multimodal",
+        "qwen3_vl",
+        _DENSE | {"rope_parameters": _ROPE | {"mrope_section": [8, 4, 4]}},
+        {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}} | _IMAGES | _VISION_ENDS,
+        layers="model.language_model.layers",
+    ),
+    "gemma4": Family(
+        "Gemma 4",
+        "sliding and full attention 3 to 1, keys as values, capped logits, multimodal",
+        "gemma4",
+        _DENSE
+        | {
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "sliding_window": 24,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+        },
+        {
+            "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16},
+            "audio_config": None,
+            "audio_token_id": VOCAB_SIZE + 4,
+        }
+        | _IMAGES,
+        layers="model.language_model.layers",
+        overrides=(_DRAFTER_ROPE,),
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "sliding windows, sinks, YaRN, 2 of 4 experts, not in MXFP4",
+        "gpt_oss",
+        _DENSE | _EXPERTS | {"intermediate_size": 64, "sliding_window": 24},
+    ),
+    "deepseek_v4": Family(
+        "DeepSeek V4",
+        "four residual streams, both kinds of compressed attention, 2 of 4 experts",
+        "deepseek_v4",
+        _DENSE
+        | {
+            "num_key_value_heads": 1,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hash_layers": 1,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_n_heads": 8,
+            "index_head_dim": 32,
+            "index_topk": 8,
+            "sliding_window": 24,
+        },
+        overrides=(_DRAFTER_ROPE,),
+    ),
+    "glm_5": Family(
+        "GLM-5",
+        "latent attention with an indexer, 2 of 4 experts",
+        "glm_moe_dsa",
+        _LATENT | {"index_topk": 16, "index_head_dim": 128, "index_n_heads": 8},
+        overrides=("drafter.attention=mla",),
+    ),
+    "minimax_m3": Family(
+        "MiniMax M3",
+        "blocks of keys chosen by an indexer, 2 of 4 experts, multimodal",
+        "minimax_m3_vl",
+        _DENSE
+        | _EXPERTS
+        | {
+            "intermediate_size": 32,
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 32,
+            "rotary_dim": 16,
+            "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+            "index_n_heads": 2,
+            "index_head_dim": 32,
+            "index_block_size": 8,
+            "index_topk_blocks": 4,
+        },
+        {
+            "vision_config": _VISION | {"image_size": 16},
+            "image_token_index": VOCAB_SIZE,
+            "video_token_index": VOCAB_SIZE + 1,
+            "projector_hidden_size": 64,
+        },
+        layers="model.language_model.layers",
+    ),
+    "nemotron_h": Family(
+        "Nemotron-H",
+        "Mamba-2, attention and feed-forward layers, no experts",
+        "nemotron_h",
+        {key: value for key, value in _DENSE.items() if key != "num_hidden_layers"}
+        | {
+            "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+        final_norm="norm_f",
+        overrides=(_DRAFTER_ROPE,),
+        engine_args=_NO_PREFIXES,
+    ),
+    "kimi_k2_6": Family(
+        "Kimi K2.5, K2.6",
+        "latent attention, 2 of 4 experts, not in INT4, multimodal",
+        "kimi_k25",
+        _LATENT | {"model_type": "deepseek_v3"},
+        {
+            "vision_config": _VISION | {"pos_emb_height": 4, "pos_emb_width": 4},
+            "projection_hidden_size": 32,
+            "tie_word_embeddings": False,
+        }
+        | _IMAGES
+        | _VISION_ENDS,
+        layers="model.language_model.layers",
+        published={"architectures": ["KimiK25ForConditionalGeneration"]},
+        overrides=("drafter.attention=mla",),
+    ),
+}
+VLLM_CAPTURE, TRAINED, SERVED = "vLLM capture", "trained", "served"
+
+
+def save_family(name: str, directory: Path) -> Path:
+    """Save the family's model and conversations in a directory; return the model's."""
+    examples = conversations(NUM_CONVERSATIONS, seed=0)
+    save_model(FAMILIES[name].config, directory, examples)
+    config = directory / "model" / "config.json"
+    write_json(config, read_json(config) | FAMILIES[name].published)
+    # transformers saves the layers of Kimi as `blocks`, which in the published checkpoint are its vision's.
+    weights = directory / "model" / "model.safetensors"
+    tensors = {key.replace("model.blocks.", "model.layers."): t for key, t in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
+    (directory / "train.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return directory / "model"
+
+
+def try_family(name: str, directory: Path) -> dict[str, str]:
+    """Run a family from data to serving; return "yes" or the reason for each step.
+
+    vLLM captures in chunks, with a cache that is too small for all prompts. What the family says is missing
+    is not tried; transformers captures then.
+    """
+    family, run = FAMILIES[name], directory / "run"
+    model = save_family(name, directory)
+    results = family.missing | {TRAINED: "yes"}
+    engine: tuple[str, ...] = ("capture=hf",)
+    if VLLM_CAPTURE not in family.missing:
+        engine = ("capture=vllm", *ENGINE, *family.engine_args)
+        results[VLLM_CAPTURE] = "yes"
+    tolerance = 1e-3 if family.dtype == "float32" else 5e-2
+    arguments = run_arguments(model, directory / "train.jsonl", run)
+    run_here("any_target", *arguments, f"target.dtype={family.dtype}", *engine, *family.overrides)
+    assert_captured(run, name, model, online=False, dtype=family.dtype, tolerance=tolerance)
+    if SERVED not in family.missing:
+        options = dict(one.removeprefix("vllm.engine_args.").split("=") for one in family.engine_args)
+        done = run_command(
+            "scripts/check_serving",
+            *(run / "export", "--target", model, "--dtype", family.dtype, "--max-new-tokens", 24),
+            *("--engine-args", f"kv_cache_memory_bytes={KV_CACHE_BYTES}"),
+            *(f"{key}={value}" for key, value in options.items()),
+        )
+        assert "verdict: vLLM serves what was trained" in done.out, done.out + done.err
+        results[SERVED] = "yes"
+    return results
+
+
+# It prefills in chunks, and its cache is too small for the prompts that it runs together.
+ENGINE = (
+    "vllm.engine_args.max_num_batched_tokens=64",
+    "vllm.engine_args.max_num_seqs=8",
+    "vllm.engine_args.num_gpu_blocks_override=16",
+)
+
+
+def run_arguments(model: Path, train: Path, run: Path) -> list[str]:
+    return [
+        f"target.model={model}",
+        f"data.train={train}",
+        f"output_dir={run}",
+        "data.num_validation=3",
+        "data.num_test=3",
+        "data.max_tokens=160",
+        "data.regenerate.enabled=false",
+        "capture.codec=exact",
+        "drafter.draft_vocab_size=200",
+        "train.row_tokens=160",
+        "train.max_steps=20",
+        "optim.lr=5e-3",
+        "deepspeed.precision=fp32",
+        "export.dtype=float32",
+        "evaluate.max_new_tokens=24",
+        "stages=[data,vocab,answers,capture,train,export]",
+    ]
+
+
+def table_row(name: str, results: dict[str, str]) -> str:
+    """Return the family's row of the table; transformers' capture is a test of every run."""
+    family = FAMILIES[name]
+    steps = ["yes", *(results[step] for step in (VLLM_CAPTURE, TRAINED, SERVED))]
+    return f"| {family.title} | {family.stand_in} | {' | '.join(steps)} |"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("EAGLE31_VLLM_PYTHON", str(find_python()))
+    for chosen in sys.argv[1:] or FAMILIES:
+        try:
+            with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(sys.stderr):
+                row = table_row(chosen, try_family(chosen, Path(temporary)))
+            print(row, flush=True)
+        except Exception:
+            print(f"{chosen} does not work as tests/recipes/families.py says", flush=True)
+            traceback.print_exc()
