@@ -98,9 +98,7 @@ def head_width(config: PreTrainedConfig) -> int | None:
     """Return the width of a head of the first layer that the config states."""
     text_config = first_layer(config)
     # transformers' head_dim of a target with latent attention is the width of the part with RoPE.
-    if has_latent_attention(config):
-        return text_config.v_head_dim
-    return getattr(text_config, "head_dim", None)
+    return text_config.v_head_dim if has_latent_attention(config) else getattr(text_config, "head_dim", None)
 
 
 def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
@@ -113,7 +111,8 @@ def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
     if has_latent_attention(config):
         width = text_config.kv_lora_rank + text_config.qk_rope_head_dim
     else:
-        num_heads = getattr(text_config, "num_key_value_heads", text_config.num_attention_heads)
+        layer = first_layer(config)
+        num_heads = getattr(layer, "num_key_value_heads", layer.num_attention_heads)
         each = head_width(config) or text_config.hidden_size // text_config.num_attention_heads
         width = 2 * max(1, num_heads // num_parts) * each
     types = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers

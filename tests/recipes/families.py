@@ -350,7 +350,7 @@ def run_arguments(model: Path, train: Path, run: Path) -> list[str]:
         "capture.codec=exact",
         "drafter.draft_vocab_size=200",
         "train.row_tokens=160",
-        "train.max_steps=20",
+        "train.max_steps=6",
         "optim.lr=5e-3",
         "deepspeed.precision=fp32",
         "export.dtype=float32",

@@ -82,8 +82,8 @@ class CaptureEngine:
         """
         if self.streams:
             remedy = (
-                "vLLM keeps the mean of the target's residual streams, which does not determine the input of its "
-                "head; set capture=hf or capture=hf_online."
+                "vLLM keeps the mean of the target's residual streams, which is not what its head reads; set "
+                "capture=hf or capture=hf_online."
             )
             raise UserError("capture.source", "vllm", remedy)
         settings = {

@@ -32,6 +32,7 @@ from data.samples import StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.store.shards import FinishedShards
+from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
@@ -52,6 +53,7 @@ from tests.data.capture.vllm.targets import (
     make_hostile_directory,
     make_prompts,
     make_samples,
+    save_gqa,
     save_hybrid,
 )
 from tests.processes import EVERY_ADDRESS, command_of, listening
@@ -381,6 +383,30 @@ def test_training_continues_when_the_server_is_killed(server: Server, spec: Targ
         assert source.collect_stats().num_restarts >= 1
     assert source.refused == {}
     assert largest_difference(samples, dataset.select(order), spec, IDS) < 1e-5
+
+
+@pytest.mark.full("it starts vLLM again")
+def test_an_8_bit_cache_leaves_the_hidden_states_exact(vllm_python: Path, tmp_path: Path) -> None:
+    """A checkpoint's quantization_config sets the same argument."""
+    spec, dataset, ids = save_gqa(tmp_path / "target"), make_samples(20), (0, 1, 4)
+    process = ServerProcess(
+        capture_engine(spec, ids, tmp_path, kv_cache_dtype="fp8").command_line(),
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=tmp_path / "server.log",
+        limit_seconds=START_SECONDS,
+    )
+    with contextlib.closing(process):
+        process.wait_until_ready(progress=False)
+        connected = VllmClient(process.url, 8, KEY, process.check, STALL_SECONDS)
+        capture_store(connected, dataset, tmp_path / "store", expected_states(spec, ids), tmp_path)
+    store = HiddenStateStore(tmp_path / "store")
+    embedding = load_target_parts(spec).embed_tokens
+    for sample in store.get_many(range(len(store))):
+        assert torch.equal(sample.aux_hidden_states[:, 0], embedding[sample.input_ids])
+    assert 1e-4 < largest_difference(store, dataset, spec, ids) < 0.1
 
 
 @pytest.mark.full("it starts two engines, twice")
