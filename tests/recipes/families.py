@@ -30,6 +30,7 @@ from tests.recipes.stand_ins import (
 from tests.runs.here import run_command
 from tests.train.torchrun import run_here
 
+VLLM_CAPTURE, TRAINED, SERVED = "vLLM capture", "trained", "served"
 # The ids of images are tokens that the tokenizer does not have.
 _IMAGES = {name: VOCAB_SIZE + i for i, name in enumerate(("image_token_id", "video_token_id"))}
 _VISION_ENDS = {"vision_start_token_id": VOCAB_SIZE + 2, "vision_end_token_id": VOCAB_SIZE + 3}
@@ -214,7 +215,15 @@ FAMILIES = {
             "index_topk": 8,
             "sliding_window": 24,
         },
+        published={
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "compress_ratios": [0, 4, 128, 4],
+            "num_hash_layers": 1,
+            "topk_method": "noaux_tc",
+        },
         overrides=(_DRAFTER_ROPE,),
+        missing={VLLM_CAPTURE: "vLLM keeps the mean of the streams, which the head does not read"},
     ),
     "glm_5": Family(
         "GLM-5",
@@ -222,6 +231,7 @@ FAMILIES = {
         "glm_moe_dsa",
         _LATENT | {"index_topk": 16, "index_head_dim": 128, "index_n_heads": 8},
         overrides=("drafter.attention=mla",),
+        missing=dict.fromkeys((VLLM_CAPTURE, SERVED), "vLLM has no sparse attention for CPUs"),
     ),
     "minimax_m3": Family(
         "MiniMax M3",
@@ -242,7 +252,7 @@ FAMILIES = {
             "index_topk_blocks": 4,
         },
         {
-            "vision_config": _VISION | {"image_size": 16},
+            "vision_config": _VISION | {"image_size": 16, "img_token_compression_config": {}},
             "image_token_index": VOCAB_SIZE,
             "video_token_index": VOCAB_SIZE + 1,
             "projector_hidden_size": 64,
@@ -283,7 +293,6 @@ FAMILIES = {
         overrides=("drafter.attention=mla",),
     ),
 }
-VLLM_CAPTURE, TRAINED, SERVED = "vLLM capture", "trained", "served"
 
 
 def save_family(name: str, directory: Path) -> Path:
