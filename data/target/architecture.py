@@ -111,8 +111,7 @@ def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
     if has_latent_attention(config):
         width = text_config.kv_lora_rank + text_config.qk_rope_head_dim
     else:
-        layer = first_layer(config)
-        num_heads = getattr(layer, "num_key_value_heads", layer.num_attention_heads)
+        num_heads = getattr(text_config, "num_key_value_heads", text_config.num_attention_heads)
         each = head_width(config) or text_config.hidden_size // text_config.num_attention_heads
         width = 2 * max(1, num_heads // num_parts) * each
     types = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
