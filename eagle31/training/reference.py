@@ -1,4 +1,4 @@
-"""The training step without any of its optimisations: the reference of the tests.
+"""The training step without any of its optimisations: the reference of the tests and of drift.
 
 Every row is rolled out over all steps, attention builds its scores, and every step has all its logits.
 """
@@ -25,11 +25,16 @@ def reference_rollout(
     batch: PackedBatch,
     rows: Tensor,
     num_steps: int,
+    attention: tuple[Attend, Attend] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Roll `rows` out; same arguments and results as `eagle31.training.rollout.rollout`."""
+    """Roll `rows` out; same arguments and results as `eagle31.training.rollout.rollout`.
+
+    Args:
+        attention: that of all rows and that of `rows`; None builds them here, which reads the rows.
+    """
     last = batch.input_ids.shape[0] - 1
     next_ids = torch.cat((batch.input_ids[1:], batch.input_ids[-1:]))
-    attend_rows, attend = _plain_attention(drafter, batch, rows)
+    attend_rows, attend = attention or _plain_attention(drafter, batch, rows)
     output, keys = drafter.first_step(
         drafter.fuse(batch.aux_hidden_states),
         F.embedding(next_ids, embed_tokens),

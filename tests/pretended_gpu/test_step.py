@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.objectives import Loss
 from eagle31.training.teacher_forced import greedy_hits
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
@@ -52,3 +53,15 @@ def test_replay_waits_for_the_row_alone() -> None:
             hits, supervised = greedy_hits(drafter, frozen, on_gpu, NUM_STEPS)
     assert hits.shape == supervised.shape == (len(on_gpu.input_ids), NUM_STEPS)
     assert hits.device.type == supervised.device.type == "cpu"
+
+
+def test_drift_waits_once() -> None:
+    config = configuration("gqa", window=6)
+    with PretendedGpu() as gpu:
+        drafter, frozen = drafter_on_gpu(config, BF16)
+        batch = host_batch(config, BF16)
+        chosen = choose_rows(batch, 5)
+        assert chosen is not None
+        on_gpu = batch.to(CUDA, BF16)
+        with gpu.no_waiting(allowed=1):
+            measure_drift(drafter, frozen, chosen, on_gpu)

@@ -58,7 +58,7 @@ def metrics_of(directory: Path) -> list[dict]:
 
 
 def depends_on_time(name: str) -> bool:
-    measured = ("validation", "checkpoint", "data_wait")
+    measured = ("validation", "checkpoint", "diagnosis", "data_wait")
     timed = ("seconds", "data_wait_fraction", *(f"{part}_seconds" for part in measured))
     return name in timed or name.startswith("step_seconds") or name.endswith("_per_second")
 

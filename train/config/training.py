@@ -98,7 +98,7 @@ class TrainConfig:
     log_every: int = setting(10, "Steps between two records in metrics.jsonl.", ge=1)
     validate_every: int = setting(
         200,
-        "Steps between two validations, from which the best checkpoint is chosen.",
+        "Steps between two validations, from which the best checkpoint is chosen. Each also records drift.",
         ge=1,
     )
     save_every: int = setting(200, "Steps between two checkpoints to resume from.", ge=1)

@@ -18,6 +18,7 @@ from train.report.card import (
     target_name,
     untrained_warning,
 )
+from train.report.drift import drift_panels, drift_tables, shown_drift
 from train.report.plots import run_panels, save_png, svg_uri
 from train.report.results import (
     acceptance_table,
@@ -67,7 +68,8 @@ def write_page(output_dir: Path) -> Path:
     """
     known = read_report(output_dir)
     metrics, evaluation, run_info = known["metrics"], known["evaluation"], known["run"]
-    panels = run_panels(metrics, evaluation, run_info["best_step"])
+    best_step = run_info["best_step"]
+    panels = run_panels(metrics, evaluation, best_step) | drift_panels(metrics, best_step)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -87,6 +89,8 @@ def write_page(output_dir: Path) -> Path:
         details=details(evaluation) if evaluation else [],
         conditions=describe_conditions(evaluation) if evaluation else "",
         run_info=run_info,
+        drift=(drift := shown_drift(metrics, best_step)),
+        drift_tables=drift_tables(drift),
         serving=read_serving(Path(output_dir)),
         title=target_name(run_info),
         configuration=_configuration(run_info) + training_speed(metrics),

@@ -22,6 +22,7 @@ from train.config.training import OptimConfig, Schedule, TrainConfig
 from train.context import RunContext
 from train.distributed import wait_for_ranks
 from train.stages.training.building import (
+    drift_diagnosis,
     expected_speed,
     new_drafter,
     new_engine,
@@ -115,6 +116,7 @@ def train_on(
             engine,
             rows,
             validation,
+            drift_diagnosis(config, world, samples),
             checkpoints,
             tracker,
             SkippedSteps(settings.learning_rate.peak, lambda step: sample_names(loader, step, train_data)),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
+from eagle31.training.drift import Drift, DriftRows, measure_drift
 from eagle31.training.objectives import Loss
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
@@ -80,6 +81,11 @@ class TrainedModule(nn.Module):
     def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
         """Return which greedy drafts are right, for replay; see `greedy_hits`. Needs `gathered_head`."""
         return greedy_hits(self._drafter_for(batch), self.frozen, batch, num_steps)
+
+    def drift(self, chosen: DriftRows, device: torch.device, dtype: torch.dtype) -> Drift:
+        """Measure drift; see `measure_drift`. With partitioned weights every rank calls, on the same rows."""
+        batch = chosen.batch.to(device, dtype)
+        return measure_drift(self._drafter_for(batch), self.frozen, chosen, batch)
 
     def _drafter_for(self, batch: PackedBatch) -> Drafter:
         """Return the drafter with weights of the batch's dtype."""

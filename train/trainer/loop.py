@@ -22,7 +22,7 @@ from train.trainer.learning_rate import LearningRate
 from train.trainer.metrics import Speed, WindowSums, source_metrics
 from train.trainer.optimizer import ClippedAdamW
 from train.trainer.skipped import SkippedSteps, spoiled_unless_finite
-from train.trainer.validation import ReplayValidation
+from train.trainer.validation import DriftDiagnosis, ReplayValidation
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class TrainingLoop:
         model_engine: deepspeed.DeepSpeedEngine,
         rows: DeviceRows,
         validation: ReplayValidation,
+        diagnosis: DriftDiagnosis,
         checkpoints: CheckpointDirectory,
         tracker: Tracker,
         skipped: SkippedSteps,
@@ -69,8 +70,8 @@ class TrainingLoop:
         dtype: torch.dtype,
     ) -> None:
         self.model_engine, self.rows, self.world, self.dtype = model_engine, rows, world, dtype
-        self.validation, self.checkpoints = validation, checkpoints
-        self.tracker, self.skipped = tracker, skipped
+        self.validation, self.diagnosis = validation, diagnosis
+        self.checkpoints, self.tracker, self.skipped = checkpoints, tracker, skipped
         self.settings, self.state = settings, state
         self.window = WindowSums(settings.num_depths, world.device)
         self.bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
@@ -157,7 +158,7 @@ class TrainingLoop:
         self.window = WindowSums(self.settings.num_depths, self.world.device)
 
     def _validate(self) -> None:
-        """Validate by replay, and save the weights if they are the best so far."""
+        """Validate by replay, save the weights if they are the best so far, and log their drift."""
         state, started = self.state, time.perf_counter()
         with self.window.timed("validation"):
             stats = self.validation.run(self.model_engine.module, self.world.device, self.dtype)
@@ -175,6 +176,15 @@ class TrainingLoop:
                 state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
                 weights = full_state(self.model_engine, keep=self.world.is_main)
                 self.checkpoints.save_best(weights, state)
+        self._diagnose()
+
+    def _diagnose(self) -> None:
+        started = time.perf_counter()
+        with self.window.timed("diagnosis"):
+            found = self.diagnosis.run(self.model_engine.module, self.world.device, self.dtype)
+        if found is not None:
+            seconds = {"seconds": time.perf_counter() - started}
+            self.tracker.log({"kind": "drift", "step": self.state.step} | found | seconds)
 
     def _save(self) -> None:
         with self.window.timed("checkpoint"):

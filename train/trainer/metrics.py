@@ -73,7 +73,7 @@ class WindowSums:
         self.flops = 0
         self.waited_seconds = 0.0
         self.steps = StepTimes(device)
-        self.seconds_of = {"validation": 0.0, "checkpoint": 0.0}
+        self.seconds_of = {"validation": 0.0, "diagnosis": 0.0, "checkpoint": 0.0}
 
     def add(self, sums: DepthSums, with_metrics: bool) -> None:
         """Adds one micro-batch; `with_metrics` says whether its sums include `LOGGED_METRICS`."""
@@ -90,7 +90,7 @@ class WindowSums:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Adds the seconds that the "validation" or "checkpoint" in the context takes."""
+        """Adds the seconds that the "validation", "diagnosis" or "checkpoint" in the context takes."""
         started = time.perf_counter()
         yield
         self.seconds_of[what] += time.perf_counter() - started

@@ -1,6 +1,7 @@
-"""Validation during training: acceptance length on held-out prompts, by replay."""
+"""Measurements during training on held-out prompts: acceptance length by replay, and drift."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from data.samples import CapturedSample
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import replay
 from eagle31.training.batch import PackedBatch
+from eagle31.training.drift import choose_rows
 from train.distributed import World, sum_over_ranks
 from train.trainer.engine import TrainedModule
 
@@ -56,3 +58,44 @@ class ReplayValidation:
             k: AcceptanceStats(k, counts[k - 1][0], tuple(counts[k - 1][1 : 1 + k]))
             for k in range(1, num + 1)
         }
+
+
+class DriftDiagnosis:
+    """Measures drift on some rows of held-out samples, which are the same each time.
+
+    Args:
+        row_tokens: at most so many tokens of samples are used.
+        max_steps: the speculation steps that are rolled out, if the completions are long enough.
+        on_every_rank: whether weights are partitioned, so that all ranks have to compute alike. Otherwise
+            rank 0 computes alone.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[CapturedSample],
+        row_tokens: int,
+        max_steps: int,
+        world: World,
+        *,
+        on_every_rank: bool,
+    ) -> None:
+        self.chosen = None
+        if not (world.is_main or on_every_rank):
+            return
+        used: list[CapturedSample] = []
+        num_tokens = 0
+        for sample in samples:
+            length = len(sample.input_ids)
+            if num_tokens + length <= row_tokens and bool(sample.loss_mask.any()):
+                used.append(sample)
+                num_tokens += length
+        if used:
+            batch = pack_row(used, num_tokens, pin_memory=world.device.type == "cuda")
+            self.chosen = choose_rows(batch, max_steps)
+
+    def run(self, module: TrainedModule, device: torch.device, dtype: torch.dtype) -> dict[str, Any] | None:
+        """Return the numbers of a record; None on ranks that do not compute, or without supervised drafts.
+
+        Every rank calls.
+        """
+        return None if self.chosen is None else module.drift(self.chosen, device, dtype).record()

@@ -56,6 +56,38 @@ def validation_metrics(step: int, num_steps: int = 400, max_k: int = 4) -> dict[
     }
 
 
+def drift_metrics(step: int, num_steps: int = 400, num_depths: int = 8, num_heads: int = 4) -> dict[str, Any]:
+    """A record of a drafter whose attention moves to its own tokens and whose state grows."""
+    depth = []
+    for index in range(num_depths):
+        own = [0.09 * index * (1 + head / num_heads) / 2 for head in range(num_heads)]
+        sink = [0.6 * (1 - one) for one in own]
+        means = {"sink": sum(sink) / num_heads, "own": sum(own) / num_heads}
+        layer = means | {"context": 1 - means["sink"] - means["own"], "heads": {"sink": sink, "own": own}}
+        reached = 40 // 2**index
+        depth.append(
+            {
+                "layers": [layer],
+                "state_rms": 1.5**index * (1 + step / num_steps),
+                "num_reached": reached,
+                "conditional_acceptance": 0.5 if reached else None,
+            }
+        )
+    captured = [
+        {"aux_layer_id": layer, "rms": rms, "share": share}
+        for layer, rms, share in ((2, 0.31, 0.2), (3, 1.7, 0.3), (5, 6.25, 0.5))
+    ]
+    return {
+        "kind": "drift",
+        "step": step,
+        "num_positions": 64,
+        "fused_rms": 0.87,
+        "captured": captured,
+        "depth": depth,
+        "seconds": 0.05,
+    }
+
+
 def finished_metrics() -> list[dict[str, Any]]:
     records = train_metrics()
     for index, step in enumerate(range(0, 401, 40)):

@@ -11,12 +11,14 @@ from matplotlib.image import imread
 
 from eagle31.json_files import read_sealed_json, write_json, write_jsonl
 from tests.train.report.finished_run import (
+    drift_metrics,
     evaluation,
     finished_metrics,
     run_info,
     timing,
     train_metrics,
 )
+from train.report.drift import drift_tables
 from train.report.plots import run_panels, svg_uri
 from train.report.report import format_table, training_speed, write_page, write_report
 
@@ -72,6 +74,7 @@ def test_full_report(tmp_path: Path) -> None:
     ):
         assert shown in page.text
     assert page.tags.count("figure") == 6
+    assert "Drift" not in page.text
     assert dict(matplotlib.rcParams) == style
     assert all(link.startswith("data:image/svg+xml") for link in page.links)  # a single file
     assert not {"script", "link", "iframe", "base", "object"} & set(page.tags)
@@ -79,6 +82,19 @@ def test_full_report(tmp_path: Path) -> None:
     assert not re.findall(r"@import|url\(|https?://", html)
     height, width, _ = imread(tmp_path / "report" / "summary.png").shape
     assert 2 < width / height < 4
+
+
+def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    records = finished_metrics() + [drift_metrics(step) for step in range(0, 401, 40)]
+    page = report(tmp_path, records, evaluation())
+    assert page.tags.count("figure") == 10
+    assert "Measured at step 360" in page.text  # the exported one
+    assert "8 34.0 % 22.7 % 43.3 % 32.46" in page.text  # the eighth token, which no draft reached
+    assert "1 60.0 % 40.0 % 0.0 % 1.90 50 % of 40" in page.text
+    assert "5 6.25 50.0 %" in page.text
+    for layer in records[-2]["captured"]:
+        layer["normed_rms"] = 1.25
+    assert ["5", "6.25", "1.25", "50.0 %"] in drift_tables(records[-2])[1]
 
 
 def test_report_without_the_optional_parts(tmp_path: Path) -> None:

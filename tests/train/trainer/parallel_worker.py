@@ -29,6 +29,7 @@ from tests.train.trainer.tiny_engines import (
     random_source,
 )
 from train.distributed import World, leave_process_group, sum_over_ranks, wait_for_ranks
+from train.tracking import flatten_metrics
 from train.trainer import engine as engine_module
 from train.trainer.engine import (
     ensure_process_group,
@@ -38,7 +39,7 @@ from train.trainer.engine_state import master_weights
 from train.trainer.loop import optimizer_step
 from train.trainer.matrices import is_matrix
 from train.trainer.metrics import WindowSums
-from train.trainer.validation import ReplayValidation
+from train.trainer.validation import DriftDiagnosis, ReplayValidation
 
 NUM_STEPS = 4
 
@@ -147,6 +148,10 @@ def losses_at(
     assert bool(weights) == world.is_main
     validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
     stats = validation.run(model_engine.module, world.device, dtype)
+    partitioned = zero_stage == 3
+    diagnosis = DriftDiagnosis(validation_samples(), 99, 8, world, on_every_rank=partitioned)
+    drift = diagnosis.run(model_engine.module, world.device, dtype)
+    assert (drift is not None) == (world.is_main or partitioned)
     refused = refused_steps(model_engine, further, world)
     loader.close()
     found: dict[str, Any] = {}
@@ -156,6 +161,7 @@ def losses_at(
         )
     return found | {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
+        "drift": drift and flatten_metrics({"kind": "drift", "step": NUM_STEPS} | drift),
         "losses": losses,
         "grad_norms": norms,
         "weights": {name: value.double().sum().item() for name, value in weights.items()},

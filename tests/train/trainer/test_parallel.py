@@ -38,6 +38,9 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-4)
         # Replay's rows differ in their number of chunks, each of which reads the head.
         assert run["replay"] == reference["replay"]
+        # Without ZeRO 3 rank 0 measures alone.
+        assert run["drift"]["drift/num_positions"] == 29
+        assert run["drift"] == pytest.approx(reference["drift"], rel=1e-3, abs=1e-3)
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
 
 

@@ -1,7 +1,7 @@
 """Building what trains: the drafter, the model engine around it, the loader of its rows."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import deepspeed
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.batches.loader import RowLoader, RowPosition
 from data.capture.tokens import dataset_supervision
-from data.samples import HiddenStateSource, StateShape
+from data.samples import CapturedSample, HiddenStateSource, StateShape
 from data.store import HiddenStateStore
 from eagle31.cost.devices import peak_bf16_flops
 from eagle31.cost.flops import count_step, sample_flops, step_flops
@@ -19,6 +19,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
+from eagle31.training.drift import MIN_STEPS
 from train.config.run import RunConfig, training_seed
 from train.config.training import OptimConfig, Optimizer, Precision
 from train.distributed import World
@@ -28,6 +29,7 @@ from train.plan.memory import trainer_memory, worst_counts
 from train.plan.sizes import trainer_settings
 from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.metrics import Speed
+from train.trainer.validation import DriftDiagnosis
 
 
 def step_dtype(config: RunConfig) -> torch.dtype:
@@ -156,3 +158,14 @@ def expected_speed(
     )
     peak_flops = peak_bf16_flops(torch.cuda.get_device_name(world.device))
     return Speed(peak_flops, memory.total)
+
+
+def drift_diagnosis(config: RunConfig, world: World, samples: Sequence[CapturedSample]) -> DriftDiagnosis:
+    """Return what measures drift on held-out samples. Every rank calls."""
+    return DriftDiagnosis(
+        samples,
+        config.train.row_tokens,
+        max(MIN_STEPS, config.train.ttt_steps, config.evaluate.draft_tokens),
+        world,
+        on_every_rank=config.deepspeed.zero_stage == 3,
+    )

@@ -49,7 +49,7 @@ class Runs:
 
     def steps(self, run: str, **settings: object) -> list[int]:
         """Return the steps of the training's records of losses and validations."""
-        return [one["step"] for one in self.metrics(run, **settings)]
+        return [one["step"] for one in self.metrics(run, **settings) if one["kind"] != "drift"]
 
 
 def _matches(inputs: dict, settings: dict[str, object]) -> bool:

@@ -1,0 +1,250 @@
+"""Drift: how the drafter's attention and the state that it feeds back change from step to step of a draft.
+
+EAGLE 3 was trained for a few speculation steps. At later ones its attention moves from the sink, the first
+token of the document, to the keys of the draft itself, and the state that is fed back grows. Both lose
+acceptance. EAGLE 3.1's two norms are meant to prevent it. This module measures both on a few rows, with the
+plain reference of the rollout.
+
+Source: arXiv 2605.09992 for the effect.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle31.kernels.elementwise import widened
+from eagle31.kernels.query_run import context_window, document_starts, query_runs, tiles
+from eagle31.kernels.transfer import to_device
+from eagle31.model.attention import Attend, LayerKeys, attend_by_run, attention_weights, weighted_values
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training.batch import PackedBatch, supervised_drafts
+from eagle31.training.reference import reference_rollout
+
+MAX_SCORES = 2**23  # attention scores that are held at once
+NUM_POSITIONS = 64
+MIN_STEPS = 8  # rolled out where training and serving take fewer, because drift shows at the later ones
+
+
+@dataclass(frozen=True)
+class DriftRows:
+    """The rows on which drift is measured: at each of them all `num_steps` drafts are supervised."""
+
+    batch: PackedBatch  # on the CPU
+    rows: Tensor  # int64 [R], ascending, on the CPU
+    num_steps: int
+
+
+def choose_rows(batch: PackedBatch, max_steps: int, max_positions: int = NUM_POSITIONS) -> DriftRows | None:
+    """Choose at most `max_positions` rows of a batch on the CPU, evenly among those that have most drafts.
+
+    Steps that no row supervises are left out. None: no draft is supervised.
+    """
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, max_steps)
+    num_steps = int(supervised.any(0).sum())  # a step is supervised only where the step before is
+    if not num_steps:
+        return None
+    rows = torch.nonzero(supervised[:, num_steps - 1]).squeeze(1)
+    num = min(len(rows), max_positions)
+    return DriftRows(batch, rows[torch.arange(num) * len(rows) // num], num_steps)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What was measured on R rows: L layers, K steps, H heads, A captured hidden states. All on the CPU.
+
+    RMS means the root mean square of a state's elements, averaged over the rows.
+    """
+
+    num_positions: int  # R
+    # float64 [K, L, 3, H], the mean attention weight on the sink, on the other keys of step 0, and on the
+    # keys of later steps, which the drafter made of its own states. A sink outside of the window has none.
+    attention: Tensor
+    fused_rms: float  # of the state that step 0 receives
+    state_rms: list[float]  # [K], of the state that each step feeds back
+    aux_layer_ids: tuple[int, ...]  # [A]
+    captured_rms: list[float]  # [A], of the captured hidden states
+    normed_rms: list[float] | None  # [A], of the same after fc_norm; None without it
+    # [A], the norm of each captured state's part of the fused state, over the sum of these norms
+    share: list[float]
+    accepted: list[int]  # [K], rows whose drafts up to this step are all the text's tokens
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers for metrics.jsonl, by captured hidden state and by step ("depth")."""
+        reached = [self.num_positions, *self.accepted[:-1]]
+        depth = [
+            {
+                "layers": [_by_key_kind(layer) for layer in attention.unbind(0)],
+                "state_rms": rms,
+                "num_reached": num,
+                "conditional_acceptance": accepted / num if num else None,
+            }
+            for attention, rms, accepted, num in zip(
+                self.attention.unbind(0), self.state_rms, self.accepted, reached, strict=True
+            )
+        ]
+        captured: list[dict[str, Any]] = [
+            {"aux_layer_id": layer, "rms": rms, "share": share}
+            for layer, rms, share in zip(self.aux_layer_ids, self.captured_rms, self.share, strict=True)
+        ]
+        for one, normed in zip(captured, self.normed_rms or [], strict=False):
+            one["normed_rms"] = normed
+        return {
+            "num_positions": self.num_positions,
+            "fused_rms": self.fused_rms,
+            "captured": captured,
+            "depth": depth,
+        }
+
+
+@torch.no_grad()
+def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows, batch: PackedBatch) -> Drift:
+    """Measure drift. The host waits for the device once, at the end.
+
+    Every weight is read by calling its module, the same number of times for the same rows, because all ranks
+    gather sharded weights together.
+
+    Args:
+        batch: the batch of `chosen`, on the drafter's device and in its dtype.
+    """
+    num_steps, config, device = chosen.num_steps, drafter.config, batch.input_ids.device
+    attention = _RecordingAttention(chosen, config, device)
+    rows = attention.rows
+    captured = batch.aux_hidden_states[rows]
+    normed = drafter.norm_captured(captured) if config.fc_norm else list(captured.unbind(1))
+    parts = [drafter.fc(_alone(normed, index)) for index in range(len(normed))]
+    lm_head = frozen.lm_head or drafter.lm_head
+    hits, state_rms = [], []
+    for step, (state, fed_back) in enumerate(
+        reference_rollout(drafter, frozen.embed_tokens, batch, rows, num_steps, attention.functions)
+    ):
+        greedy = lm_head(state).argmax(-1)
+        if frozen.draft_target_ids is not None:
+            greedy = frozen.draft_target_ids[greedy]
+        hits.append(greedy == batch.input_ids[rows + 2 + step])
+        state_rms.append(_rms(fed_back))
+    norms = torch.stack([part.norm(dim=-1, dtype=widened(part.dtype)) for part in parts])  # [A, R]
+    share = (norms / norms.sum(0).clamp(min=torch.finfo(norms.dtype).tiny)).mean(1)
+    found = [
+        torch.stack(attention.weights),
+        _rms(drafter.fuse(captured)),
+        *state_rms,
+        *(_rms(one) for one in captured.unbind(1)),
+        *(_rms(one) for one in normed),
+        share,
+        torch.stack(hits).long().cumprod(0).sum(1),
+    ]
+    numbers = torch.cat([one.double().reshape(-1) for one in found]).cpu()
+    shape = (num_steps, config.num_hidden_layers, 3, config.num_attention_heads)
+    sizes = [math.prod(shape), 1, num_steps, *[len(normed)] * 3, num_steps]
+    weights, fused, fed_back_rms, before, after, shares, accepted = numbers.split(sizes)
+    return Drift(
+        num_positions=len(rows),
+        attention=weights.view(shape),
+        fused_rms=float(fused),
+        state_rms=fed_back_rms.tolist(),
+        aux_layer_ids=config.aux_layer_ids,
+        captured_rms=before.tolist(),
+        normed_rms=after.tolist() if config.fc_norm else None,
+        share=shares.tolist(),
+        accepted=accepted.long().tolist(),
+    )
+
+
+class _Block(NamedTuple):
+    """Some queries of one document, and the keys up to the last of them."""
+
+    queries: slice
+    keys: slice
+
+
+class _RecordingAttention:
+    """The plain attention, which also sums each head's weights by kind of key.
+
+    Each layer calls it once a step, in order. Its memory is that of `MAX_SCORES` scores.
+    """
+
+    def __init__(self, chosen: DriftRows, config: DrafterConfig, device: torch.device) -> None:
+        self.weights: list[Tensor] = []  # [3, H] of each call, means over the rows
+        self._scale, self._window = config.attention_scale, config.sliding_window
+        starts = document_starts(chosen.batch.document_ids)
+        longest = int(chosen.batch.position_ids.max()) + 1
+        size = max(MAX_SCORES // (config.num_attention_heads * longest), 1)
+        self._blocks = _blocks(chosen.rows, starts, size)
+        (self.rows,) = to_device([chosen.rows], device)
+        every_row = tiles(query_runs(torch.arange(len(starts)), starts), size)
+        self._attend_every_row = partial(
+            attend_by_run, runs=every_row, scale=self._scale, window=self._window
+        )
+
+    @property
+    def functions(self) -> tuple[Attend, Attend]:
+        """Return the attention of all rows, for layers before the last at step 0, and that of the chosen."""
+        return self._attend_rows, self._attend
+
+    def _attend_rows(self, query: Tensor, keys: LayerKeys) -> Tensor:
+        self._attend(query[self.rows], keys)
+        return self._attend_every_row(query, keys)
+
+    def _attend(self, query: Tensor, keys: LayerKeys) -> Tensor:
+        out, sums = [], []
+        window = context_window(self._window, len(keys.rollout_keys))
+        keys = keys.within(self._window)
+        for block in self._blocks:
+            step_keys = keys.keys[block.keys]
+            rollout_keys = [key[block.queries] for key in keys.rollout_keys]
+            rollout_values = [value[block.queries] for value in keys.rollout_values]
+            key_rows = torch.arange(block.keys.start, block.keys.stop, device=query.device)
+            rows = self.rows[block.queries].unsqueeze(1)
+            visible = key_rows <= rows
+            if window is not None:
+                visible &= key_rows > rows - window
+            weights = attention_weights(query[block.queries], step_keys, visible, rollout_keys, self._scale)
+            by_head = weights.flatten(0, 1)  # shape: [H, queries, keys + steps]
+            num_keys = len(step_keys)
+            context, own = by_head[..., 1:num_keys].sum(-1), by_head[..., num_keys:].sum(-1)
+            sums.append(torch.stack((by_head[..., 0], context, own)))
+            out.append(weighted_values(weights.to(query.dtype), keys.values[block.keys], rollout_values))
+        self.weights.append(torch.cat(sums, dim=-1).mean(-1))
+        return torch.cat(out)
+
+
+def _blocks(rows: Tensor, starts: Tensor, size: int) -> list[_Block]:
+    """Group rows of the same document, at most `size` of them. Both are on the CPU."""
+    blocks = []
+    _, lengths = starts[rows].unique_consecutive(return_counts=True)
+    first = 0
+    for length in lengths.tolist():
+        for begin in range(first, first + length, size):
+            queries = rows[begin : min(begin + size, first + length)]
+            start, stop = int(starts[queries[0]]), int(queries[-1]) + 1
+            blocks.append(_Block(slice(begin, begin + len(queries)), slice(start, stop)))
+        first += length
+    return blocks
+
+
+def _alone(states: Sequence[Tensor], index: int) -> Tensor:
+    """Concatenate the states with all but one replaced by zeros."""
+    parts = [state if i == index else torch.zeros_like(state) for i, state in enumerate(states)]
+    return torch.cat(parts, dim=-1)
+
+
+def _rms(states: Tensor) -> Tensor:
+    """Return the mean over the rows of the root mean square of their elements. [R, H] -> scalar."""
+    return states.to(widened(states.dtype)).square().mean(-1).sqrt().mean()
+
+
+def _by_key_kind(layer: Tensor) -> dict[str, Any]:
+    """Return a layer's attention [3, H] by name, its mean and by head."""
+    sink, context, own = layer.mean(-1).tolist()
+    heads = {
+        name: [round(weight, 4) for weight in weights.tolist()]
+        for name, weights in (("sink", layer[0]), ("own", layer[2]))
+    }
+    return {"sink": sink, "context": context, "own": own, "heads": heads}

@@ -1,0 +1,166 @@
+"""Drift compared with attention's definition, with the fast path, and with drafters whose drift is known."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31.decoding.replay import replay
+from eagle31.model.attention import LayerKeys
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from eagle31.training import drift
+from eagle31.training.batch import PackedBatch
+from eagle31.training.drift import Drift, DriftRows, choose_rows, measure_drift
+from eagle31.training.rollout import rollout
+from eagle31.training.teacher_forced import greedy_hits
+from tests.eagle31.tiny import EAGLE3, MLA, WIDE_MLA, random_batch, tiny_config, tiny_drafter
+
+NUM_STEPS = 5
+SINK, CONTEXT, OWN = range(3)
+WINDOW: dict[str, Any] = {"sliding_window": 12, "num_hidden_layers": 2}
+SHORT: dict[str, Any] = {"sliding_window": 2}  # shorter than the drafts
+
+
+def answered(batch: PackedBatch) -> PackedBatch:
+    """The batch with long answers, so that rows have all their drafts."""
+    return replace(batch, loss_mask=(batch.position_ids >= 4) & (batch.document_ids >= 0))
+
+
+def small(**changes: Any) -> tuple[Drafter, FrozenParts, DriftRows]:
+    config = tiny_config(**changes)
+    drafter, frozen = tiny_drafter(config)
+    chosen = choose_rows(answered(random_batch((30, 9, 41), config, seed=5, padding=3)), NUM_STEPS, 17)
+    assert chosen is not None
+    return drafter, frozen, chosen
+
+
+def measured(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
+    return measure_drift(drafter, frozen, chosen, chosen.batch)
+
+
+@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}, MLA, WIDE_MLA, WINDOW], ids=str)
+def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -> None:
+    drafter, frozen, chosen = small(**changes)
+    # The text of some rows is what the drafter drafts there, so that there is something to accept.
+    batch = chosen.batch
+    for _ in range(3):
+        (normed, _) = next(rollout(drafter, frozen.embed_tokens, batch, chosen.rows, 1))
+        greedy = drafter.lm_head(normed).argmax(-1)
+        assert frozen.draft_target_ids is not None
+        ids = batch.input_ids.clone()
+        ids[chosen.rows[::2] + 2] = frozen.draft_target_ids[greedy[::2]]
+        batch = replace(batch, input_ids=ids)
+    chosen = replace(chosen, batch=batch)
+    found = measured(drafter, frozen, chosen)
+    steps = list(rollout(drafter, frozen.embed_tokens, batch, chosen.rows, NUM_STEPS))
+    rms = [float((state.detach() ** 2).mean(-1).sqrt().mean()) for _, state in steps]
+    assert found.state_rms == pytest.approx(rms, rel=1e-9)
+    hits, supervised = greedy_hits(drafter, frozen, batch, NUM_STEPS)
+    assert bool(supervised[chosen.rows].all())
+    leading = hits[chosen.rows].long().cumprod(1).sum(0).tolist()
+    assert found.accepted == leading
+    assert 0 < leading[0] < found.num_positions == len(chosen.rows) == 17
+    # One document whose chosen row is the first draft of replay.
+    first = int(chosen.rows[0])
+    one = replace(chosen, rows=chosen.rows[:1])
+    only = torch.zeros_like(supervised)
+    only[first] = supervised[first]
+    stats = replay(hits & only, only, NUM_STEPS)
+    assert measured(drafter, frozen, one).accepted == list(stats.accepted_per_position)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 2}, MLA, WIDE_MLA, WINDOW, SHORT], ids=str)
+@pytest.mark.parametrize("max_scores", [2**23, 2 * 4 * 41])
+def test_attention_equals_a_softmax_over_each_row(
+    changes: dict[str, Any], max_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drift, "MAX_SCORES", max_scores)
+    drafter, frozen, chosen = small(**changes)
+    calls: list[tuple[Tensor, LayerKeys]] = []
+    plain = drift._RecordingAttention._attend
+
+    def recorded(self: Any, query: Tensor, keys: LayerKeys) -> Tensor:
+        calls.append((query, keys))
+        return plain(self, query, keys)
+
+    monkeypatch.setattr(drift._RecordingAttention, "_attend", recorded)
+    found = measured(drafter, frozen, chosen)
+    num_layers = drafter.config.num_hidden_layers
+    assert len(calls) == NUM_STEPS * num_layers
+    torch.testing.assert_close(found.attention.sum(2), torch.ones_like(found.attention[:, :, 0]))
+    starts = {int(d): int((chosen.batch.document_ids == d).nonzero()[0]) for d in range(3)}
+    group = drafter.config.num_attention_heads // drafter.config.num_key_value_heads
+    for call, (query, keys) in enumerate(calls):
+        step, layer = divmod(call, num_layers)
+        expected = torch.zeros(3, drafter.config.num_attention_heads, dtype=torch.float64)
+        for index, row in enumerate(chosen.rows.tolist()):
+            start = starts[int(chosen.batch.document_ids[row])]
+            for head in range(expected.shape[1]):
+                own = [key[index, head // group] for key in keys.rollout_keys]
+                seen = torch.stack([*keys.keys[start : row + 1, head // group], *own])
+                scores = seen @ query[index, head] * drafter.config.attention_scale
+                # The query's own key is the last.
+                scores[: -(drafter.config.sliding_window or len(seen))] = float("-inf")
+                weights = scores.softmax(0)
+                num_keys = row + 1 - start
+                parts = weights[0], weights[1:num_keys].sum(), weights[num_keys:].sum()
+                expected[:, head] += torch.stack(parts) / len(chosen.rows)
+        torch.testing.assert_close(found.attention[step, layer], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("changes", [{}, EAGLE3], ids=["fc_norm", "eagle3"])
+def test_the_share_of_a_captured_state_is_that_of_its_part_of_the_fused_state(
+    changes: dict[str, Any],
+) -> None:
+    drafter, frozen, chosen = small(**changes)
+    found = measured(drafter, frozen, chosen)
+    states = chosen.batch.aux_hidden_states[chosen.rows]
+    assert found.captured_rms == pytest.approx((states**2).mean(-1).sqrt().mean(0).tolist())
+    if drafter.config.fc_norm:
+        states = states / (states**2).mean(-1, keepdim=True).sqrt()
+        states = states * torch.stack([norm.weight.detach() for norm in drafter.fc_norm])
+        assert found.normed_rms == pytest.approx((states**2).mean(-1).sqrt().mean(0).tolist(), rel=1e-3)
+    else:
+        assert found.normed_rms is None
+    weight = drafter.fc.weight.detach().unflatten(1, (3, -1))
+    parts = torch.einsum("hai,rai->rah", weight, states)
+    fused = parts.sum(1)
+    norms = parts.norm(dim=-1)
+    assert found.share == pytest.approx((norms / norms.sum(1, keepdim=True)).mean(0).tolist(), rel=1e-3)
+    assert found.fused_rms == pytest.approx(float((fused**2).mean(-1).sqrt().mean()), rel=1e-3)
+
+
+def test_rows_are_spread_and_have_all_their_drafts() -> None:
+    config = tiny_config()
+    batch = answered(random_batch((30, 9, 41, 6), config, padding=2))
+    chosen = choose_rows(batch, 8, 10)
+    assert chosen is not None
+    assert chosen.num_steps == 8
+    assert len(set(chosen.rows.tolist())) == 10
+    assert {int(batch.document_ids[row]) for row in chosen.rows} == {0, 2}
+    # The third token before the answer is the last one that no draft starts after.
+    assert int(batch.position_ids[chosen.rows].min()) >= 3
+    short = replace(batch, loss_mask=batch.loss_mask & (batch.position_ids < 9))
+    cut = choose_rows(short, 8, 100)
+    assert cut is not None
+    assert cut.num_steps == 4
+    assert [int(batch.position_ids[row]) for row in cut.rows] == [3, 3, 3]
+    assert choose_rows(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), 8) is None
+
+
+def test_a_record_has_means_heads_and_conditional_acceptance() -> None:
+    drafter, frozen, chosen = small(num_hidden_layers=2)
+    found = replace(measured(drafter, frozen, chosen), accepted=[9, 3, 0, 0, 0])
+    record = found.record()
+    assert [one["num_reached"] for one in record["depth"]] == [17, 9, 3, 0, 0]
+    assert [one["conditional_acceptance"] for one in record["depth"]] == [9 / 17, 1 / 3, 0.0, None, None]
+    last = record["depth"][2]["layers"][1]
+    assert last["own"] == pytest.approx(float(found.attention[2, 1, OWN].mean()))
+    assert last["sink"] + last["context"] + last["own"] == pytest.approx(1.0)
+    assert last["heads"]["sink"] == pytest.approx(found.attention[2, 1, SINK].tolist(), abs=1e-4)
+    assert [one["aux_layer_id"] for one in record["captured"]] == [0, 2, 5]
+    assert [one["normed_rms"] for one in record["captured"]] == found.normed_rms
+    assert all(one["own"] == 0 for one in record["depth"][0]["layers"])
