@@ -117,7 +117,7 @@ def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows, batc
     attention = _RecordingAttention(chosen, config, device)
     rows = attention.rows
     captured = batch.aux_hidden_states[rows]
-    normed = drafter.norm_captured(captured) if config.fc_norm else list(captured.unbind(1))
+    normed = drafter.norm_captured(captured).unbind(1)
     parts = [drafter.fc(_alone(normed, index)) for index in range(len(normed))]
     lm_head = frozen.lm_head or drafter.lm_head
     hits, state_rms = [], []
