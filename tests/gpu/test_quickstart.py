@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.gpu.runs import (
     run,
     training_records,
 )
+from tests.runs.model_runner import model_runner
 
 LOSS_BOUND = 0.02  # relative; on a CPU two runs are the same to the bit
 STATE_BOUNDS = {"cpu": 1e-3, "cuda": 3e-2}  # float32 and bf16; relative to the norm of the states
@@ -95,23 +97,28 @@ def test_the_copy_from_vllms_cache_is_exact(check: Check) -> None:
     assert torch.equal(copy.states, cache.cpu()[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens])
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
+@pytest.mark.parametrize(("num_gpus", "runner"), [(1, "V1"), (1, "V2"), (2, None)])
 def test_vllm_captures_the_states_of_transformers(
     quickstart: Path,
     check: Check,
     vllm_python: Path,
     figure: Figure,
     num_gpus: int,
+    runner: str | None,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if num_gpus == 2:
         require_two(check)
         # On a CPU, vLLM refuses two workers on one NUMA node unless their cores are given.
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    directory = check.captured_copy(f"capture_{num_gpus}", "capture")
+    directory = check.captured_copy(f"capture_{num_gpus}_{runner}", "capture")
     stages = "stages=[data,vocab,answers,capture]"
     parallel = f"vllm.engine_args.tensor_parallel_size={num_gpus}"
-    figure("the run, with vLLM's start", run(check.command(directory, "capture=vllm", stages, parallel)), "s")
+    chosen = nullcontext() if runner is None else model_runner(runner, vllm_python, tmp_path / "vllm")
+    with chosen:
+        seconds = run(check.command(directory, "capture=vllm", stages, parallel))
+    figure("the run, with vLLM's start", seconds, "s")
     ours, theirs = (
         HiddenStateStore(next(path.glob("artifacts/capture-*/train"))) for path in (quickstart, directory)
     )
@@ -129,14 +136,18 @@ def test_vllm_captures_the_states_of_transformers(
     assert worst <= STATE_BOUNDS[check.device.type]
 
 
+@pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_vllm_drafts_as_our_evaluator_does(
-    quickstart: Path, check: Check, vllm_python: Path, figure: Figure
+    quickstart: Path, check: Check, vllm_python: Path, figure: Figure, runner: str, tmp_path: Path
 ) -> None:
-    numbers = check.output / "serving.json"
+    numbers = check.output / f"serving_{runner}.json"
     few = ["--num-prompts", "4", "--max-new-tokens", "16"] if check.small else []
     dtype = "float32" if check.small else "bfloat16"
     line = [sys.executable, "scripts/check_serving", str(quickstart / "export"), "--target", target()]
-    run([*line, "--dtype", dtype, "--json", str(numbers), *few])
+    with model_runner(runner, vllm_python, tmp_path / "vllm"):
+        run([*line, "--dtype", dtype, "--json", str(numbers), *few])
     found = read_json(numbers)
+    assert found["model_runner"] == runner
+    figure("engine", found["engine"])
     for side in ("eagle31", "vllm"):
         figure(f"acceptance length, {side}", float(found[side]["acceptance_length"]))

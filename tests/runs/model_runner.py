@@ -1,4 +1,4 @@
-"""vLLM's Model Runner V2, which a GPU takes by default, on the CPU.
+"""vLLM's two model runners: V1, which a CPU takes by default, and V2, which a GPU takes.
 
 V2 needs Triton. vLLM's environment has the package, whose interpreter runs kernels on CPU tensors; vLLM asks
 for a backend of the name "cpu" as well, which the package lacks.
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 # vLLM looks at whether the driver is active, and some of its modules at the name of the target.
 _BACKEND = """
@@ -31,15 +32,24 @@ triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver)
 
 
 @contextmanager
-def interpreted_v2(python: Path, directory: Path) -> Iterator[Path]:
-    """Have vLLM take V2 in the processes that start meanwhile, and give the Python that they need.
-
-    It is that of an environment that adds the backend to vLLM's.
+def model_runner(name: str, python: Path, directory: Path) -> Iterator[Path]:
+    """Have the vLLM processes that start meanwhile take V1 or V2, and give the Python that they need.
 
     Args:
         python: the Python of vLLM's environment, which stays as it is.
-        directory: where the environment is made, a new directory.
+        directory: where an environment is made that adds the backend to it, for V2 on a CPU.
     """
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": str(int(name == "V2"))}
+    if name == "V2" and not torch.cuda.is_available():
+        python = _interpreting(python, directory)
+        variables |= {"TRITON_INTERPRET": "1", "EAGLE31_VLLM_PYTHON": str(python)}
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in variables.items():
+            patch.setenv(variable, value)
+        yield python
+
+
+def _interpreting(python: Path, directory: Path) -> Path:
     environment = python.parent.parent
     [packages] = environment.glob("lib/python3*/site-packages")
     own = directory / packages.relative_to(environment)
@@ -51,8 +61,4 @@ def interpreted_v2(python: Path, directory: Path) -> Iterator[Path]:
     (directory / "bin").mkdir()
     for path in ("bin/python", "lib/libiomp5.so"):
         (directory / path).symlink_to(environment / path)
-    variables = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (variables | {"EAGLE31_VLLM_PYTHON": str(directory / "bin/python")}).items():
-            patch.setenv(name, value)
-        yield directory / "bin/python"
+    return directory / "bin/python"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.runs.here import run_command
-from tests.runs.model_runner import interpreted_v2
+from tests.runs.model_runner import model_runner
 from tests.train.parity.engines import ENOUGH, FEW, EngineResults, K, decode_job, run_together
 from tests.train.parity.mutations import MUTATIONS, mutate
 from tests.train.parity.parity_cases import (
@@ -80,7 +80,7 @@ def engines(
         decode_job(f"V2 {name}", name, export_path(name, trained).resolve(), trained, FEW) for name in names
     ]
     results = run_all(jobs, vllm_python, logs / "vllm")
-    with interpreted_v2(vllm_python, logs / "v2") as python:
+    with model_runner("V2", vllm_python, logs / "v2") as python:
         return EngineResults(trained, results | run_all(few, python, logs / "vllm_v2"))
 
 

@@ -38,6 +38,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.data.capture.transport.mooncake_master import Master, running_master
 from tests.data.capture.vllm.capturing import CODEC, KEY, STALL_SECONDS, capture_store
+from tests.data.capture.vllm.server_run import SMALL
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
@@ -57,6 +58,7 @@ from tests.data.capture.vllm.targets import (
     save_hybrid,
 )
 from tests.processes import EVERY_ADDRESS, command_of, listening
+from tests.runs.model_runner import model_runner
 
 IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 120
@@ -238,20 +240,55 @@ def test_conversations_continue_as_soon_as_they_are_answered(server: Server, spe
 
 
 def test_states_of_preempted_prompts_are_exact(server: Server, spec: TargetSpec, root: Path) -> None:
-    """Growing completions take the cache from prompts that are being captured; these are computed again."""
+    answers = capture_while_answering(server, spec, root, num_samples=30, num_prompts=24, num_tokens=60)
+    # Drafts of the tokens that were just written have been accepted, and have changed nothing (vllm#56417).
+    assert any(one == other for answer in answers for one, other in pairwise(answer))
 
-    def num_preemptions() -> float:
-        metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
-        [line] = [one for one in metrics.splitlines() if one.startswith("vllm:num_preemptions_total{")]
-        return float(line.split()[-1])
 
-    dataset, expected, before = make_samples(30, seed=1), expected_states(spec, IDS), num_preemptions()
-    prompts = [prompt[:60] for prompt in make_prompts(24)]
+def test_states_are_exact_on_the_model_runner_of_gpus(
+    vllm_python: Path, spec: TargetSpec, tmp_path: Path
+) -> None:
+    log, small = tmp_path / "server.log", SMALL | {"num_gpu_blocks_override": 20}
+    with model_runner("V2", vllm_python, tmp_path / "v2"):
+        process = ServerProcess(
+            capture_engine(spec, IDS, tmp_path, **small).command_line(),
+            host="127.0.0.1",
+            port=None,
+            key=KEY,
+            devices=None,
+            log=log,
+            limit_seconds=START_SECONDS,
+        )
+    with contextlib.closing(process):
+        process.wait_until_ready(progress=False)
+        server = Server(process.url, process.process_id)
+        capture_while_answering(server, spec, tmp_path, num_samples=4, num_prompts=4, num_tokens=20)
+    assert "Using V2 Model Runner" in log.read_text()
+
+
+def capture_while_answering(
+    server: Server, spec: TargetSpec, root: Path, *, num_samples: int, num_prompts: int, num_tokens: int
+) -> list[list[int]]:
+    """Have completions grow, which take the cache from prompts that are being captured; check both.
+
+    Such a prompt is computed again. In the end two prompts have a block of the cache in common.
+    """
+
+    def counters() -> list[float]:
+        """Return the numbers of preemptions and of tokens found in the cache."""
+        answer = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+        lines = answer.text.splitlines()
+        names = ("vllm:num_preemptions_total{", "vllm:prefix_cache_hits_total{")
+        return [float(line.split()[-1]) for name in names for line in lines if line.startswith(name)]
+
+    dataset, expected = make_samples(num_samples, seed=1), expected_states(spec, IDS)
+    before = counters()
+    prompts = [prompt[:60] for prompt in make_prompts(num_prompts)]
     answers: list[list[int]] = []
 
     def write() -> None:
-        writer, sampling = VllmGenerator([client(server, 8)], expected), Sampling(60, (), 0.0, seed=0)
-        output = root / "growing.jsonl"
+        writer = VllmGenerator([client(server, 8)], expected)
+        sampling, output = Sampling(num_tokens, (), 0.0, seed=0), root / "growing.jsonl"
         answers.extend(answer_prompts(writer, prompts, sampling, output=output, model_fingerprint="f"))
         writer.close()
 
@@ -259,11 +296,14 @@ def test_states_of_preempted_prompts_are_exact(server: Server, spec: TargetSpec,
     writing.start()
     capture(server, dataset, root / "preempted", spec)
     writing.join()
-    assert num_preemptions() > before
+    same = [[1] * MAX_TOKENS, [1] * (MAX_TOKENS - 1) + [2]]
+    twins = Dataset.from_dict({"input_ids": same, "loss_mask": [[True] * MAX_TOKENS] * 2})
+    capture(server, twins, root / "twins", spec)
+    assert largest_difference(HiddenStateStore(root / "twins"), twins, spec, IDS) < 1e-5
+    assert all(now > earlier for now, earlier in zip(counters(), before, strict=True))
     assert largest_difference(HiddenStateStore(root / "preempted"), dataset, spec, IDS) < 1e-5
-    # Drafts of the tokens that were just written have been accepted, and have changed nothing (vllm#56417).
-    assert any(one == other for answer in answers for one, other in pairwise(answer))
     assert largest_shortfall(spec, prompts, answers) < NEAR_TIE
+    return answers
 
 
 def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
