@@ -1,13 +1,14 @@
 """The data that a target does not take: how much a run may leave out, and what it says about them."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from eagle31.errors import UserError
 
 _MAX_FRACTION = 0.01
 _ALWAYS_ALLOWED = 8  # a small dataset may lack this many, unless they are more than half of it
-_SHOWN_REASONS, _SHOWN_SAMPLES = 5, 8
+_SHOWN_REFUSALS = 8
 
 
 def num_allowed(num_samples: int) -> int:
@@ -42,7 +43,7 @@ def retry_remedy(directory: Path) -> str:
 def refusal_lines(
     refused: Mapping[int, str], num_samples: int, directory: Path | None = None
 ) -> Iterator[str]:
-    """Yield lines that say how many samples were refused and why, the most frequent reasons first.
+    """Yield lines that say how many samples were refused, and why the first ones.
 
     Args:
         refused: the reasons by sample id.
@@ -50,15 +51,8 @@ def refusal_lines(
     """
     if not refused:
         return
-    yield f"{len(refused):,} of {num_samples:,} samples were refused:"
-    by_reason: dict[str, list[int]] = {}
-    for sample_id, reason in refused.items():
-        by_reason.setdefault(reason, []).append(sample_id)
-    reasons = sorted(by_reason.items(), key=lambda item: -len(item[1]))
-    for reason, ids in reasons[:_SHOWN_REASONS]:
-        shown = ", ".join(map(str, ids[:_SHOWN_SAMPLES])) + (", ..." if len(ids) > _SHOWN_SAMPLES else "")
-        yield f"  {len(ids):,} (sample {shown}): {reason}"
-    if len(reasons) > _SHOWN_REASONS:
-        yield f"  and {sum(len(ids) for _, ids in reasons[_SHOWN_REASONS:]):,} for other reasons"
+    yield f"{len(refused):,} of {num_samples:,} samples were refused, such as"
+    for sample_id, reason in islice(refused.items(), _SHOWN_REFUSALS):
+        yield f"  sample {sample_id}: {reason}"
     if directory is not None:
         yield retry_remedy(directory)

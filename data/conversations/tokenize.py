@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,13 +151,14 @@ def tokenize(
                 bar.update(chunk.counts["num_conversations"])
                 if enough is not None and enough.reached(counts):
                     break
-        report = _report(counts, len(refused), fingerprint)
+        counts["num_refused"] = len(refused)
+        names = [field.name for field in fields(TokenizeReport) if field.name != "template_fingerprint"]
+        report = TokenizeReport(**{name: counts[name] for name in names}, template_fingerprint=fingerprint)
         _check(report, refused, max_tokens, tokenizer)
         if refused:
             on_refused(refused)
         print_markers(report.num_with_markers)
-        with _datasets_bars(progress and sys.stderr.isatty()):
-            datasets.Dataset.from_file(str(stream)).save_to_disk(str(directory))
+        datasets.Dataset.from_file(str(stream)).save_to_disk(str(directory))
         shutil.rmtree(stream.parent)
         (directory / _REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
     return report
@@ -219,21 +220,6 @@ def _record_batch(samples: list[tuple[str, RenderedConversation]]) -> pa.RecordB
     return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
 
 
-def _report(counts: Counter[str], num_refused: int, fingerprint: str) -> TokenizeReport:
-    return TokenizeReport(
-        num_conversations=counts["num_conversations"],
-        num_refused=num_refused,
-        num_samples=counts["num_samples"],
-        num_tokens=counts["num_tokens"],
-        num_supervised_tokens=counts["num_supervised_tokens"],
-        num_overlong=counts["num_overlong"],
-        num_unsupervised=counts["num_unsupervised"],
-        num_straddling=counts["num_straddling"],
-        num_with_markers=counts["num_with_markers"],
-        template_fingerprint=fingerprint,
-    )
-
-
 def _check(
     report: TokenizeReport,
     refused: list[tuple[str, str]],
@@ -287,15 +273,3 @@ def _renamed_when_done(output_dir: Path) -> Iterator[Path]:
         directory.rename(output_dir)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def _datasets_bars(shown: bool) -> Iterator[None]:
-    were_disabled = datasets.utils.are_progress_bars_disabled()
-    if not shown:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            datasets.enable_progress_bars()

@@ -1,12 +1,10 @@
 """A finished store in object storage, whose samples are read by byte ranges, through fsspec."""
 
 import hashlib
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import fsspec
@@ -21,30 +19,19 @@ from eagle31.tensor_files import TensorEntry, read_header
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
-_PAUSES_SECONDS = (1.0, 5.0, 25.0)  # between the attempts of a request
-_Result = TypeVar("_Result")
-
-
-def _requested(url: str, request: Callable[[], _Result]) -> _Result:
-    """Return what a request gives, which is sent again where the service fails.
-
-    Raises:
-        FileNotFoundError: there is no such object.
-        UserError: the service refuses, or does not answer; or `request` raises it.
-    """
-    for pause in (*_PAUSES_SECONDS, None):
-        try:
-            return request()
-        except (FileNotFoundError, UserError):
-            raise
-        except Exception as error:  # of the protocol's package, whose errors have no common type
-            what = f"It cannot be read ({type(error).__name__}: {error})"
-            if pause is None or isinstance(error, PermissionError):
-                remedy = f"{what}; check address and credentials, and run the same command again."
-                raise UserError("capture.store", url, remedy) from error
-            print(f"{url}: {what}; next attempt in {pause:.0f} s", file=sys.stderr, flush=True)
-        time.sleep(pause)
-    raise AssertionError
+@contextmanager
+def _requests(url: str) -> Iterator[None]:
+    """Name what fails for good: the protocol's package sends a request again where that may help."""
+    try:
+        yield
+    except (FileNotFoundError, UserError):
+        raise
+    except Exception as error:  # of the protocol's package, whose errors have no common type
+        remedy = (
+            f"It cannot be read ({type(error).__name__}: {error}); check address and credentials, and run "
+            "the same command again."
+        )
+        raise UserError("capture.store", url, remedy) from error
 
 
 class RemoteFile:
@@ -56,12 +43,9 @@ class RemoteFile:
 
     def header(self) -> dict[str, TensorEntry]:
         """Return what `read_header` does; raise what `fill` does."""
-
-        def read() -> dict[str, TensorEntry]:
-            with self._system.open(self.path, "rb", cache_type="readahead", block_size=1 << 16) as file:
-                return read_header(file, self.path)
-
-        return _requested(self.path, read)
+        options = {"cache_type": "readahead", "block_size": 1 << 16}
+        with _requests(self.path), self._system.open(self.path, "rb", **options) as file:
+            return read_header(file, self.path)
 
     def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
         """Fill memory with the bytes from a position on, all pieces at once.
@@ -74,7 +58,8 @@ class RemoteFile:
         starts = [position for _, position in wanted]
         ends = [position + len(view) for view, position in wanted]
         paths = [self.path] * len(wanted)
-        found = _requested(self.path, lambda: self._system.cat_ranges(paths, starts, ends, on_error="raise"))
+        with _requests(self.path):
+            found = self._system.cat_ranges(paths, starts, ends, on_error="raise")
         for (view, position), content in zip(wanted, found, strict=True):
             if len(content) != len(view):
                 raise OSError(f"{self.path} ends at byte {position + len(content)}")
@@ -133,7 +118,8 @@ class RemoteDirectory:
             UserError: the service refuses or does not answer.
         """
         try:
-            return _requested(self.url, lambda: self._system.cat_file(f"{self._path}/{name}"))
+            with _requests(self.url):
+                return self._system.cat_file(f"{self._path}/{name}")
         except FileNotFoundError:
             return None
 
@@ -145,7 +131,8 @@ class RemoteDirectory:
         """
         self._system.invalidate_cache(self._path)
         try:
-            listed = _requested(self.url, lambda: self._system.ls(self._path, detail=True))
+            with _requests(self.url):
+                listed = self._system.ls(self._path, detail=True)
         except FileNotFoundError:
             return {}
         return {

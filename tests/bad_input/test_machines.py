@@ -7,21 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from data.capture.vllm import client
 from data.embedded.target import EmbeddedTarget
 from tests.bad_input.commands import MAIN, Case, CheckCase
-from tests.bad_input.faults import answering, free_port, port_in_use, protected, small_disk
+from tests.bad_input.faults import answering, free_port, port_in_use, small_disk
 from tests.data.capture.vllm.servers import INFO
 from tests.runs.here import run_command
 from tests.train.small_run import arguments
 from train.engines import probe
 
 PORT = "{port}"  # the port of the fault, in arguments and messages
-SERVE, SUBMIT = "scripts/serve_target", "scripts/submit"
+SERVE = "scripts/serve_target"
 WORK = ("data: ", "capture: ")  # what stages print when they begin
 KEPT = "output_dir=kept/run"
 SERVED = (
@@ -42,13 +41,6 @@ class Machine:
 
 
 @contextlib.contextmanager
-def forbidden(directory: Path) -> Iterator[None]:
-    (directory / "kept").mkdir()
-    with protected(directory / "kept"), patch.dict("os.environ", {"EAGLE31_CACHE": "kept/cache"}):
-        yield
-
-
-@contextlib.contextmanager
 def full(directory: Path) -> Iterator[None]:
     with small_disk(directory / "kept", 1 << 16):
         (directory / "kept" / "fill").write_bytes(bytes(1 << 16))
@@ -56,22 +48,7 @@ def full(directory: Path) -> Iterator[None]:
 
 
 MACHINES = [
-    Machine(
-        Case("output_of_another", (KEPT,), ("output_dir=kept/run", "Permission denied"), absent=WORK),
-        forbidden,
-    ),
     Machine(Case("output_disk_full", (KEPT,), ("output_dir=kept/run", "No space left on device")), full),
-    Machine(
-        Case(
-            "cache_of_another_and_a_target_to_train",
-            ("target.model=embedded",),
-            ("EAGLE31_CACHE=kept/cache: ", "Permission denied"),
-        ),
-        forbidden,
-    ),
-    Machine(
-        Case("submit_output", (KEPT, "--gpus-per-node=0"), ("file=", "kept/run: "), script=SUBMIT), forbidden
-    ),
     Machine(
         Case(
             "disk_too_small_to_capture",

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from data.embedded.target import EmbeddedTarget
 from tests.bad_input.commands import Case, CheckCase, each, link
@@ -56,17 +55,6 @@ def test_a_template_that_cannot_be_used_is_named(
     check_case(case)
 
 
-def edited(**changes: Any) -> Callable[[Path], None]:
-    """Replace the link to the target by a copy with another config.json."""
-
-    def prepare(directory: Path) -> None:
-        own_target(directory)
-        path = directory / "target" / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return prepare
-
-
 def own_target(directory: Path) -> None:
     target = directory / "target"
     source = target.resolve()
@@ -93,11 +81,6 @@ def run(
     return Case(name, overrides, says, prepare)
 
 
-def other_prompts(directory: Path) -> None:
-    text = (directory / "train.jsonl").read_text().replace("what", "where")
-    (directory / "eval.jsonl").write_text(text)
-
-
 def template_run(name: str, source: str, *says: str) -> Case:
     return run(name, says, "target.chat_template=t.jinja", prepare=written(source))
 
@@ -115,26 +98,11 @@ RUNS = [
         ("error: target.model=target: ", "no vocabulary"),
         prepare=without("tokenizer.json", tokenizer_class="LlamaTokenizer"),
     ),
-    run(
-        "width_unlike_the_weights",
-        ("error: target.model=target: ", "[512, 64]", "[512, 32]"),
-        prepare=edited(hidden_size=32),
-    ),
-    run("no_config", ("error: target.model=target",), prepare=without("config.json")),
     run("aux_layer_beyond_the_end", ("drafter.aux_layer_ids=[1, 2, 5]: ",), "drafter.aux_layer_ids=[1,2,5]"),
     run(
         "positions_below_the_samples",
         ("drafter.max_position_embeddings=8: ", "data.max_tokens=256"),
         "drafter.max_position_embeddings=8",
-    ),
-    run("target_is_a_file", ("error: target.model=./train.jsonl",), "target.model=./train.jsonl"),
-    run("all_held_out", ("There are 40", "lower data.num_validation"), "data.num_validation=100000"),
-    run(
-        "none_left_for_the_test",
-        ("error: data.num_validation=100000: ", "data.num_test=6"),
-        "data.num_validation=100000",
-        "data.eval=eval.jsonl",
-        prepare=other_prompts,
     ),
     run(
         "rows_too_short",

@@ -3,8 +3,7 @@ import re
 
 import pytest
 
-from data import progress as module
-from data.progress import Progress, format_seconds, tracked
+from data.progress import Progress, format_seconds
 
 
 class Clock:
@@ -43,18 +42,6 @@ def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> 
     ]
 
 
-def test_the_rate_leaves_out_what_an_earlier_run_finished() -> None:
-    first, *_ = run(100, 10.0, 1, initial=50)
-    assert first == "capture: 51/100 tokens (51%), 0.1 tokens/s, 8 min 10 s left"
-
-
-def test_an_unknown_total_has_no_time_left() -> None:
-    assert run(None, 6.0, 1) == [
-        "capture: 1 tokens, 0.167 tokens/s",
-        "capture: 1 tokens in 6.0 s, 0.167 tokens/s",
-    ]
-
-
 def test_a_stage_that_fails_says_how_far_it_came() -> None:
     clock, stream = Clock(), io.StringIO()
 
@@ -88,19 +75,6 @@ def test_a_terminal_has_a_bar_with_the_note_and_no_lines() -> None:
     assert re.search(r"2\.00/2\.00 .*loss 2\.310", shown)
     assert "sample 3 is refused\n" in shown
     assert " left" not in shown
-
-
-def test_tracked_yields_every_item_and_counts_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.0)
-    monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
-    assert list(tracked("abc", "verify", "shards")) == ["a", "b", "c"]
-    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "verify: 1/3 shards (33%)",
-        "verify: 2/3 shards (67%)",
-        "verify: 3/3 shards (100%)",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_retry_forgets_the_refusals_and_reopens_the_stage(tmp_path: Path) -> Non
     stage.write_text("{}")
     done = store("retry", directory)
     assert done.status == 0, done.err
-    assert "1 (sample 5): too long for the server" in done.out
+    assert "sample 5: too long for the server" in done.out
     assert not stage.exists()
     assert "no, 1 of 7 samples are missing" in store("info", directory).out
     assert "No sample was refused" in store("retry", directory).out

@@ -11,25 +11,6 @@ from tests.eagle31.tiny import MLA, QK_NORM, tiny_config
 VERIFIER = Verifier("org/target", ("Qwen3ForCausalLM",), 3)
 
 
-def test_json_has_what_vllm_reads() -> None:
-    written = config_json(tiny_config(aux_layer_ids=(1, 4)), Layout.vllm, "float32")
-    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert written["model_type"] == "llama"
-    assert written["eagle_aux_hidden_state_layer_ids"] == [1, 4]
-    assert written["eagle_config"] == {
-        "eagle_aux_hidden_state_layer_ids": [1, 4],
-        "use_aux_hidden_state": True,
-    }
-    assert written["num_aux_hidden_states"] == 2
-    assert (written["fc_norm"], written["norm_output"], written["norm_before_residual"]) == (
-        True,
-        True,
-        False,
-    )
-    assert written["tie_word_embeddings"] is False
-    assert written["torch_dtype"] == "float32"
-
-
 def test_json_of_mla_has_what_vllm_reads() -> None:
     written = config_json(tiny_config(**MLA), Layout.vllm, "bfloat16")
     assert written["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]

@@ -46,33 +46,6 @@ def test_the_weights_are_read_back(tmp_path: Path, dtype: str) -> None:
     assert loaded.config["eagle31"]["target"] == "x"
 
 
-def test_tensors_are_those_of_the_serving_contract(tmp_path: Path) -> None:
-    export(tmp_path / "e", "bfloat16")
-    tensors = load_file(tmp_path / "e" / "model.safetensors")
-    attention = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"]
-    mlp = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
-    expected = {
-        *attention,
-        *mlp,
-        *(f"midlayer.{name}.weight" for name in norms),
-        *(f"fc_norm.{i}.weight" for i in range(3)),
-        "fc.weight",
-        "norm.weight",
-        "lm_head.weight",
-        "embed_tokens.weight",
-        "d2t",
-        "t2d",
-    }
-    assert set(tensors) == expected
-    assert tensors["fc.weight"].shape == (16, 60)
-    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (24, 32)
-    assert tensors["lm_head.weight"].shape == (29, 16)
-    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
-    targets = tensors["d2t"] + torch.arange(29)
-    assert torch.equal(targets, tensors["t2d"].nonzero().squeeze(1))
-
-
 def test_full_vocabulary_has_no_mapping(tmp_path: Path) -> None:
     export(tmp_path / "e", draft_vocab_size=VOCAB)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "e" / "model.safetensors"))

@@ -32,7 +32,6 @@ def test_a_run_reads_the_store_of_another_from_object_storage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("EAGLE31_CACHE", str(tmp_path / "descriptions"))
-    monkeypatch.setattr("data.store.remote._PAUSES_SECONDS", (0.0,))
     directory = _with_texts(finished[0], tmp_path / "run")
     with s3_bucket() as bucket:
         url = f"{bucket}/store"
