@@ -18,8 +18,6 @@ SHAPE_KEYS = (
     "num_attention_heads",
     "vocab_size",
 )
-# The defaults of transformers' Llama, which vLLM uses for missing keys.
-_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 
 
 @dataclass(frozen=True)
@@ -117,12 +115,13 @@ def _numbers(layer: dict[str, Any], attention: type[AttentionShape]) -> dict[str
     missing = [key for key in required if layer.get(key) is None]
     if missing:
         raise UserError("config.json", missing, "These keys are missing.")
-    values = {key: layer[key] for key in (*required, *_DEFAULTS) if layer.get(key) is not None}
+    defaults = {"rms_norm_eps": 1e-6, "max_position_embeddings": attention.default_positions}
+    values = {key: layer[key] for key in (*required, *defaults) if layer.get(key) is not None}
     for key, value in values.items():
         number = (int, float) if key == "rms_norm_eps" else int
         if isinstance(value, bool) or not isinstance(value, number):
             raise UserError(key, value, "config.json must have a number here.")
-    return _DEFAULTS | values
+    return defaults | values
 
 
 def _sliding_window(

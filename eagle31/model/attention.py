@@ -41,7 +41,8 @@ class AttentionShape(ABC):
     title: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]  # that vLLM loads as this kind; an export has the first
     model_types: ClassVar[tuple[str, ...]]  # that are read here; an export has the first
-    required_keys: ClassVar[tuple[str, ...]] = ()  # of config.json: vLLM has no default for them
+    required_keys: ClassVar[tuple[str, ...]] = ()  # of config.json, in addition to the layer's sizes
+    default_positions: ClassVar[int]  # vLLM's max_position_embeddings where config.json has none
     rope_keys: ClassVar[dict[str, tuple[str, ...]]]  # that vLLM reads, by rope_type
     has_window: ClassVar[bool]  # whether vLLM serves it with a sliding window
     optional_parts: ClassVar[tuple[str, ...]]  # fields of `DrafterConfig` for parts that vLLM has with it

@@ -35,6 +35,7 @@ class GqaShape(AttentionShape):
         "Eagle3Qwen3vlForCausalLM",
     )
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
+    default_positions = 2048
     rope_keys = ROPE_KEYS
     has_window = True
     optional_parts: ClassVar[tuple[str, ...]] = ("norm_before_fc", "attention_bias", "mlp_bias")
@@ -91,7 +92,8 @@ class NormedGqaShape(GqaShape):
     title = "GQA with norms of queries and keys"
     architectures = ("Eagle3Qwen3ForCausalLM", DEEPSPEC)
     model_types = ("qwen3",)
-    required_keys = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+    required_keys = ("num_key_value_heads", "head_dim")
+    default_positions = 32768
     optional_parts = ("norm_before_fc", "attention_bias")
     in_sglang = False
 

@@ -37,10 +37,8 @@ class MlaShape(AttentionShape):
     architectures = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
     # vLLM reads a drafter of type "deepseek_v3" as a multi-token prediction head.
     model_types = ("kimi_k2", "deepseek_v3", "deepseek_v2")
-    required_keys = (
-        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        *("rms_norm_eps", "max_position_embeddings"),
-    )
+    required_keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    default_positions = 4096
     # vLLM reads every scaling as DeepSeek's YaRN, which knows no other attention factor and always truncates
     # its correction range.
     rope_keys: ClassVar = {

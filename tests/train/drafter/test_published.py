@@ -14,7 +14,6 @@ from eagle31.errors import UserError
 from eagle31.export.read import load_export
 from eagle31.model.drafter import Drafter
 from tests.data.target.tiny_target import save_target
-from tests.eagle31.tiny import WIDE_MLA
 from tests.train.drafter.tiny_export import (
     edit_config,
     edit_tensors,
@@ -96,18 +95,6 @@ def test_training_starts_with_the_checkpoints_weights_and_vocabulary(
     assert torch.equal(vocab["t2d"], saved["t2d"])
     coverage = json.loads((tmp_path / "vocab" / "vocab.json").read_text())["coverage"]
     assert 0 < coverage < 1
-
-
-def test_a_drafter_with_mla_stays_one(spec: TargetSpec, tmp_path: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    write_tiny_export(tmp_path / "e", spec, **WIDE_MLA, rope_parameters=rope)
-    drafter, _ = started(context(spec, tmp_path / "e", tmp_path), tmp_path / "vocab")
-    assert drafter.config.attention == WIDE_MLA["attention"]
-    saved = load_file(tmp_path / "e" / "model.safetensors")
-    weight = drafter.state_dict()["layers.0.self_attn.kv_b_proj.weight"]
-    assert torch.equal(weight, saved["midlayer.self_attn.kv_b_proj.weight"])
-    with pytest.raises(UserError, match=r"drafter\.attention"):
-        check_drafter(context(spec, tmp_path / "e", tmp_path, attention=Attention.gqa))
 
 
 def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
@@ -196,6 +183,8 @@ def test_a_window_may_change(
     ("shape", "found"),
     [
         ({"intermediate_size": 48}, "24"),
+        ({"attention": Attention.mla}, "gqa"),
+        ({"norm_before_residual": True}, "False"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "llama3"),
     ],
 )

@@ -81,6 +81,12 @@ def test_speculators_layout_needs_no_target_of_the_hub_in_the_serve_command() ->
     assert shlex.split(serve_command("/t", "/my export", 3, "speculators"))[:3] == ["vllm", "serve", "/t"]
 
 
+def test_the_serve_command_of_sglangs_layout_starts_sglang() -> None:
+    words = shlex.split(serve_command("/t", "/my export", 3, "sglang"))
+    assert words[words.index("--speculative-draft-model-path") + 1] == "/my export"
+    assert words[-1] == "4"  # the target's own token is counted too
+
+
 def test_card_of_a_run_without_evaluation() -> None:
     known = run_info() | dict.fromkeys(("best_step", "draft_vocab_size", "num_tokens"))
     card = model_card(known, {}, CONFIG | {"fc_norm": False, "norm_output": False})
