@@ -99,9 +99,10 @@ def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = La
         return f"vllm serve {shlex.quote(drafter)}"
     if layout == Layout.sglang.value:
         return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-steps {draft_tokens} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_tokens + 1}"
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
+            f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {shlex.quote(drafter)} "
+            f"--speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {draft_tokens + 1}"
         )
     speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -30,10 +31,16 @@ from transformers import (
 from data.embedded.corpus import ChatExample, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, initialize, pretrain
+from eagle31.export.write import write_export
 from eagle31.json_files import write_text
+from eagle31.model.drafter import Drafter
+from eagle31.model.vocab import build_draft_vocab
 from tests.shared import TRAINING_CODE, make_cached
 from train.config.compose import composed
+from train.config.run import RunConfig
+from train.context import RunContext
 from train.distributed import World, leave_process_group
+from train.drafter.build import initialize as initialize_drafter
 from train.pipeline import run_pipeline
 
 MAX_POSITIONS = 512
@@ -76,6 +83,8 @@ class DrafterCase:
     # Serves the target's MLA as plain attention: vLLM's CPU kernels for MLA and for grouped queries share no
     # block size.
     expand_mla: bool = False
+    # Parts of a published drafter, which no setting makes: the training starts from a checkpoint with them.
+    started_with: tuple[str, ...] = ()
 
 
 TARGETS = {
@@ -104,7 +113,9 @@ NARROWER = ("drafter.hidden_size=32", "drafter.intermediate_size=96")
 WIDER = ("drafter.hidden_size=96", "drafter.num_attention_heads=3", "drafter.num_key_value_heads=1")
 BF16 = ("export.dtype=bfloat16",)
 MLA = ("drafter.attention=mla",)
+QK_NORM = ("drafter.attention=gqa_qk_norm",)
 SPECULATORS = ("export.layout=speculators",)
+SGLANG = ("export.layout=sglang",)
 WINDOW = ("drafter.sliding_window=24",)  # shorter than the prompts
 
 
@@ -125,8 +136,24 @@ CASES = {
     "eagle31_window_speculators": DrafterCase(
         "llama_tied_llama3_rope",
         SPECULATORS + WINDOW + PRUNED + NORM_BEFORE + TWO_LAYERS + NARROWER + aux(0, 2, 3, 5),
+    ),
+    "eagle31_qk_norm_window_five_aux_speculators": DrafterCase(
+        "llama_tied_llama3_rope",
+        (
+            *(*QK_NORM, *SPECULATORS, *WINDOW, *PRUNED, *NORM_BEFORE, *TWO_LAYERS, *NARROWER),
+            *aux(0, 2, 3, 5, 6),
+        ),
         core=True,
     ),
+    "eagle3_norm_before_fc_biases": DrafterCase(
+        "llama",
+        EAGLE3 + TWO_LAYERS + aux(2, 3, 5),
+        started_with=("norm_before_fc", "attention_bias", "mlp_bias"),
+    ),
+    "eagle31_qk_norm_window_norm_before_fc_bias": DrafterCase(
+        "qwen3_yarn", QK_NORM + WINDOW + aux(1, 3, 5), started_with=("norm_before_fc", "attention_bias")
+    ),
+    "eagle31_sglang": DrafterCase("llama", SGLANG + PRUNED + aux(2, 3, 5)),
     "eagle3": DrafterCase("llama", EAGLE3 + PRUNED + aux(2, 3, 5)),
     "eagle3_llama3_rope_two_layers": DrafterCase(
         "llama_tied_llama3_rope", EAGLE3 + TWO_LAYERS + aux(2, 3, 5)
@@ -270,11 +297,33 @@ def train_case(name: str, directory: Path, target_steps: int, rows_per_step: int
         build = partial(build_target, case, steps=target_steps)
         cached = make_cached(f"{CASES[name].target}-{target_steps}", [*TRAINING_CODE, Path(__file__)], build)
         shutil.copytree(cached, target)
-    config = composed(recipe_arguments(name, directory, rows_per_step, ttt_steps))
+    arguments = recipe_arguments(name, directory, rows_per_step, ttt_steps)
+    if CASES[name].started_with:
+        start = directory / "starts" / name
+        save_start(start, composed(arguments), CASES[name].started_with)
+        arguments.append(f"drafter.init_from={start}")
+    config = composed(arguments)
     run_pipeline(config, World.from_environment())
     link = export_path(name, directory)
     link.parent.mkdir(exist_ok=True)
     link.symlink_to((directory / "runs" / CASES[name].target / "export").resolve())
+
+
+def save_start(directory: Path, config: RunConfig, parts: tuple[str, ...]) -> None:
+    """Save an untrained drafter of the recipe's shape, with these parts and every token."""
+    context = RunContext(config, World.from_environment())
+    changes: dict[str, Any] = dict.fromkeys(parts, True)
+    shape = replace(context.drafter.config(), **changes)
+    torch.manual_seed(0)
+    drafter = Drafter(shape)
+    initialize_drafter(drafter)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    vocab = build_draft_vocab(torch.ones(shape.vocab_size, dtype=torch.int64), None, [])
+    state = {name: parameter.detach() for name, parameter in drafter.named_parameters()}
+    embed_tokens = context.target.parts.embed_tokens
+    write_export(directory, shape, state, vocab, embed_tokens, dtype="float32", provenance={})
 
 
 if __name__ == "__main__":
