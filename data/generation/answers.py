@@ -4,9 +4,8 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +20,18 @@ from eagle31.errors import UserError
 
 _MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
 _CHECKSUM = b', "crc32": '
+_MOST_DIALOGUES = 1 << 20  # of a block; makes indices of all blocks
 
 Answers = Sequence[tuple[int, list[int]]]  # the index of what was asked, and the token ids
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt of a conversation."""
+
+    index: int
+    prompt: Sequence[int]
+    seed: tuple[int, ...]  # what the seed of its answer is made of
 
 
 class AnswerGenerator(Protocol):
@@ -32,24 +41,20 @@ class AnswerGenerator(Protocol):
 
     def converse(
         self,
-        first: Mapping[int, Sequence[int]],
+        asked: Iterator[Asked],
         sampling: Sampling,
-        on_answers: Callable[[Answers], None],
-        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
-        seed: Callable[[int], tuple[int, ...]],
-    ) -> dict[int, str]:
+        answered: Callable[[Answers], list[Asked]],
+        refused: Callable[[int, str], None],
+    ) -> None:
         """Answer conversations, each of which continues when it is answered.
 
-        Args:
-            first: each conversation's first prompt, by index; low indices are begun first.
-            on_answers: called with finished answers soon after they are. Those that it gets at a time are
-                kept or lost together.
-            next_prompt: returns the prompt of a conversation after an answer, or None at its end. An error
-                that it raises ends the generation.
-            seed: returns what the seed of a conversation's next answer is made of.
+        No two of the functions run at the same time. An error that one raises ends the generation.
 
-        Returns:
-            The reasons why a conversation's prompt was refused, by index.
+        Args:
+            asked: each conversation's first prompt, taken when there is room for it; low indices come first.
+            answered: takes finished answers, and returns the prompts that follow. Those that it gets at a
+                time are kept or lost together.
+            refused: takes the index of a conversation whose prompt was refused, and the reason.
         """
         ...
 
@@ -59,11 +64,6 @@ class Dialogue(Protocol):
 
     name: str
     turn: int  # of the next prompt
-
-    @property
-    def num_turns_left(self) -> int:
-        """The number of turns that are not answered yet, if no answer ends the dialogue earlier."""
-        ...
 
     def next_prompt(self) -> Sequence[int] | None:
         """Return the token ids up to the next answer, or None at the end."""
@@ -84,68 +84,136 @@ class AnsweredTurn:
     ids: Sequence[int]  # up to and including the first stop token
 
 
-def answer_dialogues(
-    generator: AnswerGenerator,
-    dialogues: Sequence[Dialogue],
-    sampling: Sampling,
-    *,
-    output: Path,
-    model_fingerprint: str,
-    number: int = 0,
-    title: str = "generate",
-    progress: bool = False,
-) -> list[AnsweredTurn]:
-    """Answer every turn, in an order that does not depend on when each was answered.
+class Block:
+    """Dialogues whose answers are in one file.
 
     Args:
         dialogues: those whose prompts are long first, so that one that does not fit is refused early.
-        output: a JSONL file of a header and the answers in the order in which they were finished. An
-            interrupted run resumes from it, and ends with the answers that it would have given without the
-            interruption.
-        model_fingerprint: written into the header.
+        output: a JSONL file of a header and the answers in the order in which they were finished.
         number: makes the seed of each answer, with the index of its dialogue and its turn.
+    """
+
+    def __init__(self, dialogues: Sequence[Dialogue], output: Path, number: int = 0) -> None:
+        self.dialogues, self.output, self.number = dialogues, output, number
+        self.turns: list[AnsweredTurn] = []  # in an order that does not depend on when each was answered
+        self.num_open = len(dialogues)
+        self._waiting: dict[int, Sequence[int]] = {}
+
+    def asked(self, header: dict[str, Any]) -> Iterator[Asked]:
+        """Yield the prompt of each dialogue that the answers in the file leave open, and write the header."""
+        recorded: dict[int, list[list[int]]] = {}
+        for index, ids in _read(self.output, header):
+            recorded.setdefault(index, []).append(ids)
+        if not self.output.exists() or not self.output.stat().st_size:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self._append(header)
+        for index in range(len(self.dialogues)):
+            following = self._ask(index)
+            for ids in recorded.get(index, []):
+                following = self._answer(index, ids)
+            if following is not None:
+                yield following
+
+    def answered(self, answers: Answers) -> list[Asked]:
+        """Write answers into the file, and return the prompts that follow."""
+        self._append({"answers": answers})
+        following = [self._answer(index, ids) for index, ids in answers]
+        return [one for one in following if one is not None]
+
+    def _ask(self, index: int) -> Asked | None:
+        prompt = self.dialogues[index].next_prompt()
+        if prompt is None:
+            self.num_open -= 1
+            return None
+        self._waiting[index] = prompt
+        return Asked(index, prompt, (self.number, index, self.dialogues[index].turn))
+
+    def _answer(self, index: int, ids: list[int]) -> Asked | None:
+        dialogue = self.dialogues[index]
+        self.turns.append(AnsweredTurn(dialogue.turn, index, self._waiting.pop(index), ids))
+        dialogue.add_answer(ids)
+        return self._ask(index)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        """Write a line, which is on disk when this returns."""
+        with self.output.open("ab") as stream:
+            stream.write(_line(record))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def answer_dialogues(
+    generator: AnswerGenerator,
+    blocks: Iterable[Block],
+    sampling: Sampling,
+    *,
+    model_fingerprint: str,
+    finished: Callable[[Block], None],
+    title: str = "generate",
+    total: int | None = None,
+    progress: bool = False,
+) -> None:
+    """Answer every turn. The next block begins before the last dialogues of the one before it have ended.
+
+    An interrupted run resumes from the files of its blocks, and ends with the answers that it would have
+    given without the interruption.
+
+    Args:
+        blocks: taken when there is room for another dialogue.
+        model_fingerprint: written into the header of the files.
+        finished: called with each block that has all answers.
+        total: the number of answers, if it is known.
 
     Raises:
-        UserError: `output` was made with other settings or for other prompts, or is damaged.
+        UserError: a file was made with other settings, or is damaged.
     """
-    turns: list[AnsweredTurn] = []
-    waiting: dict[int, Sequence[int]] = {}
-
-    def ask(index: int) -> Sequence[int] | None:
-        prompt = dialogues[index].next_prompt()
-        if prompt is not None:
-            waiting[index] = prompt
-        return prompt
-
-    def continued(index: int, ids: list[int]) -> Sequence[int] | None:
-        turns.append(AnsweredTurn(dialogues[index].turn, index, waiting.pop(index), ids))
-        dialogues[index].add_answer(ids)
-        return ask(index)
-
-    for index in range(len(dialogues)):
-        ask(index)
     header = asdict(sampling) | {"stop_token_ids": sorted(sampling.stop_token_ids)}
-    header |= {"engine": generator.engine, "model": model_fingerprint, "prompts": _checksum(waiting.values())}
-    for index, ids in _read(output, header):
-        continued(index, ids)
-    if waiting:
-        num_left = sum(dialogues[index].num_turns_left for index in waiting)
-        with (
-            _appending(output, header) as append,
-            Progress(title, num_left, "answers", shown=progress) as bar,
-        ):
+    header |= {"engine": generator.engine, "model": model_fingerprint}
+    opened: dict[int, Block] = {}
+    refusals: list[tuple[str, str]] = []
+    num_dialogues = 0
+    complete: set[int] = set()  # blocks that have asked all dialogues
 
-            def on_answers(answers: Answers) -> None:
-                append({"answers": answers})
-                bar.update(len(answers))
+    def finish(number: int) -> None:
+        if number in complete and not opened[number].num_open:
+            block = opened.pop(number)
+            block.turns.sort(key=lambda one: (one.turn, one.index))
+            finished(block)
 
-            refused = generator.converse(
-                dict(waiting), sampling, on_answers, continued, lambda i: (number, i, dialogues[i].turn)
-            )
-        if refused:
-            shown = first_reasons([(dialogues[i].name, why) for i, why in sorted(refused.items())])
-            print(f"{title}: {len(refused):,} of {len(dialogues):,} were refused:{shown}", file=sys.stderr)
-    return sorted(turns, key=lambda one: (one.turn, one.index))
+    def asked() -> Iterator[Asked]:
+        nonlocal num_dialogues
+        for block in blocks:
+            num_dialogues += len(block.dialogues)
+            opened[block.number] = block
+            for one in block.asked(header):
+                yield replace(one, index=block.number * _MOST_DIALOGUES + one.index)
+            complete.add(block.number)
+            finish(block.number)
+
+    def answered(answers: Answers) -> list[Asked]:
+        following: list[Asked] = []
+        by_block: dict[int, list[tuple[int, list[int]]]] = {}
+        for index, ids in answers:
+            number, index = divmod(index, _MOST_DIALOGUES)
+            by_block.setdefault(number, []).append((index, ids))
+        for number, some in by_block.items():
+            for one in opened[number].answered(some):
+                following.append(replace(one, index=number * _MOST_DIALOGUES + one.index))
+            finish(number)
+        bar.update(len(answers))
+        return following
+
+    def refused(index: int, reason: str) -> None:
+        number, index = divmod(index, _MOST_DIALOGUES)
+        refusals.append((opened[number].dialogues[index].name, reason))
+        opened[number].num_open -= 1
+        finish(number)
+
+    with Progress(title, total, "answers", shown=progress) as bar:
+        generator.converse(asked(), sampling, answered, refused)
+    if refusals:
+        shown = first_reasons(sorted(refusals))
+        print(f"{title}: {len(refusals):,} of {num_dialogues:,} were refused:{shown}", file=sys.stderr)
 
 
 class _Prompt:
@@ -153,10 +221,6 @@ class _Prompt:
 
     def __init__(self, name: str, ids: Sequence[int]) -> None:
         self.name, self._ids, self.turn = name, ids, 0
-
-    @property
-    def num_turns_left(self) -> int:
-        return 1 - self.turn
 
     def next_prompt(self) -> Sequence[int] | None:
         return None if self.turn else self._ids
@@ -166,18 +230,23 @@ class _Prompt:
 
 
 def answer_prompts(
-    generator: AnswerGenerator, prompts: Prompts, sampling: Sampling, **settings: Any
+    generator: AnswerGenerator, prompts: Prompts, sampling: Sampling, *, output: Path, **settings: Any
 ) -> list[list[int]]:
     """Return the answer to each prompt; empty if it was refused.
 
     Args:
+        output: of their block.
         settings: of `answer_dialogues`.
     """
     by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    dialogues = [_Prompt(f"prompt {i}", prompts[i]) for i in by_length]
+    block = Block([_Prompt(f"prompt {i}", prompts[i]) for i in by_length], output)
     answers: list[list[int]] = [[] for _ in prompts]
-    for turn in answer_dialogues(generator, dialogues, sampling, **settings):
-        answers[by_length[turn.index]] = list(turn.ids)
+
+    def finished(block: Block) -> None:
+        for turn in block.turns:
+            answers[by_length[turn.index]] = list(turn.ids)
+
+    answer_dialogues(generator, [block], sampling, finished=finished, total=len(prompts), **settings)
     return answers
 
 
@@ -198,13 +267,6 @@ def record_batch(
         columns["loss_mask"].append(np.arange(len(ids)) >= len(prompt))
         columns["num_prompt_tokens"].append(len(prompt))
     return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
-
-
-def _checksum(prompts: Iterable[Sequence[int]]) -> int:
-    checksum = 0
-    for prompt in prompts:
-        checksum = zlib.crc32(np.asarray([len(prompt), *prompt], dtype="<i8").tobytes(), checksum)
-    return checksum
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -231,19 +293,3 @@ def _read(path: Path, header: dict[str, Any]) -> Iterator[tuple[int, list[int]]]
         elif changed := sorted(name for name in header if record.get(name) != header[name]):
             remedy = f"It was written with another {', '.join(changed)}; delete it or choose another file."
             raise UserError("output", path, remedy)
-
-
-@contextmanager
-def _appending(path: Path, header: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Open the file for new lines, each of which is on disk when the yielded function returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as stream:
-
-        def append(record: dict[str, Any]) -> None:
-            stream.write(_line(record))
-            stream.flush()
-            os.fsync(stream.fileno())
-
-        if stream.tell() == 0:
-            append(header)
-        yield append

@@ -57,6 +57,7 @@ class Regenerated:
         self.conversation = conversation
         self.name = f"conversation {conversation.id}"
         self.ended: str | None = None  # why it ended early: one of the reasons above
+        self.refused: str | None = None  # why the template refuses
         self.turn = 0  # of the next prompt
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
@@ -84,6 +85,7 @@ class Regenerated:
             )
         except TemplateRefused as refused:
             self._end()
+            self.refused = refused.remedy
             self._on_refused((self.conversation.id, refused.remedy))
             return None
         if len(prompt) + 2 > self._max_tokens:
@@ -91,12 +93,6 @@ class Regenerated:
             return None
         self._prompt = array("i", prompt)  # a tenth of a list's memory
         return self._prompt
-
-    @property
-    def num_turns_left(self) -> int:
-        """The number of assistant turns that are not answered yet, if none ends the conversation."""
-        left = self.conversation.messages[self._position :]
-        return sum(message["role"] == "assistant" for message in left)
 
     def add_answer(self, ids: Sequence[int]) -> None:
         """Continue after the target's completion of the latest prompt."""

@@ -3,10 +3,11 @@
 import gc
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
+from itertools import groupby
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from data.conversations.workers import end_with_parent
-from data.generation.answers import Answers
+from data.generation.answers import Answers, Asked
 from data.sampling import Prompts, Sampling
 from data.target.loading import load_target
 from data.target.spec import TargetSpec
@@ -39,30 +40,28 @@ class TransformersGenerator:
 
     def converse(
         self,
-        first: Mapping[int, Sequence[int]],
+        asked: Iterator[Asked],
         sampling: Sampling,
-        on_answers: Callable[[Answers], None],
-        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
-        seed: Callable[[int], tuple[int, ...]],
-    ) -> dict[int, str]:
+        answered: Callable[[Answers], list[Asked]],
+        refused: Callable[[int, str], None],
+    ) -> None:
         """See `AnswerGenerator.converse`."""
-        by_number: dict[int, dict[int, Sequence[int]]] = {}
-        for index, prompt in first.items():
-            by_number.setdefault(index // self._batch_size, {})[index] = prompt
-        groups = deque(by_number.values())
-        running: dict[Future[list[list[int]]], list[int]] = {}
-        while groups or running:
-            while groups and len(running) < self._num_running:
-                group = groups.popleft()
-                batch = self._submit([list(prompt) for prompt in group.values()], sampling, seed(min(group)))
-                running[batch] = list(group)
+        first = (list(group) for _, group in groupby(asked, lambda one: one.index // self._batch_size))
+        continued: deque[list[Asked]] = deque()
+        running: dict[Future[list[list[int]]], list[Asked]] = {}
+        while True:
+            while len(running) < self._num_running:
+                group = continued.popleft() if continued else next(first, None)
+                if group is None:
+                    break
+                prompts = [list(one.prompt) for one in group]
+                running[self._submit(prompts, sampling, group[0].seed)] = group
+            if not running:
+                return
             for batch in wait(running, return_when=FIRST_COMPLETED).done:
-                answers = list(zip(running.pop(batch), batch.result(), strict=True))
-                on_answers(answers)
-                following = {index: next_prompt(index, ids) for index, ids in answers}
-                if left := {index: prompt for index, prompt in following.items() if prompt is not None}:
-                    groups.appendleft(left)
-        return {}
+                indices = [one.index for one in running.pop(batch)]
+                if following := answered(list(zip(indices, batch.result(), strict=True))):
+                    continued.appendleft(following)
 
     def _submit(self, prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> Future:
         finished: Future[list[list[int]]] = Future()
@@ -90,14 +89,14 @@ class ProcessGenerator(TransformersGenerator):
             len(devices), mp_context=context, initializer=_load, initargs=(spec, queue)
         )
 
-    def converse(self, *arguments: Any) -> dict[int, str]:
+    def converse(self, *arguments: Any) -> None:
         """See `AnswerGenerator.converse`.
 
         Raises:
             UserError: a process has died.
         """
         try:
-            return super().converse(*arguments)
+            super().converse(*arguments)
         except BrokenProcessPool as error:
             remedy = (
                 "A process that runs the target has died; its last output may say why. Run the same command "

@@ -1,10 +1,11 @@
 """On-policy training data: the target answers the conversations again, turn by turn."""
 
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations.schemas import Conversation
 from data.conversations.template import has_markers
 from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
-from data.generation.answers import AnswerGenerator, answer_dialogues, record_batch
+from data.generation.answers import AnswerGenerator, Block, answer_dialogues, record_batch
 from data.generation.dialogue import Regenerated, repeats_itself
 from data.sampling import Sampling
 from eagle31.json_files import read_json, write_json
@@ -43,7 +44,7 @@ def regenerate(
     """Replace the assistant turns one by one; each prompt contains the target's earlier completions.
 
     Conversations are answered in blocks, whose samples go to disk, so that the memory does not depend on
-    their number. The last block ends soon after `max_samples` samples.
+    their number. A block begins before the last conversations of the one before it have ended.
 
     Args:
         max_tokens: the limit for prompt and answer together; prompts without room for two tokens are left
@@ -66,82 +67,96 @@ def regenerate(
     """
     directory.mkdir(parents=True, exist_ok=True)
     remaining = iter(conversations)
-    parts: list[Dataset] = []
+    stops = frozenset(sampling.stop_token_ids)
+    parts: dict[int, Dataset] = {}  # by the block's number
     refusals: Refusals = []
     ends: Counter[str] = Counter()  # by reason
-    num_samples = num_conversations = num_with_markers = 0
+    num_conversations = num_with_markers = num_blocks = 0
+
+    def blocks(num_turns: float) -> Iterator[Block]:
+        nonlocal num_conversations, num_with_markers, num_blocks
+        while num_turns > 0 and (some := _take_turns(remaining, min(block_turns, num_turns))):
+            num_turns -= sum(map(_num_turns, some))
+            num_conversations += len(some)
+            num_with_markers += sum(has_markers(tokenizer, one.messages) for one in some)
+            number, num_blocks = num_blocks, num_blocks + 1
+            output = directory / f"block-{number:05d}.jsonl"
+            if output.with_suffix(".arrow").exists():
+                refusals.extend((id, reason) for id, reason in add(number, output)["refused"])
+                continue
+            dialogues = [
+                Regenerated(one, tokenizer, template_kwargs, stops, max_tokens, refuse) for one in some
+            ]
+            yield Block(dialogues, output, number)
 
     def refuse(refusal: tuple[str, str]) -> None:
         refusals.append(refusal)
         check_refused(refusals, num_conversations)
 
-    while max_samples is None or num_samples < max_samples:
-        block = _take_turns(remaining, _block_size(num_samples, max_samples, block_turns))
-        if not block:
-            break
-        num_conversations += len(block)
-        num_with_markers += sum(has_markers(tokenizer, one.messages) for one in block)
-        path = directory / f"block-{len(parts):05d}.arrow"
-        record = path.with_suffix(".json")  # how the conversations of a finished block ended
-        if path.exists():
-            found = read_json(record)
-            refusals += [(id, reason) for id, reason in found["refused"]]
-        else:
-            num_before = len(refusals)
-            stops = frozenset(sampling.stop_token_ids)
-            dialogues = [
-                Regenerated(one, tokenizer, template_kwargs, stops, max_tokens, refuse) for one in block
-            ]
-            turns = answer_dialogues(
-                generator,
-                dialogues,
-                sampling,
-                output=path.with_suffix(".jsonl"),
-                model_fingerprint=model_fingerprint,
-                number=len(parts),
-                title="regenerate",
-                progress=progress,
-            )
-            partial = path.with_suffix(".partial")
-            with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
-                for start in range(0, len(turns), _BATCH_SAMPLES):
-                    named = [
-                        (f"{block[one.index].id}/{one.turn}", one.prompt, one.ids)
-                        for one in turns[start : start + _BATCH_SAMPLES]
-                        if one.ids and not repeats_itself(one.ids, stops)
-                    ]
-                    writer.write_batch(record_batch(named, max_tokens))
-            found = {
-                "refused": refusals[num_before:],
-                "ends": Counter(one.ended for one in dialogues if one.ended is not None),
-            }
-            write_json(record, found)
-            partial.replace(path)
+    def finished(block: Block) -> None:
+        dialogues = cast("Sequence[Regenerated]", block.dialogues)
+        partial = block.output.with_suffix(".partial")
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
+            for start in range(0, len(block.turns), _BATCH_SAMPLES):
+                named = [
+                    (f"{dialogues[one.index].conversation.id}/{one.turn}", one.prompt, one.ids)
+                    for one in block.turns[start : start + _BATCH_SAMPLES]
+                    if one.ids and not repeats_itself(one.ids, stops)
+                ]
+                writer.write_batch(record_batch(named, max_tokens))
+        found = {
+            "refused": [(one.conversation.id, one.refused) for one in dialogues if one.refused],
+            "ends": Counter(one.ended for one in dialogues if one.ended is not None),
+        }
+        write_json(block.output.with_suffix(".json"), found)
+        partial.replace(block.output.with_suffix(".arrow"))
+        add(block.number, block.output)
+
+    def add(number: int, output: Path) -> dict[str, Any]:
+        """Add the samples of a finished block, and return how its conversations ended."""
+        found = read_json(output.with_suffix(".json"))
         ends.update(found["ends"])
-        parts.append(Dataset.from_file(str(path)))
-        num_samples += len(parts[-1])
+        parts[number] = Dataset.from_file(str(output.with_suffix(".arrow")))
         if progress:
             total = "" if max_samples is None else f" of at most {max_samples:,}"
+            num_samples = sum(map(len, parts.values()))
             print(f"regenerate: {num_samples:,}{total} samples", file=sys.stderr, flush=True)
+        return found
+
+    num_taken = -1
+    while num_taken < num_blocks:
+        num_taken, num_turns = num_blocks, math.inf
+        if max_samples is not None:
+            # More follow where some gave no sample: at least 1 % of all, because a few use no GPU well.
+            num_missing = max_samples - sum(map(len, parts.values()))
+            num_turns = max(num_missing, max_samples // 100) if num_missing > 0 else 0
+        answer_dialogues(
+            generator,
+            blocks(num_turns),
+            sampling,
+            model_fingerprint=model_fingerprint,
+            finished=finished,
+            title="regenerate",
+            progress=progress,
+        )
     for reason, count in ends.items():
         print(f"regenerate: {count:,} conversations end where {reason}", file=sys.stderr, flush=True)
     print_markers(num_with_markers)
     if refusals:
         on_refused(refusals)
-    return concatenate_datasets(parts) if parts else Dataset(SAMPLE_SCHEMA.empty_table())
+    if not parts:
+        return Dataset(SAMPLE_SCHEMA.empty_table())
+    return concatenate_datasets([parts[number] for number in sorted(parts)])
 
 
-def _block_size(num_samples: int, max_samples: int | None, block_turns: int) -> int:
-    """Return the number of turns to answer next: at least 1 % of all, because a few use no GPU well."""
-    if max_samples is None:
-        return block_turns
-    return min(block_turns, max(max_samples - num_samples, max_samples // 100))
-
-
-def _take_turns(conversations: Iterator[Conversation], num_turns: int) -> list[Conversation]:
+def _take_turns(conversations: Iterator[Conversation], num_turns: float) -> list[Conversation]:
     """Take conversations until they have at least so many assistant turns; the longest come first."""
     block = []
     while num_turns > 0 and (conversation := next(conversations, None)) is not None:
         block.append(conversation)
-        num_turns -= sum(message["role"] == "assistant" for message in conversation.messages)
+        num_turns -= _num_turns(conversation)
     return sorted(block, key=lambda one: -len(str(one.messages)))
+
+
+def _num_turns(conversation: Conversation) -> int:
+    return sum(message["role"] == "assistant" for message in conversation.messages)

@@ -2,19 +2,21 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
 from data.capture.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
 from data.capture.vllm.client import ExpectedTarget, VllmClient, check_target
 from data.capture.vllm.server_info import ServerInfo
-from data.generation.answers import Answers
+from data.generation.answers import Answers, Asked
 from data.sampling import Sampling
 from eagle31.errors import UserError
 
-_HAND_OVER_SECONDS = 0.5  # a killed run loses the answers of at most this time
+_RENDERED_AT_A_TIME = 16  # so that an answer does not wait long for its next prompt
 
 
 class VllmGenerator:
@@ -42,20 +44,19 @@ class VllmGenerator:
 
     def converse(
         self,
-        first: Mapping[int, Sequence[int]],
+        asked: Iterator[Asked],
         sampling: Sampling,
-        on_answers: Callable[[Answers], None],
-        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
-        seed: Callable[[int], tuple[int, ...]],
-    ) -> dict[int, str]:
+        answered: Callable[[Answers], list[Asked]],
+        refused: Callable[[int, str], None],
+    ) -> None:
         """See `AnswerGenerator.converse`.
 
         Raises:
             UserError: a server runs another target, or none was available for too long.
         """
-        task = self._loop.create_task(self._converse(first, sampling, on_answers, next_prompt, seed))
+        task = self._loop.create_task(self._converse(asked, sampling, answered, refused))
         try:
-            return self._loop.run_until_complete(task)
+            self._loop.run_until_complete(task)
         finally:
             task.cancel()  # after an interrupt, the task must not restart an engine that `close` stops
 
@@ -67,72 +68,75 @@ class VllmGenerator:
 
     async def _converse(
         self,
-        first: Mapping[int, Sequence[int]],
+        asked: Iterator[Asked],
         sampling: Sampling,
-        on_answers: Callable[[Answers], None],
-        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
-        seed: Callable[[int], tuple[int, ...]],
-    ) -> dict[int, str]:
-        longest = max(map(len, first.values())) + sampling.max_new_tokens
+        answered: Callable[[Answers], list[Asked]],
+        refused: Callable[[int, str], None],
+    ) -> None:
         finished: list[tuple[int, list[int]]] = []
-        refused: dict[int, str] = {}
-        unfinished = set(first)
-        failures: list[BaseException] = []
+        refusals: list[tuple[int, str]] = []
+        news = asyncio.Event()
+        # As many wait as are under way, so that a server never does.
+        most = 2 * sum(client.concurrency for client in self._clients)
+        num_asked, longest = 0, sampling.max_new_tokens
 
         def check(client: VllmClient, info: ServerInfo) -> None:
             check_target(client, info, self._expected, longest)
             check_unchanged(client, info, samples=sampling.temperature > 0)
 
-        def send(index: int, prompt: Sequence[int]) -> None:
-            # A conversation that continues keeps its place: those that were begun end before others begin.
-            seeded = replace(sampling, seed=_seed(sampling.seed, *seed(index)))
-            dispatcher.add(Prompt(index, secrets.token_hex(8), list(prompt), seeded))
-
-        def answered(prompt: Prompt, ids: list[int]) -> None:
+        def answer(prompt: Prompt, ids: list[int]) -> None:
             finished.append((prompt.index, ids))
-            try:
-                following = next_prompt(prompt.index, ids)
-            except BaseException as error:
-                failures.append(error)
-                return
-            if following is None:
-                unfinished.discard(prompt.index)
-            else:
-                send(prompt.index, following)
+            news.set()
 
         def refuse(prompt: Prompt, reason: str) -> None:
-            refused[prompt.index] = reason
-            unfinished.discard(prompt.index)
+            refusals.append((prompt.index, reason))
+            news.set()
 
-        def hand_over() -> None:
-            if finished:
-                answers = list(finished)
-                finished.clear()
-                on_answers(answers)
+        def advance(answers: Answers, unanswered: list[tuple[int, str]], room: int) -> list[Asked]:
+            following = answered(answers) if answers else []
+            for index, reason in unanswered:
+                refused(index, reason)
+            return following + list(islice(asked, room))
 
         dispatcher = Dispatcher(
             self._clients,
             check=check,
-            answered=answered,
+            answered=answer,
             refused=refuse,
             patience_seconds=self._patience_seconds,
         )
-        for index, prompt in first.items():
-            send(index, prompt)
-        running = asyncio.create_task(dispatcher.run())
-        try:
-            while unfinished and not failures and not running.done():
-                await asyncio.wait([running], timeout=_HAND_OVER_SECONDS)
-                hand_over()
-        finally:
-            hand_over()
-            running.cancel()
-            await asyncio.wait([running])
-        if failures:
-            raise failures[0]
-        if not running.cancelled():
-            running.result()
-        return refused
+        running: asyncio.Task[None] | None = None
+        with ThreadPoolExecutor(1) as renderer:  # templates take milliseconds, in which servers would wait
+            try:
+                while True:
+                    news.clear()
+                    answers, unanswered = finished.copy(), refusals.copy()
+                    finished.clear()
+                    refusals.clear()
+                    num_asked -= len(answers) + len(unanswered)
+                    room = max(min(most - num_asked, _RENDERED_AT_A_TIME), 0)
+                    rendering = self._loop.run_in_executor(renderer, advance, answers, unanswered, room)
+                    prompts = await rendering
+                    num_asked += len(prompts)
+                    if not num_asked:
+                        return
+                    longest = max([longest, *(len(one.prompt) + sampling.max_new_tokens for one in prompts)])
+                    for one in prompts:
+                        # A conversation that continues keeps its place: those that were begun end before
+                        # others begin.
+                        seeded = replace(sampling, seed=_seed(sampling.seed, *one.seed))
+                        dispatcher.add(Prompt(one.index, secrets.token_hex(8), list(one.prompt), seeded))
+                    running = running or asyncio.create_task(dispatcher.run())
+                    if len(prompts) < max(room, 1):  # there is no room, or nobody else to ask
+                        waiting = asyncio.create_task(news.wait())
+                        await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED)
+                        waiting.cancel()
+                    if running.done():
+                        running.result()
+            finally:
+                if running is not None:
+                    running.cancel()
+                    await asyncio.wait([running])
 
 
 def check_unchanged(client: VllmClient, info: ServerInfo, *, samples: bool) -> None:

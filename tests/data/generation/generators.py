@@ -1,14 +1,14 @@
 """Engines of the tests that answer in a few milliseconds."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from data.generation.answers import Answers
+from data.generation.answers import Answers, Asked
 from data.sampling import Sampling
 
 
@@ -66,23 +66,22 @@ class OneAtATime:
 
     def converse(
         self,
-        first: Mapping[int, Sequence[int]],
+        asked: Iterator[Asked],
         sampling: Sampling,
-        on_answers: Callable[[Answers], None],
-        next_prompt: Callable[[int, list[int]], Sequence[int] | None],
-        seed: Callable[[int], tuple[int, ...]],
-    ) -> dict[int, str]:
-        waiting = {index: prompt for index, prompt in first.items() if index not in self.refuses}
+        answered: Callable[[Answers], list[Asked]],
+        refused: Callable[[int, str], None],
+    ) -> None:
+        waiting: dict[int, Asked] = {}
+        for one in asked:
+            if one.index in self.refuses:
+                refused(one.index, "too long")
+            else:
+                waiting[one.index] = one
         generator = random.Random(len(waiting))
         while waiting:
-            index = generator.choice(sorted(waiting))
-            self.seeds.append(seed(index))
-            ids = self.answer(waiting.pop(index))
-            self.order.append(index)
-            following = next_prompt(index, ids)
-            on_answers([(index, ids)])
-            if following is not None:
-                waiting[index] = following
+            one = waiting.pop(generator.choice(sorted(waiting)))
+            self.seeds.append(one.seed)
+            self.order.append(one.index)
+            waiting |= {each.index: each for each in answered([(one.index, self.answer(one.prompt))])}
             if len(self.order) == self.fails_after:
                 raise InterruptedError
-        return dict.fromkeys(sorted({*self.refuses} & first.keys()), "too long")

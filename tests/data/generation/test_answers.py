@@ -53,8 +53,6 @@ def test_a_refused_prompt_is_reported_and_tried_again(
         ("model", {"model_fingerprint": "g"}),
         ("engine", {"generator": OneAtATime(list, "another")}),
         ("temperature", {"sampling": replace(SAMPLING, temperature=1.0)}),
-        ("prompts", {"prompts": PROMPTS[::-1]}),
-        ("prompts", {"prompts": PROMPTS[:2]}),
     ],
 )
 def test_a_file_of_other_answers_is_a_user_error(tmp_path: Path, name: str, change: dict) -> None:

@@ -145,13 +145,14 @@ def test_processes_give_the_answers_of_one_and_keep_them_when_killed(
     with closing(ProcessGenerator(spec, [torch.device("cpu")] * 2, batch_size=3)) as generator:
         assert _by_processes(generator, prompts, tmp_path / "all.jsonl", 1.0) == expected
 
-        def converse(first: Any, sampling: Any, on_answers: Any, *rest: Any) -> dict[int, str]:
-            def kill_after_the_first(answers: Answers) -> None:
-                on_answers(answers)
+        def converse(asked: Any, sampling: Any, answered: Any, refused: Any) -> None:
+            def kill_after_the_first(answers: Answers) -> Any:
+                following = answered(answers)
                 for process in list(generator._pool._processes.values()):
                     process.kill()
+                return following
 
-            return generator.converse(first, sampling, kill_after_the_first, *rest)
+            generator.converse(asked, sampling, kill_after_the_first, refused)
 
         killing = SimpleNamespace(engine="hf", converse=converse)
         with pytest.raises(UserError, match="A process that runs the target has died"):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from data.capture.vllm.capture_request import PARAMS, CaptureRequest, capture_ta
 from data.capture.vllm.client import VllmClient, check_states
 from data.capture.vllm.server_info import INFO_PATH
 from data.capture.vllm.server_process import ServerProcess
-from data.generation.answers import answer_prompts
+from data.generation.answers import Answers, Asked, answer_prompts
 from data.generation.vllm import VllmGenerator
 from data.samples import StateShape
 from data.sampling import Sampling
@@ -209,33 +210,31 @@ def test_conversations_continue_as_soon_as_they_are_answered(server: Server, spe
     num_turns = [1 + index % 3 for index in range(8)]
     asked = {index: [prompts[index]] for index in range(8)}
     answers: dict[int, list[list[int]]] = {index: [] for index in range(8)}
-    handed_over: list[tuple[int, list[int]]] = []
+    loop_thread = threading.get_ident()
 
-    def next_prompt(index: int, ids: list[int]) -> list[int] | None:
-        answers[index].append(ids)
-        if len(answers[index]) == num_turns[index]:
-            return None
-        asked[index].append([*asked[index][-1], *ids, 3])
-        return asked[index][-1]
+    def answered(some: Answers) -> list[Asked]:
+        assert threading.get_ident() != loop_thread  # rendering takes time, in which servers would wait
+        following = []
+        for index, ids in some:
+            answers[index].append(ids)
+            if len(answers[index]) < num_turns[index]:
+                asked[index].append([*asked[index][-1], *ids, 3])
+                following.append(Asked(index, asked[index][-1], (0, index, len(answers[index]))))
+        return following
 
-    refused = generator.converse(
-        {index: prompts[index] for index in range(8)},
-        greedy,
-        handed_over.extend,
-        next_prompt,
-        seed=lambda index: (0, index, len(answers[index])),
-    )
-    assert refused == {}
+    first = (Asked(index, prompts[index], (0, index, 0)) for index in range(8))
+    refused: list[tuple[int, str]] = []
+    generator.converse(first, greedy, answered, lambda index, reason: refused.append((index, reason)))
+    assert not refused
     assert [len(answers[index]) for index in range(8)] == num_turns
-    assert sorted(handed_over) == sorted((index, ids) for index in range(8) for ids in answers[index])
     flat = [(prompt, ids) for i in range(8) for prompt, ids in zip(asked[i], answers[i], strict=True)]
     assert [ids for _, ids in flat] == greedy_answers(spec, [prompt for prompt, _ in flat])
 
-    def failing(index: int, ids: list[int]) -> list[int] | None:
-        raise UserError("data.train", index, "The template refuses.")
+    def failing(answers: Answers) -> list[Asked]:
+        raise UserError("data.train", answers, "The template refuses.")
 
     with pytest.raises(UserError, match="The template refuses"):
-        generator.converse({0: prompts[0]}, greedy, handed_over.extend, failing, seed=lambda index: (index,))
+        generator.converse(iter([Asked(0, prompts[0], (0,))]), greedy, failing, lambda *_: None)
     generator.close()
 
 
