@@ -45,9 +45,7 @@ def chosen_prompts(ranks: NDArray[np.void], num_prompts: int) -> _Indices:
     return first[:num_prompts].astype(np.int64)
 
 
-def held_out_split(
-    ranks: NDArray[np.void], num_held_out: int, *, field: str = "data.train"
-) -> tuple[_Indices, _Indices]:
+def held_out_split(ranks: NDArray[np.void], num_held_out: int) -> tuple[_Indices, _Indices]:
     """Hold out `num_held_out` prompts; return the indices of (train, held_out).
 
     All conversations with a held-out prompt are left out of training; held_out has the first of each prompt,
@@ -62,7 +60,7 @@ def held_out_split(
             f"There are {num_different} different prompts and {num_held_out} to hold out; give more data, or "
             "lower data.num_validation and data.num_test."
         )
-        raise UserError(field, f"{len(ranks)} conversations", remedy)
+        raise UserError("data.train", f"{len(ranks)} conversations", remedy)
     held_out = chosen_prompts(ranks, num_held_out)
     return np.flatnonzero(~np.isin(ranks, ranks[held_out])), held_out
 

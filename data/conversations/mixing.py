@@ -206,9 +206,7 @@ def _write_left_out(path: Path, read: _Read, duplicate_of: _Indices, set_names: 
             stream.write(json.dumps(line) + "\n")
 
 
-def chosen_mixture(
-    sources: NDArray[np.int32], shares: Mapping[str, Share], seed: int, *, field: str = "data.sources"
-) -> _Indices:
+def chosen_mixture(sources: NDArray[np.int32], shares: Mapping[str, Share], seed: int) -> _Indices:
     """Return the conversations that training uses, in order.
 
     With weights it is the largest choice in which the sources' numbers of conversations have the proportions
@@ -242,5 +240,5 @@ def chosen_mixture(
                 f"No conversation of {name} would be used, because {list(shares)[scarce]} has only "
                 f"{numbers[scarce]:,}; give {name} a larger weight."
             )
-            raise UserError(f"{field}.{name}.weight", shares[name].weight, remedy)
+            raise UserError(f"data.sources.{name}.weight", shares[name].weight, remedy)
     return np.sort(np.concatenate([one[:count] for one, count in zip(chosen, used, strict=True)]))

@@ -1,14 +1,9 @@
-"""Saved samples that are damaged, tokens that the target lacks, and weights that are not finite."""
-
-from collections.abc import Callable
-from pathlib import Path
+"""Tokens that the target lacks, and weights that are not finite."""
 
 import pytest
 import torch
-from datasets import Dataset
 
 from data.capture.hf import HiddenStateCapture, check_head
-from data.conversations.saved import load_saved
 from data.embedded.target import EmbeddedTarget
 from data.target.head import TargetHead
 from data.target.loading import load_target
@@ -17,30 +12,6 @@ from data.target.spec import TargetSpec
 from data.target.tokenizer import check_ids
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:40])
-
-
-def zeroed(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"), [("data-*.arrow", cut), ("state.json", zeroed), ("dataset_info.json", Path.unlink)]
-)
-def test_saved_samples_that_are_damaged_name_what_to_delete(
-    name: str, damage: Callable[[Path], None], tmp_path: Path
-) -> None:
-    directory = tmp_path / "data-0" / "train"
-    Dataset.from_dict({"input_ids": [[1, 2, 3]] * 100}).save_to_disk(str(directory))
-    assert len(load_saved(directory)) == 100
-    [path] = directory.glob(name)
-    damage(path)
-    with pytest.raises(UserError, match="data-0, and the stage makes it again") as caught:
-        load_saved(directory)
-    assert caught.value.value == directory
 
 
 def test_a_token_that_the_target_lacks_is_named() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import load_from_disk
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations.prompts import render_prompt
 from data.conversations.reading import read_conversations
-from data.conversations.saved import load_saved
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
@@ -234,7 +234,7 @@ def find_prompts(
     if file is not None:
         prompts, source = read_prompts(file, tokenizer), str(file)
     elif held_out:
-        rows = load_saved(held_out)
+        rows = load_from_disk(str(held_out))
         prompts, source = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows], str(held_out)
     else:
         remedy = "The export is not in a run's directory; give prompts with --prompts FILE."

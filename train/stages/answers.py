@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 
-from data.conversations.saved import load_saved
 from data.generation.answers import AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
@@ -43,7 +42,7 @@ def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
 def check_answers(answers: Artifact, k: int) -> None:
     """Raise UserError if all held-out completions are too short for a draft, before they are captured."""
     for name in HELD_OUT:
-        rows = load_saved(answers.directory / name)
+        rows = load_from_disk(str(answers.directory / name))
         longest = max(len(row["input_ids"]) - row["num_prompt_tokens"] for row in rows)
         if longest <= k:
             remedy = f"The longest of the target's {name} completions has {longest} tokens; give fewer."

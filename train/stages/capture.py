@@ -5,12 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 
 from data.capture.filling import Capture, CapturedStates, StoreSpec, fill_store
 from data.capture.hf_source import capture_samples
 from data.capture.tokens import tokens_fingerprint
-from data.conversations.saved import load_saved
 from data.samples import CapturedSample
 from data.store import HiddenStateStore
 from data.store.index import STATES_VERSION, as_read_back
@@ -72,7 +71,7 @@ SOURCE_INPUTS: dict[CaptureSource, Callable[[RunConfig], dict[str, Any]]] = {
 def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     """Write stores of hidden states: `validation/`, `test/`, and `train/` if training reads that."""
     answers = context.artifacts[Stage.answers].directory
-    datasets = {name: load_saved(answers / name) for name in HELD_OUT}
+    datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
     capture, samples = context.config.capture, training_samples(context.artifacts[Stage.data])
     if capture.store is not None:
         check_samples(capture.store, samples)

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 
 from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, print_left_out, remove_tables
 from data.conversations.perturbation import template_source
 from data.conversations.prompts import render_prompt
-from data.conversations.saved import load_saved
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused
 from data.conversations.tokenize import Enough, check_refused, tokenize
@@ -143,7 +142,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
 
 def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> None:
     """Count the tokens of all samples, for the draft vocabulary, and keep the random ones to train on."""
-    dataset = load_saved(directory / _TOKENIZED)
+    dataset = load_from_disk(str(directory / _TOKENIZED))
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):

@@ -52,19 +52,14 @@ class ServerInfo:
         return asdict(self)
 
     @staticmethod
-    def from_json(raw: object) -> "ServerInfo":
+    def from_json(raw: Any) -> "ServerInfo":
         """Read what `to_json` returned.
 
         Raises:
             UserError: the server has another version of eagle31.
         """
         try:
-            assert isinstance(raw, dict)
-            info = ServerInfo(**raw | {"aux_layer_ids": tuple(raw["aux_layer_ids"])})
-            numbers = (info.num_layers, info.hidden_size, info.vocab_size, info.max_tokens)
-            assert all(type(one) is int for one in (*info.aux_layer_ids, *numbers))
-            assert all(type(one) is str for one in (info.model, info.dtype, info.device))
-        except (AssertionError, KeyError, TypeError) as error:
+            return ServerInfo(**raw | {"aux_layer_ids": tuple(raw["aux_layer_ids"])})
+        except (KeyError, TypeError) as error:
             remedy = "It is no server info of this version of eagle31; start the server again."
             raise UserError("vllm.servers", str(raw)[:200], remedy) from error
-        return info

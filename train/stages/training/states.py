@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 
 from data.capture.arriving import ArrivingStates
 from data.capture.hf import HiddenStateCapture, check_head
@@ -16,7 +16,6 @@ from data.capture.tokens import dataset_lengths
 from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
-from data.conversations.saved import load_saved
 from data.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
@@ -37,7 +36,7 @@ BATCH_TOKENS = 8192  # of one forward pass in transformers, with padding: enough
 
 def training_samples(data: Artifact) -> Dataset:
     """Return the samples that the data stage has chosen."""
-    return load_saved(data.directory / "train")
+    return load_from_disk(str(data.directory / "train"))
 
 
 @contextmanager
