@@ -5,17 +5,14 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from data.file_hashes import hash_files
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, read_sealed_json, write_json, write_sealed_json
+from eagle31.json_files import read_json, write_json
 
 MANIFEST = "stage.json"
 _STARTED = "started.json"  # when an unfinished stage was started, and how long its earlier starts took
@@ -50,20 +47,12 @@ class Artifact:
 
     @property
     def finished(self) -> bool:
-        """Whether the manifest is there as it was written."""
-        try:
-            return {"facts", "seconds"} <= self.manifest.keys()
-        except FileNotFoundError:
-            return False
-        except UserError:
-            if self.manifest_path.is_dir():
-                raise
-            return False
+        return self.manifest_path.exists()
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What `finish` wrote. Raises UserError if it was altered."""
-        return read_sealed_json(self.manifest_path)
+        """What `finish` wrote."""
+        return read_json(self.manifest_path)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -84,77 +73,17 @@ class Artifact:
         write_json(path, {"before": before, "at": time.time()})
         return before
 
-    def finish(
-        self,
-        seconds: float,
-        summary: dict[str, Any],
-        files: Sequence[str] = (),
-    ) -> None:
-        """Write the manifest, which marks the result as complete.
-
-        Args:
-            seconds: of all starts.
-            files: patterns of the files that later stages read, and whose hashes the manifest gets.
-        """
-        paths = {path for pattern in files for path in self.directory.glob(pattern) if path.is_file()}
-        hashes = _hashes(sorted(paths))
+    def finish(self, seconds: float, summary: dict[str, Any]) -> None:
+        """Write the manifest, which marks the result as complete; `seconds` are those of all starts."""
         manifest = {
             "stage": self.stage,
             "inputs": self.inputs,
             "facts": summary,
-            "files": {path.relative_to(self.directory).as_posix(): hashes[path] for path in sorted(paths)},
             "seconds": round(seconds, 3),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        write_sealed_json(self.manifest_path, manifest)
+        write_json(self.manifest_path, manifest)
         (self.directory / _STARTED).unlink(missing_ok=True)
-
-    def damage(self, files: Sequence[str] = ("*",)) -> str | None:
-        """Return which file of a finished result was changed since, and how; None if none was.
-
-        Args:
-            files: patterns of the files that are compared with their hashes.
-
-        Raises:
-            UserError: a directory has the place of a file.
-        """
-        recorded = self.manifest["files"]
-        chosen = {
-            self.directory / name: name
-            for name in recorded
-            if any(fnmatch(name, pattern) for pattern in files)
-        }
-        for path in chosen:
-            if path.is_dir():
-                raise UserError("file", path, "It is a directory where a file belongs; move it elsewhere.")
-            if not path.exists():
-                return f"{path} is missing"
-        found = _hashes(list(chosen))
-        for path, name in chosen.items():
-            if found[path] != recorded[name]:
-                return f"{path} was altered after the stage finished"
-        return None
-
-    def kept(self, files: Sequence[str] = ("*",)) -> bool:
-        """Return whether the result is there as it was written. A damaged one is named, and made again.
-
-        Args:
-            files: see `damage`.
-        """
-        if self.finished:
-            damage = self.damage(files)
-        elif self.manifest_path.exists():
-            damage = f"{self.manifest_path} was altered"
-        else:
-            return False
-        if damage is None:
-            return True
-        print(f"{self.stage}: made again, because {damage}", file=sys.stderr, flush=True)
-        if self.directory.is_symlink():  # to another run's result
-            self.directory.unlink()
-        else:
-            self.reopen()  # before any rank looks
-        return False
 
     def reopen(self) -> None:
         """Mark the result as unfinished, so that the next run makes the part that is lost."""
@@ -206,12 +135,3 @@ def _written_at(path: Path) -> float:
         return path.stat().st_mtime if path.is_file() else 0.0
     except FileNotFoundError:  # another rank has just removed it
         return 0.0
-
-
-def _hashes(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return the hash of each file, computed directory by directory, as `hash_files` remembers them."""
-    found: dict[Path, str] = {}
-    for directory in sorted({path.parent for path in paths}):
-        files = [path for path in paths if path.parent == directory]
-        found |= zip(files, hash_files(files), strict=True)
-    return found

@@ -16,7 +16,6 @@ from train.plan.placement import ServerPlacement, cluster_at_hand
 from train.plan.sizes import RunSizes
 from train.plan.where import where_target_runs
 from train.target import Target
-from train.trainer.checkpoints import EarlierTraining
 
 
 @dataclass
@@ -28,8 +27,6 @@ class RunContext:
     started: float = field(default_factory=time.time)  # in seconds since the epoch
     artifacts: dict[Stage, Artifact] = field(default_factory=dict)
     reused: set[str] = field(default_factory=set)  # names of the stages that were finished already
-    earlier: EarlierTraining | None = None  # the training that this run's can continue
-    continued: EarlierTraining | None = None  # the one that it does continue
 
     @property
     def output_dir(self) -> Path:

@@ -48,13 +48,7 @@ from train.stages.export import export_inputs, run_export
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
 from train.stages.train import check_ranks, check_rows, run_train, train_inputs
-from train.stages.training.continuing import (
-    VOCAB,
-    begin_training,
-    link_results,
-    share_continued,
-    share_earlier,
-)
+from train.stages.training.continuing import begin_training, link_results
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.trainer.learning_rate import with_rates
@@ -71,26 +65,17 @@ class StageRun:
 
     inputs: Callable[[RunContext], dict[str, Any]]  # returns everything that the result depends on
     run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
-    files: tuple[str, ...] = ()  # patterns of the files that later stages read
     every_rank: bool = False  # otherwise rank 0 runs it and the others wait
 
 
-# Shards are checked when they are read.
-_STORES = ("*/manifest.json", "*/index.npy", "*/capture.json")
-METRICS, BEST = "metrics.jsonl", "checkpoints/best/*"
 STAGES = {
-    Stage.data: StageRun(data_inputs, run_data, ("train/*", "held_out.json")),
-    Stage.vocab: StageRun(vocab_inputs, run_vocab, ("vocab.json", "vocab.safetensors")),
-    Stage.answers: StageRun(answers_inputs, run_answers, ("validation/*", "test/*")),
-    Stage.capture: StageRun(capture_inputs, run_capture, _STORES, every_rank=True),
-    Stage.train: StageRun(train_inputs, run_train, (METRICS, BEST, VOCAB), every_rank=True),
-    Stage.export: StageRun(
-        # Not README.md, which the report writes again.
-        export_inputs,
-        run_export,
-        ("checkpoint/config.json", "checkpoint/*.safetensors"),
-    ),
-    Stage.evaluate: StageRun(evaluate_inputs, run_evaluate, ("evaluation.json",)),
+    Stage.data: StageRun(data_inputs, run_data),
+    Stage.vocab: StageRun(vocab_inputs, run_vocab),
+    Stage.answers: StageRun(answers_inputs, run_answers),
+    Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
+    Stage.train: StageRun(train_inputs, run_train, every_rank=True),
+    Stage.export: StageRun(export_inputs, run_export),
+    Stage.evaluate: StageRun(evaluate_inputs, run_evaluate),
 }
 
 
@@ -134,9 +119,6 @@ def run_stages(context: RunContext) -> None:
     unfinished = check_stages(context, stages)
     try:
         begin_servers(context, unfinished)
-        if Stage.train in unfinished and world.is_main and context.continued is not None:
-            # Now: the earlier training may delete its checkpoint during other stages.
-            begin_training(context.artifacts[Stage.train], context.continued)
         for stage in stages:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
@@ -152,7 +134,7 @@ def run_stages(context: RunContext) -> None:
                     release_memory(context)
                     seconds = time.perf_counter() - started
                     if world.is_main:
-                        artifact.finish(seconds, summary, definition.files)
+                        artifact.finish(seconds, summary)
                         print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
                 wait_for(artifact.manifest_path)
                 unfinished.remove(stage)
@@ -172,7 +154,8 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     """Check what the stages need, locate their results, and return the stages that have none yet.
 
     Raises:
-        UserError: a stage cannot run here, or a stage without a result is not selected.
+        UserError: a stage cannot run here, a stage without a result is not selected, or there is no training
+            to continue with these settings.
     """
     config, world = context.config, context.world
     if Stage.train in config.stages and world.is_main:
@@ -193,6 +176,9 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         if stage not in config.stages:
             remedy = f"They need stage '{stage.value}', which has no result for this configuration; add it."
             raise UserError("stages", [one.value for one in config.stages], remedy)
+    training = context.artifacts.get(Stage.train)
+    if world.is_main and training is not None and not training.finished:
+        begin_training(context)  # now: a training to continue may delete its checkpoint during other stages
     return unfinished
 
 
@@ -202,48 +188,20 @@ def check_drafter(context: RunContext) -> None:
 
 
 def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
-    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it.
-
-    Raises:
-        UserError: the training to continue cannot be continued with these settings.
-    """
-    located = [stage for stage in stages if stage in STAGES]
-    problem = None
+    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it."""
+    # The vocab stage reads the directory of a training that continues another.
+    continues = context.config.train.continue_from is not None
+    located = [stage for stage in STAGES if stage in stages or continues]
     for stage in located:
-        if stage is Stage.vocab:
-            problem = share_earlier(context)
-        if stage is Stage.train:
-            share_continued(context, STAGES[stage].inputs(context), problem)
         inputs = STAGES[stage].inputs(context)
         artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
         context.artifacts[stage] = artifact
     values = shared_values()
     if context.world.is_main:
-        link_results(context.artifacts, context.earlier)
-        found = []
-        for stage in located:
-            # A training is not repeated without a word from the user.
-            compared = () if stage is Stage.train else ("*",)
-            if not context.artifacts[stage].kept(compared):
-                found.append(stage.value)
-        if Stage.train in located and Stage.train.value not in found:
-            check_training(context, exports=Stage.export.value in found)
+        link_results(context)
+        found = [one.value for one in located if one in stages and not context.artifacts[one].finished]
         values.set(_UNFINISHED, json.dumps(found))
     return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
-
-
-def check_training(context: RunContext, *, exports: bool) -> None:
-    """Check the files of a finished training that this run reads.
-
-    Raises:
-        UserError: one is missing or was altered.
-    """
-    artifact = context.artifacts[Stage.train]
-    files = ([BEST, VOCAB] if exports else []) + ([METRICS] if Stage.report in context.config.stages else [])
-    damage = artifact.damage(files)
-    if damage is not None:
-        remedy = f"{damage}. Restore the file, or delete this directory to train again."
-        raise UserError("train", artifact.directory, remedy)
 
 
 def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
@@ -252,8 +210,6 @@ def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) 
     prepare_engines(context, stage, unfinished)
     if context.world.is_main:
         check_store(context.config, stage)
-        if stage is Stage.train:
-            begin_training(artifact, context.continued)
         print(f"{stage.value}: {artifact.directory}", flush=True)
     if context.world.is_main or STAGES[stage].every_rank:
         artifact.directory.mkdir(parents=True, exist_ok=True)

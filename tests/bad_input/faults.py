@@ -1,4 +1,4 @@
-"""Faults of a machine, each for as long as its `with` lasts, and ways in which a file is damaged."""
+"""Faults of a machine, each for as long as its `with` lasts, and damaged files."""
 
 import contextlib
 import ctypes
@@ -6,7 +6,7 @@ import http.server
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,18 +127,3 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def _directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "cut": cut,
-    "empty": lambda path: path.write_bytes(b""),
-    "flipped": flip,
-    "missing": Path.unlink,
-    "junk": lambda path: path.write_bytes(bytes((37 * index + 11) % 256 for index in range(999))),
-    "directory": _directory,
-}

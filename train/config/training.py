@@ -12,10 +12,6 @@ from train.config.setting import setting
 MAX_LR = 1.0
 
 
-# Values of train.continue_from that name no directory.
-AUTO, NONE = "auto", "none"
-
-
 class Schedule(Choice):
     cosine = "cosine", "falls along half a cosine"
     linear = "linear", "falls linearly"
@@ -103,11 +99,11 @@ class TrainConfig:
     )
     save_every: int = setting(200, "Steps between two checkpoints to resume from.", ge=1)
     keep_checkpoints: int = setting(3, "Number of checkpoints that are kept.", ge=1)
-    continue_from: str = setting(
-        AUTO,
-        "Training that this one continues, with its optimizer states. auto: that in output_dir, when its "
-        "settings have changed or its steps are more. none: no other; it starts at the first step. "
-        "DIRECTORY or DIRECTORY@STEP: the newest or the named checkpoint of the run with that output_dir.",
+    continue_from: str | None = setting(
+        None,
+        "Training that this one continues, with its optimizer states, as DIRECTORY or DIRECTORY@STEP: the "
+        "newest or the named checkpoint of the run with that output_dir, which may be this one's. null: it "
+        "starts at the first step.",
     )
     seed: int | None = setting(
         None,

@@ -15,8 +15,7 @@ from eagle31.decoding.speculative import (
     decode_plainly,
     decode_speculatively,
 )
-from eagle31.errors import UserError
-from eagle31.json_files import read_sealed_json, write_sealed_json
+from eagle31.json_files import read_json, write_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.engines.serving import acceptance, placed_drafts
@@ -43,20 +42,11 @@ class PassResults:
         return self._path(name).exists()
 
     def run(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of a pass: the one on disk, or else the computed one, once it is on disk.
-
-        A damaged result is computed again.
-        """
+        """Return the result of a pass: the one on disk, or else the computed one, once it is on disk."""
         path = self._path(name)
-        try:
-            return read_sealed_json(path)
-        except FileNotFoundError:
-            pass
-        except UserError:
-            if path.is_dir():
-                raise
-        write_sealed_json(path, compute())
-        return read_sealed_json(path)
+        if not path.exists():
+            write_json(path, compute())
+        return read_json(path)
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{name}.json"

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from data.target.checkpoint import is_hub_id
-from eagle31.errors import UserError
-from eagle31.json_files import read_sealed_json
+from eagle31.json_files import read_json
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED
@@ -125,12 +123,9 @@ def cached_repositories() -> dict[tuple[str, str], int]:
 def _has_store(config: RunConfig) -> bool:
     """Return whether a store with as many samples and the same codec is finished in the output directory."""
     wanted = (config.capture.codec, config.capture.max_samples)
-    for path in Path(config.output_dir).glob("artifacts/capture-*/stage.json"):
-        with suppress(UserError):  # the stage is made again
-            inputs = read_sealed_json(path)["inputs"]
-            if (inputs["codec"], inputs.get("max_samples")) == wanted:
-                return True
-    return False
+    manifests = Path(config.output_dir).glob("artifacts/capture-*/stage.json")
+    found = (read_json(path)["inputs"] for path in manifests)
+    return any((inputs["codec"], inputs.get("max_samples")) == wanted for inputs in found)
 
 
 def _bytes_below(directory: Path, *patterns: str) -> int:

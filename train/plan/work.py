@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from data.store.codec import Rows, encoded_bytes
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
-from eagle31.errors import UserError
-from eagle31.json_files import read_sealed_json
+from eagle31.json_files import read_json
 from train.config.capture import CaptureMode
 from train.config.compose import RECIPES, choices
 from train.config.run import RunConfig
@@ -69,10 +68,7 @@ class Hours:
 def newest_data_summary(output_dir: Path) -> dict[str, Any]:
     """Return the summary of the newest data stage in this directory; empty if none has finished."""
     manifests = sorted(output_dir.glob("artifacts/data-*/stage.json"), key=lambda path: path.stat().st_mtime)
-    for path in reversed(manifests):
-        with suppress(UserError):  # the stage is made again
-            return read_sealed_json(path)["facts"]
-    return {}
+    return read_json(manifests[-1])["facts"] if manifests else {}
 
 
 def budget_works(sizes: RunSizes) -> dict[str, Work]:

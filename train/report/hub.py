@@ -13,7 +13,6 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from train.artifact import Artifact
 from train.config.export import HubConfig
 from train.report.card import model_card, public_name
 from train.report.results import at_draft_length, read_report, read_serving
@@ -66,18 +65,12 @@ def files_to_push(
     Nothing has a local path: config.json and the card name a target by its last part or `base_model`.
 
     Raises:
-        UserError: the run has no export or no report yet, or its export was changed since it was written.
+        UserError: the run has no export or no report yet.
     """
     export = Path(output_dir) / "export"
     if not (export / "config.json").exists():
         raise UserError("OUTPUT_DIR", output_dir, "It has no export; run its recipe with stages=[export].")
     known = read_report(output_dir)
-    try:
-        damage = Artifact("export", {}, export.resolve().parent).damage()
-    except FileNotFoundError:  # a copy of an export, without the record of its stage
-        damage = None
-    if damage is not None:
-        raise UserError("export", export, f"{damage}; run the recipe again, which exports again.")
     run_info: dict[str, Any] = known["run"] | {"hub_id": repo_id, "license": license}
     if base_model is not None:
         run_info |= {"target": base_model, "target_embedded": False}

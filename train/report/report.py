@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eagle31.export.layouts import Layout
-from eagle31.json_files import read_jsonl, write_sealed_json, write_text
+from eagle31.json_files import read_jsonl, write_json, write_text
 from train.report.card import (
     DRAFT_TOKENS,
     describe_samples,
@@ -53,7 +53,7 @@ def write_report(
     directory = Path(output_dir) / "report"
     metrics = read_jsonl(metrics_path)
     known = {"evaluation": evaluation, "run": run_info, "metrics": metrics}
-    write_sealed_json(directory / "metrics.json", known)
+    write_json(directory / "metrics.json", known)
     panels = run_panels(metrics, evaluation, run_info["best_step"])
     if summary := [panels[name] for name in _SUMMARY if name in panels]:
         save_png(summary, directory / "summary.png", _headline(evaluation), panel_inches=4.0)

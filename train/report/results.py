@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, read_sealed_json
+from eagle31.json_files import read_json
 from train.tables import aligned
 
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
@@ -33,16 +33,12 @@ def read_report(output_dir: Path) -> dict[str, Any]:
     """Return the report's metrics.json: the evaluation, the run and its metrics.
 
     Raises:
-        UserError: the run has no report yet, or a damaged one.
+        UserError: the run has no report yet.
     """
     path = Path(output_dir) / "report" / "metrics.json"
     if not path.exists():
         raise UserError("RUN", output_dir, "It has no report; run its recipe with stages=[report].")
-    try:
-        return read_sealed_json(path)
-    except UserError as error:
-        remedy = f"The file is damaged; run the recipe again with stages=[report]. ({error.remedy})"
-        raise UserError("report", path, remedy) from None
+    return read_json(path)
 
 
 def read_serving(output_dir: Path) -> dict[str, Any] | None:

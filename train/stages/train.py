@@ -20,7 +20,7 @@ from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, training_seed
 from train.config.training import OptimConfig, Schedule, TrainConfig
 from train.context import RunContext
-from train.distributed import wait_for_ranks
+from train.distributed import on_main_first, wait_for_ranks
 from train.stages.training.building import (
     drift_diagnosis,
     expected_speed,
@@ -31,7 +31,7 @@ from train.stages.training.building import (
     sample_names,
     step_dtype,
 )
-from train.stages.training.continuing import CONTINUED, chosen_optim, keep_vocab, prepared, training_inputs
+from train.stages.training.continuing import chosen_optim, keep_vocab, prepared, training_inputs
 from train.stages.training.states import open_store, opened_source, training_samples
 from train.stages.vocab import load_projected, load_vocab
 from train.stop import stop_reasons, time_limit
@@ -51,11 +51,8 @@ _DECAY_FRACTION = 0.2
 
 def train_inputs(context: RunContext) -> dict[str, Any]:
     artifacts = context.artifacts
-    return (
-        training_inputs(context.config, context.drafter, artifacts[Stage.data])
-        | {"capture": artifacts[Stage.capture].key, "vocab": artifacts[Stage.vocab].key}
-        | ({} if context.continued is None else {CONTINUED: context.continued.to_input()})
-    )
+    keys = {"capture": artifacts[Stage.capture].key, "vocab": artifacts[Stage.vocab].key}
+    return training_inputs(context.config, context.drafter, artifacts[Stage.data]) | keys
 
 
 def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
@@ -72,13 +69,13 @@ def train_on(
     """Build what training needs, and train.
 
     Raises:
-        UserError: the training to continue has another draft vocabulary, or no step is left.
+        UserError: no step is left.
     """
     config, world, artifacts = context.config, context.world, context.artifacts
     optim, train_data = chosen_optim(config, context.drafter), training_samples(artifacts[Stage.data])
     engines = context.capturing if config.capture.mode is CaptureMode.online else None
     ensure_process_group(0.0 if engines is None else engines.patience_seconds)
-    keep_vocab(artifacts[Stage.vocab], directory, world)
+    on_main_first(world.is_main, lambda: keep_vocab(artifacts[Stage.vocab], directory))
     vocab, projected = load_vocab(artifacts[Stage.vocab]), load_projected(directory)
     drafter, frozen = new_drafter(config, context.drafter, vocab, projected, world.device)
     tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}

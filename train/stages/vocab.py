@@ -8,14 +8,14 @@ from torch import Tensor
 from eagle31.json_files import read_json, write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
 from eagle31.tensor_files import load_tensors, save_tensors
-from train.artifact import Artifact, fingerprint
+from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import projected_rows
 from train.drafter.chosen import ChosenDrafter
 from train.drafter.published import starting_vocab
 from train.stages.data import TOKEN_COUNTS
-from train.stages.training.continuing import KEPT, VOCAB, kept_vocab
+from train.stages.training.continuing import VOCAB, kept_vocab
 
 
 def vocab_inputs(context: RunContext) -> dict[str, Any]:
@@ -30,8 +30,7 @@ def vocab_inputs(context: RunContext) -> dict[str, Any]:
             "hidden_size": context.config.drafter.hidden_size,
             "target": context.target.parts.fingerprint,
         }
-    kept = kept_vocab(context.config, context.earlier, f"{Stage.vocab.value}-{fingerprint(inputs)}")
-    return inputs if kept is None else inputs | {KEPT: kept}
+    return inputs | kept_vocab(context.config, context.drafter, context.artifacts[Stage.data])
 
 
 def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
@@ -44,8 +43,8 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     """
     counts = load_tensors(context.artifacts[Stage.data].directory / TOKEN_COUNTS)["counts"]
     special = set(context.target.tokenizer.all_special_ids) | set(context.target.eos_token_ids)
-    if context.earlier is not None and KEPT in context.artifacts[Stage.vocab].inputs:
-        kept = load_tensors(context.earlier.directory / VOCAB)
+    if "kept" in context.artifacts[Stage.vocab].inputs:
+        kept = load_tensors(context.artifacts[Stage.train].directory / VOCAB)
         vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(counts, kept["t2d"]))
     elif context.drafter.initial is not None:
         vocab = starting_vocab(context.drafter.initial, counts)

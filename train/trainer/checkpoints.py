@@ -55,34 +55,6 @@ class TrainState:
     continued_at: int = 0  # the step after which this directory's training continues an earlier one
 
 
-@dataclass(frozen=True)
-class EarlierTraining:
-    """A checkpoint of an earlier training, from which another one continues."""
-
-    directory: Path  # that of the train stage
-    step: int
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.directory / CHECKPOINTS / f"step-{self.step:08d}"
-
-    @property
-    def artifacts(self) -> Path:
-        """The directory with the results of all stages of its run."""
-        return self.directory.parent
-
-    def to_input(self) -> dict[str, Any]:
-        """Return what the result of a training that continues this one depends on."""
-        return {"training": self.directory.name, "step": self.step}
-
-    def to_json(self) -> dict[str, Any]:
-        return {"directory": str(self.directory), "step": self.step}
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "EarlierTraining":
-        return EarlierTraining(Path(values["directory"]), values["step"])
-
-
 class CheckpointDirectory:
     """A directory with `step-00000100/` for each kept checkpoint, and `best/` for the best weights.
 

@@ -12,7 +12,7 @@ import pytest
 
 from data.target.architecture import active_intermediate_size
 from eagle31.errors import UserError
-from eagle31.json_files import write_json, write_sealed_json
+from eagle31.json_files import write_json
 from tests.recipes.headers import header_commands
 from tests.runs.forked import ROOT
 from tests.train.torchrun import checked_config, composed, run_here
@@ -253,7 +253,7 @@ def test_a_store_that_does_not_fit_is_named_until_it_is_written(tmp_path: Path) 
     written.mkdir(parents=True)
     for max_samples, missing in ((1000, True), (600_000, False)):  # a store may be smaller than planned
         inputs = {"codec": "fp8", "max_samples": max_samples}
-        write_sealed_json(written / "stage.json", {"inputs": inputs})
+        write_json(written / "stage.json", {"inputs": inputs})
         planned.cache_clear()
         assert bool(planned("qwen3_8b", *settings).disk) == missing
 
@@ -276,7 +276,7 @@ def test_tokens_are_measured_after_the_data_stage(tmp_path: Path) -> None:
     summary = {"num_tokens": 81_920_000, "num_samples": 200_000}
     stage = tmp_path / "artifacts" / "data-0123"
     stage.mkdir(parents=True)
-    write_sealed_json(stage / "stage.json", {"facts": summary})
+    write_json(stage / "stage.json", {"facts": summary})
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
     assert work.steps == 2 * 81_920_000 // (16 * 8192)

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.image import imread
 
 from eagle31.errors import UserError
-from eagle31.json_files import write_sealed_json
+from eagle31.json_files import write_json
 from tests.runs.here import run_command
 from tests.train.report.finished_run import acceptance, evaluation, finished_metrics, run_info
 from train.report.comparison import comparison_lines, read_runs
@@ -19,7 +19,7 @@ def finished(directory: Path, rate: float, *, prompts: str = "same", target: str
     config = f"drafter:\n  fc_norm: {rate > 0.6}\noutput_dir: {directory}\nseed: 0\n"
     (directory / "config.yaml").write_text(config)
     known = {"evaluation": measured, "run": info, "metrics": finished_metrics()}
-    write_sealed_json(directory / "report" / "metrics.json", known)
+    write_json(directory / "report" / "metrics.json", known)
     return directory
 
 
@@ -56,7 +56,7 @@ def test_a_run_without_evaluation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="RUN="):
         read_runs([tmp_path])
     run = finished(tmp_path / "a", 0.5)
-    write_sealed_json(run / "report" / "metrics.json", {"evaluation": {}, "run": run_info(), "metrics": []})
+    write_json(run / "report" / "metrics.json", {"evaluation": {}, "run": run_info(), "metrics": []})
     with pytest.raises(UserError, match=r"RUN=.*not evaluated"):
         read_runs([run])
 

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from eagle31.json_files import read_json, write_json, write_sealed_json
+from eagle31.json_files import read_json, write_json
 from tests.runs.here import run_command
 from tests.train.drafter.tiny_export import save_target_with_tokenizer, write_tiny_export
 from tests.train.report.finished_run import evaluation, run_info
@@ -68,7 +68,7 @@ def finished(tmp_path: Path) -> Path:
         "run": run_info() | {"target": str(tmp_path / "target")},
         "metrics": [],
     }
-    write_sealed_json(tmp_path / "report" / "metrics.json", known)
+    write_json(tmp_path / "report" / "metrics.json", known)
     return tmp_path
 
 

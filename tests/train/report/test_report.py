@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from eagle31.json_files import read_sealed_json, write_json, write_jsonl
+from eagle31.json_files import read_json, write_json, write_jsonl
 from tests.train.report.finished_run import (
     drift_metrics,
     evaluation,
@@ -59,7 +59,7 @@ def report(directory: Path, metrics: list[dict[str, Any]], measured: dict[str, A
 def test_full_report(tmp_path: Path) -> None:
     style = dict(matplotlib.rcParams)
     page = report(tmp_path, finished_metrics(), evaluation())
-    saved = read_sealed_json(tmp_path / "report" / "metrics.json")
+    saved = read_json(tmp_path / "report" / "metrics.json")
     assert saved == {"evaluation": evaluation(), "run": run_info(), "metrics": finished_metrics()}
     for shown in (
         "2.53",

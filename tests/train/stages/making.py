@@ -11,4 +11,4 @@ def make_result(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) 
     """Run one stage, as the pipeline does in one process, and finish its result."""
     begin_stage(context, stage, unfinished)
     artifact = context.artifacts[stage]
-    artifact.finish(0.0, STAGES[stage].run(context, artifact.directory), STAGES[stage].files)
+    artifact.finish(0.0, STAGES[stage].run(context, artifact.directory))

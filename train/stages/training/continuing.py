@@ -1,55 +1,35 @@
-"""Continuing a training: which checkpoint it is, what may change, and how its directory begins.
+"""Continuing a training with more steps, another schedule or other data, after one of its checkpoints.
 
-What a training continues is one of its inputs. It is decided when its directory is begun, and every later
-command with the same settings finds it again. Rank 0 decides, and the other ranks learn it:
-
-    in output_dir, or in DIRECTORY             auto                     DIRECTORY[@STEP]   none
-    a training with these inputs was begun     resumes [1]              resumes [1]        resumes [1]
-    a checkpoint with the same fixed inputs    the newest continues [3] it continues       first step
-    ... after which no step is left            first step, and why [2]  refused            first step
-    only checkpoints with other fixed inputs   first step, and why      refused            first step
-    no checkpoint                              first step               refused            first step
-
-[1] With DIRECTORY if it continues a training there, and with none if it continues none.
-[2] Refused where the vocab stage kept the earlier draft vocabulary for other data: it is not for a new head.
-[3] Of those with equal settings and data, apart from the number of steps; without any, of all.
+`train.continue_from` is an input of the training: the same command finds the same directory again. Which
+checkpoint it means is decided when that directory is begun, before any stage, and its files are linked there.
 """
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.errors import UserError
-from eagle31.json_files import expecting, file_within, read_json, read_jsonl, write_json, write_jsonl
-from eagle31.tensor_files import load_tensors
-from train.artifact import MANIFEST as FINISHED
+from eagle31.json_files import file_within, read_json, read_jsonl, write_json, write_jsonl
 from train.artifact import Artifact, fingerprint
 from train.config.run import RunConfig, Stage, training_seed
-from train.config.training import AUTO, NONE, OptimConfig
+from train.config.training import OptimConfig
 from train.context import RunContext
-from train.distributed import World, on_main_first, read_when_set, shared_values
 from train.drafter.chosen import ChosenDrafter
 from train.engines.inputs import target_inputs
-from train.trainer.checkpoints import BEST, CHECKPOINTS, EarlierTraining, TrainState, saved_steps
+from train.trainer.checkpoints import BEST, CHECKPOINTS, TrainState, saved_steps
 from train.trainer.learning_rate import with_rates
 from train.trainer.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 
 VOCAB = "vocab.safetensors"
-KEPT = "kept"  # the input of the vocab stage that says which earlier vocabulary it keeps
-CONTINUED = "continued"  # the input of a training that continues another
+_CONTINUED = "continued"  # the input of a training that continues another
 _BEGUN, _METRICS, _FIELD = "begun.json", "metrics.jsonl", "train.continue_from"
-_EARLIER, _CONTINUED = "stages/train/earlier", "stages/train/continued"
-_LINKED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
+_LINKED = (Stage.data, Stage.answers, Stage.capture)
 _SHOWN = 6  # settings that a message names
-_LENGTHS = ("max_steps", "num_epochs")  # settings of `train` that differ where a training is made longer
 
 
 def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
@@ -78,13 +58,17 @@ def chosen_optim(config: RunConfig, drafter: ChosenDrafter) -> OptimConfig:
 
 
 def training_inputs(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -> dict[str, Any]:
-    """Return what a training depends on, apart from the vocabulary, the states and what it continues."""
+    """Return what a training depends on, apart from the vocabulary and the states."""
     training = asdict(config.train)
-    # These change no weights, or are a separate input: what is in fact continued. validate_every stays in: it
-    # affects which step is chosen as the best.
+    # These change no weights, or are separate inputs. validate_every stays in: it affects which step is
+    # chosen as the best.
     for name in ("log_every", "save_every", "keep_checkpoints", "continue_from", "seed"):
         training.pop(name)
-    return {
+    continued = {}
+    if config.train.continue_from is not None:
+        directory, step = _parsed(config.train.continue_from)
+        continued[_CONTINUED] = [str(directory), step]
+    return continued | {
         "fixed": fixed_inputs(config, drafter),
         "data": data.key,
         "max_samples": config.capture.max_samples,
@@ -113,207 +97,71 @@ def _validation_key(answers: Artifact, draft_tokens: int) -> str:
     return fingerprint({"answers": answers.key, "draft_tokens": draft_tokens})
 
 
-def share_earlier(context: RunContext) -> UserError | None:
-    """Set `context.earlier` as rank 0 finds it. Every rank calls, once the data are located.
+@dataclass(frozen=True)
+class _Earlier:
+    """A checkpoint of an earlier training."""
 
-    Returns:
-        Why there is no earlier training, on rank 0; it matters only if this run has to begin one.
-    """
-    values, problem = shared_values(), None
-    if context.world.is_main:
-        earlier, problem = _earlier(context)
-        values.set(_EARLIER, json.dumps(earlier and earlier.to_json()))
-    found = json.loads(read_when_set(values, _EARLIER))
-    context.earlier = found and EarlierTraining.from_json(found)
-    return problem
+    directory: Path  # that of the train stage
+    step: int
 
+    def __str__(self) -> str:
+        return f"{self.directory}@{self.step}"
 
-def _earlier(context: RunContext) -> tuple[EarlierTraining | None, UserError | None]:
-    origin = context.config.train.continue_from
-    if origin == NONE:
-        return None, None
-    inputs = training_inputs(context.config, context.drafter, context.artifacts[Stage.data])
-    inputs, problem = json.loads(json.dumps(inputs)), None  # as they are read from a file
-    if origin != AUTO:
-        try:
-            return _newest(*_parsed(origin), inputs, named=True), None
-        except UserError as error:
-            problem = error
-    # The checkpoint that this run once continued may be gone; the run's own training has its vocabulary.
-    try:
-        return _newest(context.output_dir, None, inputs, named=False), problem
-    except UserError as error:
-        return None, problem or error
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / CHECKPOINTS / f"step-{self.step:08d}"
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return read_json(self.directory / _BEGUN)["inputs"]
 
 
 def _parsed(origin: str) -> tuple[Path, int | None]:
     """Return directory and step of `DIRECTORY` or `DIRECTORY@STEP`; None is the newest checkpoint."""
     directory, separator, step = origin.rpartition("@")
-    return (Path(directory), int(step)) if separator and step.isdigit() else (Path(origin), None)
+    named = separator and step.isdigit()
+    return Path(directory if named else origin).resolve(), int(step) if named else None
 
 
-def _newest(
-    output_dir: Path, step: int | None, inputs: dict[str, Any], *, named: bool
-) -> EarlierTraining | None:
-    """Return the newest training in an output directory that has the same fixed settings.
-
-    One that differs in its number of steps alone comes before those with other settings or data.
+def _earlier(origin: str, inputs: dict[str, Any]) -> _Earlier:
+    """Return the newest checkpoint of the trainings in an output directory that have the same fixed settings.
 
     Args:
-        step: of the checkpoint; None for the newest.
-        inputs: of the training that continues it, from `training_inputs`.
-        named: whether the user named the directory.
+        inputs: of the training that continues it.
 
     Raises:
-        UserError: all trainings there have other fixed settings; or the directory that the user named has
-            no such checkpoint.
+        UserError: there is none.
     """
-    trainings = sorted(_trainings(output_dir), key=lambda one: _newest_time(one), reverse=True)
-    if not trainings:
-        if named:
-            raise UserError(_FIELD, output_dir, "No training there has a checkpoint yet; give an output_dir.")
-        return None
-    theirs = {one: _begun(one / _BEGUN)["inputs"] for one in trainings}
-    same = [one for one in trainings if theirs[one]["fixed"] == inputs["fixed"]]
-    same.sort(key=lambda one: not _equal_but_longer(theirs[one], inputs))
+    directory, step = _parsed(origin)
+    paths = [path.parent for path in directory.glob(f"artifacts/train-*/{_BEGUN}")]
+    found = [_Earlier(path, one) for path in paths for one in saved_steps(path / CHECKPOINTS)]
+    found.sort(key=lambda one: one.checkpoint.stat().st_mtime, reverse=True)
+    if not found:
+        raise UserError(_FIELD, origin, "No training there has a checkpoint yet; give an output_dir.")
+    same = [one for one in found if one.inputs["fixed"] == inputs["fixed"]]
     if not same:
-        shown = _differences(theirs[trainings[0]]["fixed"], inputs["fixed"])
-        raise UserError(
-            _FIELD,
-            output_dir if named else "auto",
-            f"The training in {trainings[0]} cannot be continued with other settings of these: {shown}."
-            + (" Use its settings." if named else ""),
+        shown = _differences(found[0].inputs["fixed"], inputs["fixed"])
+        remedy = f"The training in {found[0].directory} cannot be continued with other settings of these: "
+        raise UserError(_FIELD, origin, f"{remedy}{shown}. Use its settings.")
+    named = [one for one in same if step in (None, one.step)]
+    if not named:
+        remedy = f"The checkpoints there are of steps {sorted(one.step for one in same)}."
+        raise UserError(_FIELD, origin, remedy)
+    max_steps = inputs["train"]["max_steps"]
+    if max_steps is not None and named[0].step >= max_steps:
+        remedy = (
+            f"The training in {named[0].directory} is at step {named[0].step} already. Give more steps, or "
+            f"{_FIELD}=DIRECTORY@STEP for an earlier one."
         )
-    for one in same:
-        steps = saved_steps(one / CHECKPOINTS)
-        if step is None or step in steps:
-            return EarlierTraining(one, steps[-1] if step is None else step)
-    raise UserError(
-        _FIELD,
-        f"{output_dir}@{step}",
-        f"The checkpoints there are of steps {saved_steps(same[0] / CHECKPOINTS)}.",
-    )
-
-
-def _trainings(output_dir: Path) -> Iterator[Path]:
-    """Yield the directories of trainings with a checkpoint: those of a run, or the one that is named."""
-    for directory in (output_dir, *output_dir.glob("artifacts/train-*")):
-        if (directory / _BEGUN).exists() and saved_steps(directory / CHECKPOINTS):
-            yield directory
-
-
-def _newest_time(directory: Path) -> float:
-    return max(path.stat().st_mtime for path in directory.glob(f"{CHECKPOINTS}/step-*"))
-
-
-def _equal_but_longer(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Return whether two trainings have the same settings and data, apart from their number of steps."""
-    lengths = dict.fromkeys(_LENGTHS)
-    return all(theirs.get(name) == value for name, value in ours.items() if name != "train") and (
-        theirs["train"] | lengths == ours["train"] | lengths
-    )
-
-
-def _begun(path: Path) -> dict[str, Any]:
-    """Return the description of a training that was begun. Raises UserError if the file is damaged."""
-    with expecting(path, "the description of a training"):
-        content = read_json(path)
-        if not isinstance(content["inputs"]["fixed"], dict):
-            raise TypeError("its settings are no object")
-        if content["continued_from"] is not None:
-            EarlierTraining.from_json(content["continued_from"])
-        return content
-
-
-def share_continued(context: RunContext, inputs: dict[str, Any], problem: UserError | None) -> None:
-    """Set `context.continued` as rank 0 decides. Every rank calls, once the stages before are located.
-
-    A training that was begun with the same settings continues what it did then, so that it is found again.
-
-    Args:
-        inputs: of the train stage, apart from what it continues.
-        problem: what `share_earlier` returned.
-
-    Raises:
-        UserError: on rank 0; the user named an earlier training, or continues it with other data, and it
-            cannot be continued with these settings.
-    """
-    values = shared_values()
-    if context.world.is_main:
-        begun = _continued_by_begun(context, inputs)
-        continued = begun[0] if begun else _continued(context, inputs, problem)
-        values.set(_CONTINUED, json.dumps(continued and continued.to_json()))
-    found = json.loads(read_when_set(values, _CONTINUED))
-    context.continued = found and EarlierTraining.from_json(found)
-
-
-def _continued_by_begun(context: RunContext, inputs: dict[str, Any]) -> list[EarlierTraining | None]:
-    """Return what each training that was begun with these inputs continues, the newest first."""
-    wanted, found = _comparable(json.loads(json.dumps(inputs))), []
-    paths = [
-        path
-        for path in context.output_dir.glob(f"artifacts/train-*/{_BEGUN}")
-        if saved_steps(path.parent / CHECKPOINTS) or (path.parent / FINISHED).exists()
-    ]
-    for begun in map(_begun, sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)):
-        continued = begun["continued_from"] and EarlierTraining.from_json(begun["continued_from"])
-        if _comparable(begun["inputs"]) == wanted and _meant(context.config.train.continue_from, continued):
-            found.append(continued)
-    return found
-
-
-def _meant(origin: str, continued: EarlierTraining | None) -> bool:
-    """Return whether the setting means a training that continues this one."""
-    if origin in (AUTO, NONE):
-        return origin == AUTO or continued is None
-    path, step = _parsed(origin)
-    if continued is None or step not in (None, continued.step):
-        return False
-    training = continued.directory.resolve()
-    return path.resolve() in (training, training.parent.parent)
-
-
-def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a training without what it continues."""
-    return {name: value for name, value in inputs.items() if name != CONTINUED}
-
-
-def _continued(
-    context: RunContext, inputs: dict[str, Any], problem: UserError | None
-) -> EarlierTraining | None:
-    origin = context.config.train.continue_from
-    if origin == NONE:
-        return None
-    try:
-        if problem is not None:
-            raise problem
-        if context.earlier is not None:
-            _check_steps(context.earlier, context.config.train.max_steps, inputs)
-    except UserError as error:
-        # A draft vocabulary that was kept for the drafter of the earlier training is not for a new one.
-        if origin != AUTO or KEPT in context.artifacts[Stage.vocab].inputs:
-            raise
-        print(f"train: starts at the first step: {error.remedy}", flush=True)
-        return None
-    return context.earlier
-
-
-def _check_steps(earlier: EarlierTraining, max_steps: int | None, inputs: dict[str, Any]) -> None:
-    """Raise UserError if no step is left to train."""
-    if max_steps is not None and earlier.step >= max_steps:
-        changed = _differences(_comparable(_begun(earlier.directory / _BEGUN)["inputs"]), _comparable(inputs))
-        raise UserError(
-            "train.max_steps",
-            max_steps,
-            f"The training in {earlier.directory} is at step {earlier.step} already, with other settings "
-            f"({changed}). Give more steps to continue it, {_FIELD}=DIRECTORY@STEP for an earlier one, "
-            f"or {_FIELD}=none to start at the first step.",
-        )
+        raise UserError("train.max_steps", max_steps, remedy)
+    return named[0]
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return the settings that differ, for a message."""
-    ours, theirs = dict(_leaves(after)), dict(_leaves(before))
+    ours, theirs = (
+        dict(_leaves({n: v for n, v in one.items() if n != _CONTINUED})) for one in (after, before)
+    )
     missing = object()
     found = [
         f"{key.removeprefix('fixed.')}: {theirs.get(key)} -> {ours.get(key)}"
@@ -332,40 +180,37 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def begin_training(artifact: Artifact, earlier: EarlierTraining | None) -> None:
+def begin_training(context: RunContext) -> None:
     """Write what the training depends on, and take over the checkpoint that it continues. Rank 0 calls.
 
     A directory that has a checkpoint stays as it is.
 
-    Args:
-        earlier: the training that this one continues.
-
     Raises:
-        UserError: the earlier training deleted the checkpoint in the meantime, or it is damaged.
+        UserError: there is no such checkpoint, it was deleted in the meantime, or it is damaged.
     """
-    directory = artifact.directory
+    artifact, origin = context.artifacts[Stage.train], context.config.train.continue_from
+    directory, inputs = artifact.directory, json.loads(json.dumps(artifact.inputs))  # as they are read
     if saved_steps(directory / CHECKPOINTS):
         return
-    continued_from = earlier and earlier.to_json()
-    write_json(directory / _BEGUN, {"inputs": artifact.inputs, "continued_from": continued_from})
-    if earlier is None:
+    if origin is None:
+        write_json(directory / _BEGUN, {"inputs": inputs})
         return
-    checkpoint = f"{earlier.directory}@{earlier.step}"
+    earlier = _earlier(origin, inputs)
+    write_json(directory / _BEGUN, {"inputs": inputs, "continued_from": str(earlier)})
     try:
         _take_over(earlier, directory)
     except FileNotFoundError as error:
         remedy = f"That training has just deleted {error.filename}; give the command again."
-        raise UserError(_FIELD, checkpoint, remedy) from None
+        raise UserError(_FIELD, earlier, remedy) from None
     except DamagedCheckpoint as error:
-        others = [step for step in saved_steps(earlier.directory / CHECKPOINTS) if step != earlier.step]
-        remedy = f"This checkpoint is damaged: {error}. Give another one with @STEP: the steps {others}."
-        raise UserError(_FIELD, checkpoint, remedy) from None
-    before = _comparable(_begun(earlier.directory / _BEGUN)["inputs"])
-    changed = _differences(before, _comparable(artifact.inputs))
+        raise UserError(
+            _FIELD, earlier, f"This checkpoint is damaged: {error}. Give another @STEP."
+        ) from None
+    changed = _differences(earlier.inputs, inputs)
     print(f"train: continues {earlier.directory} after step {earlier.step} ({changed})", flush=True)
 
 
-def _take_over(earlier: EarlierTraining, directory: Path) -> None:
+def _take_over(earlier: _Earlier, directory: Path) -> None:
     """Link the files of the earlier checkpoint: none is ever changed, and that training may be running."""
     checkpoints = directory / CHECKPOINTS
     partial = checkpoints / ".taken_over.partial"
@@ -385,7 +230,7 @@ def _take_over(earlier: EarlierTraining, directory: Path) -> None:
     os.replace(partial, checkpoints / earlier.checkpoint.name)
 
 
-def _take_over_best(earlier: EarlierTraining, best_step: int | None, best: Path) -> bool:
+def _take_over_best(earlier: _Earlier, best_step: int | None, best: Path) -> bool:
     """Link the best weights up to the checkpoint; return False if a later step has replaced them."""
     theirs = earlier.directory / CHECKPOINTS / "best"
     try:
@@ -412,60 +257,37 @@ def _link(source: str, copy: str) -> str:
     return copy
 
 
-def link_results(artifacts: Mapping[Stage, Artifact], earlier: EarlierTraining | None) -> None:
-    """Link the results that the earlier training's run has for this one. Rank 0 calls."""
-    for stage, artifact in artifacts.items():
+def link_results(context: RunContext) -> None:
+    """Link the results that the run of the training to continue has for this one. Rank 0 calls."""
+    origin = context.config.train.continue_from
+    for stage, artifact in context.artifacts.items():
         here = artifact.directory
         if here.is_symlink() and not here.exists():
             here.unlink()  # that run was deleted
-        if stage not in _LINKED or earlier is None or here.exists():
+        if stage not in _LINKED or origin is None or here.exists():
             continue
-        there = earlier.artifacts / here.name
+        there = _parsed(origin)[0] / "artifacts" / here.name
         if (there / "stage.json").exists():
             here.parent.mkdir(parents=True, exist_ok=True)
             os.symlink(there.resolve(), here, target_is_directory=True)
 
 
-def kept_vocab(config: RunConfig, earlier: EarlierTraining | None, natural_key: str) -> str | None:
-    """Return the hash of the draft vocabulary that a continued training keeps; None if it has no choice.
+def kept_vocab(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -> dict[str, str]:
+    """Return the input of the vocab stage that says which training's vocabulary it keeps; empty for none.
 
     The draft head belongs to one vocabulary, so that other data must not change it.
-
-    Args:
-        natural_key: the name of the vocabulary's artifact if the data alone decided.
     """
-    drafter = config.drafter
-    if drafter.draft_vocab_size is None or drafter.init_from is not None or earlier is None:
-        return None
-    for artifacts in (Path(config.output_dir) / "artifacts", earlier.artifacts):
-        # One that was found damaged, and is made again, has no manifest.
-        if any((artifacts / natural_key / name).exists() for name in ("stage.json", "vocab.json")):
-            return None
-    d2t = load_tensors(earlier.directory / VOCAB)["d2t"]
-    return hashlib.sha256(d2t.numpy().tobytes()).hexdigest()[:12]
+    settings = config.drafter
+    if config.train.continue_from is None or settings.draft_vocab_size is None or settings.init_from:
+        return {}
+    return {"kept": fingerprint(training_inputs(config, drafter, data))}
 
 
-def keep_vocab(artifact: Artifact, directory: Path, world: World) -> None:
-    """Keep what the vocab stage made with the checkpoints, for the export and trainings that continue them.
-
-    Raises:
-        UserError: the training that this one continues has another one.
-    """
-    ours, kept = artifact.directory / VOCAB, directory / VOCAB
-    on_main_first(world.is_main, lambda: None if kept.exists() else _copy(ours, kept))
-    if not torch.equal(load_tensors(ours)["d2t"], load_tensors(kept)["d2t"]):
-        raise UserError(
-            "train.continue_from",
-            directory,
-            f"The training that this one continues has another draft vocabulary than {ours}, which was made "
-            "in output_dir before. Give another output_dir.",
-        )
-
-
-def _copy(source: Path, copy: Path) -> None:
-    partial = copy.with_name(f".{copy.name}.partial")
-    shutil.copyfile(source, partial)
-    os.replace(partial, copy)
+def keep_vocab(artifact: Artifact, directory: Path) -> None:
+    """Keep what the vocab stage made next to the checkpoints, for the export and for what continues them."""
+    partial = directory / f".{VOCAB}.partial"
+    shutil.copyfile(artifact.directory / VOCAB, partial)
+    os.replace(partial, directory / VOCAB)
 
 
 def prepared(state: TrainState, artifacts: Mapping[Stage, Artifact], draft_tokens: int) -> TrainState:

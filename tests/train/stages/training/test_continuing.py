@@ -14,11 +14,7 @@ from safetensors.torch import load_file
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on_time
-from tests.train.torchrun import composed, torchrun
-from train.config.run import Stage
-from train.context import RunContext
-from train.distributed import World
-from train.pipeline import unfinished_stages
+from tests.train.torchrun import torchrun
 from train.trainer.parts import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"
@@ -59,43 +55,33 @@ def _matches(inputs: dict, settings: dict[str, object]) -> bool:
 @pytest.fixture(scope="module")
 def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("continuing")
-    for name in ("extended", "whole", "origins"):
+    for name in ("extended", "whole"):
         shutil.copytree(captured, root / name)
 
     def run(name: str, *settings: str) -> list[str]:
         every = ["train.validate_every=4", "train.save_every=4", "optim=adamw"]
         return [f"recipe={RECIPE}", *arguments(small_target, root / name), *every, *settings]
 
-    branch = [f"train.continue_from={root / 'whole'}@8", "train.max_steps=12"]
-    few = ["train.ttt_steps=1", "evaluate.draft_tokens=1"]
-    longer = [TRAIN, *WARM_DOWN, *few, "train.rows_per_step=1", "train.max_steps=5"]
+    def continued(name: str, *settings: str) -> list[str]:
+        return [*WARM_DOWN, f"train.continue_from={root / name}", *settings]
+
+    branch = run("branch", EVALUATED, *continued("whole@8"), "train.max_steps=12")
+    other_data = ["train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"]
     steps: dict[str, Any] = {
         "first": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=8"),
         # From the checkpoint at which the rate of the first began to fall.
-        "second": run(
-            "extended", TRAIN, *WARM_DOWN, "train.max_steps=16", f"train.continue_from={root / 'extended'}@6"
-        ),
+        "second": run("extended", TRAIN, *continued("extended@6"), "train.max_steps=16"),
         "whole": run("whole", TRAIN, *WARM_DOWN, "train.max_steps=16"),
         # The branch needs a directory alone: it finds the results of all earlier stages.
-        "branch": run("branch", EVALUATED, *branch, *WARM_DOWN),
-        "branch again": run("branch", EVALUATED, *branch, *WARM_DOWN),
-        "shorter": run("origins", TRAIN, *WARM_DOWN, "train.max_steps=4"),
-        "longer": run("origins", *longer),
-        "longer, from none": run("origins", *longer, "train.continue_from=none"),
-        "longer again": run("origins", *longer),
-        "longer, as named": run("origins", *longer, f"train.continue_from={root / 'origins'}@4"),
-        "other data": run(
-            "extended", TRAIN, *WARM_DOWN, "train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"
-        ),
-        "as many steps": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=2"),
-        "as many steps, other data": run("extended", TRAIN, "train.max_steps=2", "capture.max_samples=50"),
-        "another drafter": run("extended", TRAIN, "drafter.num_hidden_layers=2", "train.max_steps=1"),
-        "from the first step": run("extended", TRAIN, "train.max_steps=21", "train.continue_from=none"),
-        "another drafter, named": run(
-            "third", TRAIN, "drafter.num_hidden_layers=2", f"train.continue_from={root / 'whole'}"
-        ),
-        "no such step": run("third", TRAIN, f"train.continue_from={root / 'whole'}@7", *WARM_DOWN),
-        "no training": run("third", TRAIN, f"train.continue_from={root / 'nothing'}"),
+        "branch": branch,
+        "branch again": branch,
+        "other data": run("extended", TRAIN, *continued("extended"), *other_data),
+        "other data again": run("extended", TRAIN, *continued("extended"), *other_data),
+        "not continued": run("extended", TRAIN, "train.max_steps=1"),
+        "no step left": run("third", TRAIN, *continued("whole"), "train.max_steps=16"),
+        "another drafter": run("third", TRAIN, *continued("whole"), "drafter.num_hidden_layers=2"),
+        "no such step": run("third", TRAIN, *continued("whole@7")),
+        "no training": run("third", TRAIN, *continued("nothing")),
     }
     (root / "runs.json").write_text(json.dumps(steps))
     output = torchrun(WORKER, str(root / "runs.json"))
@@ -112,7 +98,8 @@ def _saved(training: Path, step: int) -> dict[str, torch.Tensor]:
 
 def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Runs) -> None:
     first = runs.training("extended", max_steps=8)
-    assert f"train: continues {first} after step 6" in runs.printed["second"]
+    assert f"train: continues {first} after step 6 (" in runs.printed["second"]
+    assert "train.max_steps: 8 -> 16" in runs.printed["second"]
     # The weights of step 6 are validated again: those of step 8 have replaced the best ones.
     ours = [
         one for one in runs.metrics("extended", max_steps=16) if one["step"] != 6 or one["kind"] == "train"
@@ -136,7 +123,7 @@ def test_the_checkpoint_before_the_decay_is_kept(runs: Runs) -> None:
 
 
 def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
-    for stage in ("data", "vocab", "answers", "capture"):
+    for stage in ("data", "answers", "capture"):
         assert f"{stage}: reused" in runs.printed["branch"], stage
     trained, whole = runs.training("branch"), runs.training("whole")
     assert f"train: continues {whole} after step 8" in runs.printed["branch"]
@@ -150,8 +137,6 @@ def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     assert read_json(trained / "stage.json")["facts"]["continued_at"] == 8
     assert_faithful(runs.root / "branch")
     assert (runs.root / "branch" / "export" / "model.safetensors").is_file()
-    assert "train: reused" in runs.printed["branch again"]
-    assert "evaluate: reused" in runs.printed["branch again"]
 
 
 def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
@@ -176,69 +161,27 @@ def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
     assert (state["epoch"], state["row"]) > (1, 0)
 
 
-def test_what_is_continued_is_a_part_of_the_result(runs: Runs) -> None:
-    found = {}
-    for path in (runs.root / "origins").glob("artifacts/train-*/begun.json"):
-        inputs = read_json(path)["inputs"]
-        if inputs["train"]["max_steps"] == 5:
-            found["continued" in inputs] = path.parent
-    first = runs.training("origins", max_steps=4)
-    continued = read_json(found[True] / "begun.json")["inputs"]["continued"]
-    assert continued == {"training": first.name, "step": 4}
-    assert f"train: continues {first} after step 4" in runs.printed["longer"]
-    assert "continues" not in runs.printed["longer, from none"]
-    assert read_json(found[False] / "stage.json")["facts"]["continued_at"] == 0
-    # The newest with these settings, and the one that continues what is named.
-    assert f"train: reused, {found[False]}" in runs.printed["longer again"]
-    assert f"train: reused, {found[True]}" in runs.printed["longer, as named"]
+def test_the_same_command_finds_its_training_again(runs: Runs) -> None:
+    for name, run, steps in (("branch", "branch", 12), ("other data", "extended", 20)):
+        assert f"train: reused, {runs.training(run, max_steps=steps)}" in runs.printed[f"{name} again"]
+    assert "evaluate: reused" in runs.printed["branch again"]
 
 
-def test_all_ranks_know_that_nothing_is_continued(runs: Runs, small_target: EmbeddedTarget) -> None:
-    settings = [*WARM_DOWN, "optim=adamw", "train.max_steps=2"]
-    config = composed(RECIPE, *arguments(small_target, runs.root / "origins"), *settings)
-    stages = [Stage.data, Stage.vocab, Stage.answers, Stage.capture, Stage.train]
-    contexts = [RunContext(config, World(rank, rank, size=2)) for rank in range(2)]
-    for context in contexts:
-        assert Stage.train in unfinished_stages(context, stages)
-        assert context.earlier is not None  # but it has four steps
-        assert context.continued is None
-    main, other = contexts
-    assert other.artifacts[Stage.train].directory == main.artifacts[Stage.train].directory
-
-
-def test_equal_settings_come_before_a_newer_training_with_others(
-    runs: Runs, small_target: EmbeddedTarget
-) -> None:
-    settings = [*WARM_DOWN, "train.validate_every=4", "optim=adamw", "train.max_steps=30"]
-    config = composed(RECIPE, *arguments(small_target, runs.root / "extended"), *settings)
-    context = RunContext(config, World(0, 0, size=1))
-    unfinished_stages(context, [Stage.data, Stage.vocab])
-    assert context.earlier is not None
-    assert context.earlier.directory == runs.training("extended", max_steps=2)
-    # What differs is named.
-    assert "train.max_steps: 8 -> 16" in runs.printed["second"]
-
-
-def test_what_cannot_be_continued_starts_at_the_first_step(runs: Runs) -> None:
-    printed = runs.printed["another drafter"]
-    assert "train: starts at the first step: The training in " in printed
-    assert "drafter.num_hidden_layers: 1 -> 2" in printed
+def test_without_the_setting_training_starts_at_the_first_step(runs: Runs) -> None:
+    assert "continues" not in runs.printed["not continued"]
     assert runs.steps("extended", max_steps=1) == [0, 1, 1]
-    printed = runs.printed["as many steps"]
-    assert "is at step 16 already" in printed
-    assert "train.max_steps: 16 -> 2" in printed
-    assert runs.steps("extended", max_steps=2) == [0, 1, 2, 2]
-    assert "continues" not in runs.printed["from the first step"]
-    assert runs.metrics("extended", max_steps=21)[0]["step"] == 0
 
 
-def test_what_cannot_be_continued_as_named_is_refused(runs: Runs) -> None:
-    refused = runs.printed["another drafter, named"]
-    assert "refused: train.continue_from=" in refused
-    assert "drafter.num_hidden_layers: 1 -> 2" in refused
-    # The draft vocabulary is that of the earlier training, so that nothing else can begin with it.
-    refused = runs.printed["as many steps, other data"]
-    assert "refused: train.max_steps=2: " in refused
-    assert "train.continue_from=none" in refused
-    assert "checkpoints there are of steps [8, 12, 16]" in runs.printed["no such step"]
-    assert "No training there has a checkpoint" in runs.printed["no training"]
+@pytest.mark.parametrize(
+    ("run", "field", "remedy"),
+    [
+        ("no step left", "train.max_steps=16", "is at step 16 already"),
+        ("another drafter", "train.continue_from=", "drafter.num_hidden_layers: 1 -> 2"),
+        ("no such step", "train.continue_from=", "checkpoints there are of steps [8, 12, 16]"),
+        ("no training", "train.continue_from=", "No training there has a checkpoint"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(runs: Runs, run: str, field: str, remedy: str) -> None:
+    assert f"refused: {field}" in runs.printed[run]
+    assert remedy in runs.printed[run]
+    assert not list((runs.root / "third").glob("artifacts/train-*"))
