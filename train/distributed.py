@@ -167,33 +167,6 @@ def gathered(value: Any, world: World) -> list[Any]:
     ]
 
 
-def agreed(world: World, action: Callable[[], Any], on_error: Callable[[OSError], UserError]) -> list[Any]:
-    """Run `action` on every rank, and return what it returns on each. Every rank calls.
-
-    Args:
-        on_error: returns the error for the user, from that of a failed read or write.
-
-    Raises:
-        UserError: on every rank, if the action failed on some rank.
-    """
-    result, problem = None, None
-    try:
-        result = action()
-    except OSError as error:
-        problem = on_error(error)
-    except UserError as error:
-        problem = error
-    found = gathered([result, problem and [problem.field, str(problem.value), problem.remedy]], world)
-    if failed := next((one for _, one in found if one), None):
-        raise UserError(*failed)
-    return [one for one, _ in found]
-
-
-def agreed_on_main(world: World, action: Callable[[], Any], on_error: Callable[[OSError], UserError]) -> Any:
-    """Run `action` on rank 0 and return its result on every rank, with the errors of `agreed`."""
-    return agreed(world, action if world.is_main else lambda: None, on_error)[0]
-
-
 def leave_process_group() -> None:
     """Destroy the process group if there is one."""
     if dist.is_initialized():

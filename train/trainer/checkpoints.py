@@ -1,13 +1,9 @@
 """Checkpoints of a training run: the newest few, and the weights with the longest acceptance length."""
 
-import errno
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 from torch import Tensor
@@ -15,7 +11,7 @@ from torch import Tensor
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, file_within, read_json, write_json
 from eagle31.tensor_files import load_tensors
-from train.distributed import World, agreed, agreed_on_main, gathered
+from train.distributed import World, gathered, on_main_first
 from train.trainer.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
 from train.trainer.parts import (
     MANIFEST,
@@ -23,7 +19,6 @@ from train.trainer.parts import (
     DamagedCheckpoint,
     SavedParts,
     check_file,
-    part_bytes,
     read_checked,
     write_checked,
     write_part,
@@ -32,8 +27,6 @@ from train.trainer.parts import (
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training
 BEST = "best.json"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SPARE_BYTES = 1 << 20  # for the files of JSON, and what a file system needs for its directories
 
 
 @dataclass
@@ -73,21 +66,13 @@ class CheckpointDirectory:
         return saved_steps(self.root)
 
     def save(self, model_engine: deepspeed.DeepSpeedEngine, state: TrainState) -> None:
-        """Write a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls.
-
-        Raises:
-            UserError: on every rank; some rank cannot write its part. The earlier checkpoints stay.
-        """
-        fragments = saved_fragments(model_engine, self.world)
-        num_bytes = sum(gathered(part_bytes(fragments), self.world)) + _SPARE_BYTES
+        """Write a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls."""
         final, partial_path = self._path(state.step), self.root / f".step-{state.step:08d}.partial"
-        fails = partial(self._cannot_write, state.step, num_bytes)
-        if not agreed_on_main(self.world, lambda: self._prepare(final, partial_path, num_bytes), fails):
-            return
         name = f"part-{self.world.rank:05d}.safetensors"
 
-        def write() -> list[Any]:
-            return [name, write_part(partial_path / name, fragments), optimizer_steps(model_engine)]
+        def prepare() -> None:
+            shutil.rmtree(partial_path, ignore_errors=True)
+            partial_path.mkdir(parents=True)
 
         def publish() -> None:
             write_checked(partial_path / MANIFEST, manifest)
@@ -101,18 +86,15 @@ class CheckpointDirectory:
                     os.replace(self._path(step), removed := self.root / f".step-{step:08d}.removed.partial")
                     shutil.rmtree(removed)
 
-        try:
-            written = agreed(self.world, write, fails)
-            manifest = {
-                "files": {file: entry for file, entry, _ in written},
-                "weights": weight_shapes(model_engine),
-                "optimizer_steps": {name: step for _, _, steps in written for name, step in steps.items()},
-            }
-            agreed_on_main(self.world, publish, fails)
-        except UserError:
-            if self.world.is_main:
-                shutil.rmtree(partial_path, ignore_errors=True)  # what fills the disk
-            raise
+        on_main_first(self.world.is_main, prepare)
+        part = write_part(partial_path / name, saved_fragments(model_engine, self.world))
+        written = gathered([name, part, optimizer_steps(model_engine)], self.world)
+        manifest = {
+            "files": {file: entry for file, entry, _ in written},
+            "weights": weight_shapes(model_engine),
+            "optimizer_steps": {name: step for _, _, steps in written for name, step in steps.items()},
+        }
+        on_main_first(self.world.is_main, publish)
 
     def resume(self, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         """Load the newest checkpoint that is as it was written; return a new state if there is none.
@@ -122,17 +104,13 @@ class CheckpointDirectory:
         Raises:
             UserError: on every rank; all checkpoints are damaged.
         """
-        steps = agreed_on_main(self.world, self.steps, self._cannot_read)
         damaged: dict[int, str] = {}
-        for step in reversed(steps):
-            path = self._path(step)
-            problems = gathered(self._damage(path), self.world)
-            if any(problems):
-                damaged[step] = next(problem for problem in problems if problem)
-                continue
-            if damaged:
-                agreed_on_main(self.world, lambda: self._set_aside(damaged, step), self._cannot_write_any)  # noqa: B023
-            return self._load(path, model_engine)
+        for step in reversed(gathered(self.steps(), self.world)[0]):
+            problem = next(filter(None, gathered(self._damage(self._path(step)), self.world)), None)
+            if problem is None:
+                on_main_first(self.world.is_main, lambda: self._set_aside(damaged))
+                return self._load(self._path(step), model_engine)
+            damaged[step] = problem
         if damaged:
             raise UserError(
                 "output_dir",
@@ -148,25 +126,18 @@ class CheckpointDirectory:
         return f"the newest checkpoint is {self._path(steps[-1])}" if steps else "there is no checkpoint yet"
 
     def save_best(self, weights: dict[str, Tensor], state: TrainState) -> None:
-        """Replace the best weights, which are float32. Every rank calls; rank 0 has and writes them.
-
-        Raises:
-            UserError: on every rank; they cannot be written. Those of before are as they were.
-        """
+        """Replace the best weights, which are float32. Rank 0 calls."""
         best = self.root / "best"
         file = f"drafter-{state.step:08d}.safetensors"
-
-        def write() -> None:
-            best.mkdir(parents=True, exist_ok=True)
-            _replace(best / file, partial(write_weights, weights=weights))
-            length = state.best_acceptance_length
-            write_json(best / BEST, {"step": state.step, "acceptance_length": length, "file": file})
-            for other in best.glob("*.safetensors"):
-                if other.name != file:
-                    other.unlink()
-
-        num_bytes = sum(tensor.nbytes for tensor in weights.values())
-        agreed_on_main(self.world, write, partial(self._cannot_write, state.step, num_bytes))
+        best.mkdir(parents=True, exist_ok=True)
+        partial = best / f".{file}.partial"
+        write_weights(partial, weights)
+        os.replace(partial, best / file)
+        length = state.best_acceptance_length
+        write_json(best / BEST, {"step": state.step, "acceptance_length": length, "file": file})
+        for other in best.glob("*.safetensors"):
+            if other.name != file:
+                other.unlink()
 
     def best_weights(self) -> tuple[dict[str, Tensor], dict]:
         """Return the best weights, and their step and acceptance_length."""
@@ -174,18 +145,6 @@ class CheckpointDirectory:
         with expecting(path, "the description of the best weights"):
             description = read_json(path)
             return load_tensors(file_within(best, description["file"], path)), description
-
-    def _prepare(self, final: Path, partial_path: Path, num_bytes: int) -> bool:
-        """Make the directory to write into; return whether the checkpoint has to be written."""
-        if final.exists():
-            return False
-        for unfinished in self.root.glob(".step-*"):  # that a killed run has left
-            shutil.rmtree(unfinished, ignore_errors=True)
-        partial_path.mkdir(parents=True)
-        if shutil.disk_usage(self.root).free < num_bytes:
-            partial_path.rmdir()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
-        return True
 
     def _load(self, path: Path, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         saved = read_checked(path / STATE)
@@ -204,36 +163,12 @@ class CheckpointDirectory:
             return str(error)
         return None
 
-    def _set_aside(self, damaged: dict[int, str], used: int) -> None:
+    def _set_aside(self, damaged: dict[int, str]) -> None:
         for step, problem in damaged.items():
             print(f"train: the checkpoint of step {step} is damaged: {problem}", flush=True)
             kept = self._damaged(self._path(step))
             shutil.rmtree(kept, ignore_errors=True)
             os.replace(self._path(step), kept)
-        print(f"train: using the checkpoint of step {used} instead", flush=True)
-
-    def _cannot_write(self, step: int, num_bytes: int, error: OSError) -> UserError:
-        """Return the error for the user, with the space that is needed and the space that is free."""
-        kept = [one for one in self.steps() if one != step]
-        left = f"The checkpoint of step {kept[-1]} is kept" if kept else "There is no earlier checkpoint"
-        if error.errno not in _FULL:
-            remedy = f"What is saved at step {step} cannot be written ({error}). {left}."
-            return UserError("output_dir", self.root, f"{remedy} Correct this; the same command resumes.")
-        free = shutil.disk_usage(self.root).free
-        return UserError(
-            "output_dir",
-            self.root,
-            f"What is saved at step {step} needs {_size(num_bytes)}, and {_size(free)} are free there"
-            f"{', but not to this account' if free >= num_bytes else ''} (the {self.keep} of "
-            f"train.keep_checkpoints and the new one are there at a time). {left}. Free some space; the same "
-            "command then resumes.",
-        )
-
-    def _cannot_write_any(self, error: OSError) -> UserError:
-        return UserError("output_dir", self.root, f"It cannot be written: {error}.")
-
-    def _cannot_read(self, error: OSError) -> UserError:
-        return UserError("output_dir", self.root, f"It cannot be read: {error}.")
 
     def _damaged(self, checkpoint: Path) -> Path:
         return checkpoint.with_name(f"damaged-{checkpoint.name}")
@@ -256,17 +191,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` write a file, which appears once it is on disk."""
-    unfinished = path.with_name(f".{path.name}.partial")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

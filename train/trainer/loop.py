@@ -175,7 +175,8 @@ class TrainingLoop:
             if best and not self.skipped.num_in_a_row:
                 state.best_step, state.best_acceptance_length = state.step, chosen.acceptance_length
                 weights = full_state(self.model_engine, keep=self.world.is_main)
-                self.checkpoints.save_best(weights, state)
+                if self.world.is_main:
+                    self.checkpoints.save_best(weights, state)
         self._diagnose()
 
     def _diagnose(self) -> None:

@@ -55,11 +55,6 @@ class DamagedCheckpoint(Exception):
     """A file of a checkpoint is not as it was written."""
 
 
-def part_bytes(fragments: Sequence[SavedFragment]) -> int:
-    """Return the size of the file that `write_part` writes."""
-    return len(_header(fragments)) + sum(one.values.numel() * 4 for one in fragments)
-
-
 def write_part(path: Path, fragments: Sequence[SavedFragment]) -> dict[str, int]:
     """Write fragments into a safetensors file, and have it on disk. No copy of a whole fragment is made.
 

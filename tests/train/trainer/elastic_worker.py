@@ -14,7 +14,6 @@ import torch
 from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader, RowPosition
 from data.samples import StateShape
-from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.train.trainer.tiny_engines import (
     LR,
@@ -108,44 +107,13 @@ def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str,
     return found | {"losses": training.steps(state.step, STEPS, state.row)[0]}
 
 
-def fill(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
-    """Save on a disk that fills up; return the error of each rank."""
-    training, saved = Training(settings, world), CheckpointDirectory(directory, 2, world)
-    training.steps(0, 1, 0)
-    saved.save(training.engine, TrainState(1))
-    if world.is_main:
-        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-        (directory / "other").write_bytes(bytes(shutil.disk_usage(directory).free - size // 2))
-    told = [refusal(saved, training, world)]
-    # As if the space had been free a moment before.
-    usage = shutil.disk_usage(directory)
-    shutil.disk_usage = lambda _: usage._replace(free=usage.total)  # type: ignore[assignment]
-    told.append(refusal(saved, training, world))
-    left = sorted(path.name for path in directory.iterdir())
-    resumed = Training(settings, world)
-    return {
-        "told": told,
-        "left": left,
-        "step": saved.resume(resumed.engine).step,
-    }
-
-
-def refusal(saved: CheckpointDirectory, training: Training, world: World) -> list[str]:
-    message = ""
-    try:
-        saved.save(training.engine, TrainState(2))
-    except UserError as error:
-        message = str(error)
-    return gathered(message, world)
-
-
 def main() -> None:
     """Do the tasks in the file of argv, and write what they return next to it."""
     file, world = Path(sys.argv[1]), World.from_environment()
     ensure_process_group()
     results = {}
     for name, task in read_json(file).items():
-        action = {"save": save, "resume": resume, "fill": fill}[task.pop("action")]
+        action = {"save": save, "resume": resume}[task.pop("action")]
         results[name] = action(Path(task.pop("directory")), task, world)
     if world.is_main:
         file.with_suffix(".results.json").write_text(json.dumps(results))

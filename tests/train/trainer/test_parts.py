@@ -22,7 +22,6 @@ from train.trainer.parts import (
     SavedFragment,
     SavedParts,
     load_weights,
-    part_bytes,
     write_checked,
     write_part,
 )
@@ -49,7 +48,7 @@ def write_checkpoint(checkpoint: Path, num_parts: int) -> None:
                 fragments.append(SavedFragment(kind, name, begin, flat[begin:end]))
         file = f"part-{part:05d}.safetensors"
         files[file] = write_part(checkpoint / file, fragments)
-        assert files[file]["bytes"] == part_bytes(fragments) == (checkpoint / file).stat().st_size
+        assert files[file]["bytes"] == (checkpoint / file).stat().st_size
     manifest = {"files": files, "weights": SHAPES, "optimizer_steps": {"w": 1.0}}
     write_checked(checkpoint / MANIFEST, manifest)
     step = int(checkpoint.name.removeprefix("step-"))
