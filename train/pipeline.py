@@ -123,7 +123,7 @@ def run_stages(context: RunContext) -> None:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
                 begin_stage(context, stage, unfinished)
-                started = time.perf_counter() - (artifact.begin() if world.is_main else 0.0)
+                started = time.perf_counter()
                 if world.is_main or definition.every_rank:
                     try:
                         summary = definition.run(context, artifact.directory)

@@ -5,10 +5,7 @@ A check of a run's start raises UserError where the run could not work; scripts/
 
 import asyncio
 import os
-import resource
-import shutil
 import socket
-import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -35,7 +32,7 @@ from data.target.checkpoint import is_hub_id
 from data.target.loading import check_attention
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
-from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_torchspec, uses_vllm
+from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_torchspec
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
@@ -53,10 +50,6 @@ from train.versions import missing_packages, package_versions
 OK, WARNING, LACKING = "ok", "warning", "lacking"
 VLLM = "0.32"  # with which the tests have run
 _ANSWER_SECONDS = 10.0
-# An estimate of what a process has open: data sets, shards, connections to other processes. A run of one
-# process on a small target works with 64.
-_OPEN_FILES, _FILES_PER_REQUEST = 256, 2
-_SHARED_BYTES = 1_000_000_000  # of NCCL's buffers. Source: NCCL's troubleshooting page, for containers.
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class Check:
 
 def examine(config: RunConfig) -> list[Check]:
     """Return the checks of this machine for a run; nothing is started, downloaded or changed."""
-    found = [_packages(), _gpus(config), *_limits(config)]
+    found = [_packages(), _gpus(config)]
     found.append(
         _asked("directories", lambda: check_start(config), "the run's directories can be written to")
     )
@@ -102,15 +95,16 @@ def table(checks: Sequence[Check]) -> str:
 
 
 def check_start(config: RunConfig) -> None:
-    """Refuse a run that cannot write its results, or whose spool others could alter.
+    """Refuse a run that cannot write to one of its directories.
 
     Raises:
-        UserError: the first thing that is lacking.
+        UserError: the first of them.
     """
-    for field, directory in written_directories(config).items():
-        check_writable(field, directory)
+    check_writable("output_dir", Path(config.output_dir))
     if config.capture.spool_dir is not None:
-        check_own("capture.spool_dir", Path(config.capture.spool_dir))
+        check_writable("capture.spool_dir", Path(config.capture.spool_dir))
+    if _lacks_embedded(config):
+        check_writable("EAGLE31_CACHE", cache_directory())
 
 
 def check_named(config: RunConfig) -> None:
@@ -159,17 +153,6 @@ def check_store(config: RunConfig, stage: Stage) -> None:
         check_joinable(config.capture.mooncake.master)
 
 
-def written_directories(config: RunConfig) -> dict[str, Path]:
-    """Return the directories that a run must be able to write to, by field."""
-    capture = config.capture
-    given: dict[str, str | None] = {
-        "output_dir": config.output_dir,
-        "EAGLE31_CACHE": str(cache_directory()) if _lacks_embedded(config) else None,
-        "capture.spool_dir": capture.spool_dir,
-    }
-    return {field: Path(path) for field, path in given.items() if path is not None}
-
-
 def check_writable(field: str, directory: Path) -> None:
     """Raise UserError if no file can be written below a directory, which may not exist yet. It is tried."""
     for path in (directory, directory / "artifacts"):  # an earlier run may have been another account's
@@ -184,24 +167,6 @@ def check_writable(field: str, directory: Path) -> None:
         if obstacle is not None:
             remedy = f"Nothing can be written there ({obstacle}); give a directory that this account can use."
             raise UserError(field, directory, remedy)
-
-
-def check_own(field: str, directory: Path) -> None:
-    """Raise UserError if other accounts can put files of theirs in the place of those in a directory."""
-    path, obstacle = directory.expanduser().absolute(), None
-    if path.is_symlink():
-        obstacle = "it is a link"
-    elif path.is_dir():
-        status = path.stat()
-        if status.st_uid not in (os.getuid(), 0):
-            obstacle = f"it belongs to account {status.st_uid}"
-        elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-            obstacle = "every account can write to it"
-    if obstacle is not None:
-        remedy = (
-            f"Others could exchange what is written there ({obstacle}); give a directory of this account."
-        )
-        raise UserError(field, directory, remedy)
 
 
 def check_port(field: str, port: int, host: str = "127.0.0.1") -> None:
@@ -276,23 +241,6 @@ def _driver_version() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
-
-
-def _limits(config: RunConfig) -> Iterator[Check]:
-    requests = config.vllm.max_concurrency * max(1, len(config.vllm.servers)) if uses_vllm(config) else 0
-    needed = _OPEN_FILES + _FILES_PER_REQUEST * requests
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    good = soft == resource.RLIM_INFINITY or soft >= needed
-    found = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft}, {needed} needed"
-    yield Check(
-        "open files", OK if good else WARNING, found, "" if good else f"Raise it: ulimit -n {needed}."
-    )
-    if torch.cuda.device_count() > 1:
-        free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-        found = f"{gigabytes(free)} free, {gigabytes(_SHARED_BYTES)} needed by NCCL"
-        good = free >= _SHARED_BYTES
-        remedy = "" if good else "Mount it larger (Docker: --shm-size)."
-        yield Check("/dev/shm", OK if good else LACKING, found, remedy)
 
 
 def _plan(config: RunConfig) -> Iterator[Check]:
