@@ -4,7 +4,6 @@ Training looks after each step whether a rank is to stop. Everywhere else a sign
 run dies, and the same command resumes.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,8 +41,6 @@ class Stopped(SystemExit):
 def stop_reasons(stop_at: float | None) -> Iterator[Callable[[], str | None]]:
     """Yield a function that returns why this process is to stop, or None; signals do nothing else meanwhile.
 
-    Ctrl-C a second time ends the process at once, but not under torchrun, which sends the first one twice.
-
     Args:
         stop_at: the time limit, in seconds since the epoch.
     """
@@ -51,8 +48,6 @@ def stop_reasons(stop_at: float | None) -> Iterator[Callable[[], str | None]]:
 
     def note(number: int, _: FrameType | None) -> None:
         received.append(signal.Signals(number).name)
-        if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
-            signal.signal(number, before[signal.SIGINT])
 
     def reason() -> str | None:
         if received:

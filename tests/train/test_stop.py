@@ -109,25 +109,3 @@ def test_the_processes_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
     process.wait()
-
-
-@pytest.mark.parametrize("under_torchrun", [False, True])
-def test_a_second_interrupt_ends_a_single_process(
-    under_torchrun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun sends its processes an interrupt that a terminal has sent them already."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if under_torchrun:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with stop_reasons(None) as reason:
-            signal.raise_signal(signal.SIGINT)
-            assert reason() == "SIGINT"
-            if under_torchrun:
-                signal.raise_signal(signal.SIGINT)
-            else:
-                with pytest.raises(KeyboardInterrupt):
-                    signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)

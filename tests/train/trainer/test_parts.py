@@ -88,27 +88,16 @@ def cut(path: Path) -> None:
 
 def change_number(path: Path) -> None:
     content = json.loads(path.read_text())
-    if path.name == STATE:
-        content["supervised_positions"] += 1
-    else:
-        content["optimizer_steps"]["w"] += 1
+    content["supervised_positions"] += 1
     path.write_text(json.dumps(content))
-
-
-def list_instead(path: Path) -> None:
-    path.write_text("[1, 2]")
 
 
 DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("part-00001.safetensors", flip, "is not as it was written: its checksum differs"),
     ("part-00001.safetensors", cut, "bytes were written"),
-    ("part-00001.safetensors", Path.unlink, "is missing"),
-    *((file, damage, reason) for file in (MANIFEST, STATE) for damage, reason in (
-        (Path.unlink, "is missing"),
-        (list_instead, "is not as it was written"),
-        (change_number, "its checksum differs"),
-    )),
-]  # fmt: skip
+    (MANIFEST, Path.unlink, "is missing"),
+    (STATE, change_number, "its checksum differs"),
+]
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGE)), ids=lambda n: f"{DAMAGE[n][0]} {n}")
