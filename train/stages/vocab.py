@@ -43,7 +43,7 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     """
     counts = load_tensors(context.artifacts[Stage.data].directory / TOKEN_COUNTS)["counts"]
     special = set(context.target.tokenizer.all_special_ids) | set(context.target.eos_token_ids)
-    if "kept" in context.artifacts[Stage.vocab].inputs:
+    if kept_vocab(context.config, context.drafter, context.artifacts[Stage.data]):
         kept = load_tensors(context.artifacts[Stage.train].directory / VOCAB)
         vocab = DraftVocab(kept["d2t"], kept["t2d"], coverage(counts, kept["t2d"]))
     elif context.drafter.initial is not None:
