@@ -18,7 +18,7 @@ from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
 from train.evaluation import checkpoint as evaluation
 from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint, evaluate_matrix
-from train.evaluation.matrix import PromptSource, format_matrix, parse_sources, settings_of
+from train.evaluation.matrix import format_matrix, parse_sources, prompt_source, settings_of
 from train.report.results import format_evaluation
 
 VOCAB_SIZE = 512  # room for the tokenizer
@@ -152,8 +152,8 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
 def test_matrix_refuses_what_cannot_be_measured(asked: CheckpointEvaluation, tmp_path: Path) -> None:
     for given, field in (
         (lambda: settings_of(["nothing"], [], []), "--matrix.template"),
-        (lambda: parse_sources(["a/b.jsonl", "b=x.jsonl"], PromptSource("")), "--data"),
-        (lambda: parse_sources(["nothing.yaml"], PromptSource("")), "--data"),
+        (lambda: parse_sources(["a/b.jsonl", "b=x.jsonl"], prompt_source("--data")), "--data"),
+        (lambda: parse_sources(["nothing.yaml"], prompt_source("--data")), "--data"),
         (lambda: evaluate_matrix(replace(asked, max_new_tokens=10**6), settings_of([], [], [])), "--data"),
     ):
         with pytest.raises(UserError) as raised:
@@ -161,4 +161,4 @@ def test_matrix_refuses_what_cannot_be_measured(asked: CheckpointEvaluation, tmp
         assert raised.value.field == field
     (tmp_path / "wrong.yaml").write_text("a: {sauce: b}")
     with pytest.raises(UserError, match="no list of sources"):
-        parse_sources([str(tmp_path / "wrong.yaml")], PromptSource(""))
+        parse_sources([str(tmp_path / "wrong.yaml")], prompt_source("--data"))

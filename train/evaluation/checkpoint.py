@@ -44,11 +44,11 @@ from train.evaluation.decoding import (
     greedy_sides,
 )
 from train.evaluation.matrix import (
-    PromptSource,
     complete_cells,
     matrix_result,
     parse_sources,
     prompt_messages,
+    prompt_source,
     render_cells,
 )
 from train.evaluation.replay import CompletingTarget, longest_draft, packed, replay_greedily, sampling_report
@@ -187,8 +187,12 @@ def read_input(settings: CheckpointEvaluation) -> CheckedInput:
     check(settings)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    columns = PromptSource(
-        "", settings.split, settings.subset, settings.prompt_column, settings.response_column
+    columns = prompt_source(
+        "--data",
+        settings.split,
+        subset=settings.subset,
+        prompt_column=settings.prompt_column,
+        response_column=settings.response_column,
     )
     sources = parse_sources(settings.data, columns)
     parts = load_target_parts(settings.spec)
@@ -201,7 +205,7 @@ def read_input(settings: CheckpointEvaluation) -> CheckedInput:
         loaded,
         tokenizer,
         parse_template_kwargs(settings.template_kwargs),
-        {name: source.read() for name, source in sources.items()},
+        {name: list(source.reader()) for name, source in sources.items()},
         tuple(sorted(set(parts.eos_token_ids) | {tokenizer.eos_token_id} - {None})),
     )
 

@@ -27,32 +27,6 @@ _MIN_FILLED = 0.9  # of the tokens to which a setting lengthens a prompt
 
 
 @dataclass(frozen=True)
-class PromptSource:
-    """A file or data set of prompts."""
-
-    source: str
-    split: str = "test"
-    subset: str | None = None
-    prompt_column: str | None = None
-    response_column: str | None = None
-
-    def to_source(self, field: str) -> Source:
-        """Return the source as conversations are read; `field` is the setting's name in messages."""
-        return Source(
-            self.source,
-            field,
-            self.split,
-            self.subset,
-            self.prompt_column,
-            self.response_column,
-            require_answer=False,
-        )
-
-    def read(self) -> Sequence[Conversation]:
-        return list(self.to_source("--data").reader())
-
-
-@dataclass(frozen=True)
 class Cell:
     """The prompts of one domain under one setting, and from `complete_cells` on the target's completions."""
 
@@ -84,37 +58,42 @@ class Cell:
         return completing.samples(self.prompts, self.completions)
 
 
-def parse_sources(
-    given: Sequence[str], columns: PromptSource, field: str = "--data"
-) -> dict[str, PromptSource]:
+def prompt_source(field: str, split: str = "test", **columns: str | None) -> Source:
+    """Return a source of prompts, whose location is still open; `field` is the setting's name in messages."""
+    return Source("", field, split, require_answer=False, **columns)
+
+
+def parse_sources(given: Sequence[str], columns: Source) -> dict[str, Source]:
     """Return the sources by domain.
 
     Args:
         given: each is NAME=SOURCE, or SOURCE, whose name is the file's, or a .yaml file of sources by name.
         columns: what the options name for each source that is not in a file.
-        field: the setting's name in messages.
 
     Raises:
         UserError: two have the same name, or a file cannot be read.
     """
-    found: dict[str, PromptSource] = {}
+    found: dict[str, Source] = {}
     for one in given:
         if one.endswith(".yaml"):
-            new = _listed_sources(Path(one), field)
+            new = _listed_sources(Path(one), columns.field)
         else:
             named = re.fullmatch(r"([\w-]+)=(.+)", one)
             name, source = (named[1], named[2]) if named else (re.sub(r"[^\w-]+", "_", Path(one).stem), one)
-            new = {name: replace(columns, source=source)}
+            new = {name: replace(columns, location=source)}
         for name in new.keys() & found.keys():
-            raise UserError(field, one, f"There are two domains called {name}; give NAME=FILE.")
+            raise UserError(columns.field, one, f"There are two domains called {name}; give NAME=FILE.")
         found |= new
     return found
 
 
-def _listed_sources(path: Path, field: str) -> dict[str, PromptSource]:
+def _listed_sources(path: Path, field: str) -> dict[str, Source]:
     try:
         listed: Any = OmegaConf.to_object(OmegaConf.load(path))
-        return {name: PromptSource(**fields) for name, fields in listed.items()}
+        return {
+            name: replace(prompt_source(field), location=fields.pop("source"), **fields)
+            for name, fields in listed.items()
+        }
     except FileNotFoundError:
         raise UserError(field, path, "There is no such file.") from None
     except Exception as error:  # of the YAML parser, or of another shape

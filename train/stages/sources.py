@@ -9,7 +9,7 @@ from data.conversations.reading import Source
 from train.config.compose import CHECKOUT
 from train.config.data import DataConfig
 from train.config.run import RunConfig
-from train.evaluation.matrix import PromptSource, parse_sources
+from train.evaluation.matrix import parse_sources, prompt_source
 
 TRAIN, EVAL, _SETS = "data.train", "data.eval", "data.evaluation_sets"  # the sources with these keys
 
@@ -46,9 +46,7 @@ def evaluation_sets(data: DataConfig) -> dict[str, Source]:
         return {}
     if listed.endswith(".yaml") and not Path(listed).exists():
         listed = str(CHECKOUT / listed)  # as recipes name it, wherever the run starts
-    return {
-        name: one.to_source(_SETS) for name, one in parse_sources([listed], PromptSource(""), _SETS).items()
-    }
+    return parse_sources([listed], prompt_source(_SETS))
 
 
 def mixture_of(config: RunConfig, located: Located) -> Mixture:
