@@ -21,7 +21,7 @@ from train.config.capture import CaptureConfig, TransportKind
 from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
 from train.distributed import World, node_address, read_when_set, shared_values
-from train.plan.target import target_size
+from train.plan.target import longest_prompt, target_size
 
 _LOOPBACK = "127.0.0.1"
 _KEY = "vllm/key"
@@ -92,17 +92,6 @@ class ServerSettings:
     engine: CaptureEngine
     devices: tuple[int, ...] | None  # the GPUs of the node that the server gets; None: all, or a CPU
     limit_seconds: float  # time to load the target
-
-
-def longest_prompt(config: RunConfig) -> int:
-    """Return the most tokens that a prompt has with its completion.
-
-    A sample fits a row, and so does a held-out prompt with its completion. A regenerated sample is cut to
-    `data.max_tokens` only after it is written.
-    """
-    regenerate = config.data.regenerate
-    written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
-    return max(config.train.row_tokens, written)
 
 
 def server_roots(capture: CaptureConfig, output_dir: Path) -> list[str]:

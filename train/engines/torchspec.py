@@ -27,8 +27,9 @@ from eagle31.errors import UserError
 from train.config.capture import TorchSpecEngine
 from train.config.run import RunConfig
 from train.distributed import World, read_when_set, shared_values, wait_for_ranks
-from train.engines.servers import CapturedTarget, load_seconds, longest_prompt
+from train.engines.servers import CapturedTarget, load_seconds
 from train.engines.transport import OpenTransport, mooncake_settings
+from train.plan.target import longest_prompt
 
 _READY, _CLOSED = "torchspec/ready", "torchspec/closed"
 

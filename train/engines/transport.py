@@ -5,31 +5,22 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from data.addresses import is_loopback
 from data.capture.transport.mooncake import MooncakeTransport, state_bytes
 from data.capture.transport.mooncake_store import MooncakeSettings
 from data.capture.transport.protocol import Transport
-from data.capture.transport.spool import MEMORY, file_bytes, open_spool
+from data.capture.transport.spool import file_bytes, open_spool
 from data.samples import StateShape
-from train.config.capture import MOONCAKE_ROOM, CaptureConfig, TransportKind
-from train.config.vllm import VllmConfig
+from train.config.capture import MOONCAKE_ROOM, CaptureConfig
+from train.config.run import RunConfig
 from train.engines.servers import CapturedTarget
+from train.plan.sizes import RunSizes
+from train.plan.where import where_target_runs
 
 _LEAST_BYTES = 32_000_000  # Mooncake takes no segment below 16 MiB
-
-
-@dataclass(frozen=True)
-class ChosenTransport:
-    """How states travel."""
-
-    mooncake: bool
-    spool_dir: Path  # where the ranks' spools are, without Mooncake
-    made: bool  # whether the run makes this directory
 
 
 @dataclass(frozen=True)
@@ -50,39 +41,24 @@ class OpenTransport:
         return file_bytes(self.codec, loss_mask, layers, size, self.target_dtype)
 
 
-def chosen_transport(capture: CaptureConfig, vllm: VllmConfig, output_dir: Path) -> ChosenTransport:
-    """Return the transport that the recipe sets, or the one that suits the servers.
-
-    Servers that the run starts are on the nodes of their ranks, and so is a server under a loopback address:
-    their states wait in memory. Other servers and the ranks share the output directory.
-    """
-    spool_dir = capture.spool_dir
-    if spool_dir is not None:
-        directory = Path(spool_dir)
-    elif all(is_loopback(urlsplit(url).hostname) for url in vllm.servers):
-        directory = MEMORY
-    else:
-        directory = output_dir / "spool"
-    made = directory == output_dir / "spool"
-    return ChosenTransport(capture.transport is TransportKind.mooncake, directory.absolute(), made)
-
-
 @contextmanager
 def open_transport(
-    chosen: ChosenTransport, capture: CaptureConfig, codec: str, target: CapturedTarget, name: str
+    config: RunConfig, target: CapturedTarget, rank: int, codec: str
 ) -> Iterator[OpenTransport]:
-    """Open the transport between this rank and the servers; nothing is left in it at the end.
+    """Open the transport between a rank and the servers; nothing is left in it at the end.
+
+    A rank has one at a time.
 
     Args:
         codec: the form of the states on the way.
-        name: this trainer process, from `rank_name`.
     """
-    target_dtype = target.parts.embed_tokens.dtype
+    output_dir, spool_dir = Path(config.output_dir), where_target_runs(RunSizes(config)).spool_dir
+    name, target_dtype = rank_name(output_dir, rank), target.parts.embed_tokens.dtype
     dtype = target_dtype if codec == "exact" else torch.bfloat16
     shape = StateShape(target.num_aux_layers, target.parts.hidden_size, dtype)
-    if chosen.mooncake:
+    if spool_dir is None:
         transport = MooncakeTransport(
-            mooncake_settings(capture),
+            mooncake_settings(config.capture),
             num_aux_layers=shape.num_aux_layers,
             hidden_size=shape.hidden_size,
             dtype=dtype,
@@ -95,9 +71,9 @@ def open_transport(
             finally:
                 transport.discard_all(f"{name}-")
         return
-    if chosen.made:
-        chosen.spool_dir.mkdir(parents=True, exist_ok=True)
-    with open_spool(chosen.spool_dir, name, codec, int(capture.spool_gb * 1e9)) as spool:
+    if spool_dir.is_relative_to(output_dir.absolute()):
+        spool_dir.mkdir(parents=True, exist_ok=True)
+    with open_spool(spool_dir, name, codec, int(config.capture.spool_gb * 1e9)) as spool:
         yield OpenTransport(spool, shape, codec, target_dtype)
 
 

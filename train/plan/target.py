@@ -143,18 +143,19 @@ def server_memory(
         weights=weights,
         forward=_BATCHED_TOKENS * per_token * _ITEMSIZE + logits,
         fixed=_FIXED_BYTES,
-        sequence=longest_sequence(config) * (cached + states),
+        sequence=(longest_prompt(config) + ROOM_TOKENS) * (cached + states),
     )
 
 
-def longest_sequence(config: RunConfig) -> int:
-    """Return the length of the longest sequence that the run sends to vLLM, in tokens.
+def longest_prompt(config: RunConfig) -> int:
+    """Return the most tokens that a prompt has with its completion.
 
-    A regenerated sample is cut to `data.max_tokens` only after it is written.
+    A sample fits a row, and so does a held-out prompt with its completion. A regenerated sample is cut to
+    `data.max_tokens` only after it is written.
     """
     regenerate = config.data.regenerate
     written = config.data.max_tokens + regenerate.max_new_tokens if regenerate.enabled else 0
-    return max(config.train.row_tokens, written) + ROOM_TOKENS
+    return max(config.train.row_tokens, written)
 
 
 def _layers_of_a_page(text: Any) -> int:

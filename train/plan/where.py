@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from data.addresses import is_loopback
 from data.capture.transport.spool import MEMORY
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
@@ -129,8 +131,18 @@ class InServers(WhereTargetRuns):
 
     @property
     def spool_dir(self) -> Path | None:
-        capture = self.config.capture
-        return Path(capture.spool_dir or MEMORY) if capture.transport is TransportKind.spool else None
+        """None over Mooncake.
+
+        Servers that the run starts are on the nodes of their ranks, and so is a server under a loopback
+        address: their states wait in memory. Other servers and the ranks share the output directory.
+        """
+        capture, servers = self.config.capture, self.config.vllm.servers
+        if capture.transport is TransportKind.mooncake:
+            return None
+        if capture.spool_dir is not None:
+            return Path(capture.spool_dir).absolute()
+        beside = all(is_loopback(urlsplit(url).hostname) for url in servers)
+        return MEMORY if beside else Path(self.config.output_dir).absolute() / "spool"
 
     def divided(self, num_nodes: int, gpus: int, gpu_bytes: int | None) -> Cluster:
         placement, processes = self.config.vllm.placement, gpus

@@ -12,9 +12,9 @@ from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
 from train.engines.probe import check_servers
-from train.engines.servers import longest_prompt, server_settings
-from train.engines.transport import rank_name
-from train.stages.training.states import opened_transport
+from train.engines.servers import server_settings
+from train.engines.transport import open_transport, rank_name
+from train.plan.target import longest_prompt
 
 _CAPTURERS = {Stage.capture, Stage.train}
 _WRITERS = {Stage.data, Stage.answers}  # have the target write completions
@@ -112,7 +112,7 @@ def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
     if world.is_main:
         check_servers(servers.clients(everywhere=True), check, None, key="")
     if captures and _CAPTURERS & set(users) and world.leads_node:
-        with opened_transport(config, target, world.rank, config.capture.codec) as opened:
+        with open_transport(config, target, world.rank, config.capture.codec) as opened:
             # A transport is cleared of the keys that begin with the rank's name.
             key = f"{rank_name(context.output_dir, world.rank)}-probe"
             check_servers(servers.clients(everywhere=False), check, opened.transport, key)

@@ -1,41 +1,43 @@
-"""The transport that a run chooses."""
+"""Where states wait on their way from vLLM's servers."""
 
 from pathlib import Path
 
 import pytest
 
 from data.capture.transport.spool import MEMORY
-from train.config.capture import CaptureConfig, TransportKind
+from train.config.capture import CaptureConfig, CaptureSource, TransportKind
+from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
 from train.engines.servers import server_roots
-from train.engines.transport import chosen_transport
+from train.plan.sizes import RunSizes
+from train.plan.where import where_target_runs
 
 OUTPUT = Path("/shared/run")
 
 
+def spool_dir(servers: list[str], **settings: object) -> Path | None:
+    capture = CaptureConfig(source=CaptureSource.vllm, **settings)  # type: ignore[arg-type]
+    config = RunConfig(capture=capture, vllm=VllmConfig(servers=servers), output_dir=str(OUTPUT))
+    found = where_target_runs(RunSizes(config)).spool_dir
+    # Whoever starts a server for this recipe, with or without the run's other settings, it may write there.
+    assert found is None or any(found.is_relative_to(root) for root in server_roots(capture, OUTPUT))
+    return found
+
+
 @pytest.mark.parametrize(
-    ("servers", "spool_dir", "directory", "made"),
+    ("servers", "given", "directory"),
     [
-        ([], None, MEMORY, False),
-        (["http://127.0.0.1:8000", "http://localhost:8001"], None, MEMORY, False),
-        (["http://[::1]:8000"], None, MEMORY, False),
-        (["http://node1:8000"], None, OUTPUT / "spool", True),
-        (["http://127.0.0.1:8000", "http://node1:8000"], None, OUTPUT / "spool", True),
-        ([], "/fast", Path("/fast"), False),
-        (["http://node1:8000"], "/fast", Path("/fast"), False),
+        ([], None, MEMORY),
+        (["http://127.0.0.1:8000", "http://localhost:8001"], None, MEMORY),
+        (["http://[::1]:8000"], None, MEMORY),
+        (["http://node1:8000"], None, OUTPUT / "spool"),
+        (["http://127.0.0.1:8000", "http://node1:8000"], None, OUTPUT / "spool"),
+        ([], "/fast", Path("/fast")),
+        (["http://node1:8000"], "/fast", Path("/fast")),
     ],
 )
 def test_states_wait_where_servers_and_ranks_reach_them(
-    servers: list[str], spool_dir: str | None, directory: Path, made: bool
+    servers: list[str], given: str | None, directory: Path
 ) -> None:
-    capture = CaptureConfig(spool_dir=spool_dir)
-    chosen = chosen_transport(capture, VllmConfig(servers=servers), OUTPUT)
-    assert (chosen.mooncake, chosen.spool_dir, chosen.made) == (False, directory, made)
-    # Whoever starts a server for this recipe, with or without the run's other settings, it may write there.
-    assert any(directory.is_relative_to(root) for root in server_roots(capture, OUTPUT))
-
-
-def test_mooncake_is_taken_only_where_it_is_named() -> None:
-    named = CaptureConfig(transport=TransportKind.mooncake)
-    assert chosen_transport(named, VllmConfig(), OUTPUT).mooncake
-    assert not chosen_transport(CaptureConfig(), VllmConfig(servers=["http://node1:8000"]), OUTPUT).mooncake
+    assert spool_dir(servers, spool_dir=given) == directory
+    assert spool_dir(servers, transport=TransportKind.mooncake) is None

@@ -4,7 +4,7 @@ import pytest
 
 from tests.train.torchrun import composed
 from train.plan.sizes import RunSizes
-from train.plan.target import Parallelism, ServerMemory, longest_sequence, server_memory
+from train.plan.target import Parallelism, ServerMemory, longest_prompt, server_memory
 
 
 def memory(recipe: str, tensor: int = 1, data: int = 1) -> ServerMemory:
@@ -29,21 +29,21 @@ def test_a_dense_target_has_no_experts_and_a_copy_in_every_engine() -> None:
 
 
 def test_a_sequence_holds_keys_values_and_hidden_states() -> None:
-    tokens = longest_sequence(composed("qwen3_8b"))
+    tokens = 1 + longest_prompt(composed("qwen3_8b"))
     # 36 layers of 8 heads of 128, and three aux layers and the final one of 4,096, in 16 bits.
     assert memory("qwen3_8b").sequence == tokens * (36 * 2 * 8 * 128 * 2 + 4 * 4096 * 2)
     assert memory("qwen3_8b", 8).sequence == tokens * (36 * 2 * 1 * 128 * 2 + 4 * 4096 * 2)
     # Latent attention is not split, and a target with two kinds of attention pays for the layers of one kind.
-    tokens = longest_sequence(composed("kimi_k2_6"))
+    tokens = 1 + longest_prompt(composed("kimi_k2_6"))
     assert memory("kimi_k2_6", 8).sequence == tokens * (61 * 576 * 2 + 4 * 7168 * 2)
-    tokens = longest_sequence(composed("gpt_oss_20b"))
+    tokens = 1 + longest_prompt(composed("gpt_oss_20b"))
     assert memory("gpt_oss_20b").sequence == tokens * (24 * 2 * 8 * 64 * 2 + 12 * 4 * 2880 * 2)
 
 
 def test_regenerated_samples_are_cut_after_they_are_written() -> None:
-    plain = longest_sequence(composed("qwen3_8b", "data.regenerate.enabled=false"))
+    plain = longest_prompt(composed("qwen3_8b", "data.regenerate.enabled=false"))
     written = ("data.regenerate.enabled=true", "data.regenerate.max_new_tokens=5000", "data.max_tokens=2048")
-    assert longest_sequence(composed("qwen3_8b", *written)) == 2048 + 5000 + 1 > plain
+    assert longest_prompt(composed("qwen3_8b", *written)) == 2048 + 5000 > plain
 
 
 @pytest.mark.parametrize(

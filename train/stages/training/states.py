@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -23,11 +23,10 @@ from data.target.loading import load_target
 from data.target.modules import locate
 from train.artifact import Artifact
 from train.config.capture import CaptureMode, CaptureSource
-from train.config.run import RunConfig, Stage
+from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
-from train.engines.servers import CapturedTarget
-from train.engines.transport import OpenTransport, chosen_transport, open_transport, rank_name
+from train.engines.transport import OpenTransport, open_transport, rank_name
 from train.target import Target
 
 _READ_THREADS = 4  # of a rank, which read and decode the samples of a store
@@ -80,19 +79,6 @@ def open_capture(target: Target, aux_layer_ids: tuple[int, ...], device: torch.d
     return capture
 
 
-def opened_transport(
-    config: RunConfig, target: CapturedTarget, rank: int, codec: str
-) -> AbstractContextManager[OpenTransport]:
-    """Open the run's transport between a rank and vLLM's servers. A rank has one at a time.
-
-    Args:
-        codec: the form of the states on the way.
-    """
-    output_dir = Path(config.output_dir)
-    chosen = chosen_transport(config.capture, config.vllm, output_dir)
-    return open_transport(chosen, config.capture, codec, target, rank_name(output_dir, rank))
-
-
 @contextmanager
 def arriving_states(
     context: RunContext, dataset: Dataset, codec: str, *, checks_refused: bool
@@ -133,7 +119,7 @@ def _vllm_producer(
 
     # Servers that the run has started write into the memory of their own node.
     clients = context.servers.clients(everywhere=False)
-    with opened_transport(config, context.captured_target, world.rank, codec) as opened:
+    with open_transport(config, context.captured_target, world.rank, codec) as opened:
         patience_seconds = context.servers.patience_seconds
         with closing(
             EngineProducer(clients, capture_tasks(opened.transport), check, patience_seconds)
