@@ -169,6 +169,8 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         check_push(config.hub)
     unfinished = unfinished_stages(context, stages)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
+    if world.is_main:
+        check_store(config, set(unfinished))
     if world.is_main and config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
         engine = server_settings(config, context.captured_target).engine
         check_engine_args(find_python(), engine.plain_command_line(), config.vllm.engine_args)
@@ -209,7 +211,6 @@ def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) 
     artifact = context.artifacts[stage]
     prepare_engines(context, stage, unfinished)
     if context.world.is_main:
-        check_store(context.config, stage)
         print(f"{stage.value}: {artifact.directory}", flush=True)
     if context.world.is_main or STAGES[stage].every_rank:
         artifact.directory.mkdir(parents=True, exist_ok=True)

@@ -146,10 +146,9 @@ def check_environment(config: RunConfig) -> None:
             check_mooncake(python)
 
 
-def check_store(config: RunConfig, stage: Stage) -> None:
-    """Raise UserError if this stage, or a selected later one, needs a Mooncake store and cannot join it."""
-    later = set(list(Stage)[list(Stage).index(stage) :])
-    if joins_mooncake(config, later & set(config.stages)):
+def check_store(config: RunConfig, stages: Set[Stage]) -> None:
+    """Raise UserError if one of these stages needs a Mooncake store that this process cannot join."""
+    if joins_mooncake(config, stages):
         check_joinable(config.capture.mooncake.master)
 
 
