@@ -122,7 +122,7 @@ def run_stages(context: RunContext) -> None:
         for stage in stages:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
-                begin_stage(context, stage, unfinished)
+                begin_stage(context, stage)
                 started = time.perf_counter()
                 if world.is_main or definition.every_rank:
                     try:
@@ -206,10 +206,10 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
     return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
 
 
-def begin_stage(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
+def begin_stage(context: RunContext, stage: Stage) -> None:
     """Prepare what a stage without a result needs. Every rank calls."""
     artifact = context.artifacts[stage]
-    prepare_engines(context, stage, unfinished)
+    prepare_engines(context, stage)
     if context.world.is_main:
         print(f"{stage.value}: {artifact.directory}", flush=True)
     if context.world.is_main or STAGES[stage].every_rank:

@@ -150,7 +150,6 @@ class RunServers:
         self._captures: bool | None = None  # whether the servers that run can capture; None: none runs
         self._ready = False
         self._num_starts = 0
-        self.checked = False  # whether the servers that run now have been checked
 
     @property
     def named(self) -> bool:
@@ -213,7 +212,7 @@ class RunServers:
     def close(self) -> None:
         """End the server that this process has started."""
         process, self._process = self._process, None
-        self._captures, self._ready, self.checked = None, False, False
+        self._captures, self._ready = None, False
         if process is not None:
             process.close()
 

@@ -8,7 +8,6 @@ from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
 from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage, uses_servers, uses_torchspec
-from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
 from train.engines.probe import check_servers
@@ -29,15 +28,15 @@ def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
     Raises:
         UserError: a server is not what the run needs, or its states do not arrive.
     """
-    config, servers = context.config, context.servers
-    users = _users(config, unfinished)
-    if users and servers.named:
-        _check(context, users, captures=config.capture.source is CaptureSource.vllm)
+    users = [stage for stage in unfinished if uses_servers(context.config, stage)]
+    if context.servers.named:
+        for stage in users:
+            _check(context, stage)
     elif users:
-        servers.start(must_capture(config, context.world, users[0]))
+        context.servers.start(must_capture(context.config, context.world, users[0]))
 
 
-def prepare_engines(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
+def prepare_engines(context: RunContext, stage: Stage) -> None:
     """Wait for the servers that the run has started, and check them; start TorchSpec's engines.
 
     Every rank calls, before the stage.
@@ -46,26 +45,16 @@ def prepare_engines(context: RunContext, stage: Stage, unfinished: Sequence[Stag
         UserError: a server or engine does not start, is not what the run needs, or its states do not arrive.
     """
     if uses_servers(context.config, stage) and not context.servers.named:
-        _prepare_servers(context, stage, unfinished)
+        context.servers.start(must_capture(context.config, context.world, stage))
+        context.servers.wait_until_ready()
+        _check(context, stage)
     if uses_torchspec(context.config, stage):
         context.torchspec.start()
 
 
-def _prepare_servers(context: RunContext, stage: Stage, unfinished: Sequence[Stage]) -> None:
-    config, world, servers = context.config, context.world, context.servers
-    captures = must_capture(config, world, stage)
-    servers.start(captures)
-    servers.wait_until_ready()
-    if not servers.checked:
-        users = _users(config, unfinished)
-        users = [one for one in users if must_capture(config, world, one) == captures]
-        _check(context, users, captures)
-        servers.checked = True
-
-
 def end_engines(context: RunContext, unfinished: Sequence[Stage]) -> None:
     """End the servers and engines of the run once no unfinished stage needs them. Every rank calls."""
-    if not _users(context.config, unfinished):
+    if not any(uses_servers(context.config, stage) for stage in unfinished):
         context.servers.close()
     if not any(uses_torchspec(context.config, stage) for stage in unfinished):
         context.torchspec.close(together=True)
@@ -88,30 +77,26 @@ def must_capture(config: RunConfig, world: World, stage: Stage) -> bool:
     return config.capture.source is CaptureSource.vllm and not (on_cpu and _samples(config, stage))
 
 
-def _users(config: RunConfig, unfinished: Sequence[Stage]) -> list[Stage]:
-    return [stage for stage in unfinished if uses_servers(config, stage)]
-
-
 def _samples(config: RunConfig, stage: Stage) -> bool:
     return stage is Stage.data and config.data.regenerate.temperature != 0
 
 
-def _check(context: RunContext, users: Sequence[Stage], captures: bool) -> None:
-    """Check the servers for these stages; the first process of each node has its states probed."""
+def _check(context: RunContext, stage: Stage) -> None:
+    """Check the servers for a stage; the first process of each node has its states probed."""
     config, world, servers, target = context.config, context.world, context.servers, context.captured_target
     expected, longest = target.expected_states(), longest_prompt(config)
 
     def check(server: VllmClient, info: ServerInfo) -> None:
-        if captures:
+        if must_capture(config, world, stage):
             check_states(server, info, expected, longest)
         else:
             check_target(server, info, expected, longest)
-        if config.target.engine is TargetEngine.vllm and _WRITERS & set(users):
-            check_unchanged(server, info, samples=any(_samples(config, stage) for stage in users))
+        if stage in _WRITERS:
+            check_unchanged(server, info, samples=_samples(config, stage))
 
     if world.is_main:
         check_servers(servers.clients(everywhere=True), check, None, key="")
-    if captures and _CAPTURERS & set(users) and world.leads_node:
+    if stage in _CAPTURERS and world.leads_node:
         with open_transport(config, target, world.rank, config.capture.codec) as opened:
             # A transport is cleared of the keys that begin with the rank's name.
             key = f"{rank_name(context.output_dir, world.rank)}-probe"

@@ -26,7 +26,8 @@ def _chosen(target: EmbeddedTarget, directory: Path, *settings: str) -> tuple[di
     limit = f"capture.max_samples={LIMIT}"
     config = composed(RECIPE, *arguments(target, directory), limit, "data.max_tokens=100", *settings)
     context = RunContext(config, World(rank=0, local_rank=0, size=1))
-    make_result(context, Stage.data, unfinished_stages(context, [Stage.data]))
+    unfinished_stages(context, [Stage.data])
+    make_result(context, Stage.data)
     summary = read_json(context.artifacts[Stage.data].manifest_path)["facts"]
     return summary, training_samples(context.artifacts[Stage.data]).to_list()
 

@@ -78,7 +78,8 @@ def evaluate_in_vllm(target: EmbeddedTarget, directory: Path) -> None:
     context = RunContext(composed(RECIPE, *arguments(target, directory)), World(rank=0, local_rank=0, size=1))
     run_stages(context)
     context.config.target.engine = TargetEngine.vllm
-    make_result(context, Stage.evaluate, unfinished_stages(context, [Stage.evaluate]))
+    unfinished_stages(context, [Stage.evaluate])
+    make_result(context, Stage.evaluate)
     run_report(context)
 
 
@@ -159,8 +160,8 @@ def test_a_pass_that_fails_costs_no_other(
     def evaluate() -> None:
         context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
         stages = needed_stages(replace(context.config, stages=[Stage.evaluate]))
-        for stage in (unfinished := unfinished_stages(context, stages)):
-            make_result(context, stage, unfinished)
+        for stage in unfinished_stages(context, stages):
+            make_result(context, stage)
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluate_stage, "sampling_report", lambda *_, **__: pytest.fail("the sampling pass"))
