@@ -119,6 +119,11 @@ def run_stages(context: RunContext) -> None:
     unfinished = check_stages(context, stages)
     try:
         begin_servers(context, unfinished)
+        training = context.artifacts.get(Stage.train)
+        if world.is_main and training is not None and not training.finished:
+            begin_training(
+                context
+            )  # now: a training to continue may delete its checkpoint during other stages
         for stage in stages:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
@@ -154,8 +159,7 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     """Check what the stages need, locate their results, and return the stages that have none yet.
 
     Raises:
-        UserError: a stage cannot run here, a stage without a result is not selected, or there is no training
-            to continue with these settings.
+        UserError: a stage cannot run here, or a stage without a result is not selected.
     """
     config, world = context.config, context.world
     if Stage.train in config.stages and world.is_main:
@@ -178,9 +182,6 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         if stage not in config.stages:
             remedy = f"They need stage '{stage.value}', which has no result for this configuration; add it."
             raise UserError("stages", [one.value for one in config.stages], remedy)
-    training = context.artifacts.get(Stage.train)
-    if world.is_main and training is not None and not training.finished:
-        begin_training(context)  # now: a training to continue may delete its checkpoint during other stages
     return unfinished
 
 
