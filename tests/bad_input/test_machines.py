@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,15 +40,7 @@ class Machine:
     fault: Callable[[Path], AbstractContextManager[object]]
 
 
-@contextlib.contextmanager
-def full(directory: Path) -> Iterator[None]:
-    with small_disk(directory / "kept", 1 << 16):
-        (directory / "kept" / "fill").write_bytes(bytes(1 << 16))
-        yield
-
-
 MACHINES = [
-    Machine(Case("output_disk_full", (KEPT,), ("output_dir=kept/run", "No space left on device")), full),
     Machine(
         Case(
             "disk_too_small_to_capture",

@@ -1,4 +1,3 @@
-import json
 from typing import Any
 
 import pytest
@@ -11,16 +10,6 @@ from tests.eagle31.tiny import MLA, QK_NORM, tiny_config
 VERIFIER = Verifier("org/target", ("Qwen3ForCausalLM",), 3)
 
 
-def test_json_of_mla_has_what_vllm_reads() -> None:
-    written = config_json(tiny_config(**MLA), Layout.vllm, "bfloat16")
-    assert written["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
-    assert written["model_type"] == "kimi_k2"
-    widths = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    assert [written[name] for name in widths] == [10, 7, 5, 4, 6]
-    assert written["num_key_value_heads"] == written["num_attention_heads"] == 4
-    assert "head_dim" not in written  # transformers may read it as qk_rope_head_dim
-
-
 @pytest.mark.parametrize("layout", [Layout.vllm, Layout.speculators])
 def test_a_window_is_that_of_every_layer(layout: Layout) -> None:
     config = tiny_config(num_hidden_layers=2, sliding_window=48)
@@ -29,13 +18,6 @@ def test_a_window_is_that_of_every_layer(layout: Layout) -> None:
     assert layer["sliding_window"] == 48
     assert layer["layer_types"] == ["sliding_attention"] * 2
     assert not {"sliding_window", "layer_types"} & set(config_json(tiny_config(), Layout.vllm, "float32"))
-
-
-def test_rope_keys_that_nobody_reads_are_not_written() -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    raw = config_json(tiny_config(rope_parameters=rope), Layout.vllm, "float32")
-    assert raw["rope_scaling"] is None
-    assert "partial_rotary_factor" not in json.dumps(raw)
 
 
 def test_a_speculators_config_is_what_vllm_serve_reads() -> None:
