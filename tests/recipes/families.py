@@ -47,8 +47,8 @@ _DENSE: dict[str, Any] = {
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DELTA_NET = {
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
@@ -206,13 +206,16 @@ FAMILIES = {
             "topk_method": "noaux_tc",
         },
         overrides=(_DRAFTER_ROPE,),
-        missing={VLLM_CAPTURE: "vLLM keeps the mean of the streams, which the head does not read"},
+        missing={
+            VLLM_CAPTURE: "vLLM keeps the mean of the streams, which the head does not read",
+            SERVED: "not tried",
+        },
     ),
     "glm_5": Family(
         "GLM-5",
         "latent attention with an indexer, 2 of 4 experts",
         "glm_moe_dsa",
-        _LATENT | {"index_topk": 16, "index_head_dim": 128, "index_n_heads": 8},
+        _LATENT | {"index_topk": 512, "index_head_dim": 128, "index_n_heads": 8},
         overrides=("drafter.attention=mla",),
         missing=dict.fromkeys((VLLM_CAPTURE, SERVED), "vLLM has no sparse attention for CPUs"),
     ),
@@ -235,12 +238,13 @@ FAMILIES = {
             "index_topk_blocks": 4,
         },
         {
-            "vision_config": _VISION | {"image_size": 16, "img_token_compression_config": {}},
+            "vision_config": _VISION | {"image_size": 16},
             "image_token_index": VOCAB_SIZE,
             "video_token_index": VOCAB_SIZE + 1,
             "projector_hidden_size": 64,
         },
         layers="model.language_model.layers",
+        missing=dict.fromkeys((VLLM_CAPTURE, SERVED), "vLLM has its kernels for GPUs alone"),
     ),
     "nemotron_h": Family(
         "Nemotron-H",
