@@ -190,20 +190,14 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
     return arguments
 
 
-def assert_captured(
-    run: Path, recipe: str, target: Path, *, online: bool, dtype: str = "auto", tolerance: float = 1e-3
-) -> None:
-    """Check that only held-out states are stored where training is online, and that they are the target's.
-
-    Args:
-        tolerance: relative to the largest of the target's states.
-    """
+def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> None:
+    """Check that only held-out states are stored where training is online, and that they are the target's."""
     stores = {path.parent.name for path in run.glob("artifacts/capture-*/*/shard-*.safetensors")}
     assert stores == {"validation", "test"} | (set() if online else {"train"})
     if recipe in OTHER_ROUTING:
         return
     [directory] = run.glob("artifacts/capture-*/validation")
-    store, spec = HiddenStateStore(directory), TargetSpec(str(target), dtype=dtype)
+    store, spec = HiddenStateStore(directory), TargetSpec(str(target))
     model = load_target(spec, torch.device("cpu"))
     capture = HiddenStateCapture(model, locate(model), tuple(store.manifest["aux_layer_ids"]))
     for sample in store.get_many(range(len(store))):
@@ -216,4 +210,4 @@ def assert_captured(
         ):
             needed = ours.flatten(1).abs().amax(1) > 0
             error = (ours[needed] - theirs[needed]).abs().max() / theirs.abs().max()
-            assert error < tolerance
+            assert error < 1e-3
