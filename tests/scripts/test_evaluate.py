@@ -1,4 +1,5 @@
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,10 @@ def test_script(asked: CheckpointEvaluation) -> None:
     assert "Loading" not in done.err
 
 
+def writes_nothing(_: TransformersGenerator, prompts: Iterable[object], *__: object) -> None:
+    assert not [*prompts]
+
+
 def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"q": f"how is {n}"} for n in ("red", "blue")]
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -145,7 +150,9 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     assert f"{names[1]} " in format_matrix(result)
     # The completions are kept, so that the target writes none again.
-    monkeypatch.setattr(TransformersGenerator, "converse", lambda *_: pytest.fail("it was completed again"))
+    monkeypatch.setattr(
+        TransformersGenerator, "converse", lambda _, asked, *__: set(asked) and pytest.fail(asked)
+    )
     assert evaluate_matrix(settings, conditions) == result
 
 

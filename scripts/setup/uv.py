@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Run uv for an environment, with pip's settings of where packages are.
 
-    PYTHON scripts/setup/uv pip install ARGUMENT...
+    PYTHON scripts/setup/uv.py pip install ARGUMENT...
 
 PYTHON is that of the environment, which needs nothing but pip: pip installs uv in it.
 """
