@@ -23,7 +23,7 @@ install_packages() {
     shift 3
     printf '%s\n' $left_out >"$environment/left_out.txt"
     echo "$torch" >"$environment/torch.txt"
-    "$environment/bin/python" "$(dirname "${BASH_SOURCE[0]}")/uv" pip install --excludes "$environment/left_out.txt" \
+    "$environment/bin/python" "$(dirname "${BASH_SOURCE[0]}")/uv.py" pip install --excludes "$environment/left_out.txt" \
         --overrides "$environment/torch.txt" "$torch" "$@"
 }
 
