@@ -68,7 +68,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "rotary_dim": 16,
         "scoring_func": "softmax",
     },
-    "deepseek_v3": {key: value for key, value in _DENSE.items() if key != "head_dim"} | _LATENT,
+    # How vLLM routes, which transformers does without being told.
+    "deepseek_v3": {key: value for key, value in _DENSE.items() if key != "head_dim"}
+    | _LATENT
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 
 

@@ -46,7 +46,8 @@ class TorchSpec(LlamaPeer):
         config = torchspec.AutoDraftModelConfig.from_dict(llama_config | keys)
         drafter = torchspec.AutoEagle3DraftModel.from_config(
             config, attention_backend=chosen.attention_backend, torch_dtype=dtype
-        ).to(device)
+        )
+        drafter.to(device)
         drafter.freeze_embedding()
         model = torchspec.Eagle3Model(
             drafter,
