@@ -1,6 +1,4 @@
-import gc
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,24 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from eagle31.errors import UserError
-from eagle31.tensor_files import load_pickled, load_tensors, map_tensors, open_tensors, read_header
+from eagle31.tensor_files import load_pickled, map_tensors, open_tensors, read_header
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(0, 4, dtype=torch.int32)}
-
-
-def test_tensors_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file(TENSORS, path, metadata={"format": "pt"})
-    found = load_tensors(path)
-    assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
-    with path.open("rb") as file:
-        entries = read_header(file, path)
-    assert {name: (one.dtype, one.shape) for name, one in entries.items()} == {
-        "a": ("F32", (2, 3)),
-        "b": ("I32", (0, 4)),
-    }
 
 
 def test_mapped_tensors_are_those_of_the_file(tmp_path: Path) -> None:
@@ -38,6 +22,9 @@ def test_mapped_tensors_are_those_of_the_file(tmp_path: Path) -> None:
         "scalar": torch.tensor(7),
     }
     save_file(tensors, path, metadata={"crc32": "12"})
+    with path.open("rb") as file:
+        entries = read_header(file, path)
+    assert [(entries[name].dtype, entries[name].shape) for name in "ab"] == [("F32", (2, 3)), ("I32", (0, 4))]
     found, metadata = map_tensors(path)
     written = path.read_bytes()
     path.unlink()
@@ -49,20 +36,6 @@ def test_mapped_tensors_are_those_of_the_file(tmp_path: Path) -> None:
     path.write_bytes(written)
     map_tensors(path)[0]["a"].zero_()
     assert path.read_bytes() == written
-
-
-def test_files_that_are_mapped_leave_nothing_behind(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)
-
-    def blocks_after(times: int) -> int:
-        for _ in range(times):
-            map_tensors(path)
-        gc.collect()
-        return sys.getallocatedblocks()
-
-    before, times = blocks_after(50), 400
-    assert blocks_after(times) - before < times / 2
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {

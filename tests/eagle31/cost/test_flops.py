@@ -33,9 +33,8 @@ def measured_flops(run: Any) -> dict[str, int]:
     return {str(op): int(n) for op, n in counter.get_flop_counts()["Global"].items()}
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_the_formula_is_pytorchs_count_where_every_row_is_computed(num_steps: int) -> None:
-    config = tiny_config()
+def test_the_formula_is_pytorchs_count_where_every_row_is_computed() -> None:
+    num_steps, config = 3, tiny_config()
     drafter, frozen = tiny_drafter(config)
     frozen.target_head.requires_grad_(False)
     batch = random_batch((9, 12), config, seed=3)
@@ -68,18 +67,16 @@ def test_the_formula_is_pytorchs_count_where_every_row_is_computed(num_steps: in
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("head_trained", "objective", "changes"),
     [
-        {},
-        MLA,
-        {"fc_norm": False},
-        {"num_hidden_layers": 3},
-        MLA | {"num_hidden_layers": 2},
+        (True, Loss.kl, {"num_hidden_layers": 3}),
+        (True, Loss.lk_lambda, {}),
+        (False, Loss.kl, MLA | {"num_hidden_layers": 2}),
     ],
-    ids=["gqa", "mla", "eagle3", "three layers", "two of mla"],
 )
-@pytest.mark.parametrize("head_trained", [True, False])
-def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: dict[str, Any]) -> None:
+def test_the_step_computes_what_the_formula_counts(
+    head_trained: bool, objective: Loss, changes: dict[str, Any]
+) -> None:
     config = tiny_config(**changes)
     drafter, frozen = tiny_drafter(config)
     if not head_trained:
@@ -87,29 +84,15 @@ def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: 
     batch = random_batch((17, 5, 23), config, seed=3, padding=4)
 
     def run() -> torch.Tensor:
-        return rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, with_metrics=False)[0]
-
-    found = measured_flops(run)
-    expected = step_flops(config, count_step(batch, 4), head_trained)
-    assert sum(found.get(op, 0) for op in LINEAR) == expected.total - expected.attention
-
-
-def test_an_objective_of_the_full_vocabulary_computes_all_of_the_teacher() -> None:
-    config = tiny_config()
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((17, 5, 23), config, seed=3)
-    objective = Loss.lk_lambda
-
-    def run() -> torch.Tensor:
         settings: dict[str, Any] = {"num_steps": 4, "step_decay": 0.8, "objective": objective}
         return rollout_loss(drafter, frozen, batch, with_metrics=False, **settings)[0]
 
     found = measured_flops(run)
-    expected = step_flops(config, count_step(batch, 4), True, objective.needs_full_vocabulary)
+    expected = step_flops(config, count_step(batch, 4), head_trained, objective.needs_full_vocabulary)
     assert sum(found.get(op, 0) for op in LINEAR) == expected.total - expected.attention
 
 
-@pytest.mark.parametrize(("documents", "length", "answer"), [(3, 20, 8), (2, 30, 30), (4, 15, 14), (2, 9, 3)])
+@pytest.mark.parametrize(("documents", "length", "answer"), [(3, 20, 8), (2, 30, 30)])
 def test_typical_counts_are_those_of_equal_documents_with_one_answer(
     documents: int, length: int, answer: int
 ) -> None:
@@ -123,7 +106,7 @@ def test_typical_counts_are_those_of_equal_documents_with_one_answer(
         assert found == count_step(batch, 4, config)
 
 
-@pytest.mark.parametrize(("layers", "window"), [(1, None), (1, 1), (1, 3), (2, 6), (1, 50)])
+@pytest.mark.parametrize(("layers", "window"), [(1, None), (1, 1), (2, 6), (1, 50)])
 def test_counts_are_those_of_the_schedule(layers: int, window: int | None) -> None:
     config = tiny_config(num_hidden_layers=layers, sliding_window=window)
     for seed in range(4):

@@ -15,21 +15,15 @@ NUM_TOKENS = 4
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"num_hidden_layers": 2},
         {"norm_output": False},
         MLA,
-        MLA | {"num_hidden_layers": 2},
-        {"sliding_window": 6},
         {"sliding_window": 4, "num_hidden_layers": 2},
         {"sliding_window": 1},
     ],
 )
-@pytest.mark.parametrize("new_positions", [(20,), (7, 1, 12), (1, 1, 1, 17)])
-def test_drafts_equal_the_rollout_of_their_tokens(
-    changes: dict[str, Any], new_positions: tuple[int, ...]
-) -> None:
-    config = tiny_config(**changes)
+def test_drafts_equal_the_rollout_of_their_tokens(changes: dict[str, Any]) -> None:
+    config, new_positions = tiny_config(**changes), (7, 1, 12)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((sum(new_positions) + NUM_TOKENS,), config, seed=3)
     chain, start = ChainDrafter(drafter, frozen), 0
@@ -63,15 +57,6 @@ def test_top_margin() -> None:
     logits = torch.tensor([[1.0, 4.0, 2.5], [3.0, 3.0, 0.0]], dtype=torch.bfloat16)
     torch.testing.assert_close(top_margin(logits), torch.tensor([1.5, 0.0]))
     assert top_margin(torch.tensor([[7.0]])).item() == float("inf")
-
-
-def test_the_bound_of_a_near_tie_grows_with_the_dtype_and_the_logits() -> None:
-    logits = torch.tensor([[-9.0, 2.0, 7.5], [-0.5, -4.0, -1.0]])
-    torch.testing.assert_close(top_magnitude(logits), torch.tensor([7.5, 1.0]))
-    assert top_magnitude(torch.tensor([[7.0]])).item() == 7.0
-    # The logits 7.5 and 7.47 are neighbours in bf16, and far apart in float32.
-    assert rounding_bound(7.5, torch.bfloat16) > 0.03 > rounding_bound(7.5, torch.float32)
-    assert rounding_bound(75.0, torch.bfloat16) == 10 * rounding_bound(7.5, torch.bfloat16)
 
 
 def test_rounding_in_bf16_stays_within_the_bound() -> None:

@@ -1,47 +1,7 @@
 import pytest
 import torch
 
-from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import expected_replay, replay
-
-
-def walk(hits: list[list[bool]], supervised: list[list[bool]], k: int) -> list[int]:
-    """Return the accepted tokens of each draft that counts, token by token as decoding does it."""
-    accepted = []
-    row = 0
-    while row < len(hits):
-        if not supervised[row][0]:
-            row += 1
-            continue
-        n = 0
-        while n < k and supervised[row][n] and hits[row][n]:
-            n += 1
-        if supervised[row][k - 1]:
-            accepted.append(n)
-        row += n + 1
-    return accepted
-
-
-def test_replay_accepts_what_decoding_accepts() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        hits = torch.rand(40, 5, generator=generator) < 0.6
-        ends = torch.randint(0, 6, (40,), generator=generator)
-        supervised = torch.arange(5) < ends[:, None]
-        for k in (1, 3, 5):
-            expected = AcceptanceStats.from_lengths(k, walk(hits.tolist(), supervised.tolist(), k))
-            assert replay(hits, supervised, k) == expected
-
-
-@pytest.mark.parametrize("num_tokens", [9, 10, 23, 95])
-def test_a_perfect_drafter_is_perfect_however_short_the_completion(num_tokens: int) -> None:
-    # Row t drafts from the completion's token t + 1 on.
-    supervised = torch.arange(num_tokens - 1)[:, None] + torch.arange(8) + 1 < num_tokens
-    hits = torch.ones_like(supervised)
-    for k in (1, 4, 8):
-        for found in (replay(hits, supervised, k), expected_replay(hits.float(), supervised, k)):
-            assert found.acceptance_length == k + 1
-            assert found.conditional_acceptance == (1.0,) * k
 
 
 def random_rows(seed: int, num_rows: int = 12, k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,7 @@ from data.samples import CapturedSample
 from data.target.cached_decoding import TargetDecoder
 from data.target.head import TargetHead
 from data.target.modules import TargetModules, locate
-from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.chain import ChainDrafter
-from eagle31.decoding.replay import expected_replay, replayed_drafts
+from eagle31.decoding.replay import replayed_drafts
 from eagle31.decoding.speculative import (
     Decoded,
     decode_plainly,
@@ -22,8 +20,7 @@ from eagle31.decoding.speculative import (
 )
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch
-from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
+from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import MLA, tiny_config
 
 CPU = torch.device("cpu")
@@ -99,11 +96,10 @@ def cases() -> list[Case]:
     [
         ({}, [1, 2, 4, 8]),
         ({"fc_norm": False, "norm_output": False}, [4]),
-        ({"num_hidden_layers": 2, "norm_before_residual": True}, [4]),
         ({"draft_vocab_size": VOCAB}, [4]),
         (MLA | {"num_attention_heads": 4, "num_hidden_layers": 2}, [4]),
     ],
-    ids=["eagle3.1", "eagle3", "two layers", "full vocabulary", "mla"],
+    ids=["eagle3.1", "eagle3", "full vocabulary", "mla"],
 )
 def test_completions_are_the_targets_and_replay_equals_decoding(
     cases: list[Case], changes: dict, lengths: Sequence[int]
@@ -111,7 +107,6 @@ def test_completions_are_the_targets_and_replay_equals_decoding(
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules, **changes)
-    cases = cases[:4]  # decoding takes time
     batches = [pack_row([case.sample], len(case.sample.input_ids)) for case in cases]
     compared = [greedy_hits(drafter, frozen, batch, max(lengths)) for batch in batches]
     for k in lengths:
@@ -130,10 +125,9 @@ def test_drafts_and_margins_are_kept() -> None:
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules)
-    limits = {"max_new_tokens": 30, "eos_token_ids": [END]}
     prompt = [1, 2, 3, 4]
-    plain = decode_plainly(target, prompt, device=CPU, **limits)
-    ours = decode_speculatively(target, drafter, frozen, prompt, draft_tokens=3, **limits)
+    plain = decode_plainly(target, prompt, device=CPU, **LIMITS)
+    ours = decode_speculatively(target, drafter, frozen, prompt, draft_tokens=3, **LIMITS)
     assert len(ours.margins) == len(ours.bounds) == len(ours.token_ids)
     torch.testing.assert_close(torch.tensor(ours.bounds), torch.tensor(plain.bounds), rtol=1e-4, atol=0)
     assert [len(one) for one in ours.draft_bounds] == [len(one) for one in ours.draft_margins]
@@ -147,18 +141,6 @@ def test_drafts_and_margins_are_kept() -> None:
         assert draft[:num_accepted] == following[:num_accepted]
         assert draft[num_accepted] != following[num_accepted] if num_accepted < len(following) else True
         position += num_accepted + 1
-    sampled = decode_speculatively(
-        target,
-        drafter,
-        frozen,
-        prompt,
-        draft_tokens=3,
-        temperature=1.0,
-        generator=torch.Generator().manual_seed(0),
-        **limits,
-    )
-    assert len(sampled.drafts) == len(sampled.accepted)
-    assert sampled.draft_margins == [[]] * len(sampled.drafts)
 
 
 def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,23 +163,14 @@ def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(emitted, p[0], rtol=0, atol=1 / len(grid))
 
 
-def captured(
-    model: LlamaForCausalLM, modules: TargetModules, prompt: list[int], decoded: Decoded
-) -> PackedBatch:
-    ids = torch.tensor([*prompt, *decoded.token_ids])
-    [(aux, final)] = HiddenStateCapture(model, modules, AUX).capture([ids])
-    mask = torch.arange(len(ids)) >= len(prompt)
-    return pack_row([CapturedSample(ids, mask, aux, final)], len(ids))
-
-
-def test_sampled_completions_follow_the_target_and_replay_expects_their_acceptance() -> None:
+def test_sampled_completions_follow_the_target() -> None:
     model, modules = tiny_target()
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules)
     drafter.lm_head.weight.mul_(10)  # far from uniform, so that the distributions differ
     generator = torch.Generator().manual_seed(3)
     temperature, k = 1.5, 2
-    emitted, expected, excess_counts = [], [], []
+    emitted, expected = [], []
     num_accepted = 0
     for start in range(12):
         prompt = [start % 6, 2, 3]
@@ -216,19 +189,6 @@ def test_sampled_completions_follow_the_target_and_replay_expects_their_acceptan
         logits = model(input_ids=torch.tensor([prompt + ours.token_ids])).logits[0]
         emitted.append(torch.tensor(ours.token_ids))
         expected.append((logits[len(prompt) - 1 : -1] / temperature).softmax(-1))
-        within = [
-            n
-            for i, n in enumerate(ours.accepted)
-            if 1 + sum(ours.accepted[:i]) + i + k <= len(ours.token_ids)
-        ]
-        counted = AcceptanceStats.from_lengths(k, within)
-        batch = captured(model, modules, prompt, ours)
-        replayed = expected_replay(*acceptance_given_text(drafter, frozen, batch, k, temperature), k)
-        counts = [
-            torch.tensor([one.num_drafts, *one.accepted_per_position], dtype=torch.float64)
-            for one in (counted, replayed)
-        ]
-        excess_counts.append(counts[0] - counts[1])
     tokens, probs = torch.cat(emitted), torch.cat(expected).double()  # [N], [N, V]
     assert num_accepted > 50
     # Each token is drawn from its row given its prefix, so its deviations from the mean are a martingale.
@@ -240,40 +200,3 @@ def test_sampled_completions_follow_the_target_and_replay_expects_their_acceptan
     excess = surprise[torch.arange(len(tokens)), tokens] - entropy
     variance = (probs * (surprise - entropy[:, None]) ** 2).sum(1)
     assert abs(excess.sum() / variance.sum().sqrt()) < 4.5
-    # Given the text, the counts of decoding scatter around what replay expects; the completions are
-    # independent, and the error of their mean follows from their number.
-    differences = torch.stack(excess_counts)
-    errors = differences.std(0) / len(differences) ** 0.5
-    assert (errors < 1.4).all()  # of about 15 drafts and 25 accepted tokens
-    assert (differences.mean(0).abs() < 4.5 * errors).all()
-
-
-def test_replay_of_a_sampled_completion_equals_decoding_with_greedy_drafts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM takes a greedy draft for a draw from a distribution with one token."""
-
-    def greedy(
-        chain: ChainDrafter, logits: torch.Tensor, temperature: float, _: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert temperature > 0
-        ids = chain.frozen.draft_target_ids
-        assert ids is not None
-        token = ids[logits.argmax(-1, keepdim=True)]
-        return token, torch.nn.functional.one_hot(token[0], VOCAB).float()
-
-    monkeypatch.setattr(ChainDrafter, "_pick", greedy)
-    model, modules = tiny_target()
-    target = TargetDecoder(model, modules, AUX)
-    drafter, frozen = drafter_for(modules)
-    generator = torch.Generator().manual_seed(5)
-    num_accepted = 0
-    for start in range(4):
-        prompt = [start, 2, 3]
-        sampling = {"temperature": 0.8, "generator": generator}
-        ours = decode_speculatively(target, drafter, frozen, prompt, draft_tokens=3, **LIMITS, **sampling)
-        batch = captured(model, modules, prompt, ours)
-        replayed = replayed_drafts(*greedy_hits(drafter, frozen, batch, 3), 3)
-        assert ours.accepted == [n for _, n in replayed]
-        num_accepted += sum(ours.accepted)
-    assert num_accepted > 5

@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import Layout, layout_of
+from eagle31.export.layouts import Layout
 from eagle31.export.published_config import SHAPE_KEYS, read_config
 from tests.eagle31.export.exports import DEFAULT_ROPE, LATENT_YARN, LLAMA3, YARN, written
 from tests.eagle31.tiny import MLA, QK_NORM, VOCAB, WIDE_MLA, tiny_config
@@ -19,7 +19,6 @@ from tests.eagle31.tiny import MLA, QK_NORM, VOCAB, WIDE_MLA, tiny_config
         {"num_hidden_layers": 3, "sliding_window": 48},
         QK_NORM | {"sliding_window": 48, "attention_bias": True, "norm_before_fc": True},
         {"mlp_bias": True},
-        {"num_hidden_layers": 2},
         MLA | {"rope_parameters": DEFAULT_ROPE},
         WIDE_MLA | {"rope_parameters": LATENT_YARN},
     ],
@@ -35,19 +34,10 @@ def test_config_round_trip(layout: Layout, changes: dict) -> None:
     assert (read.config, read.layout, read.notes) == (config, layout, ())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sliding_window": 48},
-        {"sliding_window": 48, "use_sliding_window": True, "max_window_layers": 1},
-    ],
-)
-def test_a_width_that_vllm_does_not_read_is_noted(changes: dict) -> None:
-    read = read_config(written(tiny_config()) | changes)
+def test_a_width_that_vllm_does_not_read_is_noted() -> None:
+    read = read_config(written(tiny_config()) | {"sliding_window": 48, "use_sliding_window": True})
     assert read.config.sliding_window is None
-    [note] = read.notes
-    assert "48" in note
-    assert "layer_types" in note
+    assert "48" in read.notes[0]
 
 
 def test_layer_types_without_a_window_are_full_attention() -> None:
@@ -62,38 +52,10 @@ def test_layer_types_without_a_window_are_full_attention() -> None:
     assert "MLA" in latent.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types"),  # of one of two layers
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),  # no width
-    ],
-)
-def test_a_window_that_cannot_be_served_as_it_says_is_refused(changes: dict, field: str) -> None:
-    with pytest.raises(UserError) as raised:
-        read_config(written(tiny_config(num_hidden_layers=2)) | changes)
-    assert raised.value.field == field
-
-
 def test_a_type_that_vllm_does_not_serve_is_read_with_a_note() -> None:
     read = read_config(written(tiny_config(**MLA)) | {"model_type": "deepseek_v3"})
     assert read.config == tiny_config(**MLA)
     assert "does not serve" in read.notes[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"mla_use_nope": True}, "mla_use_nope"),
-        ({"model_type": "llama"}, "model_type"),
-        ({"q_lora_rank": None}, "q_lora_rank"),
-    ],
-)
-def test_mla_with_other_parts_is_refused(changes: dict, field: str) -> None:
-    with pytest.raises(UserError) as raised:
-        read_config(written(tiny_config(**MLA)) | changes)
-    assert raised.value.field == field
 
 
 def test_missing_keys_have_vllms_defaults() -> None:
@@ -117,13 +79,6 @@ def test_speculators_norm_before_residual_is_on_by_default() -> None:
     assert read_config(raw).config.norm_before_residual
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, YARN])
-def test_rope_in_its_newer_spelling(rope: dict) -> None:
-    raw = written(tiny_config()) | {"rope_parameters": rope}
-    del raw["rope_theta"], raw["rope_scaling"]
-    assert read_config(raw).config.served_rope == rope
-
-
 def test_ids_left_out_are_vllms_default_or_given() -> None:
     raw = written(tiny_config())
     del raw["eagle_aux_hidden_state_layer_ids"], raw["eagle_config"]
@@ -142,19 +97,32 @@ def test_ids_that_count_layer_outputs_are_noted() -> None:
     assert "[2, 18, 33]" in read.notes[0]
 
 
+GQA: dict[str, Any] = {}
+TWO_LAYERS = {"num_hidden_layers": 2}
+
+
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("shape", "changes", "field"),
     [
-        ({"architectures": ["Gemma4Eagle3Model"]}, "architectures"),
-        ({"architectures": ["Eagle3Qwen3ForCausalLM"], "mlp_bias": True}, "drafter.mlp_bias"),
-        ({"num_aux_hidden_states": 4}, "eagle_aux_hidden_state_layer_ids"),
-        ({"hidden_size": None}, "config.json"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "drafter.rope_parameters.rope_type"),
+        (GQA, {"architectures": ["Gemma4Eagle3Model"]}, "architectures"),
+        (GQA, {"architectures": ["Eagle3Qwen3ForCausalLM"], "mlp_bias": True}, "drafter.mlp_bias"),
+        (GQA, {"num_aux_hidden_states": 4}, "eagle_aux_hidden_state_layer_ids"),
+        (GQA, {"hidden_size": None}, "config.json"),
+        (GQA, {"hidden_size": "16"}, "hidden_size"),
+        (GQA, {"rope_scaling": "yarn"}, "rope_scaling"),
+        (GQA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "drafter.rope_parameters.rope_type"),
+        (MLA, {"kv_lora_rank": 7.5}, "kv_lora_rank"),
+        (MLA, {"mla_use_nope": True}, "mla_use_nope"),
+        (MLA, {"model_type": "llama"}, "model_type"),
+        (MLA, {"q_lora_rank": None}, "q_lora_rank"),
+        (TWO_LAYERS, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        (TWO_LAYERS, {"layer_types": ["sliding_attention"]}, "layer_types"),
+        (TWO_LAYERS, {"layer_types": ["sliding_attention"] * 2}, "sliding_window"),  # no width
     ],
 )
-def test_unsupported_parts_are_refused_by_name(changes: dict, field: str) -> None:
+def test_what_cannot_be_served_as_it_says_is_refused(shape: dict, changes: dict, field: str) -> None:
     with pytest.raises(UserError) as raised:
-        read_config(written(tiny_config()) | changes)
+        read_config(written(tiny_config(**shape)) | changes)
     assert raised.value.field == field
 
 
@@ -166,18 +134,9 @@ def test_unsupported_parts_are_refused_by_name(changes: dict, field: str) -> Non
     ],
 )
 def test_speculators_parts_that_are_refused(changes: dict, field: str) -> None:
-    raw = written(tiny_config(), Layout.speculators) | changes
-    assert layout_of(raw) is Layout.speculators
     with pytest.raises(UserError) as raised:
-        read_config(raw)
+        read_config(written(tiny_config(), Layout.speculators) | changes)
     assert raised.value.field == field
-
-
-@pytest.mark.parametrize("changes", [{"hidden_size": "16"}, {"kv_lora_rank": 7.5}, {"rope_scaling": "yarn"}])
-def test_values_of_another_type_are_refused(changes: dict) -> None:
-    with pytest.raises(UserError) as raised:
-        read_config(written(tiny_config(**MLA)) | changes)
-    assert raised.value.field == next(iter(changes))
 
 
 ROPES: list[dict[str, Any]] = [

@@ -9,7 +9,6 @@ from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
 from eagle31.export.read import TargetDefaults, load_export
 from tests.eagle31.export.exports import (
-    DEFAULT_ROPE,
     LATENT_YARN,
     LLAMA3,
     drafted,
@@ -25,9 +24,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        (Layout.vllm, {"fc_norm": False, "norm_output": False}),
         (Layout.vllm, {"norm_before_residual": True, "draft_vocab_size": VOCAB}),
-        (Layout.vllm, MLA | {"rope_parameters": DEFAULT_ROPE}),
         (Layout.vllm, WIDE_MLA | {"rope_parameters": LATENT_YARN}),
         (Layout.speculators, QK_NORM | {"attention_bias": True, "aux_layer_ids": (0, 1, 2, 3, 5)}),
         (Layout.vllm, BIASES),
@@ -81,13 +78,6 @@ def test_weights_of_torch_save(tmp_path: Path) -> None:
     tensors = load_file(whole)
     whole.unlink()
     torch.save(tensors, tmp_path / "e" / "pytorch_model.bin")
-    assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
-    names = sorted(tensors)
-    weight_map = {name: f"pytorch_model-{index % 2}.bin" for index, name in enumerate(names)}
-    for file in set(weight_map.values()):
-        torch.save({n: tensors[n] for n in names if weight_map[n] == file}, tmp_path / "e" / file)
-    (tmp_path / "e" / "pytorch_model.bin").write_bytes(b"")  # with an index, it is not read
-    (tmp_path / "e" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(drafted(load_export(tmp_path / "e", CPU)), expected)
 
 

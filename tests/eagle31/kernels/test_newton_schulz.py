@@ -2,14 +2,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from eagle31.kernels.newton_schulz import (
-    orthogonalization_dtype,
-    orthogonalization_flops,
-    orthogonalize,
-)
+from eagle31.kernels.newton_schulz import orthogonalization_flops, orthogonalize
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 24), (2, 24, 8), (1, 16, 16)])
+@pytest.mark.parametrize("shape", [(3, 8, 24), (2, 24, 8)])
 def test_orthogonalize_keeps_directions_and_equalizes_their_scale(shape: tuple[int, int, int]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     u, _, v = torch.linalg.svd(matrices, full_matrices=False)
@@ -41,15 +37,8 @@ def test_a_zero_matrix_stays_zero() -> None:
     assert not orthogonalize(torch.zeros(1, 4, 8)).any()
 
 
-@pytest.mark.parametrize("shape", [(24, 8), (8, 40), (16, 16)])
+@pytest.mark.parametrize("shape", [(24, 8), (8, 40)])
 def test_flops_are_those_of_the_formula(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(1, *shape))
     assert counter.get_total_flops() == orthogonalization_flops(*shape)
-
-
-def test_the_dtype_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert orthogonalization_dtype(torch.device("cpu")) is torch.float32
-    for capability, dtype in (((9, 0), torch.bfloat16), ((7, 5), torch.float32)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert orthogonalization_dtype(torch.device("cuda")) is dtype

@@ -1,12 +1,11 @@
 """Where the flash kernel is taken: by the card, the dtype and the width of a head."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from eagle31.kernels.packed_attention import flash_obstacle, warn_once
+from eagle31.kernels.packed_attention import flash_obstacle
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)
@@ -22,7 +21,6 @@ def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     ("capability", "dtype", "head_dim", "reason"),
     [
         ((9, 0), BF16, 256, None),
-        ((8, 0), torch.float16, 6, None),  # padded
         ((8, 9), BF16, 256, None),
         ((7, 5), torch.float16, 128, "compute capability 8.0"),
         ((9, 0), torch.float32, 128, "not in float32"),
@@ -41,13 +39,3 @@ def test_the_kernel_is_taken_where_the_card_has_it(
     card(monkeypatch, capability)
     found = flash_obstacle(CUDA, dtype, head_dim)
     assert found is None if reason is None else reason in str(found)
-
-
-def test_a_notice_names_the_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    card(monkeypatch, (7, 5))
-    warn_once.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            warn_once(CUDA, "too old")
-    assert [str(one.message)[:8] for one in caught] == ["a card: "]

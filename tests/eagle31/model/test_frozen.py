@@ -36,10 +36,3 @@ def test_a_narrower_one_keeps_inner_products_as_well_as_possible(width: int) -> 
     singular = torch.linalg.svdvals(rows)
     best = singular[width:].pow(4).sum().sqrt()
     torch.testing.assert_close(error, best, rtol=1e-3, atol=1e-4 * float(singular[0] ** 2))
-
-
-def test_a_narrower_one_keeps_the_dtype() -> None:
-    rows = embedding_rows(torch.bfloat16)
-    narrow = project_width(rows, 6)
-    assert narrow.dtype == torch.bfloat16
-    torch.testing.assert_close(narrow, project_width(rows.float(), 6).bfloat16())

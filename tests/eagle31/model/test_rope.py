@@ -21,7 +21,6 @@ LENGTH = {"original_max_position_embeddings": 512}
         {"rope_type": "linear", "factor": 2.0},
         LLAMA3 | LENGTH,
         LLAMA3,  # the original length is the model's
-        YARN | LENGTH,
         YARN,
         YARN | LENGTH | {"beta_fast": 16.0, "beta_slow": 2.0},
         YARN | LENGTH | {"mscale": 0.7, "mscale_all_dim": 1.3},

@@ -1,6 +1,6 @@
 import torch
 
-from eagle31.training.batch import supervised_drafts, supervised_positions
+from eagle31.training.batch import supervised_drafts
 from tests.eagle31.naive import is_supervised
 from tests.eagle31.tiny import random_batch, tiny_config
 
@@ -18,11 +18,3 @@ def test_supervised_drafts_by_their_definition() -> None:
 def test_supervised_drafts_with_more_steps_than_tokens() -> None:
     supervised = supervised_drafts(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), 8)
     assert supervised.nonzero().tolist() == [[0, 0]]
-
-
-def test_supervised_positions_are_the_rows_with_a_first_step() -> None:
-    batch = random_batch((30, 9), tiny_config(), seed=5)
-    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, 3)
-    expected = [t for t in range(39) if is_supervised(batch, t, 0)]
-    assert expected
-    assert supervised_positions(supervised).tolist() == expected

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31.decoding.replay import replay
 from eagle31.model.attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -41,7 +40,7 @@ def measured(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
     return measure_drift(drafter, frozen, chosen, chosen.batch)
 
 
-@pytest.mark.parametrize("changes", [{}, EAGLE3, {"num_hidden_layers": 2}, MLA, WIDE_MLA, WINDOW], ids=str)
+@pytest.mark.parametrize("changes", [EAGLE3, MLA, WINDOW], ids=str)
 def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -> None:
     drafter, frozen, chosen = small(**changes)
     # The text of some rows is what the drafter drafts there, so that there is something to accept.
@@ -63,21 +62,13 @@ def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -
     leading = hits[chosen.rows].long().cumprod(1).sum(0).tolist()
     assert found.accepted == leading
     assert 0 < leading[0] < found.num_positions == len(chosen.rows) == 17
-    # One document whose chosen row is the first draft of replay.
-    first = int(chosen.rows[0])
-    one = replace(chosen, rows=chosen.rows[:1])
-    only = torch.zeros_like(supervised)
-    only[first] = supervised[first]
-    stats = replay(hits & only, only, NUM_STEPS)
-    assert measured(drafter, frozen, one).accepted == list(stats.accepted_per_position)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 2}, MLA, WIDE_MLA, WINDOW, SHORT], ids=str)
-@pytest.mark.parametrize("max_scores", [2**23, 2 * 4 * 41])
+@pytest.mark.parametrize("changes", [{}, WIDE_MLA, WINDOW, SHORT], ids=str)
 def test_attention_equals_a_softmax_over_each_row(
-    changes: dict[str, Any], max_scores: int, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drift, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(drift, "MAX_SCORES", 2 * 4 * 41)  # so that it is held in parts
     drafter, frozen, chosen = small(**changes)
     calls: list[tuple[Tensor, LayerKeys]] = []
     plain = drift._RecordingAttention._attend

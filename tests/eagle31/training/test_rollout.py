@@ -1,4 +1,4 @@
-"""Rollouts compared with the naive ones and with the plain reference."""
+"""What a rollout reads."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,57 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from eagle31.training.batch import supervised_drafts, supervised_positions
-from eagle31.training.reference import reference_rollout
 from eagle31.training.rollout import rollout
-from tests.eagle31.naive import naive_states
-from tests.eagle31.tiny import EAGLE3, MLA, WIDE_MLA, random_batch, tiny_config, tiny_drafter
-
-
-@pytest.mark.parametrize("changes", [{}, MLA])
-def test_states_equal_the_naive_ones_at_every_supervised_row(changes: dict[str, Any]) -> None:
-    config = tiny_config(**changes)
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((30, 9), config, seed=5)
-    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 5))
-    naive = naive_states(drafter, config, frozen, batch, 5)
-    for (normed, state), expected in zip(
-        rollout(drafter, frozen.embed_tokens, batch, rows, 5), naive, strict=True
-    ):
-        torch.testing.assert_close(normed, expected[rows], rtol=1e-9, atol=1e-9)
-        assert state is normed
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        EAGLE3,
-        {"num_hidden_layers": 2},
-        MLA,
-        WIDE_MLA,
-        {"sliding_window": 150},
-        {"sliding_window": 20, "num_hidden_layers": 2},
-        {"sliding_window": 2},
-    ],
-)
-def test_states_equal_the_reference(changes: dict[str, Any]) -> None:
-    config = tiny_config(**changes)
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((300, 9, 41), config, seed=5)
-    rows = supervised_positions(supervised_drafts(batch.loss_mask, batch.document_ids, 5))
-    steps = zip(
-        rollout(drafter, frozen.embed_tokens, batch, rows, 5),
-        reference_rollout(drafter, frozen.embed_tokens, batch, rows, 5),
-        strict=True,
-    )
-    for found, expected in steps:
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
 
 @pytest.mark.parametrize(
     ("window", "layers", "changes"),
-    [(None, 1, {}), (None, 2, {}), (None, 2, MLA), (6, 1, {}), (4, 2, {}), (2, 1, {})],
+    [(None, 1, {}), (None, 2, MLA), (6, 1, {}), (4, 2, {})],
 )
 def test_a_row_reads_the_states_of_its_document_up_to_its_own_within_the_window(
     window: int | None, layers: int, changes: dict[str, Any]

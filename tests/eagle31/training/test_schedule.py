@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import torch
 
-from eagle31.training.schedule import needed_key_rows
 from eagle31.training.step import schedule_batch
 from tests.eagle31.tiny import random_batch, tiny_config
 
@@ -36,13 +35,3 @@ def test_a_window_leaves_out_the_keys_that_no_row_reaches() -> None:
     assert [tuple(run) for run in schedule.document_runs] == [(0, 7, 0, 7), (7, 11, 7, 11), (11, 13, 11, 13)]
     assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 7), (4, 5, 7, 11), (5, 6, 11, 13)]
     assert schedule.tokens.tolist() == [*range(7, 14), *range(22, 26), *range(31, 33)]
-
-
-def test_a_reach_longer_than_every_document_needs_all_keys() -> None:
-    for seed in range(8):
-        batch = random_batch((30, 20, 10), tiny_config(), seed=seed, padding=5)
-        rows = schedule_batch(batch, 2).steps[0].rows
-        every = needed_key_rows(rows, batch.document_ids, None)
-        assert torch.equal(needed_key_rows(rows, batch.document_ids, 30), every)
-        none = needed_key_rows(rows, batch.document_ids, 0)
-        assert torch.equal(none, rows)

@@ -32,12 +32,9 @@ VARIANTS = {
     "eagle3.1": {},
     "eagle3": EAGLE3,
     "norm_before_residual": {"norm_before_residual": True},
-    "two layers": {"num_hidden_layers": 2},
     "three layers, eagle3": {"num_hidden_layers": 3, "fc_norm": False, "norm_output": False},
     "full vocabulary": {"draft_vocab_size": 61},
-    "one aux layer": {"aux_layer_ids": (3,)},
     "four aux layers": {"aux_layer_ids": (0, 1, 2, 3)},
-    "multi-head": {"num_key_value_heads": 4},
     "multi-query": {"num_key_value_heads": 1},
     "norms of queries and keys, two layers": QK_NORM | {"attention_bias": True, "num_hidden_layers": 2},
     "norm before fc, biases, eagle3": EAGLE3 | BIASES,
@@ -48,7 +45,6 @@ VARIANTS = {
     "window of 2, two layers": {"sliding_window": 2, "num_hidden_layers": 2},
     "window of 3": {"sliding_window": 3, "num_key_value_heads": 4},
     "window of 7, three layers": {"sliding_window": 7, "num_hidden_layers": 3, "norm_output": False},
-    "window of 10, two layers": {"sliding_window": 10, "num_hidden_layers": 2},
 }
 
 
@@ -77,7 +73,7 @@ def results(function: Any, drafter: Drafter, *args: Any, **settings: Any) -> tup
     return loss.detach(), sums, list(grads)
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", range(12))
 def test_float64_equals_the_reference(seed: int) -> None:
     drafter, frozen, batch, num_steps = random_case(seed)
     settings = {"num_steps": num_steps, "objective": list(Loss)[(seed + seed // 6) % 2]}
@@ -118,11 +114,8 @@ def test_narrow_dtypes_stay_within_bounds(dtype: torch.dtype, bound: float, loss
 
 
 @pytest.mark.parametrize("attention", [{}, MLA])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_row_without_drafts_trains_nothing_and_runs_every_module(
-    layers: int, attention: dict[str, Any]
-) -> None:
-    config = tiny_config(num_hidden_layers=layers, **attention)
+def test_a_row_without_drafts_trains_nothing_and_runs_every_module(attention: dict[str, Any]) -> None:
+    config = tiny_config(num_hidden_layers=2, **attention)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((12,), config)
     batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
