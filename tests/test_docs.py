@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +14,14 @@ from train.config.compose import FREE_FORM, schema_keys
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def build_site(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    command += ["--config-file", str(config), "--site-dir", str(site)]
-    return subprocess.run(
-        command,
+def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
         capture_output=True,
         text=True,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )
-
-
-def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
-    done = build_site(tmp_path / "site")
     assert done.returncode == 0, done.stderr
     pages = sorted((tmp_path / "site").rglob("index.html"))
     assert len(pages) == len(PAGES) - 2  # all but README and CONTRIBUTING
@@ -36,20 +30,6 @@ def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: P
             r'(?:<script[^>]*src|<img[^>]*src|<link[^>]*href)="(https?:[^"]*)"', page.read_text()
         )
         assert not loaded, page
-
-
-def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
-    links = ("nowhere.md", "data.md#nowhere", "/data.md", "../README.md")
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    with (tmp_path / "docs" / "data.md").open("a") as page:
-        page.writelines(f"\n[a]({link})\n" for link in links)
-    done = build_site(tmp_path / "site", tmp_path / "mkdocs.yml")
-    assert done.returncode != 0
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
-    for link in links:  # each would fail the build alone
-        assert any(f"link '{link}'" in line for line in warnings), (link, done.stderr)
-    assert len(warnings) == len(links)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

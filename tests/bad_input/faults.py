@@ -116,14 +116,3 @@ def _call(function: object, *arguments: object) -> None:
     if function(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip(path: Path) -> None:
-    """Flip the lowest bit of the byte in the middle."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)

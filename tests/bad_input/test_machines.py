@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,10 +11,9 @@ import pytest
 
 from data.capture.vllm import client
 from data.embedded.target import EmbeddedTarget
-from tests.bad_input.commands import MAIN, Case, CheckCase
+from tests.bad_input.commands import Case, CheckCase
 from tests.bad_input.faults import answering, free_port, port_in_use, small_disk
 from tests.data.capture.vllm.servers import INFO
-from tests.runs.here import run_command
 from tests.train.small_run import arguments
 from train.engines import probe
 
@@ -63,20 +61,12 @@ MACHINES = [
         lambda _: contextlib.nullcontext(free_port()),
     ),
     Machine(
-        Case("server_that_is_silent", SERVED, ("vllm: waiting for ", *NAMED, "did not answer"), absent=WORK),
-        lambda _: port_in_use(),
-    ),
-    Machine(
         Case("server_with_another_key", SERVED, (*NAMED, "VLLM_API_KEY"), absent=WORK),
         lambda _: answering(401),
     ),
     Machine(
         Case("server_of_another_target", SERVED, (*NAMED, "org/other"), absent=WORK),
         lambda _: answering(200, OTHER),
-    ),
-    Machine(
-        Case("server_of_another_version", SERVED, ("no server info of this version",), absent=WORK),
-        lambda _: answering(200, b"[]"),
     ),
     Machine(
         Case("server_of_web_pages", SERVED, (*NAMED, "no JSON"), absent=WORK),
@@ -104,25 +94,3 @@ def test_what_cannot_be_used_is_one_message(
         given = tuple(one.replace(PORT, str(port)) for one in known)
         says = tuple(one.replace(PORT, str(port)) for one in case.says)
         check_case(replace(case, arguments=given, says=says))
-
-
-def test_a_disk_that_fills_up_in_the_export_keeps_the_training(
-    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
-) -> None:
-    disk = tmp_path / "kept"
-    with small_disk(disk, 200 << 20):
-        shutil.copytree(finished[0], disk / "run", symlinks=True)
-        for made in (disk / "run" / "artifacts").glob("e*-*"):  # export and evaluate
-            shutil.rmtree(made)
-        room = 1 << 17
-        (disk / "fill").write_bytes(bytes(shutil.disk_usage(disk).free - room))
-        settings = (*arguments(small_target, Path("kept/run")), "stages=[export]")
-        outcome = run_command(MAIN, "recipe=any_target", *settings, directory=tmp_path)
-        assert outcome.status == 2
-        assert "No space left on device. Free some space" in outcome.err
-        assert "Traceback" not in outcome.err
-        (disk / "fill").unlink()
-        outcome = run_command(MAIN, "recipe=any_target", *settings, directory=tmp_path)
-        assert outcome.status == 0, outcome.err
-        assert "train: reused" in outcome.out
-        assert "export: done" in outcome.out

@@ -39,7 +39,6 @@ def inspected(name: str, source: str | bytes, *says: str) -> Case:
 
 
 TEMPLATES = [
-    inspected("open_tag", "{% for m in messages %}{{ m.content }", "in line 1"),
     inspected("raises", "{{ raise_exception('no system prompt') }}", "no system prompt"),
     inspected("reads_internals", "{{ ''.__class__.__mro__ }}", "is unsafe"),
     inspected("starts_with_a_number", "{{ messages | length }}" + ALL + PROMPT, "--turns=each"),
@@ -86,7 +85,6 @@ def template_run(name: str, source: str, *says: str) -> Case:
 
 
 RUNS = [
-    template_run("huge_template", "{{ 'x' * 10 ** 10 }}", "error: target.chat_template="),
     template_run("no_answers", "hello", "error: target.chat_template=", "does the template write"),
     run(
         "no_template",
@@ -128,18 +126,3 @@ def test_a_run_names_what_does_not_fit_before_it_reads_the_data(
     settings = [*arguments(given, Path("run")), "stages=[data]"]
     check_case(Case(case.name, (f"recipe={RECIPE}", *settings, *case.arguments), case.says, case.prepare))
     assert not list(tmp_path.glob("run/artifacts/data-*/train"))
-
-
-def test_a_template_without_a_generation_prompt_is_announced(
-    check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    link(tmp_path / "target", small_target.model)
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
-    given = EmbeddedTarget(Path("target"), Path("train.jsonl"), Path("none"))
-    settings = (*arguments(given, Path("run")), "stages=[data]", "target.chat_template=t.jinja")
-    for number, (source, announced) in enumerate(((ALL, True), (ALL + PROMPT, False))):
-        written(source)(tmp_path)
-        case = Case("", (f"recipe={RECIPE}", *settings, f"output_dir=run-{number}"), (), status=0)
-        assert ("ignores add_generation_prompt" in check_case(case).out) == announced
-        if announced:
-            assert r"'<|im_start|>assistant\n'" in check_case(case).out or "reused" in check_case(case).out

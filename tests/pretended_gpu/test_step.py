@@ -18,7 +18,6 @@ CASES = [
     ("gqa", BF16, True, 1, 7, False, False, *Loss),
     ("gqa", FP32, False, 2, None, True, True),
     ("mla", BF16, False, 2, None, False, True),
-    ("mla", FP32, True, 1, None, True, False),
 ]
 
 

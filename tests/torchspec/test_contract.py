@@ -16,7 +16,6 @@ from data.capture.transport.mooncake_store import load_mooncake
 from data.capture.vllm.environment import ROOT
 from tests.data.capture.transport.mooncake_master import running_master
 from tests.data.capture.transport.mooncake_worker import open_transport, sample
-from train.versions import package_versions
 
 pytestmark = pytest.mark.usefixtures("torchspec")
 
@@ -81,20 +80,6 @@ def test_what_our_code_imports_and_calls_is_there() -> None:
     assert [f"{path}: {one}" for path, tree in trees.items() for one in problems(tree)] == []
 
 
-@pytest.mark.parametrize(
-    ("code", "problem"),
-    [
-        ("from torchspec.inference.factory import make_engines", "make_engines"),
-        ("from torchspec import Eagle3Model\nEagle3Model(None, steps=7)", "steps"),
-        ("import torchspec\ntorchspec.Eagle3Model()", "draft_model"),
-        ("from torchspec.config.mooncake_config import MooncakeConfig\nMooncakeConfig.of(1)", "of"),
-    ],
-)
-def test_what_is_not_there_is_named(code: str, problem: str) -> None:
-    [found] = problems(ast.parse(code))
-    assert problem in found
-
-
 def test_the_settings_of_a_run_arrive() -> None:
     """Its configuration has some as a dictionary, in which nothing checks names."""
     load_mooncake()
@@ -118,10 +103,6 @@ def test_the_settings_of_a_run_arrive() -> None:
     store = MooncakeConfig.from_flat_args(arguments)
     assert (store.protocol, store.device_name, store.hidden_dim) == ("rdma", "mlx5_0", 64)
     assert (store.master_server_address, store.global_segment_size) == ("host:1", 0)
-
-
-def test_a_run_records_the_checkout(torchspec: Path) -> None:
-    assert package_versions()["torchspec"] == torchspec.name
 
 
 @pytest.mark.parametrize("engine", ["base.InferenceEngine", "hf_engine.HFEngine", "vllm_engine.VllmEngine"])

@@ -1,7 +1,4 @@
-"""TorchSpec's drafters and ours: losses, gradients, checkpoints, and what TorchSpec gets wrong in them.
-
-Each test of a mistake fails when TorchSpec corrects it; docs/torchspec.md lists them.
-"""
+"""TorchSpec's drafters and ours: losses, gradients and checkpoints."""
 
 import json
 import runpy
@@ -120,7 +117,6 @@ def losses_of_both(loss: Loss, changes: dict[str, Any]) -> tuple[Tensor, Tensor]
         (Loss.kl, {"rope_parameters": LLAMA3}),
         (Loss.kl, {"draft_vocab_size": VOCAB, **EAGLE3}),
         (Loss.kl, {"rope_parameters": LATENT_YARN | {"beta_fast": 32.0, "beta_slow": 1.0}, **MLA}),
-        (Loss.lk_lambda, {}),
         (Loss.lk_lambda, {"draft_vocab_size": VOCAB}),
     ],
 )
@@ -129,9 +125,8 @@ def test_losses_are_torchspecs(loss: Loss, changes: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("draft_vocab_size", [29, VOCAB])
-def test_gradients_are_torchspecs(draft_vocab_size: int) -> None:
-    drafter, frozen = tiny_drafter(tiny_config(draft_vocab_size=draft_vocab_size), torch.float32)
+def test_gradients_are_torchspecs() -> None:
+    drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
     batch = random_batch((NUM_TOKENS,), drafter.config, dtype=torch.float32)
     theirs = torchspec_drafter(drafter, frozen)
 
@@ -146,22 +141,6 @@ def test_gradients_are_torchspecs(draft_vocab_size: int) -> None:
         torch.testing.assert_close(
             parameter.grad, found[name], rtol=1e-4, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-def test_linear_rope_has_the_default_base() -> None:
-    """TorchSpec drops rope_theta for linear scaling."""
-    linear = {"rope_type": "linear", "factor": 2.0}
-    ours, theirs = losses_of_both(Loss.kl, {"rope_parameters": linear | {"rope_theta": 10000.0}})
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    ours, theirs = losses_of_both(Loss.kl, {"rope_parameters": linear | {"rope_theta": 500.0}})
-    assert not torch.allclose(ours, theirs, rtol=1e-3)
-
-
-def test_yarn_needs_all_its_keys() -> None:
-    """TorchSpec has no defaults for YaRN's optional keys, which Qwen's and DeepSeek's configs leave out."""
-    yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}
-    with pytest.raises(TypeError, match="NoneType"):
-        losses_of_both(Loss.kl, {"rope_parameters": yarn})
 
 
 def test_the_benchmarks_train_its_drafter(tmp_path: Path) -> None:
@@ -273,40 +252,3 @@ def test_what_its_converter_writes_is_read_with_the_layer_ids_of_its_engines(
     assert torch.equal(drafted(loaded), expected)
     # They count its engines' layers from 0, and vLLM's from 1; only those of kimi_k2 become vLLM's.
     assert loaded.drafter.config.aux_layer_ids == tuple(ids)
-
-
-def test_its_wheel_has_no_subpackages(torchspec: Path) -> None:
-    assert 'packages = ["torchspec"]' in (torchspec / "pyproject.toml").read_text()
-
-
-def test_its_converter_fails_to_prune_a_vocabulary(torchspec: Path, tmp_path: Path) -> None:
-    names = converter(torchspec)
-    drafter, frozen = tiny_drafter(tiny_config(draft_vocab_size=VOCAB), torch.float32)
-    model, ids = torchspec_drafter(drafter, frozen), torch.arange(1, 58, 2)
-    raw = config_json(drafter.config, Layout.vllm, "float32")
-    maps = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(VOCAB), ids)}
-    arguments = (model, str(tmp_path), raw, VOCAB, len(ids), *maps.values())
-    prune = names["_save_with_vocab_pruning"]
-    with pytest.raises(TypeError, match="_prepare_export_tensors"):
-        prune(*arguments)
-    # Were it called as it is defined, the head would have other rows than the map says: d2t holds offsets.
-    prepare = names["_prepare_export_tensors"]
-    prune.__globals__["_prepare_export_tensors"] = lambda model, _: prepare(model)
-    prune(*arguments)
-    head = load_export(tmp_path, CPU).drafter.lm_head.weight
-    assert torch.equal(head, drafter.lm_head.weight[maps["d2t"]])
-    assert not torch.equal(head, drafter.lm_head.weight[ids])
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_its_trainer_resumes_without_adams_moments(tmp_path: Path) -> None:
-    from torchspec.training import checkpoint
-
-    saved, _ = trained(tmp_path)
-    assert saved.optimizer.state
-    resumed, _ = trained(tmp_path / "other")
-    resumed.args.load_path = str(tmp_path)
-    resumed.optimizer.optimizer.state.clear()  # as that of a new process, which has made no step
-    checkpoint.finalize_load(resumed, checkpoint.load(resumed))
-    assert resumed.args.start_step == 1
-    assert not resumed.optimizer.state
