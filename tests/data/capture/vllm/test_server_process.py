@@ -79,13 +79,12 @@ def start(tmp_path: Path, does: str, **changes: Any) -> ServerProcess:
 @pytest.mark.usefixtures("stub")
 def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(tmp_path: Path) -> None:
     with closing(start(tmp_path, "answers")) as server:
-        wait_for(lambda: server._was_ready)  # a server that was never ready is not started again
         for number, end in enumerate((psutil.Process.kill, psutil.Process.suspend), start=1):
-            server.wait_until_ready(progress=False)
-            wait_for((tmp_path / "greedy").exists)
+            wait_for((tmp_path / "greedy").exists)  # one that was never ready is not started again
             [process] = psutil.Process(server.process_id).children()
             end(process)
             wait_for(lambda number=number: server.num_starts > number)
+            (tmp_path / "greedy").unlink()  # which the next one answers once it is ready
         server.wait_until_ready(progress=False)
         server.check()
 
