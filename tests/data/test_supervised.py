@@ -1,7 +1,6 @@
 """A command that is run to its end, and ends early with the process that runs it."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +31,7 @@ open("started", "w").write(json.dumps([os.getpid(), started.pid]) + "\\n")
 time.sleep(600)
 """
 RUN = """
-import os, signal, sys
-# A shell ignores it in what runs in the background, and so in the tests.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from data.supervised import run_supervised
@@ -46,18 +43,11 @@ with open("log", "wb") as log:
 
 
 def test_all_processes_end_with_the_one_that_runs_them(tmp_path: Path) -> None:
-    """One run is killed, and one is interrupted."""
-    runs, processes = {}, []
-    for number in (signal.SIGKILL, signal.SIGINT):
-        directory = tmp_path / number.name
-        directory.mkdir()
-        command = [sys.executable, "-ISc", RUN, str(ROOT), COMMAND]
-        runs[number] = subprocess.Popen(command, cwd=directory, stderr=subprocess.DEVNULL)
-        while not (directory / "started").exists():
-            assert runs[number].poll() is None
-        with (directory / "started").open() as file:
-            processes += [psutil.Process(process_id) for process_id in json.loads(file.readline())]
-    for number, run in runs.items():
-        run.send_signal(number)
-        run.wait()
+    run = subprocess.Popen([sys.executable, "-ISc", RUN, str(ROOT), COMMAND], cwd=tmp_path)
+    while not (tmp_path / "started").exists():
+        assert run.poll() is None
+    with (tmp_path / "started").open() as file:
+        processes = [psutil.Process(process_id) for process_id in json.loads(file.readline())]
+    run.kill()
+    run.wait()
     psutil.wait_procs(processes)

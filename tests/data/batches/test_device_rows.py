@@ -97,13 +97,6 @@ def test_a_gpu_gets_rows_from_pinned_memory_without_waiting() -> None:
         assert recorded == sum(tensor.is_cuda for row in found for tensor in tensors_in(row))
 
 
-def test_pageable_rows_are_noticed() -> None:
-    loader = ReadRows()
-    with PretendedGpu() as gpu:
-        next(rows_of(loader, CUDA, executor=Now()).of_step(0).rows)
-        assert [wait for wait in gpu.waits if "batch.py" in wait[2]]
-
-
 @pytest.fixture
 def in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
     """A thread for the rows of a device whose streams and events do nothing, as the CPU's would."""
@@ -112,19 +105,6 @@ def in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecuto
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     with ThreadPoolExecutor(1) as executor:
         yield executor
-
-
-def test_a_background_thread_gives_the_same_rows_one_ahead(in_background: ThreadPoolExecutor) -> None:
-    expected = ReadRows().rows
-    loader = loader_of()
-    rows = rows_of(loader, torch.device("cpu"), executor=in_background)
-    for step in range(4):
-        for row, batch in zip(rows.of_step(step).rows, expected[step], strict=True):
-            assert torch.equal(row.batch.final_hidden_states, batch.final_hidden_states.float())
-    loader.close()
-    rows.close()
-    # The end of the work on a row is awaited before the next but one is copied.
-    assert torch.cuda.Event.return_value.query.call_count == 4 * NUM_ROWS - 1  # type: ignore[attr-defined]
 
 
 def test_an_error_in_the_background_reaches_the_loop(in_background: ThreadPoolExecutor) -> None:

@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from data.batches.loader import RowLoader, RowPosition, SourceStats, check_divisible
-from data.batches.row_order import pack_epoch
 from data.batches.rows import pack_row
 from data.samples import CapturedSample, StateShape
 from eagle31.errors import UserError
-from eagle31.training.batch import PackedBatch
 
 ROW_TOKENS, NUM_SAMPLES = 64, 40
 
@@ -37,13 +35,6 @@ class ListSource:
 def _loader(rank: int = 0, world_size: int = 1, **changes) -> RowLoader:
     options = {"row_tokens": ROW_TOKENS, "rows_per_step": 4, "seed": 0} | changes
     return RowLoader(ListSource(), rank=rank, world_size=world_size, **options)
-
-
-def _samples(batches: list[PackedBatch]) -> list[list[int]]:
-    """Read the sample indices of each row from its tokens."""
-    return [
-        (b.input_ids[b.position_ids == 0][: b.document_ids.max() + 1] // 1000 - 1).tolist() for b in batches
-    ]
 
 
 def test_a_row_concatenates_its_samples_and_is_padded() -> None:
@@ -89,9 +80,8 @@ def test_rows_are_padded_to_a_multiple_within_row_tokens() -> None:
     assert set(lengths) <= {24, 48, 64}
 
 
-@pytest.mark.parametrize("rows_per_step", [1, 3])
-def test_a_loader_continues_in_the_order_of_another(rows_per_step: int) -> None:
-    whole = _loader(rows_per_step=1)
+def test_a_loader_continues_in_the_order_of_another() -> None:
+    rows_per_step, whole = 3, _loader(rows_per_step=1)
     number = 5 + 2 * whole.rows_per_epoch
     position = RowPosition(7, *whole.position(number))
     assert (position.epoch, position.row) == (2, 5)
@@ -102,17 +92,8 @@ def test_a_loader_continues_in_the_order_of_another(rows_per_step: int) -> None:
         assert rest.step_samples(step) == sorted(i for row in rest.rows(step) for i in row)
 
 
-def test_the_rows_of_a_step_depend_only_on_its_number() -> None:
-    through = _loader()
-    steps = [through.batches(step) for step in range(9)]
-    for expected, found in zip(steps[7], _loader().batches(7), strict=True):
-        assert torch.equal(expected.input_ids, found.input_ids)
-        assert torch.equal(expected.aux_hidden_states, found.aux_hidden_states)
-    assert _samples(through.batches(2)) == _samples(steps[2])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_order_depends_only_on_seed_and_epoch(world_size: int) -> None:
+def test_the_order_depends_only_on_seed_and_epoch() -> None:
+    world_size = 2
     ranks = [_loader(rank, world_size) for rank in range(world_size)]
     steps = int(2.5 * ranks[0].rows_per_epoch / 4)
     rows = [[ranks[i % world_size].rows(step)[i // world_size] for i in range(4)] for step in range(steps)]
@@ -161,27 +142,17 @@ class OrderedListSource(ListSource):
         self.arriving.set()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_steps_are_announced_to_an_ordered_source(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = []
-
-    def pack(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-        packed.append(epoch)
-        return pack_epoch(lengths, row_tokens, seed, epoch)
-
-    monkeypatch.setattr("data.batches.row_order.pack_epoch", pack)
+def test_steps_are_announced_an_epoch_ahead_to_an_ordered_source() -> None:
     source = OrderedListSource()
     loader = RowLoader(
-        source, row_tokens=ROW_TOKENS, rows_per_step=2, rank=rank, world_size=2, seed=0, steps_announced=100
+        source, row_tokens=ROW_TOKENS, rows_per_step=2, rank=1, world_size=2, seed=0, steps_announced=100
     )
     epoch = loader.rows_per_epoch // 2
     assert loader.steps_announced == epoch
     for step in range(5, 5 + 3 * epoch):
         loader.batches(step)
     loader.close()
-    # Steps are announced an epoch ahead, and still every epoch is packed only once.
     assert source.most_ahead > NUM_SAMPLES / 3
-    assert packed == sorted(set(packed))
     assert loader.collect_stats() is not None
     assert _loader().collect_stats() is None
 
@@ -221,17 +192,7 @@ def test_an_error_in_the_background_reaches_the_caller() -> None:
         loader.batches(0)
 
 
-def test_close_stops_the_thread() -> None:
-    loader = _loader()
-    others = set(threading.enumerate())
-    loader.batches(0)
-    [thread] = set(threading.enumerate()) - others
-    loader.close()
-    assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("world_size", [3, 6])
-@pytest.mark.parametrize("costs", [None, [1.0] * 60])
+@pytest.mark.parametrize(("world_size", "costs"), [(3, [1.0] * 60), (6, None)])
 def test_ranks_that_cannot_share_the_rows_equally_have_empty_ones(
     world_size: int, costs: list[float] | None
 ) -> None:

@@ -26,12 +26,6 @@ def test_at_most_two_percent_is_padding() -> None:
     assert 1 - sum(lengths) / (len(rows) * ROW_TOKENS) < 0.02
 
 
-def test_samples_go_into_the_fullest_row_that_has_room() -> None:
-    # 4 goes into the row with 6, and 3 into the row with 7.
-    rows = pack_epoch([6, 7, 3, 4], row_tokens=10, seed=0, epoch=0)
-    assert sorted(map(sorted, rows)) == [[0, 3], [1, 2]]
-
-
 def test_epochs_differ_in_rows_and_not_in_their_number() -> None:
     lengths = _gsm8k_like_lengths(300)
     first, again, second, other = (

@@ -4,22 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.embedded import target as target_module
 from data.embedded.target import EmbeddedTarget
 from tests.data.embedded.tiny_embedded import TINY, ensure
-
-
-def test_the_target_loads_with_its_generation_config(built: EmbeddedTarget) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(built.model)
-    model = AutoModelForCausalLM.from_pretrained(built.model)
-    assert model.dtype == torch.float32
-    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
-    assert model.config.bos_token_id is None
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.config.rope_parameters["rope_theta"] == 10000.0
 
 
 def test_a_second_call_neither_reads_nor_trains(

@@ -1,12 +1,9 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from data.embedded.corpus import read_corpus
 from data.embedded.target import EmbeddedTarget
-from data.embedded.tokenizer import train_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -38,14 +35,3 @@ def test_the_assistant_mask_covers_answers_and_end_tokens(built: EmbeddedTarget)
     pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     answers = tokenizer.decode([token for token, in_answer in pairs if in_answer])
     assert answers == "y = x + 1<|im_end|>return é<|im_end|>"
-
-
-def test_the_tokenizer_keeps_every_byte_and_its_special_tokens(library: Path) -> None:
-    tokenizer = train_tokenizer(read_corpus(library).train, 300, 256)
-    text = "naïve\t\x00 \U0001f600\r\n\n    x"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.pad_token == "<|pad|>"
-    marked = tokenizer("<|im_start|>a<|im_end|>")["input_ids"]
-    assert tokenizer.decode(marked, skip_special_tokens=True) == "a"
-    assert len(tokenizer) <= 300

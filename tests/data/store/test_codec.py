@@ -53,22 +53,9 @@ def test_sizes_are_known_beforehand(codec: str, dtype: torch.dtype) -> None:
         assert found == encoded_bytes(codec, rows, NUM_LAYERS, HIDDEN_SIZE, dtype)
 
 
-def test_exact_gives_back_what_it_was_given() -> None:
-    for index in range(7):
-        sample = make_sample(index)
-        found, kept = decode(encode(sample, "exact")), supervised_final(sample.loss_mask)
-        assert torch.equal(found.input_ids, sample.input_ids)
-        assert torch.equal(found.loss_mask, sample.loss_mask)
-        assert torch.equal(found.final_hidden_states[kept], sample.final_hidden_states[kept])
-        num = kept_rows(sample.loss_mask).aux
-        assert torch.equal(found.aux_hidden_states[:num], sample.aux_hidden_states[:num])
-        assert found.aux_hidden_states.dtype == sample.aux_hidden_states.dtype
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("layers", [1, 2])
-def test_what_counted_leaves_out_is_read_by_no_loss_and_no_replay(seed: int, layers: int) -> None:
-    config = tiny_config(num_hidden_layers=layers)
+@pytest.mark.parametrize("seed", range(2))
+def test_what_counted_leaves_out_is_read_by_no_loss_and_no_replay(seed: int) -> None:
+    config = tiny_config(num_hidden_layers=2)
     whole = random_batch((9, 4, 17, 1, 2, 30), config, seed=seed)
     packed = pack_row(samples_of(whole, "exact"), len(whole.input_ids))
     assert not torch.equal(packed.final_hidden_states, whole.final_hidden_states)
@@ -83,7 +70,7 @@ def test_what_counted_leaves_out_is_read_by_no_loss_and_no_replay(seed: int, lay
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_more_is_kept_than_a_step_reads(seed: int) -> None:
     batch = random_batch((40,), tiny_config(), seed=seed)
     plan = schedule_batch(batch, num_steps=7)

@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from data.store import HiddenStateStore, reader, remote
+from data.store import HiddenStateStore
 from data.store.codec import CODECS
 from data.store.remote import RemoteDirectory
 from eagle31.errors import UserError
@@ -70,23 +70,6 @@ def test_what_the_service_fails_to_answer_is_named(
     with pytest.raises(UserError, match=r"reduce your request rate.*run the same command again") as named:
         store[5]
     assert named.value.field == "capture.store"
-
-
-def test_each_shard_s_header_is_read_once_and_one_rank_lists_the_shards(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_store(tmp_path / "store")
-    url = f"{bucket}/once"
-    upload(tmp_path / "store", url)
-    monkeypatch.setattr(reader, "_MAX_OPEN_SHARDS", 1)
-    read: list[str] = []
-    header = remote.RemoteFile.header
-    monkeypatch.setattr(remote.RemoteFile, "header", lambda file: read.append(file.path) or header(file))
-    store = HiddenStateStore(url)
-    store.get_many([*range(7), *range(7)])
-    assert len(read) == len(set(read)) == len(store.shards) > 1
-    monkeypatch.setattr(RemoteDirectory, "sizes", None)
-    store.verify(rank=1, world_size=2)
 
 
 @pytest.mark.parametrize("file", ["index.npy", "manifest.json"])

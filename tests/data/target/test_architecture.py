@@ -5,7 +5,6 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
-    Qwen3MoeConfig,
 )
 
 from data.target.architecture import (
@@ -24,7 +23,6 @@ from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, SMALL, VOC
         (LlamaConfig(**SMALL), 48, None),
         (DeepseekV3Config(**DEEPSEEK), (3 + 2) * 16, 16),
         (GptOssConfig(**SMALL, num_local_experts=8, num_experts_per_tok=4), 4 * 48, 48),
-        (Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=20), 80, 20),
         (
             Qwen2MoeConfig(
                 **SMALL,

@@ -58,10 +58,3 @@ def test_trusted_code_is_named_with_its_hash_before_it_runs(
     assert type(load_config(spec)).__name__ == "OwnConfig"
     assert mark.exists()
     assert expected in capsys.readouterr().err
-
-
-def test_code_of_another_repository_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = {"auto_map": {"AutoTokenizer": ["someone/else--tokenization.OwnTokenizer", None]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    announce_remote_code(TargetSpec(str(model), trust_remote_code=True), model / "tokenizer_config.json")
-    assert "OwnTokenizer in tokenization.py of someone/else, another repository" in capsys.readouterr().err
