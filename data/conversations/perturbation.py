@@ -69,10 +69,6 @@ class PromptSetting:
     context_tokens: int | None = None  # documents lengthen the prompt to about so many tokens
 
 
-class NoEffect(UserError):
-    """The error of a change that leaves a prompt as it is, so that it would measure nothing."""
-
-
 def renamed_roles(scaffold: str, precedes_content: bool) -> str:
     return _ROLE.sub(lambda found: _RENAMED[found[0]], scaffold)
 

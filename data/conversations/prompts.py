@@ -5,9 +5,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.perturbation import UNCHANGED, NoEffect, PromptSetting, with_documents, with_system
+from data.conversations.perturbation import UNCHANGED, PromptSetting, with_documents, with_system
 from data.conversations.schemas import Conversation
 from data.conversations.template import Messages, Template, Tools
+from eagle31.errors import UserError
 
 
 def render_prompt(
@@ -54,7 +55,7 @@ def prompt_ids(
         documents: the texts that lengthen the prompt, where the setting asks for it.
 
     Raises:
-        NoEffect: the prompt would be the same as without the setting.
+        UserError: the prompt would be the same as without the setting, which would measure nothing.
         TemplateRefused: the template raises, for example because it takes no system prompt.
     """
     unchanged = render_prompt(tokenizer, messages, tools, template_kwargs)
@@ -64,7 +65,7 @@ def prompt_ids(
         changed = with_documents(changed, documents, setting.context_tokens - len(ids), tokenizer)
         ids = render_prompt(tokenizer, changed, tools, template_kwargs, setting.template)
     if ids == unchanged and setting != PromptSetting():
-        raise NoEffect("template", setting, "The prompt is the same as without this change; leave it out.")
+        raise UserError("template", setting, "The prompt is the same as without this change; leave it out.")
     return ids
 
 

@@ -158,26 +158,6 @@ class ConversationReader:
             raise UserError(self.source.field, self.source.location, remedy + first_reasons(left_out))
 
 
-@dataclass(frozen=True)
-class ReadResult:
-    """The content of a source; malformed rows are not in `conversations`."""
-
-    conversations: list[Conversation]
-    malformed: list[tuple[str, str]]  # (location, reason)
-
-
-def read_conversations(
-    location: str, *, max_malformed_fraction: float = MAX_MALFORMED_FRACTION, **settings: Any
-) -> ReadResult:
-    """Read every conversation of a `Source` with these settings, in order.
-
-    Raises:
-        UserError: the source does not exist, has no known schema, no conversation or too many malformed rows.
-    """
-    reader = Source(location, **settings).reader(max_malformed_fraction)
-    return ReadResult(list(reader), reader.malformed)
-
-
 def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
     """Format the first few (location, reason) pairs, each on a new line; long reasons are cut."""
     shown = "".join(f"\n  {where}: {reason[:_SHOWN_CHARACTERS]}" for where, reason in left_out[:_NUM_SHOWN])

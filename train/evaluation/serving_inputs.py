@@ -16,7 +16,7 @@ from datasets import load_from_disk
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations.prompts import render_prompt
-from data.conversations.reading import read_conversations
+from data.conversations.reading import Source
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
@@ -267,7 +267,7 @@ def read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """
     if not file.is_file():
         raise UserError("--prompts", file, "No such file.")
-    found = read_conversations(str(file), require_answer=False, field="--prompts").conversations
+    found = Source(str(file), require_answer=False, field="--prompts").reader()
     return [render_prompt(tokenizer, prompt_messages(one), one.tools, {}) for one in found]
 
 

@@ -30,16 +30,6 @@ def test_the_same_prompt_is_never_on_both_sides():
     assert train.tolist() == sorted(train)
 
 
-def test_the_split_depends_only_on_texts_and_seed():
-    prompts = [f"p{i}" for i in range(50)]
-
-    def held_out(texts: list[str], seed: int = 0) -> list[str]:
-        return [texts[i] for i in held_out_split(ranks(texts, seed), 8)[1]]
-
-    assert held_out(prompts) == held_out(prompts[::-1])
-    assert set(held_out(prompts)) != set(held_out(prompts, seed=1))
-
-
 def test_prompts_are_chosen_as_those_of_conversations_are():
     prompts = [f"p{i % 20}" for i in range(60)]
     conversations = [Conversation(str(i), ({"role": "user", "content": p},)) for i, p in enumerate(prompts)]

@@ -71,7 +71,6 @@ def test_a_mask_from_prefixes_covers_what_the_assistant_samples():
     [
         TWO_TURNS,
         conversation("what", "\n\nsix", "and", "four 猫"),  # "assistant\n\n" is one token; 猫 is three
-        conversation("what", " 猫", "and", "\nthree\n"),
     ],
 )
 def test_markers_and_prefixes_give_the_same_samples(marked, turns, of):
@@ -99,12 +98,6 @@ def test_each_gives_one_sample_per_turn_and_last_only_the_last_one():
     ]
     assert decode(tokenizer, each[0].input_ids).endswith("it is four<|im_end|>\n")
     assert rendered(templates.CHATML, Turns.last)[1] == each[1:]
-
-
-def test_messages_after_the_last_answer_are_left_out():
-    longer = conversation("what is two and two", "it is four", "and three")
-    shorter = conversation("what is two and two", "it is four")
-    assert rendered(templates.CHATML, of=longer)[1] == rendered(templates.CHATML, of=shorter)[1]
 
 
 def test_a_template_that_drops_thinking_from_the_history():
@@ -195,14 +188,6 @@ def test_tools_and_reasoning_reach_the_template_unchanged():
 def test_a_conversation_that_the_template_refuses_is_an_error(template):
     messages = ({"role": "user", "content": "q"}, *conversation("q", "a").messages)
     with pytest.raises(TemplateRefused, match="roles must alternate"):
-        rendered(template, of=Conversation("some-id", messages))
-
-
-def test_a_value_of_a_type_that_the_template_does_not_expect_is_refused():
-    template = templates.CHATML.replace("message.content", "message.content + (message.name or '')")
-    assert template != templates.CHATML
-    messages = ({"role": "user", "content": "q", "name": 3}, {"role": "assistant", "content": "a"})
-    with pytest.raises(TemplateRefused, match="can only concatenate str"):
         rendered(template, of=Conversation("some-id", messages))
 
 

@@ -8,7 +8,6 @@ from data.conversations.perturbation import (
     SYSTEM_PROMPTS,
     TEMPLATES,
     UNCHANGED,
-    NoEffect,
     PromptSetting,
     check_setting,
 )
@@ -66,15 +65,14 @@ def test_another_template_replaces_the_target_s(tmp_path):
 
 
 @pytest.mark.parametrize("own", OWN_TEMPLATES)
-@pytest.mark.parametrize("turns", list(Turns))
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != UNCHANGED])
-def test_the_loss_covers_the_same_completions_under_every_template(own, turns, template):
+def test_the_loss_covers_the_same_completions_under_every_template(own, template):
     tokenizer = tokenizer_of(own)
     conversation = Conversation("some-id", MESSAGES)
 
     def supervised(changed: Conversation) -> list[str]:
         samples = render(
-            tokenizer, changed, turns=turns, template_kwargs={}, eos_token_ids=eos_token_ids(tokenizer)
+            tokenizer, changed, turns=Turns.each, template_kwargs={}, eos_token_ids=eos_token_ids(tokenizer)
         )
         return [
             decode(tokenizer, [id for id, mask in zip(s.input_ids, s.loss_mask, strict=True) if mask])
@@ -121,15 +119,8 @@ def test_documents_lengthen_a_prompt_before_its_first_question():
 
 
 def test_a_change_without_effect_is_refused():
-    messages = [{"role": "user", "content": "what is two and two"}]
-    tokenizer = tokenizer_of(templates.CHATML)
-    for setting in (
-        PromptSetting(system="none"),
-        PromptSetting(template="chatml"),
-        PromptSetting(context_tokens=5),
-    ):
-        with pytest.raises(NoEffect, match="the same"):
-            prompt_ids(tokenizer, messages, None, {}, setting)
+    with pytest.raises(UserError, match="the same"):
+        prompt_text(templates.CHATML, PromptSetting(template="chatml"))
 
 
 @pytest.mark.parametrize(

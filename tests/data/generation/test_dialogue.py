@@ -12,7 +12,6 @@ from data.generation.dialogue import CUT, OTHER_CALLS, UNREADABLE, parsed_turn
 from data.generation.regenerate import regenerate
 from data.sampling import Sampling
 from tests.data.conversations.chat_templates import (
-    CHATML,
     INSTRUCTIONS,
     byte_level_tokenizer,
     sentencepiece_tokenizer,
@@ -149,8 +148,6 @@ CHANNEL_ANSWER = (
     ("template", "answer", "reason"),
     [
         (STRUCTURED, "<think>\nI add", CUT),
-        (STRUCTURED, "four", CUT),
-        (STRUCTURED, "<think>\nI add<|im_end|>", UNREADABLE),
         (STRUCTURED, "<think>I add.</think>four<|im_end|>", UNREADABLE),
         (CHANNELS.replace("message.thinking", "none"), CHANNEL_ANSWER, UNREADABLE),
         (CHANNELS, CHANNEL_ANSWER.replace("final", "other"), UNREADABLE),
@@ -179,10 +176,9 @@ def test_an_answer_of_several_messages_is_read_as_the_template_writes_it(tmp_pat
     assert "analysis" not in prompt
 
 
-@pytest.mark.parametrize("answer", ["four\n<|im_end|>", " four <|im_end|>"])
-def test_a_template_may_leave_out_the_space_around_a_text(tmp_path: Path, answer: str) -> None:
+def test_a_template_may_leave_out_the_space_around_a_text(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer(STRUCTURED.replace("message.content", "message.content|trim"))
-    rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [answer, "no"])
+    rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [" four\n<|im_end|>", "no"])
     assert [row["id"] for row in rows] == ["c/0", "c/1"]
 
 
@@ -191,20 +187,6 @@ def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any] | No
     prompt = tokenizer("<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     answer = tokenizer(text)["input_ids"]
     return parsed_turn(tokenizer, history, Conversation("c", tuple(history)), {}, prompt, answer)
-
-
-def test_the_reading_is_one_that_the_template_writes_so(tokenizer: PreTrainedTokenizerFast) -> None:
-    whole = parsed(tokenizer, written(2))
-    assert whole is not None
-    assert (whole["content"], whole["reasoning_content"], whole["tool_calls"]) == ("", "I add.", [call(2)])
-    assert parsed(tokenizer, "four<|im_end|>") == {"role": "assistant", "content": "four"}
-    assert parsed(tokenizer, "<think>I add.</think>four<|im_end|>") is None
-    unreadable = parsed(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>")
-    assert unreadable is None
-    # A template that writes the text as it is needs no other reading.
-    plain = parsed(byte_level_tokenizer(CHATML), written(2))
-    assert plain is not None
-    assert "<tool_call>" in plain["content"]
 
 
 def test_a_tokenizers_own_rules_read_formats_that_no_other_reading_knows() -> None:

@@ -92,14 +92,15 @@ def test_sampling_draws_from_the_full_distribution(
     assert len({answer[0] for answer in hot}) > 80  # of 100; top_k=50 would allow 50
 
 
-@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
 def test_sampling_from_the_likeliest_token_is_greedy(
-    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, limit: dict
+    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    sampled = _answers(model, prompts, tmp_path / "a.jsonl", temperature=2.0, **limit)
-    assert sampled == _answers(model, prompts, tmp_path / "b.jsonl")
-    with_penalty = {"temperature": 2.0, "repetition_penalty": 50.0, **limit}
-    assert _answers(model, prompts, tmp_path / "c.jsonl", **with_penalty) != sampled
+    greedily = _answers(model, prompts[:3], tmp_path / "greedy.jsonl")
+    for name, limit in {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}.items():
+        limited = {"temperature": 2.0, name: limit}
+        assert _answers(model, prompts[:3], tmp_path / f"{name}.jsonl", **limited) == greedily
+    with_penalty = {"temperature": 2.0, "repetition_penalty": 50.0, "top_k": 1}
+    assert _answers(model, prompts[:3], tmp_path / "penalty.jsonl", **with_penalty) != greedily
 
 
 def test_resume_after_a_kill_gives_the_same_answers_and_leaves_the_random_state(
@@ -116,15 +117,6 @@ def test_resume_after_a_kill_gives_the_same_answers_and_leaves_the_random_state(
         assert _answers(model, prompts, output, temperature=1.0) == expected
         assert torch.equal(torch.get_rng_state(), state)
         assert output.read_bytes() == b"".join(lines)
-
-
-def test_seeds_differ_by_batch_and_by_seed(
-    model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
-) -> None:
-    same = [prompts[0]] * 2
-    first = _answers(model, same, tmp_path / "0.jsonl", temperature=2.0, batch_size=1)
-    assert first[0] != first[1]
-    assert _answers(model, same, tmp_path / "1.jsonl", temperature=2.0, batch_size=1, seed=1) != first
 
 
 def _by_processes(

@@ -1,9 +1,6 @@
 """Answers from a vLLM server that only writes completions."""
 
 import asyncio
-import json
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,78 +9,22 @@ import pytest
 import torch
 
 from data.capture.vllm.client import ExpectedTarget, VllmClient
-from data.capture.vllm.server_process import ServerProcess
-from data.conversations.prompts import render_prompt
 from data.conversations.schemas import Conversation
 from data.generation.answers import answer_prompts
 from data.generation.regenerate import regenerate
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
-from data.target.spec import TargetSpec
-from tests.data.capture.vllm.capturing import KEY
 from tests.data.capture.vllm.servers import INFO
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     START_SECONDS,
     STOP_TOKEN_IDS,
-    capture_engine,
-    expected_states,
-    greedy_answers,
-    make_prompts,
-    save_gqa,
 )
 from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer
 
 GREEDY = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
 SAMPLED = replace(GREEDY, temperature=1.0)
 RECOMMENDED = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
-    spec = save_gqa(tmp_path_factory.mktemp("target"))
-    # The model's generation config must not be used.
-    generation_config = {
-        "do_sample": True,
-        "temperature": 3.0,
-        "top_k": 1,
-        "repetition_penalty": 5.0,
-        "eos_token_id": [2, 7],
-    }
-    (Path(spec.model) / "generation_config.json").write_text(json.dumps(generation_config))
-    return spec
-
-
-@pytest.fixture(scope="module")
-def server(
-    vllm_python: Path, spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    root = tmp_path_factory.mktemp("server")
-    server = ServerProcess(
-        capture_engine(spec, (1, 2, 3), root, max_num_seqs=8).answer_command_line(),
-        host="127.0.0.1",
-        port=None,
-        key=KEY,
-        devices=None,
-        log=root / "server.log",
-        limit_seconds=START_SECONDS,
-    )
-    server.wait_until_ready(progress=False)
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def generator(spec: TargetSpec, server: ServerProcess) -> Iterator[VllmGenerator]:
-    client = VllmClient(server.url, 16, KEY, server.check)
-    generator = VllmGenerator([client], expected_states(spec, (1, 2, 3)))
-    yield generator
-    generator.close()
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return make_prompts(24)
 
 
 def generate_answers(
@@ -135,10 +76,10 @@ def test_a_request_leaves_nothing_to_the_models_settings(
     assert fields.items() <= asked["recommended"][1].items()
 
 
-def test_a_block_begins_before_the_one_before_it_ends_and_its_prompts_are_rendered_in_another_thread(
+def test_a_block_begins_before_the_one_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, sent, threads = byte_level_tokenizer(CHATML), list[str](), set[int]()
+    tokenizer, sent = byte_level_tokenizer(CHATML), list[str]()
     last_has_begun = asyncio.Event()
 
     async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
@@ -155,12 +96,7 @@ def test_a_block_begins_before_the_one_before_it_ends_and_its_prompts_are_render
             await asyncio.wait_for(last_has_begun.wait(), START_SECONDS)
         return {"choices": [{"finish_reason": "stop", "token_ids": [70, tokenizer.eos_token_id]}]}
 
-    def rendered(*arguments: Any) -> list[int]:
-        threads.add(threading.get_ident())
-        return render_prompt(*arguments)
-
     monkeypatch.setattr(VllmClient, "_request", answered)
-    monkeypatch.setattr("data.generation.dialogue.render_prompt", rendered)
     conversations = [
         Conversation(text, ({"role": "user", "content": text}, {"role": "assistant", "content": "x"}))
         for text in ("one", "two", "three")
@@ -183,21 +119,3 @@ def test_a_block_begins_before_the_one_before_it_ends_and_its_prompts_are_render
     generator.close()
     assert rows["id"] == ["one/0", "two/0", "three/0"]
     assert len(sent) == 3
-    assert threads
-    assert threading.get_ident() not in threads
-
-
-@pytest.mark.full("it starts vLLM")
-def test_a_sampled_answer_depends_only_on_seed_and_index(
-    generator: VllmGenerator, spec: TargetSpec, prompts: list[list[int]], tmp_path: Path
-) -> None:
-    whole = generate_answers(generator, prompts, SAMPLED, tmp_path / "whole.jsonl")
-    assert whole != greedy_answers(spec, prompts)
-    # Alone, a prompt shares its batches with no other. The longest is the first.
-    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    alone = generate_answers(generator, [prompts[longest]], SAMPLED, tmp_path / "alone.jsonl")
-    assert alone == [whole[longest]]
-    other = generate_answers(generator, prompts, replace(SAMPLED, seed=1), tmp_path / "other.jsonl")
-    assert sum(a != b for a, b in zip(whole, other, strict=True)) > len(prompts) / 2
-    same = generate_answers(generator, [prompts[0]] * 4, SAMPLED, tmp_path / "same.jsonl")
-    assert len({tuple(answer) for answer in same}) > 1  # the model's top_k is 1
