@@ -19,10 +19,6 @@ COMMANDS = sorted(
 MAIN = "train/main.py"
 
 
-def test_the_commands_are_found() -> None:
-    assert {"scripts/evaluate", "scripts/bench/step"} <= {*COMMANDS}
-
-
 @pytest.mark.parametrize("script", [*COMMANDS, MAIN])
 def test_help_is_help(script: str) -> None:
     done = run_command(script, "--help")

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
 from tests.data.conversations import chat_templates as templates
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
-from tests.runs.here import run_command
 from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
 from train.evaluation import checkpoint as evaluation
@@ -75,14 +73,6 @@ def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> N
     assert "2 of them decoded by eagle31 (transformers, float32, cpu)" in printed
 
 
-def test_other_aux_layers_are_read_when_asked_for(asked: CheckpointEvaluation) -> None:
-    assert evaluate_checkpoint(replace(asked, num_prompts=1, aux_layer_ids=[1, 2, 3]))["aux_layer_ids"] == [
-        1,
-        2,
-        3,
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -101,26 +91,6 @@ def test_bad_input_is_refused_before_the_target_is_loaded(
     with pytest.raises(UserError) as raised:
         evaluate_checkpoint(replace(asked, **changes))
     assert raised.value.field == field
-
-
-def test_drafts_that_no_completion_is_as_long_as_are_refused(asked: CheckpointEvaluation) -> None:
-    with pytest.raises(UserError) as raised:
-        evaluate_checkpoint(replace(asked, num_prompts=1, max_new_tokens=4, draft_tokens=4))
-    assert raised.value.field == "--draft-tokens"
-
-
-def test_script(asked: CheckpointEvaluation) -> None:
-    arguments = [asked.checkpoint, "--target", asked.target, "--data", *asked.data, "-k", "2"]
-    arguments += ["--num-prompts", "1", "--max-new-tokens", "4"]
-    arguments += ["--prompt-column", "q", "--response-column", "a"]
-    done = run_command("scripts/evaluate", *arguments)
-    assert done.status == 0, done.err
-    assert "acceptance length" in done.out
-    assert "Loading" not in done.err
-
-
-def writes_nothing(_: TransformersGenerator, prompts: Iterable[object], *__: object) -> None:
-    assert not [*prompts]
 
 
 def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

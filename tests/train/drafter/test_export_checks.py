@@ -76,11 +76,9 @@ def without_ids(raw: dict[str, Any]) -> None:
         (off_by_one, "drafts"),
         (without_ids, "aux_layer_ids"),
         (lambda raw: raw.update({IDS: [0, 2, 6], "eagle_config": {IDS: [0, 2, 6]}}), IDS),
-        (lambda raw: raw.pop("norm_output"), "drafts"),
         (lambda raw: raw.update(norm_output=False), "drafts"),
         (lambda raw: raw.update(fc_norm=False), "fc_norm.0.weight"),
         (lambda raw: raw.update(rope_scaling=None), "drafts"),
-        (lambda raw: raw.update(vocab_size=99), "vocab_size"),
         (lambda raw: raw.update(architectures=["Qwen3ForCausalLM"]), "architectures"),
     ],
 )
@@ -121,7 +119,6 @@ def random_embedding(tensors: dict[str, Any]) -> None:
         (random_embedding, "drafts"),
         (lambda tensors: tensors.pop("fc_norm.1.weight"), "fc_norm.1.weight"),
         (lambda tensors: tensors["norm.weight"].fill_(float("nan")), "norm.weight"),
-        (lambda tensors: tensors.update(mask_hidden=torch.ones(3)), "mask_hidden"),
         (lambda tensors: tensors["lm_head.weight"][3].add_(0.1), "drafts"),
     ],
 )
@@ -130,10 +127,9 @@ def test_a_mistake_in_the_weights_is_named(export: Path, spec: TargetSpec, edit:
     assert expected in refusal(export, spec)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_named(export: Path, spec: TargetSpec, name: str) -> None:
-    (export / name).unlink()
-    assert refusal(export, spec).startswith(f"{name}=")
+def test_a_missing_file_is_named(export: Path, spec: TargetSpec) -> None:
+    (export / "model.safetensors").unlink()
+    assert refusal(export, spec).startswith("model.safetensors=")
 
 
 def test_another_target_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
@@ -141,14 +137,6 @@ def test_another_target_is_named(export: Path, spec: TargetSpec, tmp_path: Path)
     for file in Path(spec.model).glob("tokenizer*"):
         shutil.copy(file, other.model)
     assert refusal(export, other).startswith("target_fingerprint=")
-
-
-def test_a_wrong_tokenizer_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(spec.model, tmp_path / "other"))
-    for file in other.glob("tokenizer*"):
-        file.unlink()
-    sentencepiece_tokenizer("").save_pretrained(other)
-    assert refusal(export, TargetSpec(str(other))).startswith("tokenizer_fingerprint=")
 
 
 def test_a_published_checkpoint_may_leave_out_what_vllm_has(tmp_path: Path, spec: TargetSpec) -> None:
@@ -186,3 +174,11 @@ def test_a_window_that_is_lost_or_changed_is_named(tmp_path: Path, spec: TargetS
     for changes in (without_types, without_types | {"sliding_window": None}, {"sliding_window": 6}):
         (export / "config.json").write_text(json.dumps(raw | changes))
         assert "drafts" in refusal(export, spec)
+
+
+def test_a_wrong_tokenizer_is_named(export: Path, spec: TargetSpec, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(spec.model, tmp_path / "other"))
+    for file in other.glob("tokenizer*"):
+        file.unlink()
+    sentencepiece_tokenizer("").save_pretrained(other)
+    assert refusal(export, TargetSpec(str(other))).startswith("tokenizer_fingerprint=")

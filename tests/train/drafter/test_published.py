@@ -13,7 +13,6 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.read import load_export
 from eagle31.model.drafter import Drafter
-from tests.data.target.tiny_target import save_target
 from tests.train.drafter.tiny_export import (
     edit_config,
     edit_tensors,
@@ -23,8 +22,8 @@ from tests.train.drafter.tiny_export import (
 )
 from train.artifact import Artifact
 from train.config.data import DataConfig
-from train.config.drafter import Attention, DrafterShape
-from train.config.run import RunConfig, Stage, check
+from train.config.drafter import DrafterShape
+from train.config.run import RunConfig, Stage
 from train.config.target import TargetConfig
 from train.config.training import Precision
 from train.context import RunContext
@@ -32,7 +31,6 @@ from train.distributed import World
 from train.drafter.build import frozen_rows
 from train.pipeline import check_drafter
 from train.stages.data import TOKEN_COUNTS
-from train.stages.train import train_inputs
 from train.stages.training.building import new_drafter
 from train.stages.vocab import load_projected, load_vocab, run_vocab, vocab_inputs
 
@@ -130,18 +128,6 @@ def test_the_rows_of_a_narrower_drafter_are_projected_once(
     assert vocab_inputs(made) != vocab_inputs(wider)
 
 
-def test_a_narrower_checkpoint_keeps_its_embedding(spec: TargetSpec, tmp_path: Path) -> None:
-    write_tiny_export(tmp_path / "e", spec, hidden_size=16)
-    make_published(tmp_path / "e")
-    edit_tensors(tmp_path / "e", lambda tensors: tensors["embed_tokens.weight"].mul_(2.0))
-    made = context(spec, tmp_path / "e", tmp_path)
-    started(made, tmp_path / "vocab")
-    vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
-    _, frozen = new_drafter(made.config, made.drafter, vocab, {}, made.world.device)
-    saved = load_file(tmp_path / "e" / "model.safetensors")
-    assert torch.equal(frozen.embed_tokens, saved["embed_tokens.weight"])
-
-
 def test_eagle31_starts_from_eagle3_with_new_norms(
     spec: TargetSpec, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -158,33 +144,19 @@ def test_eagle31_starts_from_eagle3_with_new_norms(
     assert torch.equal(drafter.fc.weight, saved["fc.weight"])
 
 
-@pytest.mark.parametrize(
-    ("before", "recipe", "after"),
-    [(6, None, 6), (6, 9, 9), (None, None, None)],
-    ids=["kept", "changed", "none"],
-)
-def test_a_window_may_change(
-    spec: TargetSpec,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    before: int | None,
-    recipe: int | None,
-    after: int | None,
-) -> None:
-    write_tiny_export(tmp_path / "e", spec, sliding_window=before)
-    made = context(spec, tmp_path / "e", tmp_path, sliding_window=recipe)
-    check_drafter(made)
-    assert made.drafter.config(40).sliding_window == after
-    changed = f"sliding_window changes from {before or 'none'} to {after}."
-    assert (changed in capsys.readouterr().out) == (before != after)
+def test_a_window_may_change(spec: TargetSpec, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_tiny_export(tmp_path / "e", spec, sliding_window=6)
+    for recipe, after in ((None, 6), (9, 9)):
+        made = context(spec, tmp_path / "e", tmp_path, sliding_window=recipe)
+        check_drafter(made)
+        assert made.drafter.config(40).sliding_window == after
+        assert ("sliding_window changes from 6" in capsys.readouterr().out) == (after != 6)
 
 
 @pytest.mark.parametrize(
     ("shape", "found"),
     [
         ({"intermediate_size": 48}, "24"),
-        ({"attention": Attention.mla}, "gqa"),
-        ({"norm_before_residual": True}, "False"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "llama3"),
     ],
 )
@@ -209,14 +181,6 @@ def test_ids_that_count_layer_outputs_can_be_corrected(
     assert made.drafter.aux_layer_ids == (1, 2, 5)
 
 
-def test_another_target_is_refused_before_any_stage(checkpoint: Path, tmp_path: Path) -> None:
-    edit_config(checkpoint, lambda raw: raw.update(vocab_size=101))
-    (tmp_path / "t").mkdir()
-    spec = save_target(tmp_path / "t" / "target")
-    with pytest.raises(UserError, match=r"vocab_size=101"):
-        check_drafter(context(spec, checkpoint, tmp_path))
-
-
 def test_a_map_that_does_not_ascend_is_refused(spec: TargetSpec, checkpoint: Path, tmp_path: Path) -> None:
     def swap(tensors: dict[str, Any]) -> None:
         tensors["d2t"][0], tensors["d2t"][1] = tensors["d2t"][1] + 1, tensors["d2t"][0] - 1
@@ -224,29 +188,3 @@ def test_a_map_that_does_not_ascend_is_refused(spec: TargetSpec, checkpoint: Pat
     edit_tensors(checkpoint, swap)
     with pytest.raises(UserError, match="ascend"):
         started(context(spec, checkpoint, tmp_path), tmp_path / "vocab")
-
-
-def test_stages_depend_on_the_weights_and_not_on_their_path(
-    spec: TargetSpec, checkpoint: Path, tmp_path: Path
-) -> None:
-    def inputs(start: Path | None) -> tuple[dict, dict]:
-        made = context(spec, start, tmp_path)
-        made.target.tokenizer.chat_template = "{{ messages }}"
-        for stage in (Stage.capture, Stage.vocab):
-            made.artifacts[stage] = made.artifacts[Stage.data]
-        return vocab_inputs(made), train_inputs(made)
-
-    first = inputs(checkpoint)
-    moved = checkpoint.rename(tmp_path / "moved")
-    assert inputs(moved) == first
-    edit_tensors(moved, lambda tensors: tensors["norm.weight"].add_(1.0))
-    changed, fresh = inputs(moved), inputs(None)
-    for index in range(2):
-        assert changed[index] != first[index]
-        assert '"init_from":' not in json.dumps(fresh[index])
-
-
-def test_a_revision_without_a_checkpoint_is_refused(spec: TargetSpec, tmp_path: Path) -> None:
-    config = context(spec, None, tmp_path).config
-    with pytest.raises(UserError, match=r"drafter\.init_revision"):
-        check(replace(config, drafter=DrafterShape(init_revision="main")))

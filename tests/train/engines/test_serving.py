@@ -1,4 +1,3 @@
-import json
 import stat
 import subprocess
 import sys
@@ -80,28 +79,6 @@ def test_the_worker_needs_nothing_of_ours(tmp_path: Path) -> None:
         run_jobs([job("a")], Path(sys.executable), tmp_path / "log")
     imported = [line.split()[1] for line in WORKER.read_text().splitlines() if line.startswith("from ")]
     assert not {name.split(".")[0] for name in imported} & {"eagle31", "data", "train", "scripts"}
-
-
-def test_engines_are_described_as_a_user_would() -> None:
-    plain = EngineSpec("target").arguments()
-    assert plain["model"] == "target"
-    assert "speculative_config" not in plain
-    drafting = EngineSpec("target", Path("/e"), k=3, extra={"enforce_eager": False}).arguments()
-    assert (
-        drafting["speculative_config"].items()
-        >= {
-            "model": "/e",
-            "method": "eagle3",
-            "num_speculative_tokens": 3,
-        }.items()
-    )
-    assert drafting["enforce_eager"] is False
-    bare = EngineSpec("target", Path("/e"), k=3, bare=True).arguments()
-    assert bare["model"] == "/e"
-    assert "speculative_config" not in bare
-    recorded = job("a", record_drafts=True).to_json()
-    assert recorded["engine"]["async_scheduling"] is False
-    json.dumps(recorded)
 
 
 def test_a_missing_environment_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from datasets import Dataset, load_from_disk
 from data.capture.transport.spool import MEMORY
 from data.embedded.target import EmbeddedTarget
 from data.store import HiddenStateStore
-from eagle31.errors import UserError
 from eagle31.json_files import read_jsonl
 from tests.train import small_run
 from tests.train.small_run import MAIN, RECIPE
@@ -114,13 +113,3 @@ def test_one_server_serves_the_stages_and_nothing_of_it_is_left(in_vllm: Path) -
     assert not list(MEMORY.glob(f"eagle31-{rank_name(in_vllm, 0)[:-1]}*"))
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(in_vllm) in command]
-
-
-def test_a_server_that_does_not_answer_is_reported_before_any_stage(
-    small_target: EmbeddedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("train.engines.probe.PATIENCE_SECONDS", 0.0)
-    named = ["target.engine=vllm", "capture=vllm_online", "vllm.servers=[http://127.0.0.1:9]"]
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
-        run_here(RECIPE, *arguments(small_target, data, tmp_path / "run"), *named)
-    assert not (tmp_path / "run" / "artifacts").exists()

@@ -11,7 +11,6 @@ from tests.data.conversations.chat_templates import byte_level_tokenizer
 from train.evaluation.serving_inputs import (
     check_prompts,
     find_prompts,
-    parse_engine_arguments,
     read_prompts,
     run_directory,
 )
@@ -53,21 +52,9 @@ def test_default_is_the_held_out_prompts_of_the_run(tmp_path: Path) -> None:
     assert run_directory(export.resolve()) == run_directory(export) == tmp_path
 
 
-def test_without_a_run_prompts_have_to_be_given(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="give prompts with --prompts FILE"):
-        find_prompts(None, tmp_path, TOKENIZER, None)
-
-
 def test_prompts_that_are_too_long_are_refused(tmp_path: Path) -> None:
     check_prompts([[1] * 20], room=30, max_new_tokens=10)
     with pytest.raises(UserError, match="--prompts=prompt 1: Its 21 tokens"):
         check_prompts([[1], [1] * 21], room=30, max_new_tokens=10)
     with pytest.raises(UserError, match="No such file"):
         find_prompts(tmp_path / "b.jsonl", tmp_path, TOKENIZER, None)
-
-
-def test_engine_arguments_are_json_or_else_text() -> None:
-    parsed = parse_engine_arguments(["tensor_parallel_size=2", "quantization=fp8", "enforce_eager=false"])
-    assert parsed == {"tensor_parallel_size": 2, "quantization": "fp8", "enforce_eager": False}
-    with pytest.raises(UserError, match="--engine-args=fp8"):
-        parse_engine_arguments(["fp8"])

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from train.evaluation.serving_speed import speed_lines, speed_rows
+from train.evaluation.serving_speed import speed_rows
 
 
 def measurement(k: int, round_index: int, concurrency: int, rates: list[float]) -> dict[str, Any]:
@@ -44,15 +44,3 @@ def test_rates_are_summarized_by_concurrency_and_draft_length_and_ratios_taken_w
     assert four["speedup"] == {"median": 2.0, "lowest": 2.0, "highest": 2.2}
     assert eight["speedup"] == pytest.approx({"median": 3.0, "lowest": 3.0, "highest": 3.0})
     assert [one["acceptance_length"] for one in (four, eight)] == [3.0, 5.0]
-    numbers = {
-        "engine": "vLLM 0.32.0",
-        "dtype": "float32",
-        "device": "x86_64 CPU, 2 cores",
-        "ignore_eos": False,
-        "max_new_tokens": 64,
-        "rounds": 3,
-        "rows": [four, eight, sixteen_users],
-    }
-    text = " ".join("\n".join(speed_lines(numbers)).split())
-    assert "1 4 10.0 (5.0-10.0) 20.0 (10.0-22.0) 2.00x (2.00-2.20) 3.00" in text
-    assert all(part in text for part in ("vLLM 0.32.0", "x86_64 CPU", "median of 3 rounds"))

@@ -28,11 +28,9 @@ from train.evaluation.vllm import (
     completion_verdicts,
     fitting_prompts,
     sampled_report,
-    timed_prompts,
 )
-from train.stages.evaluate import evaluate_inputs, vllm_evaluation
+from train.stages.evaluate import vllm_evaluation
 
-IN_VLLM = "target.engine=vllm"
 # Drafts of three tokens: the second was accepted past the end, so that it does not count.
 COMPLETION = list(range(10, 18))
 DRAFTS = [PlacedDraft(1, [11, 12, 99], 2), PlacedDraft(6, [16, 17, 18], 3)]
@@ -65,11 +63,6 @@ def test_drafts_count_that_end_within_the_completion() -> None:
     drafts = [*DRAFTS, PlacedDraft(5, [15, 16, 17], 3)]
     stats = acceptance(3, [drafts, [PlacedDraft(1, [4, 5, 6], 3)]], [COMPLETION, [3, 4, 5]])
     assert (stats.num_drafts, stats.accepted_per_position) == (2, (2, 2, 1))
-
-
-def test_prompts_are_timed_in_pairs() -> None:
-    [timed] = timed_prompts(decoded([COMPLETION], [DRAFTS]), decoded([COMPLETION[:4]], [[]], seconds=5.0))
-    assert timed.ratio == pytest.approx((8 / 2.0) / (4 / 5.0))
 
 
 def test_drafts_that_are_not_those_of_the_counters_raise() -> None:
@@ -110,17 +103,3 @@ def test_prompts_without_room_for_completion_and_draft_are_left_out(
     assert f"1 prompts of more than {room} tokens are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"evaluate\.max_new_tokens=100.*200 positions"):
         fitting_prompts(settings, [[1] * (room + 1)])
-
-
-def test_the_result_depends_on_the_engine_and_its_arguments(spec: TargetSpec) -> None:
-    found = []
-    for overrides in ([], ["vllm.engine_args={quantization: fp8}"], [IN_VLLM]):
-        run = context(spec, *overrides)
-        for stage in (Stage.export, Stage.answers, Stage.capture):
-            run.artifacts[stage] = Artifact(stage.value, {}, Path(stage.value))
-        found.append(evaluate_inputs(run))
-    by_hf, with_arguments, in_vllm = found
-    assert by_hf == with_arguments
-    # vLLM batches by itself.
-    assert by_hf.pop("batch_size") == 16
-    assert in_vllm == by_hf | {"engine": "vllm", "engine_args": {}}

@@ -74,14 +74,9 @@ def test_serve_command_survives_the_shell() -> None:
     assert json.loads(words[4]) == expected
 
 
-def test_speculators_layout_needs_no_target_of_the_hub_in_the_serve_command() -> None:
-    short = serve_command("owner/target", "/my export", 3, "speculators")
-    assert shlex.split(short) == ["vllm", "serve", "/my export"]
-    # vLLM 0.33 refuses a local target that only the export names.
-    assert shlex.split(serve_command("/t", "/my export", 3, "speculators"))[:3] == ["vllm", "serve", "/t"]
-
-
-def test_the_serve_command_of_sglangs_layout_starts_sglang() -> None:
+def test_the_serve_command_of_other_layouts() -> None:
+    named = serve_command("owner/target", "/my export", 3, "speculators")
+    assert shlex.split(named) == ["vllm", "serve", "/my export"]
     words = shlex.split(serve_command("/t", "/my export", 3, "sglang"))
     assert words[words.index("--speculative-draft-model-path") + 1] == "/my export"
     assert words[-1] == "4"  # the target's own token is counted too
@@ -93,8 +88,3 @@ def test_card_of_a_run_without_evaluation() -> None:
     assert '"num_speculative_tokens": 3' in card
     assert "# EAGLE 3 drafter" in card
     assert "None" not in card
-
-
-def test_an_untrained_drafter_is_marked() -> None:
-    assert "is untrained" in model_card(run_info() | {"best_step": 0}, evaluation(), CONFIG)
-    assert "is untrained" not in model_card(run_info(), evaluation(), CONFIG)

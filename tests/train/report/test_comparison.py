@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from tests.runs.here import run_command
 from tests.train.report.finished_run import acceptance, evaluation, finished_metrics, run_info
@@ -50,15 +49,6 @@ def test_what_cannot_be_compared_has_no_ratio(tmp_path: Path, other: dict[str, s
     )
     assert any(line.startswith("WARNING: run 2 is not compared") for line in lines)
     assert "[" not in "".join(rows(lines)["temperature 0, k = 4"])
-
-
-def test_a_run_without_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="RUN="):
-        read_runs([tmp_path])
-    run = finished(tmp_path / "a", 0.5)
-    write_json(run / "report" / "metrics.json", {"evaluation": {}, "run": run_info(), "metrics": []})
-    with pytest.raises(UserError, match=r"RUN=.*not evaluated"):
-        read_runs([run])
 
 
 def test_the_command_draws_a_picture_of_several_runs_and_the_page_of_one(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ from tests.train.report.finished_run import (
     evaluation,
     finished_metrics,
     run_info,
-    timing,
     train_metrics,
 )
 from train.report.drift import drift_tables
-from train.report.plots import run_panels, svg_uri
-from train.report.report import format_table, training_speed, write_page, write_report
+from train.report.plots import run_panels
+from train.report.report import format_table, write_page, write_report
 
 
 class Page(HTMLParser):
@@ -97,42 +96,6 @@ def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     assert ["5", "6.25", "1.25", "50.0 %"] in drift_tables(records[-2])[1]
 
 
-def test_report_without_the_optional_parts(tmp_path: Path) -> None:
-    page = report(tmp_path, [], evaluation() | {"sampling": None, "untrained": None})
-    assert "2.53" in page.text
-    assert "temperature 1" not in page.text
-    assert "untrained" not in page.text
-    unknown = {"best_step": None, "draft_vocab_size": None, "git_revision": None}
-    early = report(tmp_path, train_metrics(num_steps=2, num_depths=1), {}, **unknown)
-    assert "Not evaluated yet" in early.text
-    assert "export" in format_table({}, run_info())
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_drafts_of_vllm_have_one_length(tmp_path: Path) -> None:
-    """vLLM samples with drafts of k tokens alone, and never draws them from the drafter's distribution."""
-    measured = evaluation()
-    rows = measured["sampling"]["greedy_drafts"]["by_draft_length"]
-    measured["sampling"] |= {"greedy_drafts": {"by_draft_length": rows[3:4]}, "sampled_drafts": None}
-    text = report(tmp_path, [], measured).text
-    assert f"{rows[3]['acceptance_length']:.2f}" in text
-    assert f"{rows[7]['acceptance_length']:.2f}" not in text
-    # All sampled completions were shorter than a draft of k tokens.
-    measured["sampling"]["greedy_drafts"]["by_draft_length"] = rows[:3]
-    assert "temperature 1" not in report(tmp_path, [], measured).text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_speed_that_is_not_known_is_not_shown(tmp_path: Path) -> None:
-    measured = evaluation()
-    unknown = "3 prompts were timed, and at least 5 are needed"
-    measured["decoding"]["timing"] = timing(speedup=None, unknown=unknown)
-    page = report(tmp_path, [], measured)
-    assert unknown in page.text
-    assert "1.62" not in page.text
-    assert f"not known: {unknown}" in format_table(measured, run_info())
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_page_shows_names_as_text(tmp_path: Path) -> None:
     assert "script" not in report(tmp_path, [], {}, target="<script>alert(1)</script>").tags
@@ -161,14 +124,6 @@ def test_curves_show_what_was_logged_as_means_of_neighbours() -> None:
     assert y[-1] == pytest.approx(np.mean([r["depth"][2]["loss"] for r in records[13 * (len(y) - 1) :]]))
 
 
-@pytest.mark.parametrize("key", ["loss", "agreement"])
-def test_diverged_run_is_drawn(key: str) -> None:
-    records = train_metrics(num_steps=6, every=1, num_depths=2)
-    for depth in records[-1]["depth"]:
-        depth[key] = float("nan")
-    assert svg_uri(run_panels(records, {})[key]).startswith("data:image/svg+xml")
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
     report(tmp_path, finished_metrics(), evaluation())
@@ -190,14 +145,3 @@ def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
         )
         page = Page(write_page(tmp_path).read_text(encoding="utf-8"))
         assert ("41.5" in page.text) == (export == "export")
-
-
-def test_speed_and_memory_of_a_gpu() -> None:
-    known = {
-        **{"kind": "train", "tokens_per_second": 5210.0, "supervised_positions_per_second": 1020.0},
-        **{"step_seconds_p50": 1.25, "step_seconds_p95": 2.5, "model_flops_utilization": 0.41},
-        **{"peak_memory_gb": 61.2, "planned_memory_gb": 64.0, "checkpoint_seconds": 2.0},
-    }
-    text = str(training_speed([known, known | {"peak_memory_gb": 60.0}]))
-    shown = ("5,210 tokens", "1,020 supervised", "1.25 s", "41%", "61.2 GB", "64.0 GB", "checkpoints 4.0 s")
-    assert all(one in text for one in shown)

@@ -6,7 +6,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from data.embedded.target import EmbeddedTarget
-from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.train.small_run import RECIPE, arguments
 from tests.train.stages.making import make_result
@@ -62,14 +61,3 @@ def test_training_prompts_are_changed_by_chance_and_held_out_ones_are_not(
     assert 5 < sum(text.startswith("Human:\n") for text in texts) < 45
     held_out = [next((tmp_path / name).glob("artifacts/data-*/held_out.json")) for name in ("plain", "found")]
     assert held_out[0].read_text() == held_out[1].read_text()
-
-
-def test_a_template_that_refuses_the_conversations_is_found_before_they_are_tokenized(
-    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = tmp_path / "raises.jinja"
-    template.write_text("{{ raise_exception('no such role') }}")
-    monkeypatch.setattr(data_stage, "OTHER_TEMPLATES", (str(template),))
-    with pytest.raises(UserError, match="no such role") as refused:
-        _chosen(small_target, tmp_path / "run", "data.template_probability=0.5")
-    assert refused.value.field == "data.template_probability"

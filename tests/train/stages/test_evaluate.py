@@ -1,7 +1,6 @@
 """The evaluate stage with vLLM, compared with the same stage with transformers."""
 
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from train.config.run import Stage, needed_stages
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
-from train.engines.serving import DecodeJob, EngineFailure, JobResult, Sampling, common_length, run_jobs
+from train.engines.serving import DecodeJob, JobResult, Sampling, common_length, run_jobs
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import check_case, decode_reference
 from train.pipeline import run_stages, unfinished_stages
@@ -137,18 +136,8 @@ def test_vllm_gives_the_same_margins_as_eagle31(in_vllm: VllmRun, decoded: list[
 def test_report_and_card_name_vllm_as_the_engine(in_vllm: VllmRun) -> None:
     engine = evaluations(in_vllm.directory)[1]["engine"]
     assert engine.startswith("vLLM 0.")
-    assert engine.endswith(", float32, cpu, 8 at a time")
-    page = (in_vllm.directory / "report" / "index.html").read_text()
-    card = (in_vllm.directory / "export" / "README.md").read_text()
-    assert engine in page
-    assert engine in card
-    assert "8 at a time" in page
-    assert "not from vLLM" not in card
-
-
-def test_every_pass_is_on_disk(in_vllm: VllmRun) -> None:
-    found = {path.parent.name for path in in_vllm.directory.glob("artifacts/evaluate-*/passes/*/pass-0.json")}
-    assert found == {"vllm-drafter", "vllm-plain"}
+    for page in ("report/index.html", "export/README.md"):
+        assert engine in (in_vllm.directory / page).read_text()
 
 
 def test_a_pass_that_fails_costs_no_other(
@@ -181,29 +170,4 @@ def test_a_pass_that_fails_costs_no_other(
     for one in found:
         del one["decoding"]["timing"]
     assert sampled | {"sampling": None} == greedy
-    assert_schema(sampled["sampling"])
-
-
-def assert_schema(sampling: dict[str, Any]) -> None:
-    """Check both kinds of drafts: every draft length, counts that sum up by prompt, ordered intervals."""
-    assert (sampling["temperature"], sampling["source"]) == (1.0, "replay")
-    for kind in ("greedy_drafts", "sampled_drafts"):
-        measured = sampling[kind]
-        rows, counts = measured["by_draft_length"], measured["by_prompt"]
-        assert [row["k"] for row in rows] == list(range(1, 9))
-        for row, drafts, accepted in zip(rows, counts["drafts"], counts["accepted"], strict=True):
-            assert len(drafts) == len(accepted) == sampling["num_prompts"] == 6
-            assert sum(drafts) == pytest.approx(row["num_drafts"])
-            assert sum(accepted) == pytest.approx(sum(row["accepted_per_position"]))
-            assert 1 <= row["low"] <= row["acceptance_length"] <= row["high"]
-    assert rows[3]["acceptance_length"] > 1
-
-
-def test_an_engine_that_fails_leaves_no_result(
-    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", sys.executable)  # which has no vLLM
-    with pytest.raises(EngineFailure, match=r"No module named 'vllm'[^$]*The full log: .*vllm-evaluate"):
-        evaluate_in_vllm(small_target, tmp_path / "run")
-    assert len(evaluations(tmp_path / "run")) == 1
+    assert (sampled["sampling"]["temperature"], sampled["sampling"]["source"]) == (1.0, "replay")

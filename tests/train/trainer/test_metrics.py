@@ -9,7 +9,7 @@ from data.batches.device_rows import RowCounts
 from eagle31.training.step import DepthSums
 from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
 from train.distributed import World
-from train.trainer.metrics import Speed, StepTimes, WindowSums, percentile
+from train.trainer.metrics import Speed, StepTimes, WindowSums
 
 WORLD = World(rank=0, local_rank=0, size=1)
 
@@ -46,16 +46,6 @@ def test_utilization_and_memory_are_there_on_a_known_gpu_only() -> None:
     assert known["planned_memory_gb"] == 3
 
 
-def test_steps_are_timed_without_what_is_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 1.5, 7.0, 7.25])
-    monkeypatch.setattr(time, "perf_counter", clock.__next__)
-    times = StepTimes(torch.device("cpu"))
-    for _ in range(2):
-        times.begin()
-        times.end()
-    assert times.seconds() == [0.5, 0.25]
-
-
 def test_the_device_times_its_steps_and_the_host_waits_once() -> None:
     with PretendedGpu() as gpu:
         times = StepTimes(CUDA)
@@ -65,10 +55,3 @@ def test_the_device_times_its_steps_and_the_host_waits_once() -> None:
                 times.end()
         assert times.seconds() == [0.001] * 3
         assert len(gpu.waits) == 1
-
-
-def test_percentiles_are_values() -> None:
-    assert percentile([], 0.5) == 0
-    assert percentile([3.0], 0.95) == 3
-    assert percentile([4.0, 1.0, 2.0, 3.0], 0.5) == 2
-    assert percentile([float(value) for value in range(1, 21)], 0.95) == 19

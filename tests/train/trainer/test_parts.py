@@ -1,7 +1,5 @@
 import json
 import math
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +11,6 @@ from safetensors.torch import load_file
 
 from eagle31.errors import UserError
 from train.distributed import World
-from train.trainer import parts
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.parts import (
     MANIFEST,
@@ -116,8 +113,3 @@ def test_a_damaged_file_is_named(tmp_path: Path, number: int) -> None:
     assert str(checkpoint / file) in str(refused.value)
     assert reason.replace("bytes were written", "") in str(refused.value)
     assert saved.steps() == [3]  # nothing was moved
-
-
-def test_the_drafter_is_read_without_deepspeed() -> None:
-    imported = re.findall(r"^(?:from|import) (\w+)", Path(parts.__file__).read_text(), re.MULTILINE)
-    assert {*imported} - {*sys.stdlib_module_names} == {"numpy", "torch", "eagle31"}  # which has no DeepSpeed

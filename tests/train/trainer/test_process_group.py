@@ -1,15 +1,11 @@
 """The process group of a run: where it listens, and what DeepSpeed asks for."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.runs.forked import ROOT
 from tests.train.launch.machines import SEPARATE, Machine, namespaces, require_namespaces
-from train.trainer.engine import ensure_process_group
 
 PROGRAM = """
 import socket, struct, sys
@@ -44,11 +40,3 @@ def test_a_run_on_one_node_listens_on_loopback(tmp_path: Path) -> None:
             check=True,
         ).stdout
     assert {line for line in printed.splitlines() if line.startswith("listens")} == {"listens 127.0.0.1"}
-
-
-def test_a_process_group_that_exists_has_what_deepspeed_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    ensure_process_group()
-    monkeypatch.delenv("LOCAL_RANK")
-    ensure_process_group()
-    assert os.environ["LOCAL_RANK"] == "0"

@@ -117,11 +117,6 @@ def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Ru
     assert read_json(first / "checkpoints" / "step-00000008" / "state.json")["continued_at"] == 0
 
 
-def test_the_checkpoint_before_the_decay_is_kept(runs: Runs) -> None:
-    steps = sorted(path.name for path in runs.training("whole").glob("checkpoints/step-*"))
-    assert steps == ["step-00000008", "step-00000012", "step-00000016"]
-
-
 def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     for stage in ("data", "answers", "capture"):
         assert f"{stage}: reused" in runs.printed["branch"], stage
@@ -165,11 +160,6 @@ def test_the_same_command_finds_its_training_again(runs: Runs) -> None:
     for name, run, steps in (("branch", "branch", 12), ("other data", "extended", 20)):
         assert f"train: reused, {runs.training(run, max_steps=steps)}" in runs.printed[f"{name} again"]
     assert "evaluate: reused" in runs.printed["branch again"]
-
-
-def test_without_the_setting_training_starts_at_the_first_step(runs: Runs) -> None:
-    assert "continues" not in runs.printed["not continued"]
-    assert runs.steps("extended", max_steps=1) == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
