@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from data.progress import Progress, format_seconds
+from data.progress import Progress
 
 
 class Clock:
@@ -36,35 +36,8 @@ def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> 
     ]
 
 
-def test_a_stage_that_fails_says_how_far_it_came() -> None:
-    clock, stream = Clock(), io.StringIO()
-
-    def fails_after_300_steps() -> None:
-        with Progress("train", 1000, "steps", stream=stream, clock=clock) as bar:
-            clock.now += 3
-            bar.update(300)
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fails_after_300_steps()
-    assert stream.getvalue() == "train: stopped at 300/1,000 steps in 3.0 s, 100 steps/s\n"
-
-
 @pytest.mark.parametrize(
     ("seconds", "units", "shown"), [(0.1, 9, True), (60.0, 0, True), (60.0, 3, False)], ids=str
 )
 def test_a_log_is_silent(seconds: float, units: int, shown: bool) -> None:
     assert run(9, seconds, units, shown=shown) == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (0.04, "0.0 s"),
-        (59.6, "1 min 00 s"),
-        (45_296, "12 h 34 min"),
-        (200_000, "2 d 7 h"),
-    ],
-)
-def test_durations(seconds: float, shown: str) -> None:
-    assert format_seconds(seconds) == shown

@@ -111,8 +111,7 @@ def test_a_refused_prompt_is_reported_and_the_others_are_answered() -> None:
     assert len(answered) == NUM_PROMPTS - 1
 
 
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_prompt_that_ends_servers_is_refused_and_no_other(num_servers: int) -> None:
+def test_a_prompt_that_ends_servers_is_refused_and_no_other() -> None:
     sent = Counter[int]()
 
     def ends_with_three(computer: Computer, token: int) -> None:
@@ -120,7 +119,7 @@ def test_a_prompt_that_ends_servers_is_refused_and_no_other(num_servers: int) ->
         if token == 3:
             computer.end()
 
-    servers = [Computer(str(number), 8, ends_with_three) for number in range(num_servers)]
+    servers = [Computer(str(number), 8, ends_with_three) for number in range(2)]
     _, refused = dispatch(*servers, prompts=[[token] for token in range(40)])
     assert list(refused) == [3]
     assert "It was sent 4 times without an answer; at last: it ended" in refused[3]

@@ -1,4 +1,3 @@
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -43,15 +42,14 @@ def test_supervision_is_what_a_step_computes() -> None:
 
 def test_token_rows_come_in_the_requested_order() -> None:
     dataset = make_dataset()
-    for chosen, indices in product([dataset, dataset.select(range(11, -1, -1))], [[3], [5, 0, 5, 11]]):
+    indices = [5, 0, 5, 11]
+    for chosen in (dataset, dataset.select(range(11, -1, -1))):
         read = TokenRows(chosen).read(indices)
         for index, (ids, mask) in zip(indices, read, strict=True):
             assert ids.dtype == torch.int64
             assert mask.dtype == torch.bool
             assert ids.tolist() == chosen[index]["input_ids"]
             assert mask.tolist() == chosen[index]["loss_mask"]
-    as_written = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
-    assert TokenRows(dataset.cast(as_written)).read([1])[0][0].tolist() == dataset[1]["input_ids"]
 
 
 def test_tokens_fingerprint_is_of_the_content(tmp_path: Path) -> None:

@@ -182,15 +182,6 @@ def test_tools_and_reasoning_reach_the_template_unchanged():
     assert decode(tokenizer, sample.input_ids).startswith('[{"name": "add"}]')
 
 
-@pytest.mark.parametrize(
-    "template", [templates.STRICT, templates.STRICT + "{% generation %}{% endgeneration %}"]
-)
-def test_a_conversation_that_the_template_refuses_is_an_error(template):
-    messages = ({"role": "user", "content": "q"}, *conversation("q", "a").messages)
-    with pytest.raises(TemplateRefused, match="roles must alternate"):
-        rendered(template, of=Conversation("some-id", messages))
-
-
 @pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
 def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatch):
     monkeypatch.setattr(Template, "encode", pytest.fail)

@@ -56,26 +56,6 @@ def test_the_dataset_and_its_report(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_order_and_the_report_do_not_depend_on_the_number_of_workers(tmp_path):
-    tokenizer = byte_level_tokenizer(templates.CHATML)
-    # The first conversations take longest, so that later chunks finish before them.
-    data = [conversation(str(i), "what " * (1 + 3000 // (1 + i)), "six", "and", "four") for i in range(300)]
-    one, three = (
-        tokenize(
-            data,
-            tokenizer,
-            output_dir=tmp_path / str(n),
-            **options(num_workers=n, turns=Turns.each, max_tokens=10_000),
-        )
-        for n in (1, 3)
-    )
-    assert one == three
-    assert one.num_samples == 600
-    rows = [datasets.load_from_disk(str(tmp_path / n)).to_list() for n in ("1", "3")]
-    assert rows[0] == rows[1]
-    assert [row["id"] for row in rows[0]] == [str(i) for i in range(300) for _ in range(2)]
-
-
 def test_it_stops_after_enough_conversations_and_samples_for_any_number_of_workers(tmp_path):
     tokenizer = byte_level_tokenizer(templates.CHATML)
     # Every other conversation is too long: nothing of its answer is left.

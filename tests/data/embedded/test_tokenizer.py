@@ -1,6 +1,5 @@
 from typing import Any
 
-import pytest
 from transformers import AutoTokenizer
 
 from data.embedded.target import EmbeddedTarget
@@ -12,19 +11,6 @@ CONVERSATION = [
     {"role": "tool", "content": "ok\n"},
     {"role": "assistant", "content": "return é"},
 ]
-
-
-@pytest.mark.parametrize("turn", [2, 4])
-def test_the_generation_prompt_is_an_exact_prefix(built: EmbeddedTarget, turn: int) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(built.model)
-    text: Any = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
-    prompt: Any = tokenizer.apply_chat_template(
-        CONVERSATION[:turn], add_generation_prompt=True, tokenize=False
-    )
-    assert text.startswith(prompt)
-    ids = tokenizer(text)["input_ids"]
-    prompt_ids = tokenizer(prompt)["input_ids"]
-    assert ids[: len(prompt_ids)] == prompt_ids
 
 
 def test_the_assistant_mask_covers_answers_and_end_tokens(built: EmbeddedTarget) -> None:

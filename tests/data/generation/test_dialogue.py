@@ -112,15 +112,6 @@ def test_results_that_do_not_fit_end_the_sample(
     assert f"1 conversations end where {OTHER_CALLS}" in capsys.readouterr().err
 
 
-def test_results_follow_the_same_text_where_calls_are_text(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    rows = regenerated(
-        tokenizer, tmp_path, asked(calls=[], content="add two"), ["add two<|im_end|>", "four<|im_end|>"]
-    )
-    assert [row["id"] for row in rows] == ["c/0", "c/1"]
-
-
 TWO_TURNS = [
     {"role": "user", "content": "two"},
     {"role": "assistant", "content": "x"},

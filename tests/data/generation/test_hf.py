@@ -64,7 +64,6 @@ def test_greedy_equals_an_argmax_loop(
 def test_the_models_generation_config_is_not_used(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    greedily = _answers(model, prompts, tmp_path / "greedy.jsonl")
     sampled = _answers(model, prompts, tmp_path / "sampled.jsonl", temperature=1.0)
     original = model.generation_config
     settings = {
@@ -77,7 +76,6 @@ def test_the_models_generation_config_is_not_used(
     changed = type(original)(**settings)
     model.generation_config = changed
     try:
-        assert _answers(model, prompts, tmp_path / "greedy2.jsonl") == greedily
         assert _answers(model, prompts, tmp_path / "sampled2.jsonl", temperature=1.0) == sampled
         assert model.generation_config is changed
     finally:

@@ -14,10 +14,10 @@ from data.generation.answers import answer_prompts
 from data.generation.regenerate import regenerate
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
+from tests.data.capture.vllm.capturing import START_SECONDS
 from tests.data.capture.vllm.servers import INFO
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
-    START_SECONDS,
     STOP_TOKEN_IDS,
 )
 from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer

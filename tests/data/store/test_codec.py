@@ -84,16 +84,10 @@ def test_fp8_keeps_three_bits_of_mantissa_at_any_magnitude() -> None:
     magnitudes = torch.tensor([1e-30, 1e-3, 1.0, 447.9, 448.1, 1e5, 1e30])
     states = (1 + torch.rand(7, 64, generator=generator)) * magnitudes[:, None]
     states[:, ::2] *= -1
-    found = through_fp8(states[:, None])[:, 0]
+    found = through_fp8(torch.stack([states, 1e-4 * states], dim=1))  # a scale for each token and layer
     assert found.dtype == torch.bfloat16
+    states = torch.stack([states, 1e-4 * states], dim=1)
     assert ((found.float() - states).abs() / states.abs()).max() <= 2**-4
-
-
-def test_fp8_has_a_scale_for_each_token_and_layer() -> None:
-    ones = torch.ones(2, 3, 4)
-    ones[0, 1], ones[1, 2] = 1000.0, 1e-4
-    found = through_fp8(ones).float()
-    torch.testing.assert_close(found, ones, rtol=2**-4, atol=0)
 
 
 def test_fp8_decodes_every_code_as_torch_does_and_encodes_it_back() -> None:

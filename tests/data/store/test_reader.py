@@ -154,12 +154,3 @@ def test_damaged_index_is_found_at_open(tmp_path: Path, damage: str) -> None:
     assert not describes(tmp_path, settings())
     write_manifest(tmp_path, settings())
     assert_equal(HiddenStateStore(tmp_path)[4], encoded(4))
-
-
-def test_shards_written_again_are_seen(tmp_path: Path) -> None:
-    finished = FinishedShards(tmp_path)
-    append_all(tmp_path, [5])
-    assert [record.sample_ids for record in finished.records()] == [(5,)]
-    (tmp_path / "shard-a-00000.safetensors").unlink()
-    append_all(tmp_path, [3, 4])
-    assert [record.sample_ids for record in finished.records()] == [(3, 4)]

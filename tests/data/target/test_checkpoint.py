@@ -19,7 +19,6 @@ from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import byte_level_tokenizer
-from tests.data.store.samples import flip_last_byte
 from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, VOCAB
 from tests.data.target.tiny_target import save_model, save_target
 
@@ -136,14 +135,6 @@ def test_the_fingerprint_is_of_the_content_and_not_of_other_files(tmp_path: Path
     commit, earlier_kind = "0" * 40, "0" * 64
     assert not comparable_fingerprints(original, commit)
     assert not comparable_fingerprints(original, earlier_kind)
-
-
-def test_a_shard_in_a_folder_counts_with_its_content(tmp_path: Path) -> None:
-    spec = save_target(tmp_path / "a")
-    _rename_a_shard(tmp_path / "a")
-    before = spec.checkpoint.fingerprint()
-    flip_last_byte(tmp_path / "a" / "shards" / "one.safetensors")
-    assert spec.checkpoint.fingerprint() != before
 
 
 def _save_quantized(directory: Path) -> PreTrainedModel:

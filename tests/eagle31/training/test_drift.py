@@ -43,16 +43,13 @@ def measured(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
 @pytest.mark.parametrize("changes", [EAGLE3, MLA, WINDOW], ids=str)
 def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -> None:
     drafter, frozen, chosen = small(**changes)
-    # The text of some rows is what the drafter drafts there, so that there is something to accept.
+    # The text of one row is what the drafter drafts there, so that there is something to accept.
     batch = chosen.batch
-    for _ in range(3):
-        (normed, _) = next(rollout(drafter, frozen.embed_tokens, batch, chosen.rows, 1))
-        greedy = drafter.lm_head(normed).argmax(-1)
-        assert frozen.draft_target_ids is not None
-        ids = batch.input_ids.clone()
-        ids[chosen.rows[::2] + 2] = frozen.draft_target_ids[greedy[::2]]
-        batch = replace(batch, input_ids=ids)
-    chosen = replace(chosen, batch=batch)
+    assert frozen.draft_target_ids is not None
+    (normed, _) = next(rollout(drafter, frozen.embed_tokens, batch, chosen.rows[:1], 1))
+    ids = batch.input_ids.clone()
+    ids[chosen.rows[0] + 2] = frozen.draft_target_ids[drafter.lm_head(normed).argmax()]
+    chosen = replace(chosen, batch=(batch := replace(batch, input_ids=ids)))
     found = measured(drafter, frozen, chosen)
     steps = list(rollout(drafter, frozen.embed_tokens, batch, chosen.rows, NUM_STEPS))
     rms = [float((state.detach() ** 2).mean(-1).sqrt().mean()) for _, state in steps]
@@ -140,18 +137,3 @@ def test_rows_are_spread_and_have_all_their_drafts() -> None:
     assert cut.num_steps == 4
     assert [int(batch.position_ids[row]) for row in cut.rows] == [3, 3, 3]
     assert choose_rows(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), 8) is None
-
-
-def test_a_record_has_means_heads_and_conditional_acceptance() -> None:
-    drafter, frozen, chosen = small(num_hidden_layers=2)
-    found = replace(measured(drafter, frozen, chosen), accepted=[9, 3, 0, 0, 0])
-    record = found.record()
-    assert [one["num_reached"] for one in record["depth"]] == [17, 9, 3, 0, 0]
-    assert [one["conditional_acceptance"] for one in record["depth"]] == [9 / 17, 1 / 3, 0.0, None, None]
-    last = record["depth"][2]["layers"][1]
-    assert last["own"] == pytest.approx(float(found.attention[2, 1, OWN].mean()))
-    assert last["sink"] + last["context"] + last["own"] == pytest.approx(1.0)
-    assert last["heads"]["sink"] == pytest.approx(found.attention[2, 1, SINK].tolist(), abs=1e-4)
-    assert [one["aux_layer_id"] for one in record["captured"]] == [0, 2, 5]
-    assert [one["normed_rms"] for one in record["captured"]] == found.normed_rms
-    assert all(one["own"] == 0 for one in record["depth"][0]["layers"])

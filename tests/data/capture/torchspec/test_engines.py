@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from data.capture.torchspec.engines import TorchSpecSettings, check_installed
+from data.capture.torchspec.engines import TorchSpecSettings
 from data.capture.torchspec.transport import norm_scale
 from eagle31.errors import UserError
 
@@ -43,13 +43,6 @@ def test_further_settings_are_torchspecs_own(torchspec: Path) -> None:
 def test_what_torchspec_cannot_do_is_refused(torchspec: Path, changed: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=field):
         settings(**changed).arguments()
-
-
-def test_a_machine_without_torchspec_is_told_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.capture.torchspec.engines.load_mooncake", lambda: None)
-    monkeypatch.setattr("data.capture.torchspec.engines.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"capture\.source=torchspec.*scripts/setup/torchspec"):
-        check_installed()
 
 
 def test_the_scale_of_a_norm_undoes_it_up_to_a_factor() -> None:

@@ -1,4 +1,4 @@
-"""A real Mooncake master on loopback, and processes that put into its store and take from it."""
+"""A real Mooncake master on loopback, and a process that puts into its store."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -88,22 +88,10 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def start_worker(
-    role: str, settings: MooncakeSettings, indices: Sequence[int], num_tokens: int
-) -> subprocess.Popen:
-    """Start a process that `put`s or `take`s the samples of these indices, and prints each when done."""
-    order = {"role": role, "settings": asdict(settings), "indices": list(indices), "num_tokens": num_tokens}
+def start_producer(settings: MooncakeSettings, num_samples: int, num_tokens: int) -> subprocess.Popen:
+    """Start a process that puts samples of so many tokens."""
     return subprocess.Popen(
-        [sys.executable, WORKER, json.dumps(order)],
+        [sys.executable, WORKER, json.dumps([asdict(settings), num_samples, num_tokens])],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
     )
-
-
-def finished(worker: subprocess.Popen) -> list[int]:
-    """Return what the process printed, once it has succeeded."""
-    output, _ = worker.communicate()
-    assert worker.returncode == 0
-    return [int(line) for line in output.split()]

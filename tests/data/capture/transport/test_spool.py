@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.capture.transport.protocol import StateRequest
-from data.capture.transport.spool import MEMORY, Spool, file_bytes, open_spool
+from data.capture.transport.spool import MEMORY, Spool, open_spool
 from data.samples import CapturedSample
 from data.store.codec import CODECS, decode, encode
 from eagle31.errors import UserError
@@ -81,21 +81,6 @@ def test_what_a_dead_producer_left_half_written_goes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sample_may_be_discarded_while_it_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from data.capture.transport import spool as module
-
-    spool, request = Spool(tmp_path, "exact"), _request()
-    write_columns = module.write_columns
-
-    def write_and_discard(*arguments: object) -> None:
-        write_columns(*arguments)
-        spool.discard(request.key)
-
-    monkeypatch.setattr(module, "write_columns", write_and_discard)
-    spool.put(request, *_states(request))
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: BinaryIO, *_: object) -> None:
         file.write(b"half")
@@ -106,19 +91,6 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match=r"capture\.spool_dir=.*disk is full"):
         Spool(tmp_path, "exact").put(request, *_states(request))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_size_is_known_beforehand(tmp_path: Path, codec: str) -> None:
-    spool = Spool(tmp_path, codec)
-    for length in (1, 2, 40, 333):
-        request = _request(length=length)
-        spool.put(request, *_states(request))
-        [path] = tmp_path.iterdir()
-        most = file_bytes(codec, request.loss_mask, NUM_LAYERS, HIDDEN_SIZE, torch.float32)
-        assert path.stat().st_blocks * 512 <= most
-        assert path.stat().st_size > most - 8192
-        spool.discard(request.key)
 
 
 def test_open_spool_is_private_and_removes_what_a_dead_run_left(tmp_path: Path) -> None:

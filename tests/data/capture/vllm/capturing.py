@@ -15,11 +15,26 @@ from data.capture.transport.spool import file_bytes, open_spool
 from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
+from data.capture.vllm.server_process import ServerProcess
 from data.samples import CapturedSample, StateShape
 
 KEY = "the-key-of-this-test"
-STALL_SECONDS = 300.0
+START_SECONDS, STALL_SECONDS = 1000.0, 300.0
 CODEC = "exact"
+
+
+def server_process(command_line: Sequence[str], log: Path, stall_seconds: float) -> ServerProcess:
+    """Start a server on this machine, on a port that it chooses."""
+    return ServerProcess(
+        command_line,
+        host="127.0.0.1",
+        port=None,
+        key=KEY,
+        devices=None,
+        log=log,
+        limit_seconds=START_SECONDS,
+        stall_seconds=stall_seconds,
+    )
 
 
 def capture_store(

@@ -8,11 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from data.capture.vllm.server_process import ServerProcess
 from data.target.spec import TargetSpec
 from eagle31.json_files import write_json
-from tests.data.capture.vllm.capturing import KEY, STALL_SECONDS
-from tests.data.capture.vllm.targets import START_SECONDS, capture_engine
+from tests.data.capture.vllm.capturing import STALL_SECONDS, server_process
+from tests.data.capture.vllm.targets import capture_engine
 
 # It prefills in chunks, and its cache is too small for the prompts of a test.
 SMALL = {
@@ -25,16 +24,8 @@ SMALL = {
 if __name__ == "__main__":
     target, root, ids, *masters = sys.argv[1:]
     engine = capture_engine(TargetSpec(target), tuple(json.loads(ids)), Path(root), **SMALL)
-    server = ServerProcess(
-        replace(engine, mooncake_masters=masters).command_line(),
-        host="127.0.0.1",
-        port=None,
-        key=KEY,
-        devices=None,
-        log=Path(root) / "server.log",
-        limit_seconds=START_SECONDS,
-        stall_seconds=STALL_SECONDS,
-    )
+    engine = replace(engine, mooncake_masters=masters)
+    server = server_process(engine.command_line(), Path(root) / "server.log", STALL_SECONDS)
     server.wait_until_ready(progress=False)
     write_json(Path(root) / "server.json", {"url": server.url, "process_id": server.process_id})
     while True:

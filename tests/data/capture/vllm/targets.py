@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -30,7 +28,6 @@ from data.target.spec import TargetSpec
 
 VOCAB_SIZE, MAX_TOKENS = 100, 150
 KV_CACHE_BYTES = 64 << 20  # enough for all prompts; vLLM fills it with zeros first
-START_SECONDS = 1000.0
 ANSWER_TOKENS, STOP_TOKEN_IDS, NEAR_TIE = 12, (2, 57, 91), 1e-4
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -72,41 +69,6 @@ def save_hybrid(directory: Path) -> TargetSpec:
     path = directory / "config.json"  # vLLM has another name for the architecture
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["MistralForCausalLM"]}))
     return spec
-
-
-def save_mla(directory: Path) -> TargetSpec:
-    """DeepSeek-V3's architecture, with dense layers only and without rotated keys.
-
-    On the CPU, vLLM 0.32's rotary operation differs from its own native one for latent attention's queries
-    and keys; where the keys' rotated part is zero, that reaches nothing. Its experts give other states there
-    than transformers, too.
-    """
-    torch.manual_seed(0)
-    config = DeepseekV3Config(  # type: ignore[call-arg]
-        **COMMON,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=2,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        topk_method="noaux_tc",
-        first_k_dense_replace=COMMON["num_hidden_layers"],
-        q_lora_rank=32,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        initializer_range=0.1,
-    )
-    model = DeepseekV3ForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.kv_a_proj_with_mqa.weight[config.kv_lora_rank :] = 0
-    return _saved(model, directory)
 
 
 def make_samples(num_samples: int, seed: int = 0) -> Dataset:

@@ -19,7 +19,6 @@ from tests.data.target.tiny_target import save_target
     ("name", "value", "reason"),
     [
         ("pipeline_parallel_size", 2, "Only the last stage"),
-        ("decode_context_parallel_size", 2, "a part of the tokens only"),
         ("prefill_context_parallel_size", 4, "a part of the tokens only"),
         ("async_scheduling", True, "may repeat tokens"),
     ],
@@ -38,6 +37,11 @@ def test_a_target_with_several_residual_streams_is_captured_by_transformers() ->
     assert engine.answer_arguments()["model"] == "target"
     with pytest.raises(UserError, match=r"capture\.source=vllm: .*capture=hf"):
         engine.arguments()
+
+
+def test_the_embedding_output_of_a_target_with_latent_attention_is_refused() -> None:
+    with pytest.raises(UserError, match=r"aux_layer_ids=\[0, 2\]: vLLM gives no embedding output"):
+        CaptureEngine("target", (0, 2), 4, 100, [], mla=True)
 
 
 def test_what_vllm_refuses_names_the_users_argument(tmp_path: Path) -> None:
@@ -72,7 +76,6 @@ def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_pa
         ({"device": "cpu"}, True, "on a CPU, where vLLM then ignores the temperature"),
         ({"device": "cpu"}, False, None),
         ({}, True, None),
-        ({"aux_layer_ids": (), "async_scheduling": True}, True, None),
         ({"aux_layer_ids": (), "device": "cpu"}, True, None),
     ],
 )

@@ -21,12 +21,10 @@ def test_a_capture_request_survives_its_transfer() -> None:
     "change",
     [
         {"key": "../7"},
-        {"key": "a" * 200},
         {"destination": 3},
         {"loss_spans": 3},
         {"loss_spans": [[0, 10**30]]},
         {"loss_spans": [[0, 2]]},
-        {"loss_spans": [[1, 0]]},
         {"loss_spans": [[-1, 1]]},
     ],
 )

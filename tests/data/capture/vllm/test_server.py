@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,12 +21,11 @@ from data.capture.arriving import ArrivingStates
 from data.capture.dispatch import PATIENCE_SECONDS
 from data.capture.producer import EngineProducer
 from data.capture.transport.mooncake import MooncakeTransport, state_bytes
-from data.capture.transport.spool import Spool, file_bytes
+from data.capture.transport.spool import Spool
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest, capture_tasks
-from data.capture.vllm.client import VllmClient, check_states
+from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_info import INFO_PATH
-from data.capture.vllm.server_process import ServerProcess
-from data.generation.answers import Answers, Asked, answer_prompts
+from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
 from data.samples import StateShape
 from data.sampling import Sampling
@@ -38,13 +36,19 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.data.capture.transport.mooncake_master import Master, running_master
-from tests.data.capture.vllm.capturing import CODEC, KEY, STALL_SECONDS, capture_store
+from tests.data.capture.vllm.capturing import (
+    CODEC,
+    KEY,
+    STALL_SECONDS,
+    START_SECONDS,
+    capture_store,
+    server_process,
+)
 from tests.data.capture.vllm.server_run import SMALL
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     MAX_TOKENS,
     NEAR_TIE,
-    START_SECONDS,
     STOP_TOKEN_IDS,
     VOCAB_SIZE,
     capture_engine,
@@ -202,62 +206,20 @@ def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     assert largest_difference(HiddenStateStore(root / "answered"), dataset, spec, IDS) < 1e-5
 
 
-def test_conversations_continue_as_soon_as_they_are_answered(server: Server, spec: TargetSpec) -> None:
-    """Each next prompt is the first one, its completion and another token; the numbers of turns differ."""
-    generator = VllmGenerator([client(server, 16)], expected_states(spec, IDS))
-    greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
-    prompts = make_prompts(8)
-    num_turns = [1 + index % 3 for index in range(8)]
-    asked = {index: [prompts[index]] for index in range(8)}
-    answers: dict[int, list[list[int]]] = {index: [] for index in range(8)}
-    loop_thread = threading.get_ident()
-
-    def answered(some: Answers) -> list[Asked]:
-        assert threading.get_ident() != loop_thread  # rendering takes time, in which servers would wait
-        following = []
-        for index, ids in some:
-            answers[index].append(ids)
-            if len(answers[index]) < num_turns[index]:
-                asked[index].append([*asked[index][-1], *ids, 3])
-                following.append(Asked(index, asked[index][-1], (0, index, len(answers[index]))))
-        return following
-
-    first = (Asked(index, prompts[index], (0, index, 0)) for index in range(8))
-    refused: list[tuple[int, str]] = []
-    generator.converse(first, greedy, answered, lambda index, reason: refused.append((index, reason)))
-    assert not refused
-    assert [len(answers[index]) for index in range(8)] == num_turns
-    flat = [(prompt, ids) for i in range(8) for prompt, ids in zip(asked[i], answers[i], strict=True)]
-    assert [ids for _, ids in flat] == greedy_answers(spec, [prompt for prompt, _ in flat])
-
-    def failing(answers: Answers) -> list[Asked]:
-        raise UserError("data.train", answers, "The template refuses.")
-
-    with pytest.raises(UserError, match="The template refuses"):
-        generator.converse(iter([Asked(0, prompts[0], (0,))]), greedy, failing, lambda *_: None)
-    generator.close()
-
-
 def test_states_of_preempted_prompts_are_exact(server: Server, spec: TargetSpec, root: Path) -> None:
     answers = capture_while_answering(server, spec, root, num_samples=30, num_prompts=24, num_tokens=60)
     # Drafts of the tokens that were just written have been accepted, and have changed nothing (vllm#56417).
     assert any(one == other for answer in answers for one, other in pairwise(answer))
 
 
+@pytest.mark.full("it starts vLLM again, whose kernels for GPUs an interpreter runs")
 def test_states_are_exact_on_the_model_runner_of_gpus(
     vllm_python: Path, spec: TargetSpec, tmp_path: Path
 ) -> None:
     log, small = tmp_path / "server.log", SMALL | {"num_gpu_blocks_override": 20}
     with model_runner("V2", vllm_python, tmp_path / "v2"):
-        process = ServerProcess(
-            capture_engine(spec, IDS, tmp_path, **small).command_line(),
-            host="127.0.0.1",
-            port=None,
-            key=KEY,
-            devices=None,
-            log=log,
-            limit_seconds=START_SECONDS,
-        )
+        engine = capture_engine(spec, IDS, tmp_path, **small)
+        process = server_process(engine.command_line(), log, STALL_SECONDS)
     with contextlib.closing(process):
         process.wait_until_ready(progress=False)
         server = Server(process.url, process.process_id)
@@ -395,48 +357,11 @@ def test_states_arrive_through_mooncake(server: Server, spec: TargetSpec, master
 
 
 @pytest.mark.full("it starts vLLM again")
-def test_training_continues_when_the_server_is_killed(server: Server, spec: TargetSpec, root: Path) -> None:
-    """The next server answers, in order, what was under way or answered and not yet delivered."""
-    spool, expected = Spool(root / "killed", CODEC), expected_states(spec, IDS)
-    spool.directory.mkdir()
-    dataset = make_samples(40)
-    shape = StateShape(len(IDS), expected.hidden_size, expected.dtype)
-
-    def check(client, info) -> None:
-        check_states(client, info, expected, MAX_TOKENS)
-
-    def sample_bytes(loss_mask: torch.Tensor) -> int:
-        return file_bytes(CODEC, loss_mask, *vars(shape).values())
-
-    producer = EngineProducer([client(server, 8)], capture_tasks(spool), check, PATIENCE_SECONDS)
-    with contextlib.closing(producer):
-        source = ArrivingStates(
-            dataset, producer, spool, shape=shape, sample_bytes=sample_bytes, spool_gb=0.004, name="test"
-        )
-        order = list(reversed(range(len(dataset))))
-        source.expect(order)
-        samples = source.get_many(order[:10])
-        assert producer._owed
-        server.vllm_process().kill()
-        samples += [source.get_many([index])[0] for index in order[10:]]
-        assert source.collect_stats().num_restarts >= 1
-    assert source.refused == {}
-    assert largest_difference(samples, dataset.select(order), spec, IDS) < 1e-5
-
-
-@pytest.mark.full("it starts vLLM again")
 def test_an_8_bit_cache_leaves_the_hidden_states_exact(vllm_python: Path, tmp_path: Path) -> None:
     """A checkpoint's quantization_config sets the same argument."""
     spec, dataset, ids = save_gqa(tmp_path / "target"), make_samples(20), (0, 1, 4)
-    process = ServerProcess(
-        capture_engine(spec, ids, tmp_path, kv_cache_dtype="fp8").command_line(),
-        host="127.0.0.1",
-        port=None,
-        key=KEY,
-        devices=None,
-        log=tmp_path / "server.log",
-        limit_seconds=START_SECONDS,
-    )
+    engine = capture_engine(spec, ids, tmp_path, kv_cache_dtype="fp8")
+    process = server_process(engine.command_line(), tmp_path / "server.log", STALL_SECONDS)
     with contextlib.closing(process):
         process.wait_until_ready(progress=False)
         connected = VllmClient(process.url, 8, KEY, process.check, STALL_SECONDS)
@@ -460,15 +385,8 @@ def test_the_engines_of_one_server_share_a_capture(
     """Two data-parallel engines; one of them is killed on the way."""
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))  # it looks for an engine among its children
     two: dict[str, object] = {"data_parallel_size": 2, "distributed_executor_backend": "uni"}
-    process = ServerProcess(
-        capture_engine(spec, IDS, tmp_path, **two).command_line(),
-        host="127.0.0.1",
-        port=None,
-        key=KEY,
-        devices=None,
-        log=tmp_path / "server.log",
-        limit_seconds=START_SECONDS,
-    )
+    engine = capture_engine(spec, IDS, tmp_path, **two)
+    process = server_process(engine.command_line(), tmp_path / "server.log", STALL_SECONDS)
     connected = VllmClient(process.url, 8, KEY, process.check, STALL_SECONDS)
     dataset, store = make_samples(NUM_SAMPLES), tmp_path / "store"
 

@@ -11,22 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_process import ServerProcess
 from eagle31.errors import UserError
-from tests.data.capture.vllm.capturing import KEY, capture_store
-from tests.data.capture.vllm.targets import (
-    START_SECONDS,
-    capture_engine,
-    expected_states,
-    make_samples,
-    save_mla,
-)
-
-IDS = (1, 2, 3, 4)
-NUM_SAMPLES = 160
-FIELDS = {"target": "tiny"}
+from tests.data.capture.vllm.capturing import KEY, START_SECONDS
 
 
 def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
@@ -95,10 +82,6 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         for _ in range(2):  # the reason is kept
             with pytest.raises(UserError, match=r"status 1 before it was ready:\n.*no such model"):
                 server.wait_until_ready(progress=False)
-        client = VllmClient(server.url, 1, KEY, server.check)
-        expected = expected_states(save_mla(tmp_path / "a"), IDS)
-        with pytest.raises(UserError, match="before it was ready"):
-            capture_store(client, make_samples(2), tmp_path / "store", expected, tmp_path)
 
 
 @pytest.mark.usefixtures("stub")
@@ -120,12 +103,3 @@ def test_a_port_that_is_taken_is_refused_at_once(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: A vLLM server cannot listen there"):
             start(tmp_path, "answers", port=port)
-
-
-def test_what_vllm_cannot_give_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"aux_layer_ids=\[0, 2\]: vLLM gives no embedding output"):
-        CaptureEngine("target", (0, 2), 4, 100, [str(tmp_path)], mla=True)
-    with pytest.raises(
-        UserError, match=r"engine_args\.pipeline_parallel_size=2: Only the last stage would have"
-    ):
-        capture_engine(save_mla(tmp_path), IDS, tmp_path, pipeline_parallel_size=2)
