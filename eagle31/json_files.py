@@ -2,7 +2,6 @@
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -10,8 +9,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from eagle31.errors import UserError
-
-_CHECKSUM = "checksum"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -98,31 +95,6 @@ def expecting(path: Path, what: str) -> Iterator[None]:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         remedy = f"It is not {what} ({error!r}); restore it, or delete it to have it written again."
         raise UserError("file", path, remedy) from error
-
-
-def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
-    """Write an object as `write_json` does, with a checksum of its content."""
-    content = json.loads(json.dumps(value, default=_encode))
-    write_json(path, content | {_CHECKSUM: _content_checksum(content)})
-
-
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Read what `write_sealed_json` wrote.
-
-    Raises:
-        UserError: what `read_json_object` raises, or the content was altered.
-        OSError: it cannot be opened.
-    """
-    content = read_json_object(path)
-    checksum = content.pop(_CHECKSUM, None)
-    if checksum != _content_checksum(content):
-        remedy = "It was altered since it was written; restore it, or delete it to have it written again."
-        raise UserError("file", path, remedy)
-    return content
-
-
-def _content_checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:

@@ -1,15 +1,4 @@
-"""What a table of bad input consists of.
-
-A table is a list of cases for `each`, and its test hands each case to the fixture `check_case`:
-
-    CASES = [
-        Case("recipe_typo", ("recipe=quick",), ("recipe=quick: ", "Did you mean quickstart?")),
-    ]
-
-    @each(CASES)
-    def test_a_mistake_is_one_message(case: Case, check_case: CheckCase) -> None:
-        check_case(case)
-"""
+"""What a table of bad input consists of: cases for `each`, which its test hands to `check_case`."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle31.json_files import read_json, read_jsonl
-from tests.recipes.headers import RECIPES, header_ranks
+from tests.recipes.headers import RECIPES, header_commands
 from tests.recipes.stand_ins import SMALL, assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
 from tests.train.small_run import assert_agreement
@@ -30,7 +30,9 @@ def test_a_recipe_runs_on_a_stand_in(recipe: str, vllm_python: Path, tmp_path: P
     if (model_type := composed(recipe).target.architecture["model_type"]) not in SMALL:
         pytest.skip(f"{model_type} has no stand-in")
     stand_in, run = save_stand_in(recipe, tmp_path), tmp_path / "run"
-    num_ranks = header_ranks(recipe)
+    [(*launcher, script, chosen)] = header_commands(recipe, "torchrun")
+    assert (script, chosen) == ("train/main.py", f"recipe={recipe}")
+    num_ranks = int(launcher[launcher.index("--nproc-per-node") + 1]) if launcher else 1
     command = [f"recipe={recipe}", *small_run(recipe, stand_in, run, num_ranks)]
     printed = torchrun("train/main.py", *command, num_processes=num_ranks, seconds=RUN_SECONDS)
     assert "acceptance length" in printed

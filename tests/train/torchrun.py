@@ -1,13 +1,12 @@
 """Starts runs: in ranks as torchrun starts them, and in this process."""
 
 import sys
-from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
 from tests.runs.forked import RUN_SECONDS, run
-from train.config.compose import compose_config, errors_for_users, recipe_name
-from train.config.run import RunConfig, check
+from train.config.compose import compose_config
+from train.config.run import RunConfig
 from train.distributed import World
 
 
@@ -27,15 +26,6 @@ def torchrun(
 def composed(recipe: str, *arguments: str) -> RunConfig:
     """Compose the configuration as `train/main.py` does, without checking its values."""
     return OmegaConf.to_object(compose_config([f"recipe={recipe}", *arguments]))  # type: ignore[return-value]
-
-
-def checked_config(arguments: Sequence[str]) -> RunConfig:
-    """Return what `train.config.compose.composed` returns, and raise what it raises."""
-    recipe = recipe_name(arguments)
-    with errors_for_users(recipe, arguments):
-        config = composed(recipe, *(one for one in arguments if not one.startswith("recipe=")))
-    check(config)
-    return config
 
 
 def run_here(recipe: str, *arguments: str) -> None:

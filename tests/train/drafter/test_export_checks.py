@@ -149,14 +149,6 @@ def test_a_published_checkpoint_may_leave_out_what_vllm_has(tmp_path: Path, spec
     assert refusal(tmp_path / "e", spec).startswith("d2t=")
 
 
-def test_speculators_flags_at_the_top_level_are_read(
-    good: dict[Layout, Path], spec: TargetSpec, tmp_path: Path
-) -> None:
-    export = Path(shutil.copytree(good[Layout.speculators], tmp_path / "e"))
-    edit_config(export, lambda raw: raw.pop("norm_before_residual"))
-    assert "drafts" in refusal(export, spec)
-
-
 def test_the_command_prints_what_it_finds(export: Path, spec: TargetSpec) -> None:
     done = run_command("scripts/validate_export", export, "--target", spec.model)
     assert (done.status, done.out) == (0, "valid\n")

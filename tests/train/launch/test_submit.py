@@ -8,7 +8,7 @@ import pytest
 from eagle31.errors import UserError
 from tests.runs.here import run_command
 from tests.train.launch.slurm_cluster import debian_packages
-from tests.train.torchrun import checked_config
+from train.config.compose import composed
 from train.launch.slurm import Job, check_job, mooncake_port, render
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
@@ -81,7 +81,7 @@ def test_script_passes_shellcheck_and_forwards_the_arguments(
 def test_a_job_starts_the_mooncake_master_that_its_run_needs(
     settings: tuple[str, ...], port: int | None
 ) -> None:
-    assert mooncake_port(checked_config(["recipe=any_target", *NEEDED, *settings]).capture) == port
+    assert mooncake_port(composed(["recipe=any_target", *NEEDED, *settings]).capture) == port
 
 
 def test_log_path_that_sbatch_would_misread_is_refused() -> None:
@@ -100,7 +100,7 @@ def test_log_path_that_sbatch_would_misread_is_refused() -> None:
     ],
 )
 def test_what_a_job_could_not_run_is_refused(job: Job, settings: tuple[str, ...], field: str) -> None:
-    config = checked_config(["recipe=kimi_k2_6", *settings])
+    config = composed(["recipe=kimi_k2_6", *settings])
     with pytest.raises(UserError) as caught:
         check_job(job, config, resumes=False)
     assert caught.value.field == field

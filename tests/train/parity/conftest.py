@@ -27,7 +27,7 @@ def case_names(full: bool) -> Sequence[str]:
 def trained(case_names: Sequence[str], full: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of all cases' targets and exports, from real runs of the pipeline.
 
-    The runs are shorter without `--full`. A case that fails leaves its reason instead of an export.
+    The runs are shorter without `--full`.
     """
 
     def make(directory: Path) -> None:

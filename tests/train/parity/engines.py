@@ -1,6 +1,5 @@
 """Running the cases' exports in vLLM, and comparing its drafts with those of eagle31's evaluator."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +16,10 @@ from tests.train.parity.parity_cases import CASES, target_path
 from train.engines.serving import (
     DecodedPass,
     DecodeJob,
-    EngineFailure,
     EngineSpec,
     JobResult,
     Served,
     draft_room,
-    run_jobs,
 )
 from train.evaluation.parity import Comparison, check_case, decode_reference
 
@@ -106,22 +103,3 @@ def decode_job(
         extra={"kv_cache_memory_bytes": KV_CACHE_BYTES},
     )
     return DecodeJob(name, engine, prompts, amount.max_new_tokens, record_drafts=export is not None)
-
-
-def run_together(jobs: Sequence[DecodeJob], python: Path, log: Path) -> dict[str, JobResult]:
-    """Run all jobs in one process of vLLM, which takes half a minute to start.
-
-    Where that process dies, each target's jobs run in a separate process, so that no target's failure is
-    another's.
-    """
-    try:
-        return {result.name: result for result in run_jobs(jobs, python, log)}
-    except EngineFailure as failure:
-        targets = list(dict.fromkeys(job.engine.target for job in jobs))
-        if len(targets) == 1:
-            return {job.name: JobResult(job.name, (), (), 0.0, "", error=str(failure)) for job in jobs}
-    results: dict[str, JobResult] = {}
-    for index, target in enumerate(targets):
-        own = [job for job in jobs if job.engine.target == target]
-        results |= run_together(own, python, log.with_name(f"{log.stem}_{index}.log"))
-    return results

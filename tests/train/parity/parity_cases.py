@@ -1,13 +1,12 @@
 """The drafters that are compared with vLLM: every shape an export can have, each trained by a real run.
 
-python parity_cases.py DIRECTORY TARGET_STEPS ROWS_PER_STEP TTT_STEPS NAME...: trains what DIRECTORY lacks.
+python parity_cases.py DIRECTORY TARGET_STEPS ROWS_PER_STEP TTT_STEPS NAME...: trains them.
 """
 
 import json
 import os
 import shutil
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,7 +123,6 @@ def aux(*layer_ids: int) -> tuple[str, ...]:
 
 
 CASES = {
-    "eagle31": DrafterCase("llama", PRUNED + aux(1, 3, 5)),
     "eagle31_llama3_rope": DrafterCase("llama_tied_llama3_rope", PRUNED + aux(1, 3, 5)),
     "eagle3_norm_before_full_vocab_two_aux_bf16": DrafterCase(
         "qwen3_tied", EAGLE3 + NORM_BEFORE + aux(1, 4) + BF16
@@ -133,10 +131,6 @@ CASES = {
         "qwen3_yarn", PRUNED + NORM_BEFORE + aux(0, 2, 3, 6) + TWO_LAYERS + NARROWER
     ),
     "eagle31_full_vocab_speculators": DrafterCase("llama_tied_llama3_rope", SPECULATORS + aux(1, 2, 5)),
-    "eagle31_window_speculators": DrafterCase(
-        "llama_tied_llama3_rope",
-        SPECULATORS + WINDOW + PRUNED + NORM_BEFORE + TWO_LAYERS + NARROWER + aux(0, 2, 3, 5),
-    ),
     "eagle31_qk_norm_window_five_aux_speculators": DrafterCase(
         "llama_tied_llama3_rope",
         (
@@ -150,20 +144,8 @@ CASES = {
         EAGLE3 + TWO_LAYERS + aux(2, 3, 5),
         started_with=("norm_before_fc", "attention_bias", "mlp_bias"),
     ),
-    "eagle31_qk_norm_window_norm_before_fc_bias": DrafterCase(
-        "qwen3_yarn", QK_NORM + WINDOW + aux(1, 3, 5), started_with=("norm_before_fc", "attention_bias")
-    ),
     "eagle31_sglang": DrafterCase("llama", SGLANG + PRUNED + aux(2, 3, 5)),
-    "eagle3": DrafterCase("llama", EAGLE3 + PRUNED + aux(2, 3, 5)),
-    "eagle3_llama3_rope_two_layers": DrafterCase(
-        "llama_tied_llama3_rope", EAGLE3 + TWO_LAYERS + aux(2, 3, 5)
-    ),
     "eagle31_wider_bf16": DrafterCase("llama", PRUNED + WIDER + BF16 + aux(1, 2, 4, 5)),
-    "eagle31_qwen3_two_aux_norm_before": DrafterCase("qwen3_tied", PRUNED + NORM_BEFORE + aux(3, 6)),
-    "eagle31_qwen3_two_layers_full_vocab": DrafterCase("qwen3_tied", TWO_LAYERS + aux(0, 1, 5)),
-    "eagle3_yarn_pruned_norm_before_four_aux": DrafterCase(
-        "qwen3_yarn", EAGLE3 + PRUNED + NORM_BEFORE + aux(1, 2, 4, 6)
-    ),
     "eagle3_yarn_window_pruned_norm_before_four_aux": DrafterCase(
         "qwen3_yarn", EAGLE3 + WINDOW + PRUNED + NORM_BEFORE + aux(1, 2, 4, 6)
     ),
@@ -182,7 +164,6 @@ CASES = {
 # Exports that are also served as somebody else would have published them.
 PUBLISHED = (
     "eagle31_llama3_rope",
-    "eagle31_window_speculators",
     "eagle31_full_vocab_speculators",
     "eagle31_mla",
 )
@@ -270,21 +251,6 @@ def export_path(name: str, directory: Path) -> Path:
     return directory / "exports" / name
 
 
-def is_trained(name: str, directory: Path) -> bool:
-    return export_path(name, directory).exists()
-
-
-def require_export(name: str, directory: Path) -> Path:
-    """Return a case's export; fail where its run has failed."""
-    reason = error_path(name, directory)
-    assert not reason.exists(), reason.read_text()
-    return export_path(name, directory).resolve(strict=True)
-
-
-def error_path(name: str, directory: Path) -> Path:
-    return directory / "exports" / f"{name}.error"
-
-
 def target_path(name: str, directory: Path) -> Path:
     return directory / "targets" / CASES[name].target / "model"
 
@@ -331,10 +297,5 @@ if __name__ == "__main__":
     where, lengths = Path(sys.argv[1]).resolve(), tuple(map(int, sys.argv[2:5]))
     # Starting a process for each reload would take as long as some of the runs.
     for case_name in sys.argv[5:]:
-        if not is_trained(case_name, where):
-            try:
-                train_case(case_name, where, *lengths)
-            except Exception:
-                error_path(case_name, where).parent.mkdir(exist_ok=True)
-                error_path(case_name, where).write_text(traceback.format_exc())
+        train_case(case_name, where, *lengths)
     leave_process_group()

@@ -15,7 +15,8 @@ from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from tests.recipes.headers import header_commands
 from tests.runs.forked import ROOT
-from tests.train.torchrun import checked_config, composed, run_here
+from tests.train.torchrun import composed, run_here
+from train.config import compose
 from train.config.run import Stage, check
 from train.distributed import World
 from train.plan.memory import USABLE_FRACTION
@@ -147,7 +148,7 @@ def test_the_commands_compose_to_a_run_that_is_placed_as_planned(
         [words] = [shlex.split(one.line) for one in way.commands if one.line.startswith("torchrun")]
         script = words.index("train/main.py")
         options = dict(zip(words[1:script:2], words[2:script:2], strict=True))
-        config = checked_config(words[script + 1 :])
+        config = compose.composed(words[script + 1 :])
         processes = int(options["--nproc-per-node"])
         cluster = replace(way.cluster, target_nodes=0, processes_per_node=processes)
         assert cluster.num_nodes == int(options.get("--nnodes", 1))

@@ -62,7 +62,6 @@ def test_a_run_reads_the_store_of_another_from_object_storage(
     ("changes", "remedy"),
     [
         (["capture.codec=fp8"], r"Its codec is .*exact.* change capture\.codec"),
-        (["drafter.aux_layer_ids=[0,1]"], r"Its aux_layer_ids is .* change drafter\.aux_layer_ids"),
         (["capture.max_samples=10"], r"samples of other data than this run's 10; "),
         (["capture.store=/nowhere"], "it is no finished store"),
     ],

@@ -45,7 +45,6 @@ class Training:
             settings["bf16"],
             world,
             matrix_lr=MATRIX_LR if settings["muon"] else None,
-            offload=settings["offload"],
         )
 
     def steps(self, begin: int, end: int, row: int) -> tuple[list[list[float]], int]:
