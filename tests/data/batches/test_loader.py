@@ -178,20 +178,6 @@ def test_samples_without_tokens_leave_no_trace() -> None:
     assert alone.aux_hidden_states.shape == (16, 3, 2)
 
 
-def test_a_row_of_refused_samples_is_padding() -> None:
-    loader = _loader()
-    empty = CapturedSample(*(value[:0] for value in vars(loader.source[0]).values()))
-    loader.source.get_many = lambda indices: [empty for _ in indices]
-    assert {len(batch.input_ids) for batch in loader.batches(0)} == {64}
-
-
-def test_an_error_in_the_background_reaches_the_caller() -> None:
-    loader = _loader()
-    loader.source.get_many = lambda indices: (_ for _ in ()).throw(UserError("store", "x", "damaged"))
-    with pytest.raises(UserError, match="damaged"):
-        loader.batches(0)
-
-
 @pytest.mark.parametrize(("world_size", "costs"), [(3, [1.0] * 60), (6, None)])
 def test_ranks_that_cannot_share_the_rows_equally_have_empty_ones(
     world_size: int, costs: list[float] | None

@@ -1,12 +1,8 @@
 """Small files of conversations."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from data.conversations.schemas import Conversation
-from data.conversations.table import ConversationTable
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 
@@ -19,12 +15,3 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
 
 def pair(question: str = "two?", answer: str = "2") -> dict[str, str]:
     return {"question": question, "answer": answer}
-
-
-def write_table(conversations: Iterable[Conversation], path: Path) -> ConversationTable:
-    """Write the conversations to a file, and open it."""
-    table = ConversationTable(path)
-    for conversation in conversations:
-        table.add(conversation)
-    table.flush()
-    return table

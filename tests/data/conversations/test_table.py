@@ -1,9 +1,20 @@
+from collections.abc import Iterable
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from data.conversations.schemas import Conversation
-from data.conversations.table import Selection
-from tests.data.conversations.jsonl_files import write_table
+from data.conversations.table import ConversationTable, Selection
+
+
+def write_table(conversations: Iterable[Conversation], path: Path) -> ConversationTable:
+    """Write the conversations to a file, and open it."""
+    table = ConversationTable(path)
+    for conversation in conversations:
+        table.add(conversation)
+    table.flush()
+    return table
 
 
 def conversations(number: int) -> list[Conversation]:

@@ -1,18 +1,16 @@
 import multiprocessing
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from data.generation.answers import AnswerGenerator, Answers, answer_prompts
+from data.generation.answers import answer_prompts
 from data.generation.hf import ProcessGenerator, TransformersGenerator
 from data.sampling import Sampling
 from data.target.loading import load_target
-from eagle31.errors import UserError
 from tests.data.generation.generators import greedy
 from tests.data.target.tiny_target import VOCAB_SIZE, save_target
 
@@ -117,35 +115,15 @@ def test_resume_after_a_kill_gives_the_same_answers_and_leaves_the_random_state(
         assert output.read_bytes() == b"".join(lines)
 
 
-def _by_processes(
-    generator: AnswerGenerator, prompts: list[list[int]], output: Path, temperature: float
-) -> list[list[int]]:
-    sampling = Sampling(MAX_NEW_TOKENS, (2, 3), temperature, seed=0)
-    return answer_prompts(generator, prompts, sampling, output=output, model_fingerprint="f")
-
-
-def test_processes_give_the_answers_of_one_and_keep_them_when_killed(
+def test_processes_give_the_answers_of_one(
     model: PreTrainedModel, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The imports of new interpreters take longer than all else here.
     forking = multiprocessing.get_context("fork")
     monkeypatch.setattr("data.generation.hf.multiprocessing.get_context", lambda _: forking)
-    spec, many, output = save_target(tmp_path / "target"), prompts * 4, tmp_path / "two.jsonl"
+    spec = save_target(tmp_path / "target")
     expected = _answers(model, prompts, tmp_path / "few.jsonl", temperature=1.0)
     with closing(ProcessGenerator(spec, [torch.device("cpu")] * 2, batch_size=3)) as generator:
-        assert _by_processes(generator, prompts, tmp_path / "all.jsonl", 1.0) == expected
-
-        def converse(asked: Any, sampling: Any, answered: Any, refused: Any) -> None:
-            def kill_after_the_first(answers: Answers) -> Any:
-                following = answered(answers)
-                for process in list(generator._pool._processes.values()):
-                    process.kill()
-                return following
-
-            generator.converse(asked, sampling, kill_after_the_first, refused)
-
-        killing = SimpleNamespace(engine="hf", converse=converse)
-        with pytest.raises(UserError, match="A process that runs the target has died"):
-            _by_processes(killing, many, output, 0.0)
-    assert 1 < len(output.read_bytes().splitlines()) < 1 + len(many) // 3
-    assert _answers(model, many, output) == _answers(model, many, tmp_path / "many.jsonl")
+        sampling, output = Sampling(MAX_NEW_TOKENS, (2, 3), 1.0, seed=0), tmp_path / "all.jsonl"
+        found = answer_prompts(generator, prompts, sampling, output=output, model_fingerprint="f")
+    assert found == expected

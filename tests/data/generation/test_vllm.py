@@ -1,6 +1,5 @@
 """Answers from a vLLM server that only writes completions."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,14 @@ import pytest
 import torch
 
 from data.capture.vllm.client import ExpectedTarget, VllmClient
-from data.conversations.schemas import Conversation
 from data.generation.answers import answer_prompts
-from data.generation.regenerate import regenerate
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
-from tests.data.capture.vllm.capturing import START_SECONDS
 from tests.data.capture.vllm.servers import INFO
 from tests.data.capture.vllm.targets import (
     ANSWER_TOKENS,
     STOP_TOKEN_IDS,
 )
-from tests.data.conversations.chat_templates import CHATML, byte_level_tokenizer
 
 GREEDY = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
 SAMPLED = replace(GREEDY, temperature=1.0)
@@ -74,48 +69,3 @@ def test_a_request_leaves_nothing_to_the_models_settings(
     assert asked["greedy"][1]["temperature"] == 0.0
     fields |= {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     assert fields.items() <= asked["recommended"][1].items()
-
-
-def test_a_block_begins_before_the_one_before_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, sent = byte_level_tokenizer(CHATML), list[str]()
-    last_has_begun = asyncio.Event()
-
-    async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
-        if method == "GET":
-            return (
-                {"data": [{"id": "target"}]}
-                if path == "/v1/models"
-                else INFO.to_json() | {"vocab_size": len(tokenizer)}
-            )
-        sent.append(str(tokenizer.decode(body["prompt"])))
-        if "three" in sent[-1]:
-            last_has_begun.set()
-        if "one" in sent[-1]:
-            await asyncio.wait_for(last_has_begun.wait(), START_SECONDS)
-        return {"choices": [{"finish_reason": "stop", "token_ids": [70, tokenizer.eos_token_id]}]}
-
-    monkeypatch.setattr(VllmClient, "_request", answered)
-    conversations = [
-        Conversation(text, ({"role": "user", "content": text}, {"role": "assistant", "content": "x"}))
-        for text in ("one", "two", "three")
-    ]
-    generator = VllmGenerator(
-        [VllmClient("http://nowhere", 2)], ExpectedTarget(INFO.model, "f", torch.bfloat16)
-    )
-    rest: dict[str, Any] = {"model_fingerprint": "f", "max_tokens": 100, "template_kwargs": {}}
-    sampling = replace(GREEDY, stop_token_ids=(tokenizer.eos_token_id,))
-    rows = regenerate(
-        conversations,
-        tokenizer,
-        generator,
-        sampling,
-        directory=tmp_path,
-        on_refused=print,
-        block_turns=1,
-        **rest,
-    )
-    generator.close()
-    assert rows["id"] == ["one/0", "two/0", "three/0"]
-    assert len(sent) == 3

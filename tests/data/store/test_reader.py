@@ -1,4 +1,3 @@
-import json
 import os
 import random
 from pathlib import Path
@@ -8,7 +7,7 @@ from safetensors.torch import load_file
 
 from data.store import DamagedShard, HiddenStateStore, reader
 from data.store.codec import CODECS
-from data.store.index import claim, describes, missing_ids, refuse, refused, write_manifest
+from data.store.index import claim, describes, missing_ids, write_manifest
 from data.store.shards import FinishedShards, ShardFile
 from eagle31.errors import UserError
 from tests.data.store.samples import (
@@ -56,34 +55,6 @@ def test_a_sample_that_two_shards_hold_is_the_first_ones(tmp_path: Path) -> None
     assert store.manifest["num_tokens"] == sum(LENGTHS)
     for index in range(7):
         assert_equal(store[index], encoded(index))
-
-
-def test_refused_samples_are_named_and_left_out(tmp_path: Path) -> None:
-    append_all(tmp_path, [6, 0, 5])
-    for sample_id in (1, 2, 3, 4, 5):
-        refuse(tmp_path, sample_id, "too long")
-    refuse(tmp_path, 4, "too long for c")
-    assert missing_ids(tmp_path, FinishedShards(tmp_path).records(), 8) == [7]
-    write_manifest(tmp_path, settings())
-    store = HiddenStateStore(tmp_path)
-    assert store.sample_ids.tolist() == [0, 5, 6]  # sample 5 was captured in the end
-    assert_equal(store[2], encoded(6))
-    named = {"1": "too long", "2": "too long", "3": "too long", "4": "too long for c"}
-    assert store.manifest["refused"] == named
-    assert list(refused(tmp_path)) == [1, 2, 3, 4, 5]
-
-
-def test_the_manifest_and_the_index_describe_the_store(tmp_path: Path) -> None:
-    write_store(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["target"] == "tiny"
-    assert manifest["num_samples"] == 7
-    records = FinishedShards(tmp_path).records()
-    assert manifest["num_shards"] == len(records)
-    assert manifest["num_bytes"] == sum((tmp_path / record.file).stat().st_size for record in records)
-    assert describes(tmp_path, settings())
-    (tmp_path / records[0].file).unlink()
-    assert not describes(tmp_path, settings())
 
 
 def test_unfinished_store_is_refused(tmp_path: Path) -> None:

@@ -96,17 +96,6 @@ def test_a_failure_in_the_background_is_raised_and_finished_shards_stay(tmp_path
     assert captured_ids(tmp_path) == {0, 1, 2}
 
 
-def test_what_was_captured_before_the_caller_failed_is_kept(tmp_path: Path) -> None:
-    def capture() -> None:
-        with StoreWriter(tmp_path, "a", EXACT, 100) as writer:
-            writer.append(2, make_sample(2))
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        capture()
-    assert captured_ids(tmp_path) == {2}
-
-
 def test_a_full_disk_is_said_and_finished_shards_are_kept(tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path, "a", EXACT, shard_tokens=15)
     writer.append(3, make_sample(3))

@@ -121,28 +121,6 @@ def test_completions_are_the_targets_and_replay_equals_decoding(
         assert 0 < sum(accepted) < len(accepted) * k
 
 
-def test_drafts_and_margins_are_kept() -> None:
-    model, modules = tiny_target()
-    target = TargetDecoder(model, modules, AUX)
-    drafter, frozen = drafter_for(modules)
-    prompt = [1, 2, 3, 4]
-    plain = decode_plainly(target, prompt, device=CPU, **LIMITS)
-    ours = decode_speculatively(target, drafter, frozen, prompt, draft_tokens=3, **LIMITS)
-    assert len(ours.margins) == len(ours.bounds) == len(ours.token_ids)
-    torch.testing.assert_close(torch.tensor(ours.bounds), torch.tensor(plain.bounds), rtol=1e-4, atol=0)
-    assert [len(one) for one in ours.draft_bounds] == [len(one) for one in ours.draft_margins]
-    torch.testing.assert_close(torch.tensor(ours.margins), torch.tensor(plain.margins), rtol=0, atol=1e-4)
-    assert len(ours.drafts) == len(ours.draft_margins) == len(ours.accepted) > 2
-    position = 1
-    for draft, margins, num_accepted in zip(ours.drafts, ours.draft_margins, ours.accepted, strict=True):
-        following = ours.token_ids[position : position + 3]
-        assert len(draft) == len(margins) == 3
-        assert min(margins) > 0
-        assert draft[:num_accepted] == following[:num_accepted]
-        assert draft[num_accepted] != following[num_accepted] if num_accepted < len(following) else True
-        position += num_accepted + 1
-
-
 def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft with a grid of the uniform variable; distributions replace the draws from them."""
     generator = torch.Generator().manual_seed(0)

@@ -27,12 +27,6 @@ def test_five_iterations_equalize_singular_values_of_very_different_scales() -> 
     assert 0.68 < found[promised].min() < found[promised].max() < 1.21
 
 
-def test_bfloat16_gives_nearly_the_same() -> None:
-    matrices = torch.randn(2, 32, 96, generator=torch.Generator().manual_seed(0))
-    exact, rounded = orthogonalize(matrices), orthogonalize(matrices.bfloat16()).float()
-    assert ((rounded - exact).norm() / exact.norm()) < 0.02
-
-
 def test_a_zero_matrix_stays_zero() -> None:
     assert not orthogonalize(torch.zeros(1, 4, 8)).any()
 

@@ -15,7 +15,7 @@ from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Loss
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import DepthSums, rollout_loss
-from tests.eagle31.naive import is_supervised, naive_loss, naive_states
+from tests.eagle31.naive import naive_loss
 from tests.eagle31.tiny import (
     BIASES,
     EAGLE3,
@@ -190,25 +190,3 @@ def test_loss_and_gradients_equal_the_naive_ones(name: str) -> None:
         torch.testing.assert_close(
             parameter.grad, gradient, rtol=1e-9, atol=1e-9 * (scale or 1), msg=parameter_name
         )
-
-
-def test_depth_sums_are_what_their_names_say() -> None:
-    config = tiny_config()
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((40,), config, seed=4)
-    _, sums = rollout_loss(drafter, frozen, batch, num_steps=2, step_decay=0.8)
-    teacher = frozen.target_head(batch.final_hidden_states)
-    ids = frozen.draft_target_ids
-    assert ids is not None
-    for step, normed in enumerate(naive_states(drafter, config, frozen, batch, 2)):
-        q_draft = drafter.lm_head(normed).softmax(-1)
-        q = torch.zeros(len(normed), config.vocab_size, dtype=q_draft.dtype).index_copy(1, ids, q_draft)
-        rows = [t for t in range(40) if is_supervised(batch, t, step)]
-        later = [t + 1 + step for t in rows]
-        assert sums.num_rows[step] == len(rows)
-        agreement = (q[rows].argmax(-1) == teacher[later].argmax(-1)).sum()
-        assert sums.agreement[step] == agreement
-        expected = torch.minimum(q[rows], teacher[later].softmax(-1)).sum()
-        torch.testing.assert_close(sums.expected_acceptance[step], expected, rtol=1e-6, atol=0)
-        norms = normed[rows].norm(dim=-1).sum()
-        torch.testing.assert_close(sums.state_norm[step], norms, rtol=1e-5, atol=0, check_dtype=False)
