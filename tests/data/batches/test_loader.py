@@ -209,29 +209,3 @@ def test_rows_are_divided_equally() -> None:
 def test_too_few_rows_for_a_step_are_a_user_error() -> None:
     with pytest.raises(UserError, match=r"train\.rows_per_step=100: The data fills"):
         _loader(rows_per_step=100)
-
-
-class StoredListSource(ListSource):
-    """A source of files whose samples are decoded into rows."""
-
-    state_shape = StateShape(3, 2, torch.float32)
-
-    def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None:
-        self.requests.append(list(indices))
-        for index, place in zip(indices, places, strict=True):
-            for name, tensor in vars(self[index]).items():
-                getattr(place, name).copy_(tensor)
-
-
-def test_samples_that_are_decoded_into_rows_make_the_same_rows() -> None:
-    loaders = [
-        RowLoader(source(), row_tokens=ROW_TOKENS, rows_per_step=4, seed=0)
-        for source in (ListSource, StoredListSource)
-    ]
-    for step in range(5):
-        for one, other in zip(*(loader.batches(step) for loader in loaders), strict=True):
-            for name, tensor in vars(one).items():
-                assert torch.equal(tensor, getattr(other, name)), name
-                assert tensor.dtype == getattr(other, name).dtype
-    for loader in loaders:
-        loader.close()

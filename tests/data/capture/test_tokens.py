@@ -59,7 +59,6 @@ def test_tokens_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert tokens_fingerprint(load_from_disk(str(tmp_path / "saved"))) == own
     as_written = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
     assert tokens_fingerprint(dataset.cast(as_written)) == own
-    assert tokens_fingerprint(dataset.select(range(11, -1, -1)).select(range(11, -1, -1))) == own
     rows = dataset.to_list()
     masked = [{**rows[0], "loss_mask": [not one for one in rows[0]["loss_mask"]]}, *rows[1:]]
     # The same tokens in the same order, divided differently.

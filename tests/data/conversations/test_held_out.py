@@ -1,5 +1,6 @@
 from data.conversations.held_out import EvaluationPrompts, choose_prompts, first_prompt
 from data.conversations.schemas import Conversation
+from tests.data.conversations.jsonl_files import conversation
 
 
 def conversations(*prompts: str) -> list[Conversation]:
@@ -30,17 +31,12 @@ def test_the_prompt_is_only_the_first_user_message():
     assert first_prompt(later) == "first"
 
 
-def conversation(*contents: str) -> Conversation:
-    roles = ("user", "assistant")
-    return Conversation("x", tuple({"role": roles[i % 2], "content": c} for i, c in enumerate(contents)))
-
-
 def test_an_evaluation_prompt_is_found_in_any_message_of_the_user_whatever_its_spaces_and_case():
     evaluated = EvaluationPrompts()
-    evaluated.add("first", [conversation("Add ２ and ﬁve.", "four", "and 3?")])
-    evaluated.add("second", [conversation("add 2  and five."), conversation("Name a color.")])
-    assert evaluated.find(conversation("hello", "hi", "ADD 2 and five.", "4")) == 0
-    assert evaluated.find(conversation("name a\u00a0color.", "red")) == 1
-    assert evaluated.find(conversation("and 3?", "no")) == -1  # not a first message
-    assert evaluated.find(conversation("hello", "Name a color.")) == -1  # the assistant's
-    assert EvaluationPrompts().find(conversation("Name a color.")) == -1
+    evaluated.add("first", [conversation("x", "Add ２ and ﬁve.", "four", "and 3?")])
+    evaluated.add("second", [conversation("x", "add 2  and five."), conversation("x", "Name a color.")])
+    assert evaluated.find(conversation("x", "hello", "hi", "ADD 2 and five.", "4")) == 0
+    assert evaluated.find(conversation("x", "name a\u00a0color.", "red")) == 1
+    assert evaluated.find(conversation("x", "and 3?", "no")) == -1  # not a first message
+    assert evaluated.find(conversation("x", "hello", "Name a color.")) == -1  # the assistant's
+    assert EvaluationPrompts().find(conversation("x", "Name a color.")) == -1

@@ -19,17 +19,11 @@ from data.conversations.template import (
 from eagle31.errors import UserError
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
+from tests.data.conversations.jsonl_files import conversation
 
-
-def conversation(*contents: str, system: str | None = None) -> Conversation:
-    """Make a conversation of alternating user and assistant messages."""
-    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    for i, content in enumerate(contents):
-        messages.append({"role": ("user", "assistant")[i % 2], "content": content})
-    return Conversation("some-id", tuple(messages))
-
-
-TWO_TURNS = conversation("what is two and two", "it is four", "and three", "six", system="be quick")
+TWO_TURNS = conversation(
+    "some-id", "what is two and two", "it is four", "and three", "six", system="be quick"
+)
 
 
 def rendered(template: str, turns: Turns = Turns.all, of: Conversation = TWO_TURNS, **template_kwargs: Any):
@@ -70,7 +64,9 @@ def test_a_mask_from_prefixes_covers_what_the_assistant_samples():
     "of",
     [
         TWO_TURNS,
-        conversation("what", "\n\nsix", "and", "four 猫"),  # "assistant\n\n" is one token; 猫 is three
+        conversation(
+            "some-id", "what", "\n\nsix", "and", "four 猫"
+        ),  # "assistant\n\n" is one token; 猫 is three
     ],
 )
 def test_markers_and_prefixes_give_the_same_samples(marked, turns, of):
@@ -86,7 +82,7 @@ def test_adjacent_markers_are_merged():
     halves = first + "{{- message.content[2:] + '<|im_end|>' + '\\n' }}"
     template = templates.CHATML_MARKED.replace(content, halves + "{% endgeneration %}")
     assert template != templates.CHATML_MARKED
-    of = conversation("and", "six")
+    of = conversation("some-id", "and", "six")
     assert rendered(template, of=of)[1] == rendered(templates.CHATML, of=of)[1]
 
 
@@ -120,7 +116,7 @@ def test_a_template_that_drops_thinking_from_the_history():
 
 
 def test_template_kwargs_change_the_prompt():
-    of = conversation("what", "four")
+    of = conversation("some-id", "what", "four")
     tokenizer, (sample,) = rendered(templates.THINKING, of=of, enable_thinking=False)
     assert supervised_texts(tokenizer, sample) == ["four<|im_end|>"]
     tokenizer, (sample,) = rendered(templates.THINKING, of=of)
@@ -130,7 +126,7 @@ def test_template_kwargs_change_the_prompt():
 
 
 def test_tokens_across_the_start_of_a_turn_are_masked():
-    of = conversation("what", "\n\nsix\n", "and", "four")
+    of = conversation("some-id", "what", "\n\nsix\n", "and", "four")
     tokenizer, (sample,) = rendered(templates.PLAIN, of=of)
     newlines = tokenizer("\n\n")["input_ids"]
     assert len(newlines) == 1
@@ -144,7 +140,7 @@ def test_tokens_across_the_end_of_a_turn_are_masked():
     template = templates.PLAIN.replace(
         "{{- message.role", "{{- '\\n\\n' * (loop.index0 % 2 == 0) + message.role"
     )
-    tokenizer, (sample,) = rendered(template, of=conversation("what", "six", "and", "four"))
+    tokenizer, (sample,) = rendered(template, of=conversation("some-id", "what", "six", "and", "four"))
     assert sample.num_straddling == 1
     assert supervised_texts(tokenizer, sample) == ["six", "four\n"]
 
@@ -152,7 +148,7 @@ def test_tokens_across_the_end_of_a_turn_are_masked():
 @pytest.mark.parametrize("template", [templates.INSTRUCTIONS, templates.INSTRUCTIONS_MARKED])
 def test_a_sentencepiece_tokenizer_without_a_generation_prompt(template):
     tokenizer = templates.sentencepiece_tokenizer(template)
-    of = conversation("what is two", "it is four", "and", "six 猫")
+    of = conversation("some-id", "what is two", "it is four", "and", "six 猫")
     (sample,) = render(tokenizer, of, template_kwargs={}, eos_token_ids=eos_token_ids(tokenizer))
     assert supervised_texts(tokenizer, sample) == ["it is four </s>", "six 猫 </s>"]
     assert sample.num_straddling == 0
@@ -187,7 +183,7 @@ def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatc
     monkeypatch.setattr(Template, "encode", pytest.fail)
     monkeypatch.setattr(template_module, "_MAX_CHARACTERS", 1000)
     with pytest.raises(TemplateRefused, match="more than the 1,000"):
-        rendered(template, of=conversation("q", "a" * 1000))
+        rendered(template, of=conversation("some-id", "q", "a" * 1000))
 
 
 def test_a_tokenizer_without_a_template_is_a_user_error():

@@ -10,9 +10,8 @@ from data.conversations.token_bytes import token_ends
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import (
     byte_level_tokenizer,
-    python_tokenizer,
-    sentencepiece_tokenizer,
 )
+from tests.data.conversations.jsonl_files import conversation
 
 PIECES = ["four ", "five\n\n", " ", "six", "é", "日本", "\n", "three", "🙂", "<|im_end|>", "\t", "two"]
 
@@ -22,9 +21,7 @@ def conversations(number: int) -> list[Conversation]:
     found = []
     for index in range(number):
         contents = ["".join(rng.choices(PIECES, k=rng.randint(1, 8))) for _ in range(2 * rng.randint(1, 3))]
-        roles = ("user", "assistant")
-        messages = tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(contents))
-        found.append(Conversation(str(index), messages))
+        found.append(conversation(str(index), *contents))
     return found
 
 
@@ -39,13 +36,6 @@ def test_the_ends_are_those_of_the_tokens_bytes():
     end = ids.index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
     assert text.encode()[ends[end - 1] : ends[end]] == b"<|im_end|>"
     assert token_ends(tokenizer, text + " ", ids) is None
-
-
-@pytest.mark.parametrize("make", [sentencepiece_tokenizer, python_tokenizer])
-def test_tokens_that_are_not_bytes_have_no_known_ends(make):
-    tokenizer = make(templates.CHATML)
-    ids = tokenizer("four five", add_special_tokens=False)["input_ids"]
-    assert token_ends(tokenizer, "four five", ids) is None
 
 
 @pytest.mark.parametrize("name", ["PLAIN", "HEADERS", "CHATML_MARKED"])

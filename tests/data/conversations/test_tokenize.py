@@ -11,11 +11,7 @@ from data.conversations.tokenize import Enough, TokenizeReport, tokenize
 from eagle31.errors import UserError
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
-
-
-def conversation(id: str, *contents: str) -> Conversation:
-    roles = ("user", "assistant")
-    return Conversation(id, tuple({"role": roles[i % 2], "content": c} for i, c in enumerate(contents)))
+from tests.data.conversations.jsonl_files import conversation
 
 
 def options(**changed):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data.generation.answers import answer_prompts, record_batch
+from data.generation.answers import answer_prompts
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from eagle31.json_files import read_jsonl
@@ -71,22 +71,3 @@ def test_a_damaged_line_is_named(tmp_path: Path, number: int) -> None:
     output.write_bytes(b"".join([*lines[: number - 1], changed, *lines[number:]]))
     with pytest.raises(UserError, match=rf"a\.jsonl:{number}=.*damaged"):
         answers(output)
-
-
-def test_the_mask_covers_exactly_the_answer() -> None:
-    samples = [("a", [1, 2, 3], [5, 6]), ("long", [4], [7, 8, 9, 9]), ("short", [4], [7])]
-    assert record_batch(samples, max_tokens=5).to_pylist() == [
-        {
-            "id": "a",
-            "input_ids": [1, 2, 3, 5, 6],
-            "loss_mask": [False, False, False, True, True],
-            "num_prompt_tokens": 3,
-        },
-        {
-            "id": "long",
-            "input_ids": [4, 7, 8, 9, 9],
-            "loss_mask": [False, True, True, True, True],
-            "num_prompt_tokens": 1,
-        },
-    ]
-    assert len(record_batch(samples, max_tokens=4)) == 1

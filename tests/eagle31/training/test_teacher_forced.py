@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits, logits_of_draft
+from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
 from tests.eagle31.naive import is_supervised, naive_states
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 
@@ -54,15 +54,3 @@ def test_the_probability_that_a_token_of_the_text_was_an_accepted_draft() -> Non
     assert (found[supervised] == 0).any()  # a token that the drafter cannot draft
     assert ((found > 0) & (found < 1)).any()
     assert (found == 1).any()
-
-
-@torch.no_grad()
-def test_logits_of_one_draft() -> None:
-    config = tiny_config()
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((40,), config, seed=6)
-    states = naive_states(drafter, config, frozen, batch, 3)
-    row = next(t for t in range(40) if is_supervised(batch, t, 2))
-    for step in range(3):
-        logits = logits_of_draft(drafter, frozen, batch, row, step)
-        torch.testing.assert_close(logits, drafter.lm_head(states[step][row]))
