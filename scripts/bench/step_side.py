@@ -1,60 +1,61 @@
-"""One side of scripts/bench/step: a process that runs a project's training step on request.
+"""One side of scripts/bench/step, in the side's environment: python -I step_side.py SPEC OUTPUT
 
-It runs in the side's environment. Requests and responses are lines of JSON on stdin and stdout.
+It runs forward and backward, without an optimizer, on each row, and writes times and memory to OUTPUT.
 """
 
 import ctypes
 import gc
 import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 Json = dict[str, Any]
-# The module that is trained, a step on the row of an index, and what the report says of the side.
-Built = tuple[nn.Module, Callable[[int], Tensor], Json]
+Tensors = dict[str, Tensor]
+# The module that is trained, its loss on the row of an index, and its version.
+Built = tuple[nn.Module, Callable[[int], Tensor], str]
 
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    # Only responses go to the pipe; what libraries print goes to the log.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     torch.set_num_threads(spec["threads"])
-    try:
-        side = Side(spec)
-        answers.write(json.dumps(side.about) + "\n")
-        for line in sys.stdin:
-            request = json.loads(line)
-            run = {"round": side.round, "memory": side.memory}[request["do"]]
-            answers.write(json.dumps(run(request["row"])) + "\n")
-    except Exception as error:
-        traceback.print_exc()
-        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) + "\n")
-        sys.exit(1)
+    device, dtype = torch.device(spec["device"]), getattr(torch, spec["dtype"])
+    weights: Tensors = {}
+    rows: dict[str, Tensors] = {}
+    for name, tensor in load_file(spec["inputs"]).items():
+        where, _, key = name.partition("/")
+        group = weights if where == "weights" else rows.setdefault(where, {})
+        group[key] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+    build = build_eagle31 if spec["side"].startswith("eagle31") else build_peer
+    model, loss_of, version = build(spec, weights, [rows[str(index)] for index in range(len(rows))])
+    run_step(model, loss_of, 0)  # warms up
+    measured: Json = {"version": version, "step_bytes": step_bytes(model, loss_of)}
+    measured["num_trained"] = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    timed = [run_step(model, loss_of, index) for index in range(len(rows))]
+    for name, values in zip(("wall_seconds", "cpu_seconds", "loss"), zip(*timed, strict=True), strict=True):
+        measured[name] = values
+    Path(sys.argv[2]).write_text(json.dumps(measured))
 
 
-def build_eagle31(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, Tensor]]) -> Built:
+def build_eagle31(spec: Json, weights: Tensors, rows: list[Tensors]) -> Built:
     """The head is trained or frozen according to `spec["head"]`."""
     from data.target.head import TargetHead
     from eagle31.model.drafter import Drafter
     from eagle31.model.frozen import FrozenParts
     from eagle31.training.batch import PackedBatch
     from eagle31.training.step import rollout_loss
+    from scripts.bench.peers import drafter_weights
     from scripts.bench.step_inputs import Shape
 
-    shape = Shape(**spec["shape"])
-    config = shape.config()
-    trained = {name: tensor for name, tensor in weights.items() if not name.startswith(("target_", "draft_"))}
+    config = Shape(**spec["shape"]).config()
+    trained = drafter_weights(weights)
     head = trained.pop("lm_head.weight") if spec["head"] == "frozen" else None
     with torch.device("meta"):
         drafter = Drafter(config, with_head=head is None)
@@ -69,15 +70,13 @@ def build_eagle31(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, T
         lm_head=None if head is None else linear(head),
     )
     batches = [PackedBatch(**row) for row in rows]
-    options: Json = {"num_steps": shape.num_steps, "step_decay": shape.step_decay, "with_metrics": False}
+    options: Json = {"num_steps": spec["ttt_steps"], "step_decay": spec["step_decay"], "with_metrics": False}
 
-    def step(index: int) -> Tensor:
+    def loss_of(index: int) -> Tensor:
         loss, sums = rollout_loss(drafter, frozen, batches[index], **options)
-        scaled = loss / sums.num_rows[0]
-        scaled.backward()
-        return scaled.detach()
+        return loss / sums.num_rows[0]
 
-    return drafter, step, {"version": "this checkout"}
+    return drafter, loss_of, ""
 
 
 def linear(weight: Tensor) -> nn.Linear:
@@ -87,98 +86,48 @@ def linear(weight: Tensor) -> nn.Linear:
     return module.requires_grad_(False)
 
 
-def build_peer(spec: Json, weights: dict[str, Tensor], rows: list[dict[str, Tensor]]) -> Built:
-    from scripts.bench.peers.peer import Peer
-    from scripts.bench.peers.specforge_peer import SpecForge
-    from scripts.bench.peers.speculators_peer import Speculators
-    from scripts.bench.peers.torchspec_peer import TorchSpec
+def build_peer(spec: Json, weights: Tensors, rows: list[Tensors]) -> Built:
+    from scripts.bench.peers import PEERS
 
-    shape = spec["shape"]
-    options: Json = {
-        "ttt_steps": shape["num_steps"],
-        "step_decay": shape["step_decay"],
-        "device": torch.device(spec["device"]),
-        "dtype": getattr(torch, spec["dtype"]),
-    }
-    sizes = spec["llama_config"], shape["draft_vocab_size"]
-    peer: Peer
-    if spec["side"] == "specforge":
-        peer = SpecForge(*sizes, **options)
-    elif spec["side"] == "torchspec":
-        peer = TorchSpec(*sizes, loss="forward_kl", **options)
-    else:
-        ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-        peer = Speculators(*sizes, loss="kl_div", config=ids, **options)
-    peer.load(weights)
+    peer = PEERS[spec["side"]](spec, weights, torch.device(spec["device"]), getattr(torch, spec["dtype"]))
     inputs = [peer.inputs(row) for row in rows]
-
-    def step(index: int) -> Tensor:
-        loss = peer.loss(inputs[index])
-        loss.backward()
-        return loss.detach()
-
-    return peer.model, step, {"version": peer.version, "ran": peer.ran["model"]}
+    return peer.model, lambda index: peer.loss(inputs[index]), peer.version
 
 
-class Side:
-    """One side's step on the rows of a shape."""
+def run_step(model: nn.Module, loss_of: Callable[[int], Tensor], index: int) -> tuple[float, float, float]:
+    """Return the step's time, its time on all cores, and the loss."""
+    model.zero_grad(set_to_none=True)
+    wait()
+    wall, cpu = time.perf_counter(), time.process_time()
+    loss = loss_of(index)
+    loss.backward()
+    wait()
+    return time.perf_counter() - wall, time.process_time() - cpu, float(loss.detach())
 
-    def __init__(self, spec: Json) -> None:
-        self.device = torch.device(spec["device"])
-        dtype: torch.dtype = getattr(torch, spec["dtype"])
-        weights: dict[str, Tensor] = {}
-        rows: list[dict[str, Tensor]] = [{} for _ in range(spec["num_rows"])]
-        for name, tensor in load_file(spec["data"]).items():
-            where, _, key = name.partition("/")
-            group = weights if where == "weights" else rows[int(where)]
-            group[key] = tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-        build = build_eagle31 if spec["side"] == "eagle31" else build_peer
-        self.model, self.step, about = build(spec, weights, rows)
-        self.about = about | {
-            "num_trained": sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        }
 
-    def round(self, row: int) -> Json:
-        """Run forward and backward once, without an optimizer."""
-        self.model.zero_grad(set_to_none=True)
-        if self.device.type == "cuda":  # all sides share the device: each frees its cache and warms up again
-            self.step(row)
-            self.model.zero_grad(set_to_none=True)
-        self.wait()
-        wall, cpu = time.perf_counter(), time.process_time()
-        loss = self.step(row)
-        self.wait()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        if self.device.type == "cuda":
-            self.model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-        return {"wall_seconds": wall, "cpu_seconds": cpu, "loss": float(loss)}
+def step_bytes(model: nn.Module, loss_of: Callable[[int], Tensor]) -> int:
+    """Return the peak memory of a step, gradients included, above the weights, inputs and libraries.
 
-    def memory(self, row: int) -> Json:
-        """Return one step's peak memory, gradients included, above the weights, inputs and libraries.
+    On a CPU this is the kernel's high-water mark of resident memory, reset just before the step after freed
+    memory was returned; on a GPU it is torch's peak of allocated memory.
+    """
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_bytes("VmRSS")
+    run_step(model, loss_of, 0)
+    return (torch.cuda.max_memory_allocated() if on_gpu else _status_bytes("VmHWM")) - before
 
-        On a CPU this is the kernel's high-water mark of resident memory, reset just before the step after
-        freed memory was returned; on a GPU it is torch's peak of allocated memory.
-        """
-        self.model.zero_grad(set_to_none=True)
-        gc.collect()
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            baseline = torch.cuda.memory_allocated()
-        else:
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-            baseline = _status_bytes("VmRSS")
-        self.step(row)
-        self.wait()
-        peak = torch.cuda.max_memory_allocated() if on_gpu else _status_bytes("VmHWM")
-        return {"baseline_bytes": baseline, "step_bytes": peak - baseline}
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _status_bytes(key: str) -> int:

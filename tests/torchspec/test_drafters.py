@@ -25,7 +25,6 @@ from eagle31.training.objectives import Loss
 from eagle31.training.step import rollout_loss
 from tests.eagle31.export.exports import LATENT_YARN, drafted
 from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, random_batch, tiny_config, tiny_drafter
-from tests.scripts.bench.commands import command
 from train.trainer.engine import ensure_process_group
 
 NUM_STEPS, STEP_DECAY, NUM_TOKENS = 4, 0.8, 24
@@ -145,7 +144,7 @@ def test_gradients_are_torchspecs() -> None:
 
 def test_the_benchmarks_train_its_drafter(tmp_path: Path) -> None:
     """Its packed rows, with the mask of documents that is added, have our loss; what is kept is read."""
-    from scripts.bench.peers.torchspec_peer import TorchSpec
+    from scripts.bench.peers import TorchSpec, drafter_spec
     from scripts.bench.step_inputs import Shape, packed_rows, random_batch, random_weights
 
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
@@ -162,11 +161,9 @@ def test_the_benchmarks_train_its_drafter(tmp_path: Path) -> None:
     frozen = FrozenParts(weights["target_embed"], TargetHead(norm, head), None, None)
     _, sums = rollout_loss(drafter, frozen, batch, num_steps=shape.num_steps, step_decay=shape.step_decay)
 
-    side = {"side": "torchspec", "head": "trained"}
-    options = Namespace(threads=1, dtype="float32", device="cpu")
-    spec = command("step").side_spec(side, shape, tmp_path, 1, options) | {"peer": "torchspec", "steps": 4}
-    spec |= {"draft_vocab_size": VOCAB, "published_config": config_json(config, Layout.vllm, "float32")}
-    trainer = TorchSpec.trainer(spec, weights, torch.float32)
+    spec = drafter_spec(config) | {"published_config": config_json(config, Layout.vllm, "float32")}
+    trainer = TorchSpec(spec, weights, CPU, torch.float32)
+    trainer.begin(steps=4)
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, shape.num_steps)
     with torch.compiler.set_stance("force_eager"):
         # Its mask moves with the steps.

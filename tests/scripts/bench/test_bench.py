@@ -1,6 +1,5 @@
 """Each benchmark runs on something tiny, and its figures follow from what it measured."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ TINY = step_inputs.Shape("tiny", "chat", 256, 64, 4, 2, 16, 96, 512, 128, num_st
 
 
 def run(name: str, *arguments: str, cwd: Path) -> str:
-    done = run_command(f"scripts/bench/{name}", *arguments, "--threads", "1", directory=cwd)
+    done = run_command(f"scripts/bench/{name}", *arguments, directory=cwd)
     assert done.status == 0, done.err
     return done.out
 
@@ -27,38 +26,50 @@ def test_step_times_both_of_our_sides(
 ) -> None:
     step = command("step")
     monkeypatch.setitem(step.SHAPES, "C", TINY)
-    monkeypatch.setattr(sys, "argv", ["step", "--shapes", "C", "--rounds", "2", "--threads", "1", "--peers"])
+    monkeypatch.setattr(step, "ROWS", 1)
+    monkeypatch.setattr(sys, "argv", ["step", "--shapes", "C", "--sides", "eagle31", "eagle31-frozen"])
     step.main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eagle31 ")]
-    heads, trained = [row[3] for row in rows], [float(row[4]) for row in rows]
+    rows = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("eagle31 ", "eagle31-frozen "))
+    ]
+    heads, trained = [row[1] for row in rows], [float(row[2]) for row in rows]
     assert heads == ["trained", "frozen"]
     assert trained[0] >= trained[1]
-    assert all(float(row[6].replace(",", "")) > 0 for row in rows)
+    assert all(float(row[4].replace(",", "")) > 0 for row in rows)
 
 
 def test_a_peer_is_compared_with_our_side_of_the_same_head() -> None:
-    def side(name: str, head: str, seconds: float, step_bytes: int) -> dict:
-        rounds = [{"wall_seconds": seconds * n, "cpu_seconds": seconds} for n in (1, 2, 3)]
-        return {"side": name, "head": head, "rounds": rounds, "memory": {"step_bytes": step_bytes}}
+    def side(seconds: float, step_bytes: int) -> list[dict]:
+        times = {"wall_seconds": [seconds, 2 * seconds, 3 * seconds], "cpu_seconds": [seconds] * 3}
+        return [
+            times | {"num_tokens": [1] * 3, "step_bytes": step_bytes, "version": "1", "num_trained": 1}
+        ] * 2
 
-    ours = side("eagle31", "trained", 2.0, 10), side("eagle31", "frozen", 1.0, 5)
-    [found] = command("step").ratios([*ours, side("speculators", "frozen", 3.0, 50)])
-    assert found == {"peer": "speculators", "speed": 3.0, "cpu_speed": 3.0, "memory": 0.1}
+    found = {"eagle31": side(2.0, 10), "eagle31-frozen": side(1.0, 5), "speculators": side(3.0, 50)}
+    assert command("step").lines(TINY, found | {"specforge": [{"error": "no memory"}]}, "float32")[-2:] == [
+        "specforge: no memory",
+        "against speculators with the same head: 3.00x the tokens per second (3.00x per CPU second), "
+        "0.10 of its step's memory",
+    ]
 
 
-def test_capture_is_compared_with_prefill(small_target: EmbeddedTarget, tmp_path: Path) -> None:
-    options = ("--samples", "8", "--rounds", "1", "--json", str(tmp_path / "out.json"))
-    run("capture", str(small_target.model), *options, cwd=tmp_path)
-    sides = json.loads((tmp_path / "out.json").read_text())["sides"]
-    assert set(sides) == {"prefill", "exact"}
-    assert all(one["wall_seconds"] > 0 for rounds in sides.values() for one in rounds)
+def test_capture_is_compared_with_prefill(
+    small_target: EmbeddedTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture = command("capture")
+    monkeypatch.setattr(capture, "SAMPLES", 8)
+    monkeypatch.setattr(capture, "ROUNDS", 1)
+    monkeypatch.setattr(sys, "argv", ["capture", str(small_target.model)])
+    capture.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["prefill", "capture"]
+    assert all(float(row[1].replace(",", "")) > 0 for row in rows)
 
 
 @pytest.mark.full("trains three drafters, and the embedded target where it is missing")
 def test_study_and_quality_train_and_measure(tmp_path: Path) -> None:
-    small = ("--steps", "4", "--seeds", "0", "--prompts", "4", "--samples", "60")
-    assert "| eagle3.1 | 1." in run(
-        "study", *small, "--variants", "eagle3.1", "--output", "out", cwd=tmp_path
-    )
-    quality = ("--sides", "eagle31", "--points", "2", *small)
-    assert "eagle31, 4 steps" in run("quality", *quality, "--output", "out", cwd=tmp_path)
+    small = ("--set", "train.max_steps=4", "data.num_test=4", "capture.max_samples=60")
+    assert "| eagle3.1 | 1." in run("study", "--sides", "eagle3.1", *small, cwd=tmp_path)
+    assert "eagle31, 4 steps" in run("quality", "--sides", "eagle31", *small, cwd=tmp_path)

@@ -1,0 +1,251 @@
+"""Trainings of drafters on the same captured states, by eagle31 and by other trainers, and their acceptance.
+
+All that is made for one target is in one directory, where the same command reuses what is finished.
+"""
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.cache import cache_directory
+from data.store import HiddenStateStore
+from data.target.parts import TargetParts
+from eagle31.errors import UserError
+from eagle31.export.config_json import config_json
+from eagle31.export.layouts import Layout
+from eagle31.json_files import read_json, write_json
+from eagle31.model.frozen import FrozenParts
+from eagle31.model.vocab import DraftVocab
+from scripts.bench.chat_target import ensure_chat_target
+from scripts.bench.peers import PEERS, ROOT, drafter_spec, find_python
+from train.artifact import Artifact
+from train.config.compose import composed
+from train.config.run import Stage
+from train.context import RunContext
+from train.distributed import World
+from train.drafter.published import open_published
+from train.evaluation.intervals import Floats
+from train.evaluation.replay import packed, replay_greedily
+from train.pipeline import STAGES
+from train.stages.training.building import new_drafter
+from train.stages.vocab import load_projected, load_vocab
+from train.trainer.parts import STATE, load_weights, read_checked
+
+POINTS = 10  # checkpoints that a training keeps
+_SHARED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
+_CPU = torch.device("cpu")
+Json = dict[str, Any]
+
+
+class RunFailed(RuntimeError):
+    """A run ended with an error; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A peer, or eagle31 with overrides of its recipe."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name in PEERS
+
+
+def new_parser(description: str | None, known: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:
+    """Return the arguments that quality and study share; `parse_side` reads the sides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=list(known),
+        metavar="NAME[=OVERRIDES]",
+        help=f"of {', '.join(known)} (default: all),\n"
+        'or eagle31 with other settings, such as "cosine=optim.schedule=cosine train.seed=1"',
+    )
+    parser.add_argument(
+        "--conversations",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with question and answer, such as GSM8K's: a small Qwen3 is trained on them and\n"
+        "is the target (default: the embedded target)",
+    )
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of every side's recipe")
+    return parser
+
+
+def parse_side(text: str, known: Mapping[str, Sequence[str]]) -> Side:
+    """Parse NAME or NAME=OVERRIDES, such as `linear=optim.schedule=linear train.step_decay=1.0`.
+
+    Raises:
+        UserError: it has neither a known name nor overrides.
+    """
+    name, _, rest = text.partition("=")
+    overrides = tuple(shlex.split(rest)) if rest else known.get(text)
+    if overrides is None or not re.fullmatch(r"[\w.+-]+", name) or not all("=" in one for one in overrides):
+        remedy = f'Give one of {", ".join(known)}, or NAME=OVERRIDES, such as "linear=optim.schedule=linear".'
+        raise UserError("--sides", text, remedy)
+    return Side(name, tuple(overrides))
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the sides share: eagle31's output directory, and the overrides of the recipe that fills it."""
+
+    directory: Path
+    overrides: tuple[str, ...]
+
+    def context(self, *overrides: str) -> RunContext:
+        """Return a run of eagle31 on this data, with the places of its results."""
+        context = RunContext(composed([*self.overrides, *overrides]), World(0, 0, 1))
+        for stage in (*_SHARED, Stage.train):
+            inputs = STAGES[stage].inputs(context)
+            artifact = Artifact.locate(self.directory / "artifacts", stage.value, inputs)
+            context.artifacts[stage] = artifact
+        return context
+
+    def run(self, *overrides: str, stages: Sequence[Stage]) -> None:
+        chosen = f"stages=[{','.join(stage.value for stage in stages)}]"
+        command = [sys.executable, "train/main.py", *self.overrides, *overrides, chosen]
+        run_logged(command, self.directory / "log.txt")
+
+
+def prepare_data(conversations: Path | None, extra: Sequence[str]) -> Data:
+    """Train the target if needed, and run eagle31's stages up to the captured hidden states.
+
+    Args:
+        conversations: for the target and the drafters; None for the embedded target.
+        extra: overrides of the recipe for all sides of eagle31.
+    """
+    directory = Path("outputs/bench").resolve() / (conversations.stem if conversations else "embedded")
+    overrides = ["recipe=quickstart", f"output_dir={directory}", "capture.max_samples=6000"]
+    overrides += ["data.num_validation=4", "data.num_test=64"]
+    if conversations is not None:
+        target = ensure_chat_target(cache_directory() / "embedded", conversations)
+        overrides += [
+            *(f"target.model={target.model}", "target.dtype=float32"),
+            *(f"data.train={target.train}", f"data.eval={target.held_out}"),
+            # The answers in the file are not the target's.
+            "data.regenerate.enabled=true",
+            "data.regenerate.max_new_tokens=256",
+            "data.regenerate.temperature=0",
+            "data.regenerate.batch_size=64",
+        ]
+    data = Data(directory, (*overrides, *extra))
+    data.run(stages=_SHARED)
+    return data
+
+
+def run_logged(command: Sequence[str], log: Path) -> None:
+    """Run a command whose output goes to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+    if done.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise RunFailed(f"{command[1]} ended with status {done.returncode}.\n{tail}\nThe full log: {log}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A kept checkpoint of a training."""
+
+    step: int
+    step_seconds: float  # of the steps so far with their data
+    supervised_positions: int
+    checkpoint: str
+
+
+def trained(data: Data, side: Side, steps: int, seed: int = 0) -> tuple[RunContext, list[Kept]]:
+    """Train a side, whose schedule ends at the last step; return the run and its checkpoints."""
+    every = -(-steps // POINTS)
+    context = data.context() if side.is_peer else data.context(*eagle31_overrides(side, steps, seed, every))
+    artifact = context.artifacts[Stage.train]
+    print(f"{side.name}, {steps} steps, seed {seed}", file=sys.stderr, flush=True)
+    if side.is_peer:
+        return context, _train_peer(data.directory / f"{side.name}-{steps}", context, side.name, steps, every)
+    if not artifact.finished:
+        data.run(*eagle31_overrides(side, steps, seed, every), stages=(*_SHARED, Stage.train))
+    kept = []
+    for path in sorted((artifact.directory / "checkpoints").glob("step-*")):
+        state = read_checked(path / STATE)
+        kept.append(Kept(state["step"], state["step_seconds"], state["supervised_positions"], str(path)))
+    return context, kept
+
+
+def eagle31_overrides(side: Side, steps: int, seed: int, every: int) -> list[str]:
+    return [
+        *(f"train.seed={seed}", *side.overrides),
+        *(f"train.max_steps={steps}", f"train.validate_every={steps}", f"train.keep_checkpoints={steps}"),
+        # A checkpoint has the seconds of the steps up to the last record.
+        *(f"train.save_every={every}", f"train.log_every={every}"),
+    ]
+
+
+def _train_peer(directory: Path, context: RunContext, name: str, steps: int, every: int) -> list[Kept]:
+    vocab, config = load_vocab(context.artifacts[Stage.vocab]), context.config
+    drafter = context.drafter.config(len(vocab.d2t))
+    spec = drafter_spec(drafter) | {
+        "peer": name,
+        "store": str(context.artifacts[Stage.capture].directory / "train"),
+        "target": context.target.spec.model,
+        "published_config": config_json(drafter, Layout.vllm, "float32"),
+        "row_tokens": config.train.row_tokens,
+        "rows_per_step": config.train.rows_per_step,
+        "steps": steps,
+        "keep_every": every,
+        "threads": torch.get_num_threads(),
+    }
+    finished = directory / "kept.json"
+    if not finished.exists() or read_json(directory / "spec.json") != spec:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        write_json(directory / "spec.json", spec)
+        save_file(target_tensors(context.target.parts, vocab), directory / "target.safetensors")
+        worker = ROOT / "scripts/bench/quality_peer.py"
+        run_logged([str(find_python(name)), "-I", str(worker), str(directory)], directory / "log.txt")
+    return [Kept(**one) for one in read_json(finished)]
+
+
+def target_tensors(parts: TargetParts, vocab: DraftVocab) -> dict[str, Tensor]:
+    """Return the target's embedding, head and norm, and the draft vocabulary, named as for bench/step."""
+    return {
+        "target_embed": parts.embed_tokens.float().contiguous(),
+        "target_head": parts.head.weight.detach().float().contiguous(),
+        "target_norm": parts.head.norm.get_parameter("weight").detach().float().contiguous(),
+        "draft_target_ids": vocab.target_ids,
+        "draft_d2t": vocab.d2t,
+        "draft_t2d": vocab.t2d,
+    }
+
+
+def measured(context: RunContext, side: Side, kept: Kept) -> tuple[Floats, Floats]:
+    """Return the drafts and the accepted tokens by draft length and held-out prompt, by replay. [K, P]"""
+    parts, artifacts = context.target.parts, context.artifacts
+    if side.is_peer:
+        loaded = open_published(Path(kept.checkpoint), parts, None, "checkpoint")
+        drafter, ids = loaded.drafter, loaded.draft_target_ids
+        frozen = FrozenParts(loaded.embed_tokens, parts.head, ids, None)
+    else:
+        vocab, projected = (
+            load_vocab(artifacts[Stage.vocab]),
+            load_projected(artifacts[Stage.train].directory),
+        )
+        drafter, frozen = new_drafter(context.config, context.drafter, vocab, projected, _CPU)
+        drafter.load_state_dict(load_weights(kept.checkpoint))
+    store = HiddenStateStore(artifacts[Stage.capture].directory / "test")
+    counts = replay_greedily(drafter, frozen, packed(store[index] for index in range(len(store)))).counts()
+    return np.array(counts["drafts"], float), np.array(counts["accepted"], float)
