@@ -8,9 +8,6 @@ from eagle31.choice import Choice
 from eagle31.errors import UserError
 from train.config.setting import setting
 
-# Room of a Mooncake store relative to the states that may wait in it: the next state must always fit.
-MOONCAKE_ROOM = 1.1
-
 
 class CaptureSource(Choice):
     hf = "hf", "transformers, in the run's processes"
@@ -58,12 +55,6 @@ class MooncakeConfig:
     )
     protocol: str = setting("tcp", "Transfer protocol: tcp or rdma.")
     device: str | None = setting(None, "Name of the RDMA device. null: chosen by Mooncake.")
-    segment_gb: float | None = setting(
-        None,
-        "Memory that each rank contributes to the store, in 10^9 bytes. null: 1.1 times capture.spool_gb; "
-        "the ranks of a node share it with capture.source=torchspec.",
-        gt=0,
-    )
 
 
 @dataclass
@@ -111,9 +102,3 @@ def check_capture(capture: CaptureConfig) -> None:
     if over_mooncake and capture.source is CaptureSource.hf:
         remedy = "Transformers runs in the run's own processes; set capture.source=vllm, or leave it out."
         raise UserError("capture.transport", capture.transport.value, remedy)
-    segment_gb = capture.mooncake.segment_gb
-    uses_store = over_mooncake or in_torchspec
-    if uses_store and segment_gb is not None and segment_gb < MOONCAKE_ROOM * capture.spool_gb:
-        needed = f"at least {MOONCAKE_ROOM} times capture.spool_gb ({capture.spool_gb})"
-        remedy = f"It must be {needed}: a full store would block the states that training waits for."
-        raise UserError("capture.mooncake.segment_gb", segment_gb, remedy)

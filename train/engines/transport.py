@@ -14,12 +14,14 @@ from data.capture.transport.mooncake_store import MooncakeSettings
 from data.capture.transport.protocol import Transport
 from data.capture.transport.spool import file_bytes, open_spool
 from data.samples import StateShape
-from train.config.capture import MOONCAKE_ROOM, CaptureConfig
+from train.config.capture import CaptureConfig
 from train.config.run import RunConfig
 from train.engines.servers import CapturedTarget
 from train.plan.sizes import RunSizes
 from train.plan.where import where_target_runs
 
+# Room of a Mooncake store relative to the states that may wait in it: the next state must always fit.
+_ROOM = 1.1
 _LEAST_BYTES = 32_000_000  # Mooncake takes no segment below 16 MiB
 
 
@@ -78,13 +80,13 @@ def open_transport(
 
 
 def mooncake_settings(capture: CaptureConfig, num_sharing: int = 1) -> MooncakeSettings:
-    """Return the recipe's Mooncake store in the transport's units; `num_sharing` ranks lend the default."""
-    mooncake, shared_gb = capture.mooncake, MOONCAKE_ROOM * capture.spool_gb / num_sharing
+    """Return the recipe's Mooncake store in the transport's units; `num_sharing` ranks lend its memory."""
+    mooncake = capture.mooncake
     return MooncakeSettings(
         master=mooncake.master,
         protocol=mooncake.protocol,
         device=mooncake.device or "",
-        segment_bytes=max(int((mooncake.segment_gb or shared_gb) * 1e9), _LEAST_BYTES),
+        segment_bytes=max(int(_ROOM * capture.spool_gb / num_sharing * 1e9), _LEAST_BYTES),
     )
 
 

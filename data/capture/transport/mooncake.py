@@ -211,10 +211,10 @@ class MooncakeTransport:
     def _not_stored(self, codes: Sequence[int], num_bytes: int) -> UserError:
         if _NO_SPACE in codes:
             remedy = (
-                f"It had no space for {num_bytes:,} bytes for {self.put_seconds:.0f} seconds: raise it, "
-                "or lower capture.spool_gb, if the trainer is still running."
+                f"It had no space for {num_bytes:,} bytes for {self.put_seconds:.0f} seconds: raise "
+                "capture.spool_gb, from which its size follows, if the trainer is still running."
             )
-            return UserError("capture.mooncake.segment_gb", self.settings.segment_bytes / 1e9, remedy)
+            return UserError("capture.mooncake.master", self.settings.master, remedy)
         remedy = f"It stored nothing for {self.put_seconds:.0f} seconds (codes {list(codes)}); see its log."
         return UserError("capture.mooncake.master", self.settings.master, remedy)
 

@@ -82,18 +82,6 @@ def test_values_that_do_not_go_together_are_refused_with_their_field(key: str, v
     assert caught.value.remedy.endswith(".")
 
 
-def test_a_mooncake_store_must_hold_everything_that_may_wait() -> None:
-    settings = [
-        *NEEDED,
-        "capture=vllm_online",
-        "capture.transport=mooncake",
-        "capture.spool_gb=8",
-    ]
-    with pytest.raises(UserError, match=r"capture\.mooncake\.segment_gb"):
-        check(composed("any_target", *settings, "capture.mooncake.segment_gb=8"))
-    check(composed("any_target", *settings, "capture.mooncake.segment_gb=9"))
-
-
 @pytest.mark.parametrize("source", ["hf", "vllm"])
 def test_capture_groups_set_source_and_mode_and_the_mode_alone_keeps_the_source(source: str) -> None:
     for settings in ([f"capture={source}_online"], [f"capture={source}", "capture.mode=online"]):

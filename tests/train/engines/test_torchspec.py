@@ -26,7 +26,6 @@ ENGINES = (
     "capture=torchspec",
     "capture.codec=exact",
     "capture.spool_gb=0.002",
-    "capture.mooncake.segment_gb=0.02",
 )
 
 

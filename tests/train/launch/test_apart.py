@@ -51,7 +51,6 @@ def test_a_server_on_another_node(
     run = [*small_run(RECIPE, stand_in, output_dir), f"train.max_steps={STEPS}"]
     run += [f"drafter.aux_layer_ids={AUX_LAYER_IDS}", f"capture.transport={transport}"]
     run.append("stages=[plan,data,vocab,answers,capture,train,export]")  # to decode starts vLLM twice more
-    run += [] if shared else ["capture.mooncake.segment_gb=0.05"]
     seen = [stand_in.train.parent, *([output_dir] if shared else [])]
     with running_apart_cluster(seen, [] if shared else [output_dir]) as cluster:
         assert cluster.machines is not None

@@ -74,7 +74,7 @@ def test_a_full_store_refuses_in_time_and_loses_nothing(
             stored += 1
         except UserError as error:
             refused = str(error)
-    assert "capture.mooncake.segment_gb" in refused
+    assert "capture.spool_gb" in refused
     assert 0 < stored <= fitting
     assert not trainer.arrived(f"run-{stored}")
     for index in range(stored):
