@@ -16,7 +16,7 @@ def test_a_missing_master_is_reported_before_any_stage(
 ) -> None:
     (port,) = free_ports(1)
     through = ("capture=vllm_online", "capture.transport=mooncake", "capture.spool_gb=0.01")
-    sizes = (f"capture.mooncake.master=127.0.0.1:{port}", "capture.mooncake.segment_gb=0.02")
+    master = f"capture.mooncake.master=127.0.0.1:{port}"
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}: No master answers at this address"):
-        run_here(RECIPE, *arguments(small_target, tmp_path), *through, *sizes)
+        run_here(RECIPE, *arguments(small_target, tmp_path), *through, master)
     assert not list(tmp_path.glob("artifacts/*"))
