@@ -1,6 +1,5 @@
 """Complete runs with torchrun, on a small target."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -66,22 +65,6 @@ def test_a_second_run_reuses_everything(
     printed = capsys.readouterr().out
     for stage in ("data", "vocab", "answers", "capture", "train", "export", "evaluate"):
         assert f"{stage}: reused" in printed
-
-
-def test_a_changed_setting_reruns_what_depends_on_it(
-    small_target: EmbeddedTarget,
-    finished: tuple[Path, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
-    run_here(RECIPE, *arguments(small_target, tmp_path / "run"), "export.dtype=float32")
-    printed = capsys.readouterr().out
-    assert "train: reused" in printed
-    assert "export: done" in printed
-    assert "evaluate: done" in printed
-    config = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
-    assert config["torch_dtype"] == "float32"
 
 
 def test_two_runs_cannot_share_a_directory(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:
