@@ -5,10 +5,8 @@ import os
 import re
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
-from types import TracebackType
 from typing import IO, NamedTuple
 
 from torch import Tensor
@@ -121,15 +119,8 @@ class StoreWriter:
     def __enter__(self) -> "StoreWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        # What was captured before the caller failed is kept; only its own error is worth reporting.
-        with suppress(Exception):
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()  # which keeps what was captured before the caller failed
 
     def _has_room(self, new: _Waiting) -> bool:
         num_bytes = sum(one.num_bytes for one in self._waiting) + new.num_bytes

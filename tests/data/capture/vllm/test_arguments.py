@@ -13,6 +13,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.data.capture.vllm.servers import INFO
 from tests.data.target.tiny_target import save_target
+from train.engines.serving import EngineSpec
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,28 @@ def test_completions_that_capture_can_change_are_refused(
     else:
         with pytest.raises(UserError, match=message):
             check_unchanged(server, info, samples=samples)
+
+
+def test_only_a_cpu_and_a_dtype_without_amx_kernels_need_the_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtype = "float32"
+
+    def choices() -> list[object]:
+        capture = CaptureEngine("target", (1,), 4, 100, [], dtype=dtype)
+        drafting = EngineSpec("target", Path("/export"), k=3, dtype=dtype).arguments()
+        return [
+            capture.arguments().get("attention_backend"),
+            capture.answer_arguments().get("attention_backend"),
+            drafting.get("attention_backend"),
+            drafting["speculative_config"].get("attention_backend"),
+        ]
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert choices() == ["CPU_MLA"] * 4
+    own = CaptureEngine("target", (1,), 4, 100, [], dtype=dtype, extra={"attention_config": {}})
+    assert "attention_backend" not in own.arguments()
+    line = CaptureEngine("target", (1,), 4, 100, [], dtype=dtype).command_line()
+    assert line[line.index("--attention-backend") + 1] == "CPU_MLA"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert choices() == [None] * 4
