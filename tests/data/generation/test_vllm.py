@@ -22,12 +22,6 @@ SAMPLED = replace(GREEDY, temperature=1.0)
 RECOMMENDED = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
 
 
-def generate_answers(
-    generator: VllmGenerator, prompts: list[list[int]], sampling: Sampling, output: Path
-) -> list[list[int]]:
-    return answer_prompts(generator, prompts, sampling, output=output, model_fingerprint="f")
-
-
 def test_a_request_leaves_nothing_to_the_models_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +44,7 @@ def test_a_request_leaves_nothing_to_the_models_settings(
         ("recommended", RECOMMENDED, [[1]]),
     ):
         generator = VllmGenerator([VllmClient("http://nowhere", 4)], expected)
-        generate_answers(generator, prompts, sampling, tmp_path / f"{name}.jsonl")
+        answer_prompts(generator, prompts, sampling, output=tmp_path / f"{name}.jsonl", model_fingerprint="f")
         generator.close()
         asked[name] = {body["prompt"][0]: body for body in bodies}
         bodies.clear()

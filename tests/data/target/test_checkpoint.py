@@ -19,6 +19,7 @@ from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import byte_level_tokenizer
+from tests.data.store.samples import flip_last_byte
 from tests.data.target.small_configs import DEEPSEEK, HIDDEN, LAYERS, VOCAB
 from tests.data.target.tiny_target import save_model, save_target
 
@@ -88,11 +89,7 @@ def _scale_tensors(directory: Path, names: str) -> None:
 def _flip_a_byte_in_place(directory: Path) -> None:
     path = directory / "model.safetensors"
     before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(before.st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    flip_last_byte(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 

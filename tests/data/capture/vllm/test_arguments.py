@@ -91,9 +91,7 @@ def test_completions_that_capture_can_change_are_refused(
             check_unchanged(server, info, samples=samples)
 
 
-def test_only_a_cpu_and_a_dtype_without_amx_kernels_need_the_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cpu_gets_the_backend_that_has_kernels_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = "float32"
 
     def choices() -> list[object]:
