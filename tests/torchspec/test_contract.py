@@ -77,7 +77,13 @@ def test_what_our_code_imports_and_calls_is_there() -> None:
     files = [path for folder in ("data", "train", "scripts") for path in (ROOT / folder).rglob("*.py")]
     trees = {path: ast.parse(path.read_text()) for path in files if "torchspec" in path.read_text()}
     assert trees
-    assert [f"{path}: {one}" for path, tree in trees.items() for one in problems(tree)] == []
+    found = []
+    for path, tree in trees.items():
+        shared = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        # One by one: two classes may import different things by one name.
+        parts = (ast.Module([*shared, node], []) for node in tree.body)
+        found += [f"{path}: {one}" for part in parts for one in problems(part)]
+    assert found == []
 
 
 def test_the_settings_of_a_run_arrive() -> None:
