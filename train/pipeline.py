@@ -33,7 +33,7 @@ from train.config.run import (
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.engines.servers import server_settings
-from train.launch.doctor import check_environment, check_named, check_start, check_store
+from train.launch.doctor import check_environment, check_start, check_store
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
@@ -100,9 +100,7 @@ def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> 
             (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
             print(format_plan(write_plan(context, given)), flush=True)
             write_configuration(config)
-        if set(config.stages) == {Stage.plan}:
-            check_named(config)
-        else:
+        if set(config.stages) != {Stage.plan}:
             try:
                 run_stages(context)
             except Stopped as stopped:

@@ -28,22 +28,18 @@ from data.conversations.reading import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
-from data.target.checkpoint import is_hub_id
-from data.target.loading import check_attention
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
 from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_torchspec
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
-from train.drafter.published import fetch_checkpoint
 from train.plan.disk import cached_repositories, disks, download_bytes, existing
 from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
 from train.plan.work import newest_data_summary
 from train.report.hub import check_push
 from train.tables import aligned, gigabytes
-from train.target import Target
 from train.tracking import has_wandb_key, wandb_mode
 from train.versions import missing_packages, package_versions
 
@@ -105,28 +101,6 @@ def check_start(config: RunConfig) -> None:
         check_writable("capture.spool_dir", Path(config.capture.spool_dir))
     if _lacks_embedded(config):
         check_writable("EAGLE31_CACHE", cache_directory())
-
-
-def check_named(config: RunConfig) -> None:
-    """Refuse what the settings name and this machine lacks. It takes a second; nothing is downloaded.
-
-    Raises:
-        UserError: the first that cannot be used.
-    """
-    for field, source in _sources(config).items():
-        if source != EMBEDDED:
-            _check_here(field, source)
-    if config.target.model != EMBEDDED:
-        spec = Target(config.target).spec
-        _ = spec.torch_dtype
-        check_attention(spec)
-        if Path(spec.checkpoint.path).is_dir():
-            spec.checkpoint.tensor_files()
-    start = config.drafter.init_from
-    if start is not None and not is_hub_id(start):
-        fetch_checkpoint(start, None, "drafter.init_from")
-    if config.hub.repo_id is not None:
-        check_push(config.hub, needs_token=False)
 
 
 def check_environment(config: RunConfig) -> None:
