@@ -59,7 +59,6 @@ class DrafterShape:
         None, "Width of a head's part with RoPE, for mla. null: the target's.", ge=1
     )
     v_head_dim: int | None = setting(None, "Width of a value head, for mla. null: the target's.", ge=1)
-    rms_norm_eps: float | None = setting(None, "Epsilon of the norms. null: the target's.", gt=0, lt=1)
     rope_parameters: dict[str, Any] = setting(
         {}, "RoPE: rope_type, rope_theta and the keys of a scaling, such as factor. Empty: the target's."
     )

@@ -39,7 +39,7 @@ def complete_shape(
         num_hidden_layers=shape.num_hidden_layers,
         num_attention_heads=heads,
         **attention_heads(shape, target, heads, hidden_size),
-        rms_norm_eps=_given(shape.rms_norm_eps, getattr(target, "rms_norm_eps", 1e-6)),
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope_parameters=rope_parameters(shape.rope_parameters, getattr(target, "rope_parameters", None)),
         max_position_embeddings=_given(shape.max_position_embeddings, target.max_position_embeddings),
         sliding_window=sliding_window(shape, target),
