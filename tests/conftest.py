@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 
 os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
@@ -24,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: a check or measurement on a GPU, which scripts/gpu_check runs")
     config.addinivalue_line("markers", "full(why): a test that runs with --full only")
+    settings.register_profile("suite", deadline=None, database=None, derandomize=True)
+    settings.load_profile("suite")
     if config.getoption("tx") and not hasattr(config, "workerinput"):
         fork_workers()
 

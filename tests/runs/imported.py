@@ -9,6 +9,7 @@ MODULES = (
     "data.generation.hf",
     "transformers.models.qwen3.modeling_qwen3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which DeepSpeed imports for any optimizer
+    "hypothesis",
     "xdist.remote",
 )
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import datasets
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data.conversations.reading import ConversationReader, Source
 from data.conversations.schemas import MAX_CHARACTERS
 from eagle31.errors import UserError
 from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl
+from tests.data.conversations.test_table import write_table
 
 
 def contents(path: Path, **settings: Any) -> list[tuple[str, ...]]:
@@ -144,3 +147,39 @@ def test_the_fingerprint_covers_the_content(tmp_path: Path) -> None:
     [arrow] = (tmp_path / "saved").glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes().replace(b"zebra", b"cobra"))
     assert source.fingerprint() != saved
+
+
+texts = st.text(alphabet=st.characters(codec=None, exclude_categories=()), max_size=20)  # surrogates too
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+roles = st.sampled_from(["system", "user", "assistant", "tool", "human", "gpt", "robot"])
+turns = st.fixed_dictionaries(
+    {}, optional={"role": roles, "from": roles, "content": values, "value": texts, "tool_calls": values}
+)
+rows = st.one_of(
+    st.fixed_dictionaries(
+        {"messages": st.lists(turns, max_size=4)}, optional={"id": values, "tools": values}
+    ),
+    st.fixed_dictionaries({"prompt": texts, "response": texts}),
+)
+json_files = st.lists(rows, max_size=4).map(lambda found: json.dumps(found).encode())
+
+
+@settings(max_examples=25)
+@given(content=st.binary(max_size=200) | json_files)
+def test_whatever_a_file_has_is_read_and_can_be_stored_or_is_refused(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("any")
+    for suffix in (".json", ".csv", ".parquet"):
+        path = directory / f"a{suffix}"
+        path.write_bytes(content)
+        try:
+            found = list(Source(str(path)).reader(max_malformed_fraction=1.0))
+        except UserError:
+            continue
+        table = write_table(found, directory / "table")
+        assert [one.id for one in table] == [one.id for one in found]
