@@ -15,6 +15,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json
 
 MANIFEST = "stage.json"
+_STARTED = "started.json"  # when an unfinished stage was started, and how long its earlier starts took
 # How this project, and how safetensors, names what is being written.
 _LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
 # Whoever writes a store looks after its leftovers.
@@ -63,8 +64,17 @@ class Artifact:
         """The name by which later stages include this result in their inputs."""
         return self.directory.name
 
+    def begin(self) -> float:
+        """Begin a start; return the seconds of the killed ones before, each up to its last written file."""
+        path, before = self.directory / _STARTED, 0.0
+        if path.exists():
+            earlier = read_json(path)
+            before = earlier["before"] + max(map(_written_at, self.directory.rglob("*"))) - earlier["at"]
+        write_json(path, {"before": before, "at": time.time()})
+        return before
+
     def finish(self, seconds: float, summary: dict[str, Any]) -> None:
-        """Write the manifest, which marks the result as complete; `seconds` are those of its last start."""
+        """Write the manifest, which marks the result as complete; `seconds` are those of all starts."""
         manifest = {
             "stage": self.stage,
             "inputs": self.inputs,
@@ -73,6 +83,7 @@ class Artifact:
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(self.manifest_path, manifest)
+        (self.directory / _STARTED).unlink(missing_ok=True)
 
     def reopen(self) -> None:
         """Mark the result as unfinished, so that the next run makes the part that is lost."""
@@ -116,3 +127,11 @@ def remove_leftovers(directory: Path) -> None:
                 path.unlink(missing_ok=True)
         elif entry.is_dir(follow_symlinks=False) and entry.name != _REFUSED:
             remove_leftovers(path)
+
+
+def _written_at(path: Path) -> float:
+    """Return when a file was last written; 0 for directories, whose times change at each start."""
+    try:
+        return path.stat().st_mtime if path.is_file() else 0.0
+    except FileNotFoundError:  # another rank has just removed it
+        return 0.0

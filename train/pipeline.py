@@ -33,7 +33,7 @@ from train.config.run import (
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.engines.servers import server_settings
-from train.launch.doctor import check_environment, check_start, check_store
+from train.launch.doctor import check_environment, check_named, check_start, check_store
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
@@ -100,7 +100,9 @@ def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> 
             (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
             print(format_plan(write_plan(context, given)), flush=True)
             write_configuration(config)
-        if set(config.stages) != {Stage.plan}:
+        if set(config.stages) == {Stage.plan}:
+            check_named(config)
+        else:
             try:
                 run_stages(context)
             except Stopped as stopped:
@@ -126,7 +128,7 @@ def run_stages(context: RunContext) -> None:
             if stage in unfinished:
                 definition, artifact = STAGES[stage], context.artifacts[stage]
                 begin_stage(context, stage)
-                started = time.perf_counter()
+                started = time.perf_counter() - (artifact.begin() if world.is_main else 0.0)
                 if world.is_main or definition.every_rank:
                     try:
                         summary = definition.run(context, artifact.directory)

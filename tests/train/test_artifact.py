@@ -1,6 +1,10 @@
+import os
+import time
 from pathlib import Path
 
-from train.artifact import remove_leftovers
+import pytest
+
+from train.artifact import Artifact, remove_leftovers
 
 LEFT = (
     ".plan.json.71.partial",
@@ -37,3 +41,18 @@ def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
     assert not (output / "artifacts/train-1/checkpoints/.step-00000008.partial").exists()
     assert not (output / ".export.partial").is_symlink()
     assert (elsewhere / ".a.partial").exists()
+
+
+def test_killed_starts_count_up_to_their_last_file(tmp_path: Path) -> None:
+    artifact = Artifact.locate(tmp_path, "train", {})
+    assert artifact.begin() == 0
+    (artifact.directory / "checkpoints").mkdir()
+    for step, (seconds, total) in enumerate(((100, 100), (20, 120))):
+        file = artifact.directory / "checkpoints" / str(step)
+        file.touch()
+        os.utime(file, times=(time.time() + seconds,) * 2)
+        assert artifact.begin() == pytest.approx(total, abs=1)
+        file.unlink()
+    artifact.finish(130, {})
+    assert artifact.manifest["seconds"] == 130
+    assert [path.name for path in artifact.directory.iterdir() if path.is_file()] == ["stage.json"]

@@ -5,6 +5,7 @@ A check of a run's start raises UserError where the run could not work; scripts/
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -28,24 +29,29 @@ from data.conversations.reading import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
+from data.target.checkpoint import is_hub_id
+from data.target.loading import check_attention
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
 from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_torchspec
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
+from train.drafter.published import fetch_checkpoint
 from train.plan.disk import cached_repositories, disks, download_bytes, existing
 from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
 from train.plan.work import newest_data_summary
 from train.report.hub import check_push
 from train.tables import aligned, gigabytes
+from train.target import Target
 from train.tracking import has_wandb_key, wandb_mode
 from train.versions import missing_packages, package_versions
 
 OK, WARNING, LACKING = "ok", "warning", "lacking"
 VLLM = "0.32"  # with which the tests have run
 _ANSWER_SECONDS = 10.0
+_SHARED_BYTES = 1_000_000_000  # of NCCL's buffers. Source: NCCL's troubleshooting page, for containers.
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Check:
 
 def examine(config: RunConfig) -> list[Check]:
     """Return the checks of this machine for a run; nothing is started, downloaded or changed."""
-    found = [_packages(), _gpus(config)]
+    found = [_packages(), _gpus(config), *_shared_memory()]
     found.append(
         _asked("directories", lambda: check_start(config), "the run's directories can be written to")
     )
@@ -101,6 +107,28 @@ def check_start(config: RunConfig) -> None:
         check_writable("capture.spool_dir", Path(config.capture.spool_dir))
     if _lacks_embedded(config):
         check_writable("EAGLE31_CACHE", cache_directory())
+
+
+def check_named(config: RunConfig) -> None:
+    """Refuse what the settings name and this machine lacks. It takes a second; nothing is downloaded.
+
+    Raises:
+        UserError: the first that cannot be used.
+    """
+    for field, source in _sources(config).items():
+        if source != EMBEDDED:
+            _check_here(field, source)
+    if config.target.model != EMBEDDED:
+        spec = Target(config.target).spec
+        _ = spec.torch_dtype
+        check_attention(spec)
+        if Path(spec.checkpoint.path).is_dir():
+            spec.checkpoint.tensor_files()
+    start = config.drafter.init_from
+    if start is not None and not is_hub_id(start):
+        fetch_checkpoint(start, None, "drafter.init_from")
+    if config.hub.repo_id is not None:
+        check_push(config.hub, needs_token=False)
 
 
 def check_environment(config: RunConfig) -> None:
@@ -186,6 +214,15 @@ def _packages() -> Check:
         remedy = "Run scripts/quickstart once, which makes .venv, then `source .venv/bin/activate`."
         return Check("packages", LACKING, f"without {', '.join(missing)}", remedy)
     return Check("packages", OK, found)
+
+
+def _shared_memory() -> Iterator[Check]:
+    if torch.cuda.device_count() > 1:
+        free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+        found = f"{gigabytes(free)} free, {gigabytes(_SHARED_BYTES)} needed by NCCL"
+        good = free >= _SHARED_BYTES
+        remedy = "" if good else "Mount it larger (Docker: --shm-size)."
+        yield Check("/dev/shm", OK if good else LACKING, found, remedy)
 
 
 def _gpus(config: RunConfig) -> Check:

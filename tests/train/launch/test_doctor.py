@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,26 @@ def test_what_is_lacking_has_a_row_and_a_remedy(
     assert all(check["remedy"] for check in lacking)
     names = {check["name"].partition(" ")[0] for check in lacking}
     assert names == {"directories", "disk", "data.train", "server", "Hub"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("data.train=none.jsonl", "no such file"),
+        ("target.model=bare", "convert its weights"),
+        ("drafter.init_from=/none/at/all", "No such directory"),
+    ],
+)
+def test_the_plan_alone_checks_what_takes_a_second(
+    small_target: EmbeddedTarget, tmp_path: Path, setting: str, remedy: str
+) -> None:
+    (tmp_path / "bare").mkdir()
+    shutil.copy(small_target.model / "config.json", tmp_path / "bare")
+    settings = [*arguments(small_target, Path("run")), "stages=[plan]", setting]
+    outcome = run_command("train/main.py", "recipe=any_target", *settings, directory=tmp_path)
+    assert outcome.status == 2, outcome.err
+    assert outcome.err.startswith(f"error: {setting}: ")
+    assert remedy in outcome.err
 
 
 def test_gpus_that_the_recipe_is_planned_for_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
