@@ -212,7 +212,6 @@ def test_states_of_preempted_prompts_are_exact(server: Server, spec: TargetSpec,
     assert any(one == other for answer in answers for one, other in pairwise(answer))
 
 
-@pytest.mark.full("it starts vLLM again, whose kernels for GPUs an interpreter runs")
 def test_states_are_exact_on_the_model_runner_of_gpus(
     vllm_python: Path, spec: TargetSpec, tmp_path: Path
 ) -> None:
