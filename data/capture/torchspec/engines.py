@@ -124,6 +124,8 @@ def load_torchspec() -> None:
     """Import Ray and TorchSpec, and have them print less."""
     check_installed()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # At Ray's default of 15, an engine starves next to whatever else takes the cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
     import torchspec.inference.factory  # noqa: F401
 
