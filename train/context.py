@@ -45,21 +45,21 @@ class RunContext:
     def captured_target(self) -> CapturedTarget:
         return CapturedTarget(self.target.spec, self.target.parts, self.drafter.aux_layer_ids)
 
-    @cached_property
-    def placement(self) -> ServerPlacement | None:
-        """Where this run's vLLM servers are; None for a run without any.
+    def placement(self, *, captures: bool) -> ServerPlacement | None:
+        """Return where this run's vLLM servers are that capture, or only write; None for a run without any.
 
         Raises:
             UserError: they cannot run there.
         """
-        return where_target_runs(RunSizes(self.config)).servers(cluster_at_hand(self.world))
+        where, cluster = where_target_runs(RunSizes(self.config)), cluster_at_hand(self.world)
+        return where.servers(cluster) if captures else where.writers(cluster)
 
     @cached_property
     def servers(self) -> RunServers:
         """The vLLM servers of this run; none is started yet."""
 
-        def settings() -> ServerSettings:
-            placement = self.placement
+        def settings(captures: bool) -> ServerSettings:
+            placement = self.placement(captures=captures)
             assert placement is not None
             target = self.captured_target
             return server_settings(self.config, target, placement.engine_args, placement.devices)

@@ -164,7 +164,8 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     config, world = context.config, context.world
     if Stage.train in config.stages and world.is_main:
         check_ranks(config, world.size)
-    _ = context.placement  # refuses what cannot run on these nodes
+    for captures in (False, True):
+        context.placement(captures=captures)  # refuses what cannot run on these nodes
     if world.is_main:
         check_links(context.output_dir, (_EXPORT,))
         check_environment(config)

@@ -177,7 +177,6 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
         "data.num_validation=3",
         "data.num_test=3",
         "data.regenerate.max_new_tokens=12",
-        "data.regenerate.temperature=0",
         "capture.max_samples=16",
         "capture.spool_gb=0.02",
         f"train.row_tokens={row_tokens}",

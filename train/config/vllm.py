@@ -37,7 +37,6 @@ class VllmConfig:
         "process of each node that trains starts one server there.",
     )
     placement: Placement = setting(Placement.auto, "GPUs that run the target in vLLM.")
-    max_concurrency: int = setting(64, "Requests in flight per server.", ge=1)
     engine_args: dict[str, Any] = setting(
         {},
         "Arguments of `vllm.LLM` for servers that the run or scripts/serve_target starts, such as "

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from data.capture.dispatch import PATIENCE_SECONDS
 from data.capture.transport.spool import MEMORY
 from data.capture.vllm.arguments import CaptureEngine
@@ -21,12 +23,15 @@ from train.config.capture import CaptureConfig, TransportKind
 from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
 from train.distributed import World, node_address, read_when_set, shared_values
-from train.plan.target import longest_prompt, target_size
+from train.plan.target import Parallelism, longest_prompt, target_size
 
 _LOOPBACK = "127.0.0.1"
 _KEY = "vllm/key"
 # A server imports vLLM, reads the weights, at least at the speed of a slow network disk, and compiles.
 _START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.1e9
+# Prompts under way per engine. vLLM batches those that its cache has room for, and the others wait there. On
+# a CPU more would wait longer than a client does.
+_PROMPTS_ON_GPU, _PROMPTS_ON_CPU = 256, 64
 
 
 @dataclass(frozen=True)
@@ -134,14 +139,15 @@ class RunServers:
     key is in no file. Every rank calls `start`, `wait_until_ready` and `close`, in the same order.
 
     Args:
-        settings: returns what a node needs to start its server; not called with `vllm.servers`.
+        settings: returns what a node needs to start a server that captures, or one that does not; not called
+            with `vllm.servers`.
         log: the file for the output of this node's server.
     """
 
     def __init__(
         self,
         vllm: VllmConfig,
-        settings: Callable[[], ServerSettings],
+        settings: Callable[[bool], ServerSettings],
         world: World,
         log: Path,
     ) -> None:
@@ -159,7 +165,7 @@ class RunServers:
     @property
     def patience_seconds(self) -> float:
         """How long all servers may be away at once. Those that the run starts again load the target again."""
-        return PATIENCE_SECONDS if self.named else max(PATIENCE_SECONDS, self._settings().limit_seconds)
+        return PATIENCE_SECONDS if self.named else max(PATIENCE_SECONDS, self._settings(True).limit_seconds)
 
     def start(self, captures: bool) -> None:
         """Start the servers, unless suitable ones run already. This does not wait until they are ready.
@@ -173,7 +179,7 @@ class RunServers:
         self._captures = captures
         self._num_starts += 1
         if self._world.leads_node:
-            settings = self._settings()
+            settings = self._settings(captures)
             engine = settings.engine
             self._process = ServerProcess(
                 engine.command_line() if captures else engine.answer_command_line(),
@@ -217,7 +223,11 @@ class RunServers:
             process.close()
 
     def _client(self, url: str, key: str | None) -> VllmClient:
-        return VllmClient(url, self._vllm.max_concurrency, key, self._check_process)
+        arguments = self._vllm.engine_args
+        if self._captures is not None:
+            arguments = self._settings(self._captures).engine.extra
+        each = _PROMPTS_ON_GPU if torch.cuda.is_available() else _PROMPTS_ON_CPU
+        return VllmClient(url, each * Parallelism.of(arguments).data, key, self._check_process)
 
     def _check_process(self) -> None:
         """Raise UserError if the server that this process has started will not answer any more."""

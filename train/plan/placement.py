@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ _ALONE_FRACTION = 0.9
 # A training process that waits for the server: its CUDA context and the target's embedding or head.
 _WAITING_BYTES = 2_000_000_000
 _MARGIN = 0.1  # of training's memory
+_USEFUL_SEQUENCES = 64  # of the greatest length; prefill gains nothing from a larger cache
 _UTILIZATION = "vllm.engine_args.gpu_memory_utilization"
 _OWN_GPUS = "vllm.placement=split, vllm.servers, or --target-nodes of scripts/submit"
 
@@ -67,7 +69,7 @@ def cluster_at_hand(world: World) -> Cluster:
     return Cluster(world.num_nodes, gpus, world.ranks_per_node, gpu_bytes)
 
 
-def place_servers(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
+def place_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> ServerPlacement:
     """Return where the servers of a run are, with `vllm.placement=auto` where they work.
 
     Servers in `vllm.servers`, or on the cluster's target nodes, are apart. Otherwise each node that trains
@@ -76,6 +78,10 @@ def place_servers(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     the fraction of each GPU that the target needs, at most what training leaves; offline it ends before
     training. Engines are repeated, by data parallelism, until a server has all GPUs that it can use, unless
     the recipe sets a data-parallel size.
+
+    Args:
+        writing: whether they only write completions: they end before training then, and
+            `vllm.placement=auto` has them share all GPUs.
 
     Raises:
         UserError: the servers cannot run there.
@@ -92,12 +98,11 @@ def place_servers(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
         return _on_cpu(config, cluster)
     if vllm.placement is Placement.split:
         return _split(sizes, cluster)
-    if vllm.placement is Placement.auto and cluster.gpus_per_node > cluster.processes_per_node:
-        try:
+    free = cluster.gpus_per_node > cluster.processes_per_node
+    if vllm.placement is Placement.auto and free and not writing:
+        with suppress(UserError):
             return _split(sizes, cluster)
-        except UserError:
-            return _shared(sizes, cluster)
-    return _shared(sizes, cluster)
+    return _shared(sizes, cluster, online=_serves_training(config) and not writing)
 
 
 def _apart(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
@@ -143,12 +148,11 @@ def _split(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     return _placement(cluster, Placement.split, parallel, devices, fraction)
 
 
-def _shared(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
+def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> ServerPlacement:
     config = sizes.config
     parallel = _filled(config, cluster.gpus_per_node)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     given = _given_utilization(config)
-    online = _serves_training(config)
     if cluster.gpu_bytes is None:
         fraction = given or (_ALONE_FRACTION / 2 if online else _ALONE_FRACTION - 0.1)
         return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
@@ -157,12 +161,12 @@ def _shared(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     room = int(gpu * (USABLE_FRACTION if online else _ALONE_FRACTION)) - trainer
     smallest = server.total(CAPTURED_SEQUENCES)
     # Training's memory is an estimate: vLLM leaves it more where it needs less.
-    useful = min(server.total(num_sequences(config)), int(room - _MARGIN * trainer)) if online else room
+    useful = min(server.total(_USEFUL_SEQUENCES), int(room - _MARGIN * trainer)) if online else room
     useful = max(useful, min(smallest, room))
     fraction = given or math.floor(useful / gpu * 1000) / 1000
     # The chosen fraction is rounded down.
     if smallest > (room if given is None else fraction * gpu) or fraction * gpu > room:
-        _refuse_shared(config, server, trainer, gpu, given)
+        _refuse_shared(online, server, trainer, gpu, given)
     return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
 
 
@@ -170,16 +174,7 @@ def _serves_training(config: RunConfig) -> bool:
     return config.capture.source is CaptureSource.vllm and config.capture.mode is CaptureMode.online
 
 
-def num_sequences(config: RunConfig) -> int:
-    """Return how many sequences of the greatest length an engine can use room for."""
-    writes = config.target.engine is TargetEngine.vllm
-    return max(CAPTURED_SEQUENCES, config.vllm.max_concurrency if writes else 0)
-
-
-def _refuse_shared(
-    config: RunConfig, server: ServerMemory, trainer: int, gpu: int, given: float | None
-) -> None:
-    online = _serves_training(config)
+def _refuse_shared(online: bool, server: ServerMemory, trainer: int, gpu: int, given: float | None) -> None:
     remedy = (
         f"On each GPU of {gpu / 1e9:.0f} GB vLLM needs {server.total(CAPTURED_SEQUENCES) / 1e9:.1f} GB "
         f"(weights {server.weights / 1e9:.1f}) and {'training' if online else 'the waiting process'} "

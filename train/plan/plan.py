@@ -19,7 +19,7 @@ from train.plan.placement import Cluster, ServerPlacement, cluster_at_hand
 from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import ServerMemory, TargetSize
 from train.plan.where import Command, TargetGpus, where_target_runs
-from train.plan.work import Hours, Work, budget_works, run_hours, run_work
+from train.plan.work import GpusAtWork, Hours, Work, budget_works, run_hours, run_work
 from train.tables import gigabytes
 from train.trainer.learning_rate import described
 
@@ -145,11 +145,17 @@ def run_way(
     placement, server, target, hours, refusal = None, None, None, None, _rows_refusal(config, cluster)
     budget_hours: dict[str, float | None] = {}
     try:
-        placement = where.servers(cluster)
+        placement, writers = where.servers(cluster), where.writers(cluster)
         target = where.gpus(cluster, placement)
-        gpus = (cluster.num_ranks, target.num_gpus, target.beside_training)
-        hours = run_hours(config, work, *gpus)
-        budget_hours = {name: run_hours(config, one, *gpus).total for name, one in budgets.items()}
+        gpus = GpusAtWork(
+            all=max(1, cluster.gpus_per_node) * (cluster.num_nodes + cluster.target_nodes),
+            train=cluster.num_ranks,
+            target=target.num_gpus,
+            write=target.num_gpus if writers is None else max(1, writers.gpus * writers.num_servers),
+            at_once=target.beside_training,
+        )
+        hours = run_hours(config, work, gpus)
+        budget_hours = {name: run_hours(config, one, gpus).total for name, one in budgets.items()}
     except UserError as error:
         refusal = str(error)
     if placement is not None:

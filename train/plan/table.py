@@ -91,6 +91,10 @@ def hours_lines(found: Hours | None) -> list[_Line]:
         parts.append(f"regeneration {bound}{shown(found.regenerate)}")
     total = "" if found.total is None else f"{bound}{found.total:.3g} in all: "
     lines = [("hours", f"{total}{', '.join(parts)} ({found.how})")]
+    if found.gpu_tokens is not None:
+        most = "at most " if found.regenerate else ""
+        each = f"{most}{rounded(found.gpu_tokens, 3)} trained tokens per GPU-hour"
+        lines.append(("speed", f"{each}, {found.gpu_tokens / 3600:,.0f} per second, target included"))
     if found.written is not None and found.read is not None:
         written, read = gigabytes(found.written), gigabytes(found.read)
         lines.append(

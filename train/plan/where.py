@@ -87,13 +87,19 @@ class WhereTargetRuns(ABC):
         """Return how nodes with so many GPUs are divided between training and the target."""
         return Cluster(num_nodes, gpus, gpus, gpu_bytes)
 
-    def servers(self, cluster: Cluster) -> ServerPlacement | None:
-        """Return where the run's vLLM servers are; None without any. Here they only write completions.
+    def writers(self, cluster: Cluster) -> ServerPlacement | None:
+        """Return where the run's vLLM servers are that only write completions; None without any.
 
         Raises:
             UserError: the run cannot be placed on this cluster.
         """
-        return place_servers(self.sizes, replace(cluster, target_nodes=0)) if uses_vllm(self.config) else None
+        if not uses_vllm(self.config):
+            return None
+        return place_servers(self.sizes, replace(cluster, target_nodes=0), writing=True)
+
+    def servers(self, cluster: Cluster) -> ServerPlacement | None:
+        """Return where the run's other vLLM servers are, as `writers`. Here none captures."""
+        return self.writers(cluster)
 
     @abstractmethod
     def gpus(self, cluster: Cluster, servers: ServerPlacement | None) -> TargetGpus:
@@ -151,6 +157,9 @@ class InServers(WhereTargetRuns):
         apart = placement is Placement.auto and self.online and not self.given
         targets = num_nodes // 2 if apart or placement is Placement.apart else 0
         return Cluster(num_nodes - targets, gpus, processes, gpu_bytes, targets)
+
+    def writers(self, cluster: Cluster) -> ServerPlacement:
+        return place_servers(self.sizes, cluster, writing=True)
 
     def servers(self, cluster: Cluster) -> ServerPlacement:
         return place_servers(self.sizes, cluster)

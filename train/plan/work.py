@@ -52,6 +52,17 @@ class Work:
 
 
 @dataclass(frozen=True)
+class GpusAtWork:
+    """The GPUs of a run, and those at work on each part of it; on a CPU, the processes."""
+
+    all: int
+    train: int
+    target: int  # capture
+    write: int  # regenerate
+    at_once: bool  # whether the target captures while the drafter trains, on different GPUs
+
+
+@dataclass(frozen=True)
 class Hours:
     """Hours of the stages that take long; None is unknown."""
 
@@ -60,6 +71,7 @@ class Hours:
     train: float | None
     total: float | None
     how: str | None  # in words, the speed that they are computed with
+    gpu_tokens: float | None  # trained tokens per hour and GPU of the whole run, those of the target included
     # Bytes per second of the disk with the store, below which the stages take longer; None without a store.
     written: float | None = None
     read: float | None = None
@@ -117,39 +129,31 @@ def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | 
     )
 
 
-def run_hours(config: RunConfig, work: Work, train_gpus: int, target_gpus: int, at_once: bool) -> Hours:
-    """Return the hours of a run.
-
-    Args:
-        at_once: whether the target and the drafter compute at the same time, on different GPUs.
-    """
+def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
+    """Return the hours of a run."""
     rate, how = config.plan.tflops_per_gpu, None
 
-    def at_rate(flops: int | None, gpus: int) -> float | None:
-        return None if flops is None or rate is None else flops / (rate * 1e12 * _HOUR * gpus)
+    def at_rate(flops: int | None, num_gpus: int) -> float | None:
+        return None if flops is None or rate is None else flops / (rate * 1e12 * _HOUR * num_gpus)
 
     if rate is not None:
         how = f"{rate:g} TFLOP/s per GPU"
-    regenerate, capture = (
-        at_rate(work.regeneration_flops, target_gpus),
-        at_rate(work.capture_flops, target_gpus),
-    )
-    if work.regeneration_flops == 0:
-        regenerate = 0.0
-    train = at_rate(work.train_flops, train_gpus)
+    regenerate = 0.0 if work.regeneration_flops == 0 else at_rate(work.regeneration_flops, gpus.write)
+    capture, train = at_rate(work.capture_flops, gpus.target), at_rate(work.train_flops, gpus.train)
     measured = _measured_rate(Path(config.output_dir))
     if measured is not None and work.trained_tokens is not None:
         train, how = work.trained_tokens / measured / _HOUR, f"measured: {measured:,.0f} tokens/s"
-    total = None
+    total = gpu_tokens = None
     if regenerate is not None and capture is not None and train is not None:
-        total = regenerate + (max(capture, train) if at_once else capture + train)
+        total = regenerate + (max(capture, train) if gpus.at_once else capture + train)
+        gpu_tokens = (work.trained_tokens or 0) / (total * gpus.all)
     stored = 0 if work.online else work.store_bytes or 0
     read = stored * (work.trained_tokens or 0) / (work.tokens or 1)
     written_rate, read_rate = (
         num_bytes / hours / _HOUR if num_bytes and hours else None
         for num_bytes, hours in ((stored, capture), (read, train))
     )
-    return Hours(regenerate, capture, train, total, how, written_rate, read_rate)
+    return Hours(regenerate, capture, train, total, how, gpu_tokens, written_rate, read_rate)
 
 
 def _measured_rate(output_dir: Path) -> float | None:

@@ -33,7 +33,7 @@ def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
         for stage in users:
             _check(context, stage)
     elif users:
-        context.servers.start(must_capture(context.config, context.world, users[0]))
+        context.servers.start(must_capture(context.config, users[0]))
 
 
 def prepare_engines(context: RunContext, stage: Stage) -> None:
@@ -45,7 +45,7 @@ def prepare_engines(context: RunContext, stage: Stage) -> None:
         UserError: a server or engine does not start, is not what the run needs, or its states do not arrive.
     """
     if uses_servers(context.config, stage) and not context.servers.named:
-        context.servers.start(must_capture(context.config, context.world, stage))
+        context.servers.start(must_capture(context.config, stage))
         context.servers.wait_until_ready()
         _check(context, stage)
     if uses_torchspec(context.config, stage):
@@ -67,32 +67,28 @@ def server_engine(config: RunConfig) -> tuple[CaptureEngine, float]:
     return settings.engine, settings.limit_seconds
 
 
-def must_capture(config: RunConfig, world: World, stage: Stage) -> bool:
-    """Return whether the servers of a stage capture as well as write completions.
+def must_capture(config: RunConfig, stage: Stage) -> bool:
+    """Return whether the servers that a run starts for a stage capture.
 
-    In a run that captures through vLLM they do, so that the same ones serve every stage. The exception is
-    sampling on a CPU, where vLLM 0.32 ignores temperatures while it captures.
+    Training data is written by plain ones: their cache holds no hidden states, and vLLM schedules
+    asynchronously and verifies no draft. The few answers to held-out prompts come from those that capture.
     """
-    on_cpu = world.device.type == "cpu"
-    return config.capture.source is CaptureSource.vllm and not (on_cpu and _samples(config, stage))
-
-
-def _samples(config: RunConfig, stage: Stage) -> bool:
-    return stage is Stage.data and config.data.regenerate.temperature != 0
+    return config.capture.source is CaptureSource.vllm and stage is not Stage.data
 
 
 def _check(context: RunContext, stage: Stage) -> None:
     """Check the servers for a stage; the first process of each node has its states probed."""
     config, world, servers, target = context.config, context.world, context.servers, context.captured_target
     expected, longest = target.expected_states(), longest_prompt(config)
+    samples = stage is Stage.data and config.data.regenerate.temperature != 0
 
     def check(server: VllmClient, info: ServerInfo) -> None:
-        if must_capture(config, world, stage):
+        if must_capture(config, stage):
             check_states(server, info, expected, longest)
         else:
             check_target(server, info, expected, longest)
         if stage in _WRITERS:
-            check_unchanged(server, info, samples=_samples(config, stage))
+            check_unchanged(server, info, samples=samples)
 
     if world.is_main:
         check_servers(servers.clients(everywhere=True), check, None, key="")

@@ -106,9 +106,10 @@ def test_two_ranks_online_have_the_losses_of_one_rank_offline(in_vllm: Path, in_
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_one_server_serves_the_stages_and_nothing_of_it_is_left(in_vllm: Path) -> None:
+def test_one_server_writes_and_another_captures_and_nothing_of_them_is_left(in_vllm: Path) -> None:
     log = (in_vllm / "vllm-0.log").read_text()
-    assert log.count("Application startup complete") == 1
+    starts = log.split("non-default args: ")[1:]
+    assert ["extract_hidden_states" in start for start in starts] == [False, True]
     assert "{'host': '127.0.0.1', 'port'" in log
     assert not list(MEMORY.glob(f"eagle31-{rank_name(in_vllm, 0)[:-1]}*"))
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]

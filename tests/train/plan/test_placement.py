@@ -60,6 +60,18 @@ def test_where_servers_go(
         assert_fits(found, cluster, sizes_of(recipe, *settings))
 
 
+def test_servers_that_only_write_have_all_gpus_before_training_has_any() -> None:
+    for recipe, cluster in (("gpt_oss_20b", HALF), ("kimi_k2_6", NODE)):
+        sizes = sizes_of(recipe, *([f"{TENSOR}=1"] if recipe == "gpt_oss_20b" else []))
+        writes, captures = place_servers(sizes, cluster, writing=True), place_servers(sizes, cluster)
+        assert (writes.kind, writes.devices) == (SHARED, tuple(range(8)))
+        assert writes.memory_fraction is not None
+        assert captures.memory_fraction is not None
+        assert writes.memory_fraction > captures.memory_fraction or captures.kind is SPLIT
+    by_hand = place_servers(sizes, replace(NODE, num_nodes=1, target_nodes=1), writing=True)
+    assert by_hand.kind is OTHER  # those that scripts/serve_target starts write, too
+
+
 def assert_fits(found: ServerPlacement, cluster: Cluster, sizes: RunSizes) -> None:
     """Check that the server has the GPUs of its engines, and that their memory is enough."""
     assert cluster.gpu_bytes is not None

@@ -104,14 +104,18 @@ def test_the_commands_in_a_header_are_those_of_the_plan(recipe: str) -> None:
 
 
 def test_the_plan_has_the_hours_of_each_budget() -> None:
-    [way] = planned("qwen3_8b", "plan.num_nodes=1").ways
+    plan = planned("qwen3_8b", "plan.num_nodes=1")
+    [way], trained_tokens = plan.ways, plan.work.trained_tokens
+    assert trained_tokens is not None
     assert way.hours is not None
     assert way.budget_hours["standard"] == way.hours.total
+    assert way.hours.total is not None
+    assert way.hours.gpu_tokens == pytest.approx(trained_tokens / (8 * way.hours.total))
     assert list(way.budget_hours) == ["quick", "standard", "reproduce"]
     quick = planned("qwen3_8b", "plan.num_nodes=1", "budget=quick").first.hours
     assert quick is not None
     assert way.budget_hours["quick"] == quick.total
-    assert f"quick {quick.total:.3g}, standard" in format_plan(planned("qwen3_8b", "plan.num_nodes=1"))
+    assert f"quick {quick.total:.3g}, standard" in format_plan(plan)
 
 
 def header(recipe: str) -> str:
