@@ -55,6 +55,12 @@ _LATENT = {
     "n_routed_experts": 16,
     "num_experts_per_tok": 2,
 }
+_DELTA_NET = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": _DENSE,
     "qwen3": _DENSE,
@@ -72,7 +78,26 @@ SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": {key: value for key, value in _DENSE.items() if key != "head_dim"}
     | _LATENT
     | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "qwen3_5_text": _DENSE | _DELTA_NET,
+    "qwen3_5_moe_text": _DENSE
+    | _DELTA_NET
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    | {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma4_text": _DENSE | {"global_head_dim": 64, "num_global_key_value_heads": 1, "sliding_window": 24},
+    "glm_moe_dsa": {key: value for key, value in _DENSE.items() if key != "head_dim"}
+    | _LATENT
+    | {"n_routed_experts": 4, "index_topk": 512, "index_head_dim": 128, "index_n_heads": 8},
+    "deepseek_v4": _DENSE
+    | {"num_key_value_heads": 1, "q_lora_rank": 32, "qk_rope_head_dim": 16, "moe_intermediate_size": 32}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 16}
+    | {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 8, "sliding_window": 24},
+    "minimax_m3_vl_text": _DENSE
+    | {"intermediate_size": 32, "dense_intermediate_size": 96, "shared_intermediate_size": 32}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16}
+    | {"index_n_heads": 2, "index_head_dim": 32, "index_block_size": 8, "index_topk_blocks": 4},
 }
+# vLLM 0.32 cannot run these on a CPU, so transformers does, online as in the recipes.
+NOT_IN_VLLM = ("qwen3_5_text", "qwen3_5_moe_text", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text")
 
 
 @dataclass(frozen=True)
@@ -185,6 +210,8 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
         "train.log_every=1",
         "evaluate.max_new_tokens=12",
     ]
+    if config.target.architecture["model_type"] in NOT_IN_VLLM:
+        arguments += ["target.engine=hf", "capture=hf_online"]
     if config.drafter.draft_vocab_size is not None:
         arguments.append("drafter.draft_vocab_size=200")
     if "tensor_parallel_size" in config.vllm.engine_args:

@@ -12,7 +12,7 @@ import pytest
 
 from eagle31.json_files import read_json, read_jsonl
 from tests.recipes.headers import RECIPES, header_commands
-from tests.recipes.stand_ins import SMALL, assert_captured, save_stand_in, small_run
+from tests.recipes.stand_ins import assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
 from tests.train.small_run import assert_agreement
 from tests.train.torchrun import composed, torchrun
@@ -27,8 +27,6 @@ RUN_SECONDS = 1500
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.timeout(RUN_SECONDS)
 def test_a_recipe_runs_on_a_stand_in(recipe: str, vllm_python: Path, tmp_path: Path) -> None:
-    if (model_type := composed(recipe).target.architecture["model_type"]) not in SMALL:
-        pytest.skip(f"{model_type} has no stand-in")
     stand_in, run = save_stand_in(recipe, tmp_path), tmp_path / "run"
     [(*launcher, script, chosen)] = header_commands(recipe, "torchrun")
     assert (script, chosen) == ("train/main.py", f"recipe={recipe}")

@@ -16,7 +16,7 @@ from data.capture.vllm.arguments import CaptureEngine
 from data.capture.vllm.client import ExpectedStates, VllmClient
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_process import ServerProcess
-from data.target.architecture import has_latent_attention, has_residual_streams
+from data.target.architecture import has_latent_attention
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from train.config.capture import CaptureConfig, TransportKind
@@ -84,7 +84,6 @@ class CapturedTarget:
             max_tokens=max_tokens,
             roots=roots,
             mla=has_latent_attention(self.parts.config),
-            streams=has_residual_streams(self.parts.config),
             mooncake_masters=mooncake_masters,
             extra=engine_args,
         )
@@ -223,7 +222,7 @@ class RunServers:
             process.close()
 
     def _client(self, url: str, key: str | None) -> VllmClient:
-        arguments = self._vllm.engine_args
+        arguments: Mapping[str, Any] = self._vllm.engine_args
         if self._captures is not None:
             arguments = self._settings(self._captures).engine.extra
         each = _PROMPTS_ON_GPU if torch.cuda.is_available() else _PROMPTS_ON_CPU

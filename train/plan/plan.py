@@ -150,8 +150,8 @@ def run_way(
         gpus = GpusAtWork(
             all=max(1, cluster.gpus_per_node) * (cluster.num_nodes + cluster.target_nodes),
             train=cluster.num_ranks,
-            target=target.num_gpus,
-            write=target.num_gpus if writers is None else max(1, writers.gpus * writers.num_servers),
+            target=target.num_at_work,
+            write=target.num_at_work if writers is None else max(1, writers.gpus * writers.num_servers),
             at_once=target.beside_training,
         )
         hours = run_hours(config, work, gpus)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from data.addresses import is_loopback
 from data.capture.transport.spool import MEMORY
+from data.capture.vllm.arguments import check_final_states
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import uses_vllm
@@ -33,10 +34,12 @@ class TargetGpus:
     beside_training: bool = False  # whether it captures while the drafter is trained, on other GPUs
     held_bytes: int = 0  # of each GPU that trains, while it trains
     remedy: str = ""  # where bytes_per_gpu do not fit; empty: that has been checked
+    in_turn: bool = False  # whether the GPUs of a replica compute one after the other
 
     @property
-    def num_gpus(self) -> int:
-        return max(1, self.num_replicas * self.gpus_per_replica)
+    def num_at_work(self) -> int:
+        """The GPUs that compute at the same time."""
+        return max(1, self.num_replicas * (1 if self.in_turn else self.gpus_per_replica))
 
 
 @dataclass(frozen=True)
@@ -115,15 +118,28 @@ class InTransformers(WhereTargetRuns):
 
     waiting_bytes = 0
 
+    def divided(self, num_nodes: int, gpus: int, gpu_bytes: int | None) -> Cluster:
+        return Cluster(num_nodes, gpus, gpus if self.config.target.device_map is None else 1, gpu_bytes)
+
+    def servers(self, cluster: Cluster) -> ServerPlacement | None:
+        processes, device_map = cluster.processes_per_node, self.config.target.device_map
+        if device_map is not None and processes > 1:
+            remedy = f"Each of a node's {processes} processes would spread a copy: start one on each node."
+            raise UserError("target.device_map", device_map, remedy)
+        return super().servers(cluster)
+
     def gpus(self, cluster: Cluster, servers: ServerPlacement | None) -> TargetGpus:
         replicas, gpus, where = cluster.num_ranks, 1, "a copy in every process"
-        if self.config.target.device_map is not None:
+        spread = self.config.target.device_map is not None
+        if spread:
             replicas, gpus = cluster.num_nodes, max(1, cluster.gpus_per_node)
-            where = f"spread over the {gpus} GPUs of a node"
+            where = f"spread over the {gpus} GPUs of a node, which compute in turn"
         size = self.sizes.target.checkpoint_bytes // gpus
         remedy = "Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto."
         held = size if self.online else 0
-        return TargetGpus(replicas, gpus, size, f"transformers, {where}", held_bytes=held, remedy=remedy)
+        return TargetGpus(
+            replicas, gpus, size, f"transformers, {where}", held_bytes=held, remedy=remedy, in_turn=spread
+        )
 
 
 class InServers(WhereTargetRuns):
@@ -162,6 +178,7 @@ class InServers(WhereTargetRuns):
         return place_servers(self.sizes, cluster, writing=True)
 
     def servers(self, cluster: Cluster) -> ServerPlacement:
+        check_final_states(self.sizes.target_config)
         return place_servers(self.sizes, cluster)
 
     def gpus(self, cluster: Cluster, servers: ServerPlacement | None) -> TargetGpus:

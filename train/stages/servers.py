@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.arguments import CaptureEngine, check_final_states
 from data.capture.vllm.client import VllmClient, check_states, check_target
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
@@ -61,8 +61,13 @@ def end_engines(context: RunContext, unfinished: Sequence[Stage]) -> None:
 
 
 def server_engine(config: RunConfig) -> tuple[CaptureEngine, float]:
-    """Return the engine that a vLLM server for this run needs, and how many seconds it may take to start."""
+    """Return the engine that a vLLM server for this run needs, and how many seconds it may take to start.
+
+    Raises:
+        UserError: vLLM does not capture what training needs of this target.
+    """
     context = RunContext(config, World(rank=0, local_rank=0, size=1))
+    check_final_states(context.target.parts.config)
     settings = server_settings(config, context.captured_target)
     return settings.engine, settings.limit_seconds
 

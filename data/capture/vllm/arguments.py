@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from data.capture.vllm.environment import LOADER
 from data.capture.vllm.server_info import ROOM_TOKENS
+from data.target.architecture import has_residual_streams
 from eagle31.errors import UserError
 
 # The rank that writes would have a part of the states only.
@@ -35,7 +37,6 @@ class CaptureEngine:
         max_tokens: the length of the longest sample, and of the longest prompt with its completion.
         roots: the directories below which the engine may write.
         mla: whether the target has latent attention.
-        streams: whether the target has several residual streams.
         mooncake_masters: the Mooncake stores that the engine may put into, as host:port.
         extra: further arguments of `vllm.LLM`.
 
@@ -54,7 +55,6 @@ class CaptureEngine:
     trust_remote_code: bool = False
     target_fingerprint: str | None = None
     mla: bool = False
-    streams: bool = False
     mooncake_masters: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,17 +75,7 @@ class CaptureEngine:
             raise UserError("drafter.aux_layer_ids", list(self.aux_layer_ids), remedy)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for capture.
-
-        Raises:
-            UserError: vLLM's final-layer states are not those that the target's head reads.
-        """
-        if self.streams:
-            remedy = (
-                "vLLM keeps the mean of the target's residual streams, which is not what its head reads; set "
-                "capture=hf or capture=hf_online."
-            )
-            raise UserError("capture.source", "vllm", remedy)
+        """Return the arguments of `vllm.LLM` for capture."""
         settings = {
             "aux_layer_ids": list(self.aux_layer_ids),
             "target_fingerprint": self.target_fingerprint,
@@ -149,6 +139,16 @@ class CaptureEngine:
     def layer_ids(self) -> list[int]:
         """The layer ids that vLLM keeps: the aux layers' inputs and the last layer's output, ascending."""
         return sorted({*self.aux_layer_ids, self.num_layers})
+
+
+def check_final_states(config: PreTrainedConfig) -> None:
+    """Raise UserError for a target whose final states vLLM does not capture as its head reads them."""
+    if has_residual_streams(config):
+        remedy = (
+            "vLLM keeps the mean of the target's residual streams, which is not what its head reads; set "
+            "capture=hf or capture=hf_online."
+        )
+        raise UserError("capture.source", "vllm", remedy)
 
 
 def attention_backend(dtype: str) -> dict[str, str]:

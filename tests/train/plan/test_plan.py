@@ -17,6 +17,7 @@ from tests.recipes.headers import header_commands
 from tests.runs.forked import ROOT
 from tests.train.torchrun import composed, run_here
 from train.config import compose
+from train.config.capture import CaptureSource
 from train.config.run import Stage, check
 from train.distributed import World
 from train.plan.memory import USABLE_FRACTION
@@ -24,6 +25,7 @@ from train.plan.placement import Cluster, place_servers
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes, planned_config
 from train.plan.table import format_plan
+from train.plan.where import where_target_runs
 from train.plan.work import newest_data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
@@ -97,7 +99,8 @@ def test_the_commands_in_a_header_are_those_of_the_plan(recipe: str) -> None:
     lines = [one.line for way in planned(recipe).ways for one in way.commands]
     printed = [line.replace("--gpus-per-node 8 ", "").replace("--nproc-per-node 1 ", "") for line in lines]
     printed = [line.partition(" output_dir=")[0] for line in printed]
-    programs = ["torchrun"] if recipe == "qwen3_0_6b" else ["torchrun", "scripts/submit"]
+    in_vllm = composed(recipe).capture.source is CaptureSource.vllm
+    programs = ["torchrun", "scripts/submit"] if in_vllm else ["torchrun"]
     for program in programs:
         [words] = header_commands(recipe, program)
         assert " ".join([program, *words]).removesuffix(f" output_dir=/shared/{recipe}") in printed
@@ -122,6 +125,20 @@ def header(recipe: str) -> str:
     """Return the comment at the top of a recipe's file."""
     comment = (ROOT / "recipes" / "recipe" / f"{recipe}.yaml").read_text().partition("defaults:")[0]
     return "\n".join(line.removeprefix("#") for line in comment.splitlines())
+
+
+def test_a_target_that_is_spread_over_a_node_has_one_process_there_and_its_gpus_compute_in_turn() -> None:
+    [way] = planned("deepseek_v4_flash").ways
+    assert way.hours is not None
+    assert way.hours.capture == pytest.approx(
+        2 * 8 * (way.hours.regenerate or 0)
+    )  # eight GPUs write one epoch
+    sizes = RunSizes(composed("deepseek_v4_flash"))
+    with pytest.raises(UserError, match=r"target\.device_map=auto: .*8 processes"):
+        where_target_runs(sizes).servers(replace(way.cluster, processes_per_node=8))
+    sizes = RunSizes(composed("deepseek_v4_flash", "capture=vllm_online"))
+    with pytest.raises(UserError, match=r"capture\.source=vllm: .*residual streams"):
+        where_target_runs(sizes).servers(way.cluster)
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "gpt_oss_120b", "minimax_m2_5", "kimi_k2_6"])

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from data.capture.vllm.arguments import CaptureEngine
+from data.capture.vllm.arguments import CaptureEngine, check_final_states
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.environment import check_engine_args
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
+from data.target.architecture import from_architecture
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.data.capture.vllm.servers import INFO
@@ -34,10 +35,9 @@ def test_arguments_that_divide_or_change_the_states_are_refused(
 
 
 def test_a_target_with_several_residual_streams_is_captured_by_transformers() -> None:
-    engine = CaptureEngine("target", (1,), 4, 100, [], streams=True)
-    assert engine.answer_arguments()["model"] == "target"
+    check_final_states(from_architecture({"model_type": "deepseek_v3"}))
     with pytest.raises(UserError, match=r"capture\.source=vllm: .*capture=hf"):
-        engine.arguments()
+        check_final_states(from_architecture({"model_type": "deepseek_v4"}))
 
 
 def test_the_embedding_output_of_a_target_with_latent_attention_is_refused() -> None:
