@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from data.conversations.workers import end_with_parent
 from data.generation.answers import Answers, Asked
 from data.sampling import Prompts, Sampling
+from data.target.architecture import attends_to_blocks
 from data.target.loading import load_target
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
@@ -157,8 +158,11 @@ def generate_batch(
     Raises:
         UserError: the batch exceeds the device's memory.
     """
-    config = generation_config(sampling)
     width = max(len(prompt) for prompt in prompts)
+    if width > min(len(prompt) for prompt in prompts) and attends_to_blocks(model.config):
+        alone = ([prompt] for prompt in prompts)  # padding would change the answers
+        return [generate_batch(model, one, sampling, (*number, i))[0] for i, one in enumerate(alone)]
+    config = generation_config(sampling)
     input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generate: Any = model.generate  # its declared type is that of any module attribute, a tensor

@@ -83,6 +83,14 @@ def has_latent_attention(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
+def attends_to_blocks(config: PreTrainedConfig) -> bool:
+    """Return whether layers attend to blocks of positions, counted from the row's first, padding included."""
+    text_config = config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None) or []
+    compressed = any("compressed" in kind for kind in kinds)  # DeepSeek V4
+    return compressed or getattr(text_config, "index_block_size", None) is not None  # MiniMax M3
+
+
 def has_residual_streams(config: PreTrainedConfig) -> bool:
     """Return whether the target has several residual streams (hyper-connections)."""
     return getattr(config.get_text_config(), "hc_mult", 1) > 1

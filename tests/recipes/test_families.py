@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from data.capture.hf import HiddenStateCapture
+from data.generation.hf import generate_batch
+from data.sampling import Sampling
 from data.target.cached_decoding import TargetDecoder
 from data.target.loading import load_target
 from data.target.modules import locate
@@ -15,7 +17,7 @@ from data.target.spec import TargetSpec
 from tests.recipes.families import FAMILIES, save_family, table_row, try_family
 from tests.runs.forked import ROOT
 
-LENGTHS, KEPT = (70, 33), 40
+LENGTHS, KEPT, ANSWER_TOKENS = (70, 33), 40, 6
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -59,6 +61,10 @@ def test_transformers_captures_what_the_layers_give(name: str, tmp_path: Path) -
     logits, aux = decoder.forward(batch[0][KEPT:])
     expected = capture.capture(batch[:1])[0]
     torch.testing.assert_close(aux, expected[0][KEPT:], rtol=1e-3, atol=1e-4 * float(expected[0].abs().max()))
+    prompts = [ids.tolist() for ids in batch]
+    sampling = Sampling(ANSWER_TOKENS, (), temperature=0.0, seed=0)
+    alone = [generate_batch(model, [prompt], sampling, ())[0] for prompt in prompts]
+    assert generate_batch(model, prompts, sampling, ()) == alone
 
 
 @pytest.mark.full("a run of each family, and vLLM twice")
