@@ -96,7 +96,7 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16}
     | {"index_n_heads": 2, "index_head_dim": 32, "index_block_size": 8, "index_topk_blocks": 4},
 }
-# vLLM 0.32 cannot run these on a CPU, so transformers does, online as in the recipes.
+# vLLM 0.32 runs these on a CPU in bfloat16 only, or not at all, so transformers does, online as in the recipes.
 NOT_IN_VLLM = ("qwen3_5_text", "qwen3_5_moe_text", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text")
 
 
@@ -219,8 +219,12 @@ def small_run(recipe: str, stand_in: StandIn, output_dir: Path, num_ranks: int =
     return arguments
 
 
-def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> None:
-    """Check that only held-out states are stored where training is online, and that they are the target's."""
+def assert_captured(run: Path, recipe: str, target: Path, *, online: bool, error: float = 1e-3) -> None:
+    """Check that only held-out states are stored where training is online, and that they are the target's.
+
+    Args:
+        error: the largest difference from transformers in float32, relative to the largest state.
+    """
     stores = {path.parent.name for path in run.glob("artifacts/capture-*/*/shard-*.safetensors")}
     assert stores == {"validation", "test"} | (set() if online else {"train"})
     if recipe in OTHER_ROUTING:
@@ -238,5 +242,4 @@ def assert_captured(run: Path, recipe: str, target: Path, *, online: bool) -> No
             (sample.final_hidden_states, final),
         ):
             needed = ours.flatten(1).abs().amax(1) > 0
-            error = (ours[needed] - theirs[needed]).abs().max() / theirs.abs().max()
-            assert error < 1e-3
+            assert (ours[needed] - theirs[needed]).abs().max() / theirs.abs().max() < error
