@@ -96,7 +96,7 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16}
     | {"index_n_heads": 2, "index_head_dim": 32, "index_block_size": 8, "index_topk_blocks": 4},
 }
-# vLLM 0.32 runs these on a CPU in bfloat16 only, or not at all, so transformers does, online as in the recipes.
+# On a CPU vLLM 0.32 runs these in bfloat16 or not at all, so transformers does, online as in the recipes.
 NOT_IN_VLLM = ("qwen3_5_text", "qwen3_5_moe_text", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text")
 
 
