@@ -50,6 +50,7 @@ def test_a_server_on_another_node(
     assert header.pop() == f"output_dir=/shared/{RECIPE}"
     run = [*small_run(RECIPE, stand_in, output_dir), f"train.max_steps={STEPS}"]
     run += [f"drafter.aux_layer_ids={AUX_LAYER_IDS}", f"capture.transport={transport}"]
+    run.append("data.regenerate.temperature=0")  # on a CPU, servers that capture ignore the temperature
     run.append("stages=[plan,data,vocab,answers,capture,train,export]")  # to decode starts vLLM twice more
     seen = [stand_in.train.parent, *([output_dir] if shared else [])]
     with running_apart_cluster(seen, [] if shared else [output_dir]) as cluster:
