@@ -58,8 +58,8 @@ class ArrivingStates:
         checks_refused: whether too many refused samples are an error; a store checks its own.
 
     Raises:
-        UserError: from `get_many`: its samples together exceed the bound, too many are refused, or what the
-            engines answer does not arrive.
+        UserError: the longest sample exceeds the bound; from `get_many`: its samples together do, too many
+            are refused, or what the engines answer does not arrive.
     """
 
     def __init__(
@@ -96,6 +96,9 @@ class ArrivingStates:
         self._reported = (0.0, 0.0, 0)  # totals at the last `collect_stats`
         self._held_since: float | None = None  # when a request was last held back
         self._stopped = threading.Event()
+        longest = max(range(len(self)), key=lambda index: self.lengths[index])
+        [(_, mask)] = self._tokens.read([longest])
+        self._check_bound(sample_bytes(mask), f"The longest sample, of {len(mask):,} tokens, takes")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -115,7 +118,8 @@ class ArrivingStates:
 
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         """Wait for the next samples that `expect` announced, and return them."""
-        self._check_bound(len(indices))
+        coming = islice(chain(self._requested, self._coming), len(indices))
+        self._check_bound(sum(one.num_bytes for one in coming), "The samples of a step take")
         self._look_after_producer()
         return [self._take(index) for index in indices]
 
@@ -142,11 +146,10 @@ class ArrivingStates:
         """End a wait in another thread with an error in that thread."""
         self._stopped.set()
 
-    def _check_bound(self, num_samples: int) -> None:
-        needed = sum(one.num_bytes for one in islice(chain(self._requested, self._coming), num_samples))
+    def _check_bound(self, needed: int, what: str) -> None:
         if needed > self.limit_bytes:
             gb = needed * self._num_sharing / 1e9
-            remedy = f"The samples of a step take {gb:.3g} GB over all ranks of a node: give more than that."
+            remedy = f"{what} {gb:.3g} GB over all ranks of a node: give more than that."
             raise UserError("capture.spool_gb", self._spool_gb, remedy)
 
     def _request_ahead(self) -> None:

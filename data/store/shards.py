@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ KINDS = ("tokens", "aux", "final")
 # What a shard has of each sample besides its tensors: its id, its number of rows of each kind, its crc32.
 _SAMPLE_IDS, _ROWS, _CHECKSUMS = "sample_ids", "rows", "checksums"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PART_BYTES = 4 << 20  # copied at a time of a tensor that is not contiguous; it stays in the cache
 _AGAIN = "delete it and run again with the capture stage: only this shard is captured again."
 
 
@@ -87,7 +89,8 @@ def sample_checksum(tensors: Mapping[str, Tensor]) -> int:
     """Return the crc32 of an encoded sample on the CPU: its columns' bytes, in the order of the file."""
     checksum = 0
     for name in _file_order({name: [tensor] for name, tensor in tensors.items()}):
-        checksum = zlib.crc32(tensor_bytes(tensors[name]), checksum)
+        for part in _bytes_of(tensors[name]):
+            checksum = zlib.crc32(part, checksum)
     return checksum
 
 
@@ -96,7 +99,8 @@ def write_columns(
 ) -> None:
     """Write a safetensors file of tensors on the CPU, which are given in pieces of the first dimension.
 
-    A single pass copies nothing and lets other threads run, neither of which safetensors' own writer does.
+    A single pass copies no contiguous tensor and lets other threads run, neither of which safetensors' own
+    writer does.
 
     Source: the safetensors format, https://github.com/huggingface/safetensors#format.
     """
@@ -115,7 +119,8 @@ def write_columns(
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         for piece in columns[name]:
-            file.write(tensor_bytes(piece))
+            for part in _bytes_of(piece):
+                file.write(part)
 
 
 def _file_order(columns: Mapping[str, Sequence[Tensor]]) -> list[str]:
@@ -123,9 +128,11 @@ def _file_order(columns: Mapping[str, Sequence[Tensor]]) -> list[str]:
     return sorted(columns, key=lambda name: (-columns[name][0].element_size(), name))
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor on the CPU. Of one that is not contiguous, a part at a time is copied."""
+    num_rows = len(tensor) if tensor.is_contiguous() else _PART_BYTES // max(1, tensor[:1].nbytes)
+    for part in tensor.detach().split(max(1, num_rows)):
+        yield part.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def new_memory(num_bytes: int) -> Tensor:
@@ -249,8 +256,8 @@ class ShardFile:
         self._file.fill([(head.numpy().data, 0)])
         ids, rows, checksums = columns = [self._column(name) for name in (_SAMPLE_IDS, _ROWS, _CHECKSUMS)]
         checksum = 0
-        for part in (head, *columns):
-            checksum = zlib.crc32(tensor_bytes(part), checksum)
+        for part in chain.from_iterable(map(_bytes_of, (head, *columns))):
+            checksum = zlib.crc32(part, checksum)
         return ShardRecord(
             Path(self._file.path).name,
             self.num_bytes,

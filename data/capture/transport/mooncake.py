@@ -98,8 +98,8 @@ class MooncakeTransport:
         deadline = time.monotonic() + self.put_seconds
         with self._outgoing.lock:
             parts = self._outgoing.parts(self._sizes(num_tokens))
-            for part, tensor in zip(parts, (aux.flatten(1), request.input_ids, final), strict=True):
-                part.view(_stored_dtype(tensor, self.dtype)).copy_(tensor.flatten())
+            for part, tensor in zip(parts, (aux, request.input_ids, final), strict=True):
+                part.view(_stored_dtype(tensor, self.dtype)).view_as(tensor).copy_(tensor)
             pointers, sizes = [p.data_ptr() for p in parts], [p.nbytes for p in parts]
             while True:
                 # A dead producer may have left a sample in memory that has died with it.

@@ -59,7 +59,7 @@ class Spool:
             FileNotFoundError: the directory no longer exists.
         """
         sample = CapturedSample(request.input_ids, request.loss_mask, aux, final)
-        tensors = {name: value.cpu().contiguous() for name, value in encode(sample, self.codec).items()}
+        tensors = {name: value.cpu() for name, value in encode(sample, self.codec).items()}
         metadata = {"crc32": str(sample_checksum(tensors))} if self._checked else None
         # The file of a producer that died while it wrote the same sample would count towards the bound.
         self._remove_unfinished(request.key)

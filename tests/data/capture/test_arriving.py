@@ -166,11 +166,18 @@ def test_exactly_what_fits_is_requested(spool: Spool) -> None:
 
 
 def test_a_bound_below_a_step_is_refused_with_what_it_takes(spool: Spool) -> None:
-    bound = needed(ORDER[:STEP]) - 1
+    order = sorted(ORDER, key=lambda index: -needed([index]))
+    bound = needed(order[:STEP]) - 1
     source = states_from(DATASET, PromptProducer(spool), spool, bound)
-    source.expect(ORDER)
+    source.expect(order)
     with pytest.raises(UserError, match=rf"capture\.spool_gb=.* take {(bound + 1) / 1e9:.3g} GB"):
-        source.get_many(ORDER[:STEP])
+        source.get_many(order[:STEP])
+
+
+def test_a_bound_below_the_longest_sample_is_refused_before_anything_is_requested(spool: Spool) -> None:
+    bound = max(needed([index]) for index in range(NUM_SAMPLES)) - 1
+    with pytest.raises(UserError, match=rf"capture\.spool_gb=.* takes {(bound + 1) / 1e9:.3g} GB"):
+        states_from(DATASET, PromptProducer(spool), spool, bound)
 
 
 def test_what_is_lost_is_requested_again(spool: Spool, impatient: None) -> None:

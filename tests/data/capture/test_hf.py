@@ -45,6 +45,17 @@ def test_ids_are_hugging_faces_hidden_states(tmp_path: Path, family: str) -> Non
     torch.testing.assert_close(last, aux[:, NUM_LAYERS], rtol=0, atol=0)
 
 
+def test_attention_has_no_mask_which_would_grow_with_the_square_of_the_length(tmp_path: Path) -> None:
+    capture, masks = make_capture(save_target(tmp_path)), []
+    for layer in capture.modules.layers:
+        layer.register_forward_pre_hook(
+            lambda _, __, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    capture.capture(_batch((9,)))
+    capture.capture(_batch((9, 5)))
+    assert masks == [None] * 2 * NUM_LAYERS
+
+
 def test_states_can_be_trained_on(tmp_path: Path) -> None:
     [(aux, last)] = make_capture(save_target(tmp_path)).capture(_batch((4,)))
     weight = torch.ones(HIDDEN_SIZE, requires_grad=True)

@@ -24,10 +24,10 @@ def _request(key: str = "run-0-0", length: int = 40, seed: int = 0) -> StateRequ
 
 
 def _states(request: StateRequest) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of one tensor, as vLLM's connector has them."""
     generator = torch.Generator().manual_seed(7)
-    length = len(request.input_ids)
-    aux = torch.randn(length, NUM_LAYERS, HIDDEN_SIZE, generator=generator)
-    return aux, torch.randn(length, HIDDEN_SIZE, generator=generator)
+    states = torch.randn(len(request.input_ids), NUM_LAYERS + 1, HIDDEN_SIZE, generator=generator)
+    return states[:, :NUM_LAYERS], states[:, NUM_LAYERS]
 
 
 def assert_equal(found: CapturedSample | None, expected: CapturedSample) -> None:
@@ -38,7 +38,8 @@ def assert_equal(found: CapturedSample | None, expected: CapturedSample) -> None
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_put_is_taken_once(tmp_path: Path, codec: str) -> None:
+def test_what_is_put_is_taken_once(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.store.shards._PART_BYTES", 3000)  # of 30,720 of the aux layers
     request = _request()
     Spool(tmp_path, codec).put(request, *_states(request))
     trainer = Spool.from_json(Spool(tmp_path, codec).to_json())

@@ -44,6 +44,7 @@ def capture_store(
     expected: ExpectedStates,
     root: Path,
     patience_seconds: float = PATIENCE_SECONDS,
+    spool_gb: float = 0.01,
 ) -> None:
     """Fill a store through a server, as the capture stage does; the spool is in `root`."""
     shape = StateShape(len(expected.aux_layer_ids), expected.hidden_size, expected.dtype)
@@ -56,7 +57,7 @@ def capture_store(
         _: Sequence[int], missing: Sequence[int]
     ) -> Generator[tuple[int, CapturedSample | str], None, None]:
         with (
-            open_spool(root, f"test-{os.getpid()}", CODEC, 10**7) as spool,
+            open_spool(root, f"test-{os.getpid()}", CODEC, int(spool_gb * 1e9)) as spool,
             closing(EngineProducer([client], capture_tasks(spool), check, patience_seconds)) as producer,
         ):
             source = ArrivingStates(
@@ -65,7 +66,7 @@ def capture_store(
                 spool,
                 shape=shape,
                 sample_bytes=lambda mask: file_bytes(CODEC, mask, *vars(shape).values()),
-                spool_gb=0.01,
+                spool_gb=spool_gb,
                 name="test",
                 checks_refused=False,
             )
