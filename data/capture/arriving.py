@@ -23,9 +23,10 @@ from eagle31.errors import UserError
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
-# An engine puts what it has answered within seconds. After this time without the awaited sample, all that
-# were answered and have not arrived are requested again, so often at most.
-_ARRIVAL_SECONDS, _MAX_REPEATS = 60.0, 3
+# An engine puts what it has answered within seconds, and the time that a slow disk takes for a sample of each
+# rank. When the awaited sample takes longer after its answer, all that were answered and have not arrived are
+# requested again, so often at most.
+_ARRIVAL_SECONDS, _SLOW_BYTES, _MAX_REPEATS = 60.0, 1e8, 3
 _TAKEN_KEPT = 64
 _CHUNK_SAMPLES = 512
 
@@ -195,6 +196,7 @@ class ArrivingStates:
     def _wait_for(self, expected: _Expected) -> CapturedSample | None:
         """Wait for a sample; return None where it is refused."""
         key, since, num_repeats = expected.request.key, time.monotonic(), 0
+        limit = _ARRIVAL_SECONDS + expected.num_bytes * self._num_sharing / _SLOW_BYTES
         while True:
             sample = self._transport.take(expected.request, _POLL_SECONDS)
             if sample is not None:
@@ -205,7 +207,9 @@ class ArrivingStates:
             if key in self._refusals:
                 self._refuse(expected.index, self._refusals.pop(key))
                 return None
-            if time.monotonic() - since > _ARRIVAL_SECONDS:
+            if not self._producer.answered(key):
+                since = time.monotonic()
+            elif time.monotonic() - since > limit:
                 since = time.monotonic()
                 num_repeats += self._repeat()
                 if num_repeats > _MAX_REPEATS:

@@ -69,6 +69,10 @@ class EngineProducer:
             raise
         return True
 
+    def answered(self, key: str) -> bool:
+        with self._lock:
+            return key not in self._owed
+
     def received(self, key: str) -> None:
         with self._lock:
             owed = self._owed.pop(key, None)

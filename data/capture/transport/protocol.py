@@ -61,6 +61,10 @@ class Producer(Protocol):
         """
         ...
 
+    def answered(self, key: str) -> bool:
+        """Return whether the engine has answered the request, so that its states are on their way."""
+        ...
+
     def received(self, key: str) -> None:
         """Note that the trainer has taken a sample, so that it is not delivered again."""
         ...

@@ -1,5 +1,6 @@
 """States that arrive online, compared with a store of the same states."""
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,9 @@ class PromptProducer:
         if self.put(request):
             self.spool.put(request, *random_states(request.input_ids))
         self.most_bytes = max(self.most_bytes, used_bytes(self.spool))
+        return True
+
+    def answered(self, key: str) -> bool:
         return True
 
     def received(self, key: str) -> None: ...
@@ -193,6 +197,23 @@ def test_what_is_lost_is_requested_again(spool: Spool, impatient: None) -> None:
     stats = source.collect_stats()
     assert stats.starved_seconds > 0
     assert source.collect_stats().starved_seconds == 0
+
+
+def test_what_takes_an_engine_long_is_requested_once(
+    spool: Spool, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, num_polls = PromptProducer(spool, lambda _: False), itertools.count()
+
+    def answered(_: str) -> bool:
+        if next(num_polls) < 10:  # five times as long as a sample may take to arrive
+            return False
+        [request] = producer.requests
+        spool.put(request, *random_states(request.input_ids))
+        return True
+
+    monkeypatch.setattr(producer, "answered", answered)
+    assert_right(read(states_from(DATASET, producer, spool), [5]), [5])
+    assert len(producer.requests) == 1
 
 
 def test_what_never_arrives_ends_the_run_and_not_the_store(spool: Spool, impatient: None) -> None:
