@@ -60,8 +60,8 @@ class Checkpoint:
     def loading(self) -> Iterator[None]:
         """Raise the errors of transformers about a model as a UserError.
 
-        The causes are a missing repository or file, no network, an unknown architecture, and a damaged file,
-        which is named.
+        The causes are a missing repository or file, no network, an unknown architecture, a missing package,
+        and a damaged file, which is named.
         """
         try:
             yield
@@ -69,7 +69,7 @@ class Checkpoint:
             raise
         except Exception as error:
             self.check_files(texts=True)
-            if not isinstance(error, OSError | ValueError):
+            if not isinstance(error, OSError | ValueError | ImportError):
                 raise
             reason = " ".join(str(error).split())
             raise UserError("target.model", self.model, f"The model cannot be loaded: {reason}") from error

@@ -9,17 +9,28 @@ import os
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from data.capture.vllm.environment import find_python
 from data.target.architecture import from_architecture
+from data.target.spec import TargetSpec
 from eagle31.json_files import read_json, write_json
-from tests.data.capture.vllm.targets import KV_CACHE_BYTES
+from tests.data.capture.vllm.capturing import STALL_SECONDS, capture_until_preempted, server_process
+from tests.data.capture.vllm.targets import (
+    KV_CACHE_BYTES,
+    capture_engine,
+    expected_states,
+    largest_difference,
+    make_prompts,
+    make_samples,
+)
+from tests.recipes.quantized import quantize
 from tests.recipes.stand_ins import (
     NUM_CONVERSATIONS,
     VOCAB_SIZE,
@@ -30,7 +41,7 @@ from tests.recipes.stand_ins import (
 from tests.runs.here import run_command
 from tests.train.torchrun import run_here
 
-VLLM_CAPTURE, TRAINED, SERVED = "vLLM capture", "trained", "served"
+TRANSFORMERS, VLLM_CAPTURE, TRAINED, SERVED = "transformers", "vLLM capture", "trained", "served"
 # The ids of images are tokens that the tokenizer does not have.
 _IMAGES = {name: VOCAB_SIZE + i for i, name in enumerate(("image_token_id", "video_token_id"))}
 _VISION_ENDS = {"vision_start_token_id": VOCAB_SIZE + 2, "vision_end_token_id": VOCAB_SIZE + 3}
@@ -110,7 +121,11 @@ class Family:
     dtype: in which it runs.
     engine_args: of vLLM.
     in_chunks: whether vLLM prefills in chunks, which it does not with latent attention on a CPU.
-    missing: for each of "vLLM capture" and "served" that does not work on a CPU, the reason.
+    num_blocks: of the cache, so few that vLLM preempts; with linear layers it has one for each token.
+    quantized: the form of its weights, one of `tests.recipes.quantized.FORMS`.
+    error: the largest difference from transformers in float32, relative to the largest state; twice as much
+        relative to the largest of the layer.
+    missing: for each of "transformers", "vLLM capture" and "served" that does not work on a CPU, the reason.
     """
 
     title: str
@@ -126,6 +141,9 @@ class Family:
     dtype: str = "float32"
     engine_args: tuple[str, ...] = ()
     in_chunks: bool = True
+    num_blocks: int = 31
+    quantized: str = ""
+    error: float = 1e-3
     missing: dict[str, str] = field(default_factory=dict)
 
     def config(self, special: dict[str, Any]) -> PreTrainedConfig:
@@ -137,6 +155,10 @@ class Family:
 
 # On a CPU, vLLM's delta net wants bfloat16 and heads of 128, and its prefix caching of linear layers a GPU.
 _NO_PREFIX_CACHING = ("enable_prefix_caching=false",)
+_BFLOAT16_ERROR = 0.2  # transformers differs from itself in float32 by up to 0.07
+_NO_PACKAGE = dict.fromkeys((TRANSFORMERS, SERVED), "transformers needs the package compressed-tensors")
+_VLLM_ALONE = ("target.engine=vllm",)
+_QWEN3: dict[str, Any] = {"model_type": "qwen3", "text": _DENSE}
 FAMILIES = {
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6",
@@ -148,6 +170,8 @@ FAMILIES = {
         {"vision_config": _QWEN_VISION} | _IMAGES | _VISION_ENDS,
         dtype="bfloat16",
         engine_args=_NO_PREFIX_CACHING,
+        num_blocks=320,
+        error=_BFLOAT16_ERROR,
     ),
     "qwen3_vl": Family(
         "Qwen3-VL",
@@ -156,6 +180,7 @@ FAMILIES = {
         _DENSE | {"rope_parameters": _ROPE | {"mrope_section": [8, 4, 4]}},
         {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}} | _IMAGES | _VISION_ENDS,
         layers="model.language_model.layers",
+        num_blocks=12,
     ),
     "gemma4": Family(
         "Gemma 4",
@@ -276,6 +301,7 @@ FAMILIES = {
         final_norm="norm_f",
         overrides=(_DRAFTER_ROPE,),
         engine_args=_NO_PREFIX_CACHING,
+        num_blocks=320,
         missing={SERVED: "vLLM on a CPU continues prompts with other tokens"},
     ),
     "kimi_k2_6": Family(
@@ -300,6 +326,44 @@ FAMILIES = {
         in_chunks=False,
         missing={SERVED: "vLLM's CPU build fails as it starts, after an import of llvmlite"},
     ),
+    "int4": Family(
+        "INT4 (compressed-tensors)",
+        "Qwen3, groups of 32 weights, in bfloat16",
+        **_QWEN3,
+        dtype="bfloat16",
+        quantized="int4",
+        overrides=_VLLM_ALONE,
+        num_blocks=12,
+        error=0.05,
+        missing=_NO_PACKAGE,
+    ),
+    "int8": Family(
+        "INT8 (compressed-tensors)",
+        "Qwen3, activations in INT8, too",
+        **_QWEN3,
+        quantized="int8",
+        overrides=_VLLM_ALONE,
+        num_blocks=12,
+        error=0.05,
+        missing=_NO_PACKAGE,
+    ),
+    "fp8": Family(
+        "FP8 (compressed-tensors)",
+        "Qwen3, activations and the cache for keys and values in FP8, too",
+        **_QWEN3,
+        quantized="fp8",
+        overrides=_VLLM_ALONE,
+        num_blocks=12,
+        error=0.2,
+        missing=_NO_PACKAGE,
+    ),
+    "fp8_blocks": Family(
+        "FP8 in blocks",
+        "Qwen3, a scale for 128 x 128 weights",
+        **_QWEN3,
+        quantized="fp8_blocks",
+        missing=dict.fromkeys((VLLM_CAPTURE, SERVED), "vLLM needs a CPU with AMX"),
+    ),
 }
 
 
@@ -314,6 +378,8 @@ def save_family(name: str, directory: Path) -> Path:
         tensors = {key.replace(saved, published): value for key, value in load_file(weights).items()}
         save_file(tensors, weights, metadata={"format": "pt"})
     (directory / "train.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    if FAMILIES[name].quantized:
+        quantize(directory / "model", FAMILIES[name].quantized)
     return directory / "model"
 
 
@@ -324,7 +390,8 @@ def try_family(name: str, directory: Path) -> dict[str, str]:
     """
     family, run = FAMILIES[name], directory / "run"
     model = save_family(name, directory)
-    results = family.missing | {TRAINED: "yes"}
+    reference = model.with_name("dequantized") if family.quantized else model
+    results = {TRANSFORMERS: "yes"} | family.missing | {TRAINED: "yes"}
     engine: tuple[str, ...] = ("capture=hf",)
     if VLLM_CAPTURE not in family.missing:
         arguments = (*family.engine_args, *(IN_CHUNKS if family.in_chunks else ()))
@@ -332,8 +399,9 @@ def try_family(name: str, directory: Path) -> dict[str, str]:
         results[VLLM_CAPTURE] = "yes" if family.in_chunks else "yes, not in chunks"
     settings = [*run_arguments(model, directory / "train.jsonl", run), f"target.dtype={family.dtype}"]
     run_here("any_target", *settings, *engine, *family.overrides)
-    # In bfloat16, transformers differs from itself in float32 by up to 0.07.
-    assert_captured(run, name, model, online=False, error=1e-3 if family.dtype == "float32" else 0.15)
+    assert_captured(run, name, reference, online=False, error=family.error)
+    if VLLM_CAPTURE not in family.missing:
+        assert_captured_when_preempted(family, model, reference, directory / "preempted")
     if SERVED not in family.missing:
         done = run_command(
             "scripts/check_serving",
@@ -343,6 +411,24 @@ def try_family(name: str, directory: Path) -> dict[str, str]:
         assert "verdict: vLLM serves what was trained" in done.out, done.out + done.err
         results[SERVED] = "yes"
     return results
+
+
+def assert_captured_when_preempted(family: Family, model: Path, reference: Path, directory: Path) -> None:
+    """Check the states of prompts that a server with a small cache computes while completions grow."""
+    directory.mkdir()
+    spec, ids, dataset = TargetSpec(str(model)), (1, 2, 3), make_samples(12, seed=1)
+    arguments = (*family.engine_args, *(IN_CHUNKS if family.in_chunks else ("max_num_seqs=8",)))
+    extra = {name: json.loads(value) for name, value in (one.split("=") for one in arguments)}
+    engine = capture_engine(
+        spec, ids, directory, num_gpu_blocks_override=family.num_blocks, block_size=32, **extra
+    )
+    line = replace(engine, dtype=family.dtype).command_line()
+    expected = replace(expected_states(spec, ids), dtype=getattr(torch, family.dtype))
+    prompts = [prompt[:60] for prompt in make_prompts(16) if len(prompt) >= 60]
+    with contextlib.closing(server_process(line, directory / "server.log", STALL_SECONDS)) as process:
+        process.wait_until_ready(progress=False)
+        for states, _ in capture_until_preempted(process.url, dataset, prompts, 60, expected, directory):
+            assert largest_difference(states, dataset, TargetSpec(str(reference)), ids) < 2 * family.error
 
 
 IN_CHUNKS = ("max_num_batched_tokens=64", "max_num_seqs=8")
@@ -372,7 +458,7 @@ def run_arguments(model: Path, train: Path, run: Path) -> list[str]:
 def table_row(name: str, results: dict[str, str]) -> str:
     """Return the family's row of the table; transformers' capture is a test of every run."""
     family = FAMILIES[name]
-    steps = ["yes", *(results[step] for step in (VLLM_CAPTURE, TRAINED, SERVED))]
+    steps = [results[step] for step in (TRANSFORMERS, VLLM_CAPTURE, TRAINED, SERVED)]
     return f"| {family.title} | {family.stand_in} | {' | '.join(steps)} |"
 
 

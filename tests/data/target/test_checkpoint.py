@@ -79,6 +79,13 @@ def test_damaged_weights_that_only_the_engine_reads_are_named(tmp_path: Path) ->
         load_target_parts(spec)
 
 
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = TargetSpec(str(tmp_path)).checkpoint
+    with pytest.raises(UserError, match="pip install compressed-tensors"), checkpoint.loading():
+        raise ImportError("compressed-tensors is required: pip install compressed-tensors")
+
+
 def _scale_tensors(directory: Path, names: str) -> None:
     weights = load_file(directory / "model.safetensors")
     scaled = {name: tensor * 1.5 if names in name else tensor for name, tensor in weights.items()}

@@ -1,10 +1,13 @@
 """Capture through a server, as the capture stage does it."""
 
+import itertools
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
@@ -16,7 +19,11 @@ from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
 from data.capture.vllm.server_process import ServerProcess
+from data.generation.answers import answer_prompts
+from data.generation.vllm import VllmGenerator
 from data.samples import CapturedSample, StateShape
+from data.sampling import Sampling
+from data.store import HiddenStateStore
 
 KEY = "the-key-of-this-test"
 START_SECONDS, STALL_SECONDS = 1000.0, 300.0
@@ -74,3 +81,40 @@ def capture_store(
 
     store = StoreSpec(directory, dataset, CODEC)
     fill_store(store, captured, expected, shard_tokens=500, manifest_fields={"target": "tiny"})
+
+
+def counter(url: str, name: str) -> float:
+    """Return one of the server's metrics."""
+    answer = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    [line] = [line for line in answer.text.splitlines() if line.startswith(f"vllm:{name}_total{{")]
+    return float(line.split()[-1])
+
+
+def capture_until_preempted(
+    url: str,
+    dataset: Dataset,
+    prompts: list[list[int]],
+    num_tokens: int,
+    expected: ExpectedStates,
+    root: Path,
+) -> Iterator[tuple[HiddenStateStore, list[list[int]]]]:
+    """Have completions grow, next to prompts that are being captured, until vLLM preempts one.
+
+    What was preempted is computed again. Yields the states and the completions of each attempt: now and then
+    all find room, depending on when each request arrives.
+    """
+    num_preemptions = counter(url, "num_preemptions")
+    for number in itertools.count():
+        client = VllmClient(url, 8, KEY, answer_seconds=STALL_SECONDS)
+        writer = VllmGenerator([VllmClient(url, 8, KEY, answer_seconds=STALL_SECONDS)], expected)
+        sampling, output = Sampling(num_tokens, (), 0.0, seed=0), root / f"growing-{number}.jsonl"
+        with ThreadPoolExecutor(1) as pool:
+            growing = pool.submit(
+                answer_prompts, writer, prompts, sampling, output=output, model_fingerprint="f"
+            )
+            capture_store(client, dataset, root / f"preempted-{number}", expected, root)
+            answers = growing.result()
+        writer.close()
+        yield HiddenStateStore(root / f"preempted-{number}"), answers
+        if counter(url, "num_preemptions") > num_preemptions:
+            return

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -43,6 +42,8 @@ from tests.data.capture.vllm.capturing import (
     STALL_SECONDS,
     START_SECONDS,
     capture_store,
+    capture_until_preempted,
+    counter,
     server_process,
 )
 from tests.data.capture.vllm.server_run import SMALL
@@ -231,41 +232,22 @@ def test_states_are_exact_on_the_model_runner_of_gpus(
 def capture_while_answering(
     server: Server, spec: TargetSpec, root: Path, *, num_samples: int, num_prompts: int, num_tokens: int
 ) -> list[list[int]]:
-    """Have completions grow, next to prompts that are being captured, until vLLM preempts one; check both.
+    """Check the states and completions of prompts that vLLM preempts.
 
-    What was preempted is computed again. In the end two prompts have a block of the cache in common.
+    In the end two prompts have a block of the cache in common.
     """
-
-    def counter(name: str) -> float:
-        answer = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-        [line] = [line for line in answer.text.splitlines() if line.startswith(f"vllm:{name}_total{{")]
-        return float(line.split()[-1])
-
     dataset, expected = make_samples(num_samples, seed=1), expected_states(spec, IDS)
     prompts = [prompt[:60] for prompt in make_prompts(num_prompts) if len(prompt) >= 60]
-    num_preemptions = counter("num_preemptions")
-    # Now and then all find room: it depends on when each request arrives.
-    for number in itertools.count():
-        writer = VllmGenerator([client(server, 8)], expected)
-        sampling, output = Sampling(num_tokens, (), 0.0, seed=0), root / f"growing-{number}.jsonl"
-        with ThreadPoolExecutor(1) as pool:
-            growing = pool.submit(
-                answer_prompts, writer, prompts, sampling, output=output, model_fingerprint="f"
-            )
-            capture(server, dataset, root / f"preempted-{number}", spec)
-            answers = growing.result()
-        writer.close()
-        states = HiddenStateStore(root / f"preempted-{number}")
+    attempts = capture_until_preempted(server.url, dataset, prompts, num_tokens, expected, root)
+    for states, answers in attempts:
         assert largest_difference(states, dataset, spec, IDS) < 1e-5
         assert largest_shortfall(spec, prompts, answers) < NEAR_TIE
-        if counter("num_preemptions") > num_preemptions:
-            break
-    num_hits = counter("prefix_cache_hits")
+    num_hits = counter(server.url, "prefix_cache_hits")
     same = [[1] * MAX_TOKENS, [1] * (MAX_TOKENS - 1) + [2]]
     twins = Dataset.from_dict({"input_ids": same, "loss_mask": [[True] * MAX_TOKENS] * 2})
     capture(server, twins, root / "twins", spec)
     assert largest_difference(HiddenStateStore(root / "twins"), twins, spec, IDS) < 1e-5
-    assert counter("prefix_cache_hits") > num_hits
+    assert counter(server.url, "prefix_cache_hits") > num_hits
     return answers
 
 
