@@ -25,7 +25,8 @@ from eagle31.model.vocab import DraftVocab, coverage
 from train.config.drafter import Attention, DrafterShape
 from train.drafter.shape import sliding_window
 
-_FREE = {"fc_norm", "norm_output", "sliding_window"}  # what training may change of a checkpoint
+# What training may change of a checkpoint.
+_FREE = {"fc_norm", "norm_output", "sliding_window", "max_position_embeddings"}
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 _PICKLED_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # where there is no safetensors file
 
@@ -131,7 +132,10 @@ def starting_ids(directory: Path, recipe: Sequence[int] | None) -> tuple[int, ..
 def starting_config(
     recipe: DrafterShape, checkpoint: DrafterConfig, target: PreTrainedConfig
 ) -> DrafterConfig:
-    """Return the checkpoint's configuration with the recipe's fc_norm, norm_output and sliding window.
+    """Return the checkpoint's configuration with the recipe's fc_norm, norm_output, window and positions.
+
+    Without a setting, a checkpoint with fewer positions gets those of the target, as vLLM's runner V1 drafts
+    no further; not with YaRN, whose scaling ends where the positions do.
 
     Args:
         target: the target's text config.
@@ -147,11 +151,15 @@ def starting_config(
         if given[name] not in (None, {}) and not _agree(given[name], found[name]):
             raise _conflict(name, given[name], found[name], recipe.init_from)
     window = recipe.sliding_window or checkpoint.sliding_window
+    positions = checkpoint.max_position_embeddings
+    if checkpoint.served_rope["rope_type"] != "yarn":
+        positions = max(positions, target.max_position_embeddings)
     return replace(
         checkpoint,
         fc_norm=recipe.fc_norm,
         norm_output=recipe.norm_output,
         sliding_window=sliding_window(replace(recipe, attention=attention, sliding_window=window), target),
+        max_position_embeddings=recipe.max_position_embeddings or positions,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )

@@ -152,7 +152,8 @@ def test_a_drafter_of_another_trainer_is_read_trained_on_and_exported_for_vllm(
     assert_same(read.drafter, written)
     assert torch.equal(read.embed_tokens, made_here.embed_tokens)
 
-    flags = {name: getattr(written.config, name) for name in ("fc_norm", "norm_output")}
+    free = ("fc_norm", "norm_output", "max_position_embeddings")
+    flags = {name: getattr(written.config, name) for name in free}
     made = context(spec, directory, tmp_path, **given, **flags)
     drafter, _ = started(made, tmp_path / "vocab")
     assert_same(drafter, written)

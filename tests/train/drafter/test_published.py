@@ -84,8 +84,8 @@ def test_training_starts_with_the_checkpoints_weights_and_vocabulary(
     made = context(spec, checkpoint, tmp_path)
     drafter, vocab = started(made, tmp_path / "vocab")
     published = load_export(checkpoint, CPU)
-    target_ids = {"bos_token_id": None, "eos_token_id": None}  # always the target's
-    assert replace(drafter.config, **target_ids) == published.drafter.config
+    of_target = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
+    assert replace(drafter.config, **of_target) == published.drafter.config
     for name, tensor in published.drafter.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
     saved = load_file(checkpoint / "model.safetensors")
@@ -151,6 +151,18 @@ def test_a_window_may_change(spec: TargetSpec, tmp_path: Path, capsys: pytest.Ca
         check_drafter(made)
         assert made.drafter.config(40).sliding_window == after
         assert ("sliding_window changes from 6" in capsys.readouterr().out) == (after != 6)
+
+
+def test_positions_reach_those_of_the_target(spec: TargetSpec, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    write_tiny_export(tmp_path / "llama3", spec, max_position_embeddings=64)
+    write_tiny_export(tmp_path / "yarn", spec, max_position_embeddings=64, rope_parameters=yarn)
+    for name, setting, after in (("llama3", None, 2048), ("llama3", 99, 99), ("yarn", None, 64)):
+        made = context(spec, tmp_path / name, tmp_path, max_position_embeddings=setting)
+        check_drafter(made)
+        found, published = made.drafter.config(40), load_export(tmp_path / name, CPU).drafter.config
+        assert (published.max_position_embeddings, found.max_position_embeddings) == (64, after)
+        assert found.served_rope == published.served_rope  # the length before the scaling stays
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Running the cases' exports in vLLM, and comparing its drafts with those of eagle31's evaluator."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.speculative import Decoded
 from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
-from tests.train.parity.parity_cases import CASES, target_path
+from tests.train.parity.parity_cases import CASES, SCALED_FROM, target_path
 from train.engines.serving import (
     DecodedPass,
     DecodeJob,
@@ -85,7 +86,9 @@ class EngineResults:
 def held_out_prompts(trained: Path, target: str) -> list[list[int]]:
     [answers] = (trained / "runs" / target / "artifacts").glob("answers-*/test")
     rows = load_from_disk(str(answers))
-    return [row["input_ids"][: row["num_prompt_tokens"]] for row in rows]
+    prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows]
+    # What follows the first is at over four times the positions of before RoPE was scaled.
+    return [[*chain(*prompts)][: 4 * SCALED_FROM], *prompts]
 
 
 def decode_job(

@@ -43,6 +43,7 @@ from train.drafter.build import initialize as initialize_drafter
 from train.pipeline import run_pipeline
 
 MAX_POSITIONS = 512
+SCALED_FROM = 64  # positions
 TARGET_WIDTH, NUM_LAYERS = 64, 6
 # Scaling that reaches into the positions of a few hundred tokens, so that losing it shows.
 LLAMA3_ROPE = {
@@ -51,13 +52,13 @@ LLAMA3_ROPE = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": SCALED_FROM,
 }
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 8.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": SCALED_FROM,
 }
 DEEPSEEK_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
