@@ -71,6 +71,8 @@ def _check_sglang(config: DrafterConfig) -> None:
         absent.append("attention")
     if isinstance(config.attention, MlaShape) and config.num_hidden_layers > 1:
         absent.append("num_hidden_layers")
+    if len(config.aux_layer_ids) * config.target_hidden_size == config.hidden_size:
+        absent.append("aux_layer_ids")  # it takes states of the drafter's width for its own, without fc
     for name in absent:
         remedy = "SGLang's drafters do not have this; use export.layout=vllm."
         raise UserError(f"drafter.{name}", getattr(config, name), remedy)

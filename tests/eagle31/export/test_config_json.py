@@ -46,6 +46,7 @@ def test_sglang_reads_ids_that_are_one_lower() -> None:
         ({"attention_bias": True}, "attention_bias"),
         (QK_NORM, "attention"),
         (MLA | {"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"aux_layer_ids": (2,), "target_hidden_size": 16}, "aux_layer_ids"),
     ],
 )
 def test_what_sglang_would_leave_out_is_refused(changes: dict, field: str) -> None:
